@@ -1,0 +1,86 @@
+"""Four logical CPUs for the whole run, and real workers on loopback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pytest
+
+WORKER_TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="session", autouse=True)
+def logical_cpus():
+    from tfmulti import devices
+
+    devices.set_logical_cpus(4)
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    yield
+    keras.mixed_precision.set_global_policy("float32")
+
+
+def free_ports(count):
+    """Ports that nothing listens on; all are held until all are known."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def tf_configs(num_workers):
+    """The TF_CONFIG of each of `num_workers` local workers."""
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(num_workers)]}
+    return [
+        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        for index in range(num_workers)
+    ]
+
+
+@pytest.fixture
+def run_workers():
+    """Runs one command on several workers: `run_workers(2, ["script.py", "--flag"])`.
+
+    Gives the finished processes, each with `returncode`, `stdout` and `stderr`. No process is
+    left behind, whatever happens.
+    """
+    started = []
+
+    def run(num_workers, arguments, *, env=None, check=True, configs=None):
+        workers = []
+        for config in configs or tf_configs(num_workers):
+            worker = subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                env={**os.environ, **(env or {}), "TF_CONFIG": config},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            started.append(worker)
+            workers.append(worker)
+        finished = []
+        for worker in workers:
+            stdout, stderr = worker.communicate(timeout=WORKER_TIMEOUT_S)
+            done = subprocess.CompletedProcess(arguments, worker.returncode, stdout, stderr)
+            finished.append(done)
+        if check:
+            for index, done in enumerate(finished):
+                assert done.returncode == 0, f"worker {index}: {done.stdout}\n{done.stderr}"
+        return finished
+
+    yield run
+    for worker in started:
+        if worker.poll() is None:
+            worker.kill()
+            worker.wait()

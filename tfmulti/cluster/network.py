@@ -1,0 +1,149 @@
+"""What the network must give before training starts: names that resolve and a free port.
+
+TensorFlow waits in silence, without an end, for a host that has no address, and says only
+"Could not start gRPC server" where the port is taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from tfmulti.cluster.address import is_ip_address, split_address
+from tfmulti.cluster.errors import show, tf_config_error
+from tfmulti.cluster.task import Cluster
+
+
+def resolve_host(host: str) -> object:
+    """Looks a host name up.
+
+    Raises:
+        OSError: where it has no address.
+    """
+    return socket.getaddrinfo(host, None)
+
+
+def bind_port(port: int) -> None:
+    """Binds a port on every interface, as gRPC will, and lets go of it.
+
+    gRPC takes every interface whatever host the address names. A connection of an earlier run
+    that is in TIME_WAIT is no obstacle to it, nor here; a program that listens is.
+
+    Raises:
+        OSError: where the port cannot be had.
+    """
+    for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as listener:
+                if os.name == "posix":  # On Windows the same option would steal the port.
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind((everywhere, port))
+        except OSError as error:
+            # A machine without IPv6 (or IPv4) has other errors, and gRPC takes what there is.
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise
+
+
+def check_hosts(
+    cluster: Cluster,
+    *,
+    source: str,
+    timeout: float = 5.0,
+    resolve: Callable[[str], object] = resolve_host,
+) -> None:
+    """Checks that every host of the training tasks has an address on this machine.
+
+    Args:
+        cluster: the cluster.
+        source: where it came from, for the message.
+        timeout: seconds that all names together may take.
+        resolve: looks one name up; raises `OSError` or `ValueError` where it has no address.
+
+    Raises:
+        ClusterError: for the first host, in the order of the tasks, without an address.
+    """
+    places: dict[str, tuple[str, str]] = {}
+    for task_type, index in cluster.tasks:
+        address = cluster.spec[task_type][index]
+        place = f'TF_CONFIG["cluster"]["{task_type}"][{index}]'
+        places.setdefault(split_address(address)[0], (place, address))
+    names = [host for host in places if not is_ip_address(host)]
+    faults = _find_faults(names, timeout, resolve)
+    for host, fault in faults.items():
+        if fault is not None:
+            place, address = places[host]
+            raise tf_config_error(
+                place,
+                "must name a host whose address this machine can find",
+                received=f"{show(address)}, {fault}",
+                source=source,
+                advice=f"Try `getent hosts {host}` here, and correct the name or write the IP"
+                " address. Pass check_network=False where names appear only later.",
+            )
+
+
+def check_port(cluster: Cluster, *, source: str, bind: Callable[[int], None] = bind_port) -> None:
+    """Checks that this task can listen on the port that the cluster gives it.
+
+    Args:
+        cluster: the cluster.
+        source: where it came from, for the message.
+        bind: takes a port and lets go of it; raises `OSError` where it cannot.
+
+    Raises:
+        ClusterError: where another process listens there, or the port is not permitted.
+    """
+    _, port = split_address(cluster.address)
+    try:
+        bind(port)
+    except OSError as error:
+        fault = error.strerror or str(error)
+        if error.errno == errno.EACCES:
+            advice = "Write a port from 1024 up: those below are for the administrator."
+        else:
+            advice = (
+                "See who holds it with `ss -ltnp`: an earlier run, or a second process with the"
+                " same task index? End it, or write another port for this task in every"
+                " worker's TF_CONFIG."
+            )
+        raise tf_config_error(
+            f'TF_CONFIG["cluster"]["{cluster.task_type}"][{cluster.task_index}]',
+            "must have a port on which this process can listen",
+            received=f"port {port} of {cluster.describe()}: {fault}",
+            source=source,
+            advice=advice,
+        ) from error
+
+
+def _find_faults(
+    names: list[str], timeout: float, resolve: Callable[[str], object]
+) -> dict[str, str | None]:
+    answers: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+
+    def look_up(host: str) -> None:
+        try:
+            resolve(host)
+        except (OSError, ValueError) as error:  # A label that is too long is a UnicodeError.
+            answers.put((host, str(error)))
+        else:
+            answers.put((host, None))
+
+    for host in names:
+        # A lookup cannot be ended, and an executor's threads are waited for at exit.
+        threading.Thread(target=look_up, args=(host,), daemon=True).start()
+    faults: dict[str, str | None] = dict.fromkeys(names, f"no answer in {timeout:g} s")
+    deadline = time.monotonic() + timeout
+    for _ in names:
+        try:
+            host, fault = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        faults[host] = fault
+    return faults

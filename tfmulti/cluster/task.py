@@ -1,0 +1,100 @@
+"""Cluster: all tasks and their addresses, and which of them this process is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+#: The task types that train together, in the order in which workers are counted.
+TRAINING_TYPES = ("chief", "worker")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All tasks of a job and their addresses, seen from one of them.
+
+    `resolve_cluster` and the `from_*` functions build it, and check it; built by hand it is taken
+    as it is. It cannot be changed; it can be compared, hashed, copied and pickled.
+
+    Attributes:
+        spec: task type -> the addresses of its tasks, by index.
+        task_type: the type of this task, `"chief"` or `"worker"`.
+        task_index: the index of this task among those of its type.
+
+    Example:
+        >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
+        >>> cluster.num_workers, cluster.worker_index, cluster.is_chief, cluster.address
+        (2, 1, False, '10.0.0.2:2222')
+    """
+
+    # A mapping has no hash of its own; equal clusters still hash alike without it.
+    spec: Mapping[str, tuple[str, ...]] = field(hash=False)
+    task_type: str
+    task_index: int
+
+    def __post_init__(self) -> None:
+        """Copies the spec, so that nobody changes it from outside."""
+        spec = {task_type: tuple(addresses) for task_type, addresses in self.spec.items()}
+        object.__setattr__(self, "spec", MappingProxyType(spec))
+
+    def __reduce__(self) -> tuple:
+        """Lets a plain dict travel: a read-only view cannot be pickled or deep-copied."""
+        return Cluster, (dict(self.spec), self.task_type, self.task_index)
+
+    @property
+    def tasks(self) -> tuple[tuple[str, int], ...]:
+        """The (type, index) of every task that trains: the chief first, then the workers."""
+        return tuple(
+            (task_type, index)
+            for task_type in TRAINING_TYPES
+            for index in range(len(self.spec.get(task_type, ())))
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """The number of tasks that train; an evaluator does not count."""
+        return len(self.tasks)
+
+    @property
+    def worker_index(self) -> int:
+        """The position of this task in `tasks`, from 0 to `num_workers - 1`."""
+        return self.tasks.index((self.task_type, self.task_index))
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker writes: the chief, or worker 0 where the cluster names none."""
+        return self.tasks[:1] == ((self.task_type, self.task_index),)
+
+    @property
+    def address(self) -> str:
+        """The `host:port` of this task."""
+        return self.spec[self.task_type][self.task_index]
+
+    def to_json(self) -> str:
+        """Returns the text of a `TF_CONFIG` that says the same.
+
+        Example:
+            >>> Cluster({"worker": ["a:1"]}, "worker", 0).to_json()
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+        """
+        return json.dumps(
+            {
+                "cluster": {key: list(addresses) for key, addresses in self.spec.items()},
+                "task": {"type": self.task_type, "index": self.task_index},
+            }
+        )
+
+    def describe(self) -> str:
+        """Returns one line for people, with the numbers that `TF_CONFIG` uses.
+
+        Example:
+            >>> Cluster({"worker": ["a:1", "b:1"]}, "worker", 0).describe()
+            'worker 0 of 2 (a:1)'
+            >>> Cluster({"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "worker", 0).describe()
+            'worker 0 of 2 (b:1), in a cluster of 3'
+        """
+        alike = len(self.spec[self.task_type])
+        line = f"{self.task_type} {self.task_index} of {alike} ({self.address})"
+        return line if alike == self.num_workers else f"{line}, in a cluster of {self.num_workers}"

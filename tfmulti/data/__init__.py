@@ -1,0 +1,111 @@
+"""tf.data pipelines that give every replica its rows: `distribute_train`, `distribute_eval`."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfmulti.data.audit import ShardAudit as ShardAudit
+from tfmulti.data.epochs import EpochDataset
+from tfmulti.data.sources import create_source
+from tfmulti.sharding import ShardPlan
+
+
+def distribute_train(
+    data,
+    strategy: tf.distribute.Strategy,
+    global_batch_size: int,
+    *,
+    seed: int = 0,
+    remainder: str = "uneven",
+    steps_per_epoch: int | None = None,
+    shuffle_buffer: int = 10_000,
+    audit: bool = False,
+) -> EpochDataset:
+    """Makes the training data for `model.fit` under `strategy`.
+
+    Step t of epoch e has the same examples on one device and on any cluster. Each epoch is
+    reshuffled over the whole split; `seed` alone decides the order.
+
+    Args:
+        data: A tuple of arrays `(x, y)` or `(x, y, sample_weight)`, each of shape
+            `(num_examples, ...)`, where `x` and `y` may be dicts or tuples of arrays; or a
+            `tf.data.Dataset` of single examples; or the name of a tensorflow-datasets split
+            such as `"mnist/train"`. Of arrays every worker reads its own rows only. A
+            `tf.data.Dataset` is read by every worker from its start, each keeping its own
+            rows.
+        strategy: What `create_strategy` returned.
+        global_batch_size: Examples per step over all replicas.
+        seed: Seed of the order.
+        remainder: What becomes of the last, short batch: `"uneven"` (nothing lost, nothing
+            added), `"pad"` (static shapes; filler rows have weight 0), `"drop"`, or
+            `"repeat_first"` (short shards are filled with the first examples).
+        steps_per_epoch: Steps per epoch; by default one pass over the data.
+        shuffle_buffer: For a `tf.data.Dataset`: examples to shuffle among. Arrays are always
+            shuffled as a whole.
+        audit: Whether to keep which rows each replica received; see `ShardAudit`.
+
+    Returns:
+        A `tf.data.Dataset` for `model.fit`. Its `position` is (epoch, step), and
+        `set_position` sets it. Iterated by hand it gives global batches.
+
+    Raises:
+        ValueError: For data or numbers that cannot be laid out.
+
+    Example:
+
+    >>> import numpy as np
+    >>> from tfmulti import create_strategy
+    >>> x, y = np.zeros((43, 8), "float32"), np.zeros(43, "int64")
+    >>> strategy = create_strategy("one_device")
+    >>> train = distribute_train((x, y), strategy, global_batch_size=16, seed=0)
+    >>> int(train.cardinality()), train.position
+    (3, (0, 0))
+    """
+    check_seed(seed)
+    source = create_source(data, shuffle_buffer)
+    plan = ShardPlan(
+        source.num_examples,
+        global_batch_size,
+        strategy.num_replicas_in_sync,
+        seed=seed,
+        remainder=remainder,
+        steps=steps_per_epoch,
+    )
+    return EpochDataset(source, plan, strategy, audit=audit)
+
+
+def distribute_eval(
+    data, strategy: tf.distribute.Strategy, global_batch_size: int, *, remainder: str = "uneven"
+) -> EpochDataset:
+    """Makes the data for `evaluate`, `predict` and `validation_data`, in the order of the data.
+
+    Args:
+        data: As for `distribute_train`.
+        strategy: What `create_strategy` returned.
+        global_batch_size: Examples per step over all replicas.
+        remainder: As for `distribute_train`; `"drop"` and `"repeat_first"` change results.
+
+    Returns:
+        A `tf.data.Dataset`. `predict` gives one row for each example, in order.
+
+    Raises:
+        ValueError: For data or numbers that cannot be laid out.
+    """
+    source = create_source(data, shuffle_buffer=0)
+    plan = ShardPlan(
+        source.num_examples,
+        global_batch_size,
+        strategy.num_replicas_in_sync,
+        seed=None,
+        remainder=remainder,
+    )
+    return EpochDataset(source, plan, strategy)
+
+
+def check_seed(seed) -> None:
+    """Raises ValueError unless `seed` is an integer from 0."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
+        raise ValueError(
+            "`seed` must be an integer from 0, the same on every worker. "
+            f"Received: seed={seed!r}. Use for example seed=0."
+        )

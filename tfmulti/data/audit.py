@@ -1,0 +1,102 @@
+"""Which rows each replica received, so that lost and repeated examples are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.data import iterators
+from tfmulti.sharding import ShardPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardReport:
+    """What the replicas received in one epoch.
+
+    Attributes:
+        epoch: Number of the epoch.
+        num_rows: Rows of each replica.
+        digests: SHA-256 over the row numbers of each replica, in order, cut to 12 digits.
+        missing: Numbers of the rows that no replica received.
+        duplicated: Numbers of the rows that were received more than once.
+    """
+
+    epoch: int
+    num_rows: tuple[int, ...]
+    digests: tuple[str, ...]
+    missing: tuple[int, ...]
+    duplicated: tuple[int, ...]
+
+    def __str__(self):
+        shards = ", ".join(
+            f"replica {i}: {n} rows {d}" for i, (n, d) in enumerate(zip(self.num_rows, self.digests))
+        )
+        findings = [
+            f"{len(rows)} {what} ({', '.join(map(str, rows[:8]))}{', ...' if rows[8:] else ''})"
+            for what, rows in (("missing", self.missing), ("duplicated", self.duplicated))
+            if rows
+        ]
+        if max(self.num_rows) - min(self.num_rows) > 1:
+            largest, smallest = np.argmax(self.num_rows), np.argmin(self.num_rows)
+            findings.append(f"unequal: replica {largest} has most rows, replica {smallest} least")
+        return f"epoch {self.epoch}: {shards}; {'; '.join(findings) or 'each row once'}"
+
+
+class ShardAudit:
+    """Keeps the row numbers of each local replica, epoch by epoch.
+
+    Only sources that can be indexed know their rows' numbers; of a `tf.data.Dataset` nothing
+    is kept.
+    """
+
+    def __init__(self, plan: ShardPlan, strategy: tf.distribute.Strategy):
+        self._plan, self._strategy = plan, strategy
+        self._lock = threading.Lock()
+        self._rows: dict[int, dict[tuple[int, int], np.ndarray]] = {}
+
+    def record(self, epoch: int, step: int, share: int, rows: np.ndarray) -> None:
+        """Notes the rows of a share of a step; noting a step again replaces what was noted."""
+        with self._lock:
+            self._rows.setdefault(epoch, {})[step, share] = np.array(rows)
+
+    def report(self, epoch: int) -> ShardReport:
+        """Compares the rows of all replicas. Every worker must call it: it is a collective."""
+        with self._lock:
+            steps = self._rows.pop(epoch, {})
+        local = [_rows_of(steps, share) for share in iterators.local_shares(self._strategy)]
+        return compare(epoch, self._plan, self._gather(local))
+
+    def _gather(self, local):
+        if self._strategy.num_replicas_in_sync == 1:
+            return local
+        values = tuple(tf.constant(rows) for rows in local)
+        lengths = tuple(tf.constant([len(rows)], tf.int64) for rows in local)
+        gathered = self._strategy.gather(iterators.to_replicas(self._strategy, values), axis=0)
+        sizes = self._strategy.gather(iterators.to_replicas(self._strategy, lengths), axis=0)
+        return np.split(gathered.numpy(), np.cumsum(sizes.numpy())[:-1])
+
+
+def _rows_of(steps, share) -> np.ndarray:
+    mine = [rows for (_, number), rows in sorted(steps.items()) if number == share]
+    return np.concatenate(mine) if mine else np.zeros(0, np.int64)
+
+
+def compare(epoch: int, plan: ShardPlan, rows: list[np.ndarray]) -> ShardReport:
+    """Tells which rows of one epoch are missing or repeated, given those of each replica.
+
+    >>> plan = ShardPlan(num_examples=4, global_batch_size=2, num_replicas=2)
+    >>> print(compare(0, plan, [np.array([0, 1, 1]), np.array([3])]).missing)
+    (2,)
+    """
+    counts = np.bincount(np.concatenate(rows), minlength=plan.num_examples)
+    return ShardReport(
+        epoch,
+        tuple(len(shard) for shard in rows),
+        tuple(hashlib.sha256(shard.astype("<i8").tobytes()).hexdigest()[:12] for shard in rows),
+        tuple(np.flatnonzero(counts == 0).tolist()),
+        tuple(np.flatnonzero(counts > 1).tolist()),
+    )

@@ -1,0 +1,207 @@
+"""A dataset that knows its epoch, and gives every replica its rows of it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.data import iterators
+from tfmulti.data.audit import ShardAudit
+from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
+
+class Position:
+    """Where training stands: the epoch, and the step in it.
+
+    Keras makes more iterators than it trains epochs, so the position counts steps that were
+    taken. It is read when the first step of a pass is asked for, not when an iterator is made.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._first_step = 0
+        self._taken = None
+
+    @property
+    def taken(self) -> tf.Variable:
+        """Steps taken since the present pass began, an int64 scalar."""
+        if self._taken is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._taken = tf.Variable(0, dtype=tf.int64, trainable=False)
+        return self._taken
+
+    def get(self) -> tuple[int, int]:
+        """Returns (epoch, step), the step being the next to take."""
+        return self._epoch, self._first_step + int(self.taken.numpy())
+
+    def set(self, epoch: int, step: int) -> None:
+        """Makes the next pass begin at a step of an epoch."""
+        with self._lock:
+            self._epoch, self._first_step = epoch, step
+            self.taken.assign(0)
+
+    def begin(self) -> tuple[np.int64, np.int64]:
+        """Begins a pass: the next epoch, or the same one where no step of it was taken."""
+        with self._lock:
+            if int(self.taken.numpy()):
+                self._epoch, self._first_step = self._epoch + 1, 0
+                self.taken.assign(0)
+            return np.int64(self._epoch), np.int64(self._first_step)
+
+
+class EpochDataset(tf.data.Dataset):
+    """What `distribute_train` and `distribute_eval` return.
+
+    Under its strategy each replica draws its own rows. Iterated without one, it gives the
+    global batches, as one device would see them.
+
+    Attributes:
+        plan: The `ShardPlan` of this dataset.
+        strategy: The strategy whose replicas it serves.
+        audit: A `ShardAudit`, or None.
+    """
+
+    def __init__(self, source, plan: ShardPlan, strategy, *, audit=False, parent=None, maps=()):
+        self._source, self._maps = source, tuple(maps)
+        self.plan, self.strategy = plan, strategy
+        self.audit = parent.audit if parent else (ShardAudit(plan, strategy) if audit else None)
+        self._position = parent._position if parent else Position()
+        if plan.remainder == "pad":
+            strategy.marks_padding = True
+        self._global = self._shares_of(tuple(range(plan.num_replicas)), _forget).map(_join)
+        super().__init__(keras_compat.variant_tensor(self._global))
+
+    def _inputs(self):
+        return [self._global]
+
+    @property
+    def element_spec(self):
+        """Spec of a global batch."""
+        return self._global.element_spec[0]
+
+    def cardinality(self) -> tf.Tensor:
+        """Returns the steps per epoch, an int64 scalar."""
+        return tf.constant(self.plan.steps_per_epoch, tf.int64)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where training stands: (epoch, step), the step being the next to take."""
+        return self._position.get()
+
+    def set_position(self, epoch: int, step: int = 0) -> None:
+        """Makes the next pass begin at a step of an epoch, to go on with a training.
+
+        Args:
+            epoch: Number of the epoch, from 0, as `initial_epoch` of `fit`.
+            step: Number of the step in the epoch, from 0.
+
+        Raises:
+            ValueError: For an epoch or a step that does not exist.
+        """
+        if epoch < 0 or not 0 <= step < self.plan.steps_per_epoch:
+            raise ValueError(
+                "`epoch` must be from 0, and `step` within the epoch. "
+                f"Received: epoch={epoch}, step={step}, "
+                f"with {self.plan.steps_per_epoch} steps per epoch. Use step=0 for its start."
+            )
+        self._position.set(epoch, step)
+
+    def map(self, map_func, *args, **kwargs) -> EpochDataset:
+        """Applies a function to every batch; Keras does so for `class_weight`."""
+        maps = [*self._maps, map_func]
+        return EpochDataset(self._source, self.plan, self.strategy, parent=self, maps=maps)
+
+    def prefetch(self, buffer_size, name=None) -> EpochDataset:
+        """Returns this dataset, which reads ahead already."""
+        return self
+
+    def __iter__(self):
+        if tf.inside_function():
+            return super().__iter__()
+        return iter(Pass(self._global, self._position, None, self.element_spec))
+
+    def distribute_to(self, strategy) -> Pass:
+        """Returns the distributed dataset that Keras iterates over; strategies call it.
+
+        Raises:
+            ValueError: For another strategy than the one it was made for.
+        """
+        if strategy is not self.strategy:
+            raise ValueError(
+                "A dataset must be distributed by the strategy that the model was made in. "
+                f"Received: a dataset for {self.strategy.num_replicas_in_sync} replicas, "
+                f"a model on {strategy.num_replicas_in_sync}. "
+                "Pass the model's strategy to distribute_train or distribute_eval."
+            )
+        log = self.audit.record if self.audit else _forget
+        shares = self._shares_of(iterators.local_shares(strategy), log)
+        return Pass(shares, self._position, strategy, self.element_spec)
+
+    def _shares_of(self, numbers: tuple[int, ...], log) -> tf.data.Dataset:
+        def begin(_):
+            epoch, step = tf.numpy_function(self._position.begin, [], [tf.int64] * 2)
+            return tf.ensure_shape(epoch, []), tf.ensure_shape(step, [])
+
+        def finish(*shares):
+            return tuple(self._finish(batch, weights) for batch, weights in shares)
+
+        start = tf.data.Dataset.range(1).map(begin)
+        dataset = self._source.batches(self.plan, numbers, start, log).map(finish)
+        options = tf.data.Options()
+        # Its thread keeps `fit` waiting for seconds after the last step.
+        options.autotune.enabled = False
+        return dataset.prefetch(2).with_options(options)
+
+    def _finish(self, batch, weights):
+        for function in self._maps:
+            batch = function(*batch) if isinstance(batch, tuple) else function(batch)
+        return _mark_padding(batch, weights) if self.plan.remainder == "pad" else batch
+
+
+class Pass:
+    """A dataset of the local replicas' shares; each iterator makes one pass over an epoch."""
+
+    def __init__(self, shares: tf.data.Dataset, position: Position, strategy, element_spec):
+        self._shares, self._position = shares, position
+        self.strategy, self.element_spec = strategy, element_spec
+        self._number = iterators.register(self)
+
+    def __iter__(self) -> iterators.ReplicaIterator:
+        with tf.device("CPU:0"):
+            return iterators.ReplicaIterator(iter(self._shares), self._number)
+
+    def take(self, shares: tuple):
+        """Counts a step as taken, and returns its shares as one distributed value."""
+        tensors = tf.nest.flatten(shares, expand_composites=True)
+        with tf.control_dependencies([t for t in tensors if isinstance(t, tf.Tensor)]):
+            self._position.taken.assign_add(1)
+        return self.look(shares)
+
+    def look(self, shares: tuple):
+        """Returns a step's shares as one distributed value."""
+        return shares[0] if self.strategy is None else iterators.to_replicas(self.strategy, shares)
+
+
+def _forget(epoch, step, replica, rows):
+    """Keeps no record of the rows."""
+
+
+def _join(*shares):
+    return (tf.nest.map_structure(lambda *rows: tf.concat(rows, axis=0), *shares),)
+
+
+def _mark_padding(batch, weights):
+    if not isinstance(batch, tuple) or len(batch) not in (2, 3):
+        raise ValueError(
+            '`remainder="pad"` gives filler rows the weight 0, so data must be (x, y) or '
+            f"(x, y, sample_weight). Received: {tf.nest.map_structure(lambda t: t.shape, batch)}. "
+            'Use `remainder="uneven"`, which adds no rows.'
+        )
+    filler = weights == 0
+    if len(batch) == 2:
+        return (*batch, weights)
+    own = tf.cast(batch[2], tf.float32)
+    return (*batch[:2], tf.where(filler, PADDING_WEIGHT, own))

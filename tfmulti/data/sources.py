@@ -1,0 +1,203 @@
+"""Where examples come from: arrays, which can be indexed, and streams, which cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, share_slice
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource:
+    """Arrays in memory or on disk (`np.memmap`), of which only the rows needed are read.
+
+    Attributes:
+        arrays: Nested structure of arrays, each of shape `(num_examples, ...)`.
+        num_examples: Number of rows.
+    """
+
+    arrays: Any
+    num_examples: int
+
+    @property
+    def element_spec(self):
+        """Spec of a batch without its weights, nested as `arrays`."""
+        return tf.nest.map_structure(_spec_of_rows, self.arrays)
+
+    def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
+        """Returns a dataset of steps: for each share its rows and their weights."""
+        leaves = tf.nest.flatten(self.arrays)
+        dtypes = [tf.as_dtype(_spec_of_rows(leaf).dtype) for leaf in leaves]
+
+        def read(epoch, step):
+            values = []
+            for number in numbers:
+                rows, weights = plan.share(int(epoch), int(step), number)
+                log(int(epoch), int(step), number, rows[weights > 0])
+                values += [*(np.take(leaf, rows, axis=0) for leaf in leaves), weights]
+            return values
+
+        def shares_of_step(epoch, step):
+            types = [*dtypes, tf.float32] * len(numbers)
+            values = tf.numpy_function(read, [epoch, step], types, stateful=False)
+            return tuple(self._pack(plan, values, i) for i in range(len(numbers)))
+
+        def steps(epoch, first):
+            counts = tf.data.Dataset.range(first, plan.steps_per_epoch)
+            return counts.map(lambda step: (epoch, step))
+
+        return start.flat_map(steps).map(shares_of_step, num_parallel_calls=2)
+
+    def _pack(self, plan, values, index):
+        leaves = tf.nest.flatten(self.arrays)
+        size = len(leaves) + 1
+        *rows, weights = values[index * size : (index + 1) * size]
+        static = plan.global_batch_size // plan.num_replicas if plan.has_static_shapes else None
+        for value, leaf in zip(rows, leaves):
+            value.set_shape([static, *leaf.shape[1:]])
+        weights.set_shape([static])
+        return tf.nest.pack_sequence_as(self.arrays, rows), weights
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSource:
+    """A `tf.data.Dataset` of single examples, which every worker reads from its start.
+
+    Attributes:
+        dataset: The examples.
+        num_examples: Their number.
+        shuffle_buffer: Examples to shuffle among; 0 keeps the order.
+    """
+
+    dataset: tf.data.Dataset
+    num_examples: int
+    shuffle_buffer: int
+
+    @property
+    def element_spec(self):
+        """Spec of a batch without its weights, nested as the examples."""
+        return self.dataset.batch(1).element_spec
+
+    def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
+        """Returns a dataset of steps: for each share its rows and their weights."""
+        first_rows = None
+        if plan.remainder == "repeat_first":
+            first = self.dataset.repeat().take(plan.num_replicas).batch(plan.num_replicas)
+            first_rows = first.get_single_element()
+
+        def one_pass(number):
+            examples = _shuffled(self.dataset, plan.seed, number, self.shuffle_buffer)
+            return examples.batch(plan.global_batch_size, drop_remainder=plan.remainder == "drop")
+
+        def steps(epoch, first):
+            begin = epoch * plan.steps_per_epoch + first
+            passes = tf.data.Dataset.counter(begin // plan.steps_per_pass)
+            batches = passes.flat_map(one_pass).skip(begin % plan.steps_per_pass)
+            return batches.take(plan.steps_per_epoch - first)
+
+        def split(*batch):
+            batch = batch if isinstance(self.element_spec, tuple) else batch[0]
+            batch, num_real = _fill_batch(batch, plan, first_rows)
+            return tuple(_share_of(batch, num_real, plan, number) for number in numbers)
+
+        return start.flat_map(steps).map(split, num_parallel_calls=2)
+
+
+def _shuffled(dataset, seed, number, buffer):
+    if seed is None or not buffer:
+        return dataset
+    # Inside this traced function it sets the function's own seed, so that workers with
+    # different TensorFlow seeds shuffle alike.
+    tf.random.set_seed(0)
+    seed = tf.constant(seed % (2**31), tf.int64) * 1_000_003 + number
+    return dataset.shuffle(buffer, seed=seed, reshuffle_each_iteration=False)
+
+
+def _fill_batch(batch, plan, first_rows):
+    leaves = tf.nest.flatten(batch)
+    num_rows = tf.shape(leaves[0])[0]
+    if plan.remainder == "pad":
+        index = tf.range(plan.global_batch_size) % num_rows
+        return tf.nest.map_structure(lambda rows: tf.gather(rows, index), batch), num_rows
+    if plan.remainder == "repeat_first":
+        fill = -num_rows % plan.num_replicas
+        batch = tf.nest.map_structure(
+            lambda rows, first: tf.concat([rows, first[:fill]], 0), batch, first_rows
+        )
+        return batch, num_rows + fill
+    return batch, num_rows
+
+
+def _share_of(batch, num_real, plan, number):
+    num_rows = tf.shape(tf.nest.flatten(batch)[0])[0]
+    if plan.has_static_shapes:
+        start, stop = share_slice(plan.global_batch_size, plan.num_replicas, number)
+    else:
+        share, longer = num_rows // plan.num_replicas, num_rows % plan.num_replicas
+        start = number * share + tf.minimum(number, longer)
+        stop = start + share + tf.cast(number < longer, tf.int32)
+    weights = tf.where(tf.range(start, stop) < num_real, np.float32(1), PADDING_WEIGHT)
+    return tf.nest.map_structure(lambda rows: rows[start:stop], batch), weights
+
+
+def _spec_of_rows(array: np.ndarray) -> tf.TensorSpec:
+    dtype = tf.string if array.dtype.kind in "SO" else array.dtype
+    return tf.TensorSpec([None, *array.shape[1:]], dtype)
+
+
+def create_source(data, shuffle_buffer: int):
+    """Returns an `ArraySource` or a `StreamSource` for what the user gave.
+
+    Raises:
+        ValueError: For data of another kind, arrays of unequal length, or a stream whose
+            number of examples is not known.
+    """
+    if isinstance(data, str):
+        data = _load_named(data)
+    if isinstance(data, tf.data.Dataset):
+        num_examples = int(data.cardinality())
+        if num_examples < 0:
+            raise ValueError(
+                "A `tf.data.Dataset` must know its number of examples, so that all workers "
+                f"take the same number of steps. Received: cardinality={num_examples} "
+                "(-1 endless, -2 unknown). "
+                "Use data.apply(tf.data.experimental.assert_cardinality(n)), with take(n) first "
+                "where it is endless."
+            )
+        return StreamSource(data, num_examples, shuffle_buffer)
+    arrays = tf.nest.map_structure(_as_array, data)
+    if not isinstance(data, (tuple, list, dict, np.ndarray, tf.Tensor)):
+        raise ValueError(
+            "`data` must be arrays, a `tf.data.Dataset` of single examples, or the name of a "
+            f"tensorflow-datasets split. Received: {type(data).__name__}. "
+            "Use for example (x, y) with NumPy arrays."
+        )
+    lengths = {len(array) for array in tf.nest.flatten(arrays)}
+    if len(lengths) != 1:
+        raise ValueError(
+            "All arrays of `data` must have the same number of rows. "
+            f"Received: {sorted(lengths)} rows. Give one row for each example in every array."
+        )
+    return ArraySource(tuple(arrays) if isinstance(arrays, list) else arrays, lengths.pop())
+
+
+def _load_named(name):
+    from tfmulti.datasets import load_split
+
+    return load_split(name)
+
+
+def _as_array(value) -> np.ndarray:
+    array = value if isinstance(value, np.memmap) else np.asarray(value)
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8").astype(object)
+    if array.ndim == 0:
+        raise ValueError(
+            "Each array of `data` must have one row for each example. "
+            f"Received: a single value {array!r}. Use arrays of shape (num_examples, ...)."
+        )
+    return array

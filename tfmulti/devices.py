@@ -1,0 +1,91 @@
+"""Lists, chooses and describes devices."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def list_gpus() -> list[str]:
+    """Returns TensorFlow's names of the logical GPUs, such as `["GPU:0", "GPU:1"]`."""
+    return _names("GPU")
+
+
+def list_cpus() -> list[str]:
+    """Returns TensorFlow's names of the logical CPUs. Starts TensorFlow's runtime."""
+    return _names("CPU")
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU. Does not start TensorFlow's runtime."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
+def has_tpu() -> bool:
+    """Whether TensorFlow sees a TPU. Does not start TensorFlow's runtime."""
+    return bool(tf.config.list_physical_devices("TPU"))
+
+
+def grow_gpu_memory() -> None:
+    """Lets each GPU take memory as it needs it, where TensorFlow has not started yet."""
+    for gpu in tf.config.list_physical_devices("GPU"):
+        try:
+            tf.config.experimental.set_memory_growth(gpu, True)
+        except RuntimeError:
+            return
+
+
+def set_logical_cpus(num_cpus: int) -> None:
+    """Splits the machine's CPU into `num_cpus` logical ones, for trying out and for tests.
+
+    Args:
+        num_cpus: Number of logical CPUs, at least 1.
+
+    Raises:
+        ValueError: For a number below 1.
+        RuntimeError: Where TensorFlow has been used already and has fewer.
+    """
+    if num_cpus < 1:
+        raise ValueError(
+            "`logical_cpus` must be at least 1. "
+            f"Received: logical_cpus={num_cpus}. Leave it out to use the devices as they are."
+        )
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    configured = tf.config.get_logical_device_configuration(cpu) or []
+    if len(configured) >= num_cpus:
+        return
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * num_cpus
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            "`logical_cpus` must be set before TensorFlow is used in this process. "
+            f"Received: logical_cpus={num_cpus}, with {len(list_cpus())} in use. "
+            "Call create_strategy first, or restart the process (in a notebook: the kernel)."
+        ) from error
+
+
+def check_devices(devices: list[str]) -> list[str]:
+    """Returns `devices` in TensorFlow's short form, after checking that each is there.
+
+    Args:
+        devices: Names such as `["CPU:0", "CPU:1"]` or `["/gpu:0"]`.
+
+    Raises:
+        ValueError: For a name that is unknown or given twice.
+    """
+    known = _names(None)
+    short = [name.upper().removeprefix("/DEVICE:").lstrip("/") for name in devices]
+    strangers = [name for name in short if name not in known]
+    if strangers or len(set(short)) < len(short) or not short:
+        raise ValueError(
+            "`devices` must name devices of this machine, each once. "
+            f"Received: devices={list(devices)}. Known here: {', '.join(known)}. "
+            "With `logical_cpus=N` one machine has CPU:0 to CPU:N-1."
+        )
+    return short
+
+
+def _names(device_type: str | None) -> list[str]:
+    logical = tf.config.list_logical_devices(device_type)
+    return [":".join(device.name.split(":")[-2:]).upper() for device in logical]

@@ -1,0 +1,129 @@
+"""`DistributedOptimizer`: the user's Keras optimizer with one device's result on many."""
+
+from __future__ import annotations
+
+import types
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat, shares
+
+
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Makes a Keras optimizer right on several replicas.
+
+    Each replica's loss is weighed by the examples that the replica really saw, the gradients
+    are reduced first, and everything else (clipping, weight decay, accumulation, moving
+    averages, loss scaling) then happens as on one device. The idiom is Horovod's (Sergeev and
+    Del Balso, 2018, https://arxiv.org/abs/1802.05799).
+
+    The object and its class stay the user's, so saving and loading are untouched. With one
+    replica it adds nothing.
+
+    Args:
+        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one. Under the policy
+            `mixed_float16` wrap the `LossScaleOptimizer`, not its inner optimizer.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ValueError: For something else than a Keras 3 optimizer.
+
+    Example:
+
+    >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
+    >>> type(optimizer).__name__
+    'SGD'
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`optimizer` must be a Keras 3 optimizer. "
+            f"Received: optimizer={optimizer!r}. Use for example keras.optimizers.Adam()."
+        )
+    if getattr(optimizer, "tfmulti_distributed", False):
+        return optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    keras_compat.update_replicas_alike(inner)
+    for name, function in (("scale_loss", _scale_loss), ("apply", _apply)):
+        object.__setattr__(optimizer, name, types.MethodType(function, optimizer))
+    object.__setattr__(optimizer, "tfmulti_distributed", True)
+    return optimizer
+
+
+def _scale_loss(self, loss):
+    share = shares.current_share()
+    if share is not None:
+        loss = _weigh_loss(loss, share)
+        share.weighed.add(id(self))
+    return type(self).scale_loss(self, loss)
+
+
+def _weigh_loss(loss, share):
+    """Makes the sum over replicas of the losses the global batch's mean.
+
+    Keras hands over (mean over local rows + penalties) / replicas. The first term must count
+    as many times as the replica has rows; weighing it before the gradient is taken keeps
+    layers right whose backward pass crosses replicas. The weights of all replicas average to
+    one, so penalties need no care unless rows are padded.
+    """
+    weight = tf.cast(_loss_weight(share), loss.dtype)
+    if not share.is_padded:
+        return loss * weight
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    share.penalty = shares.regularization(share.model)
+    penalty = tf.cast(share.penalty, loss.dtype) / num_replicas
+    return (loss - penalty) * weight + penalty
+
+
+def _loss_weight(share):
+    """Rows of this replica x replicas / real rows of all replicas, float32 scalar."""
+    context = tf.distribute.get_replica_context()
+    num_real = tf.cast(share.num_real, tf.float32)
+    num_replicas = context.num_replicas_in_sync
+    if num_replicas > 1:
+        num_real = context.all_reduce(tf.distribute.ReduceOp.SUM, num_real)
+    rows = share.num_rows if share.is_padded else share.num_real
+    return tf.math.divide_no_nan(tf.cast(rows, tf.float32) * num_replicas, num_real)
+
+
+def _apply(self, grads, trainable_variables=None):
+    plain_apply = type(self).apply
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return plain_apply(self, grads, trainable_variables)
+    grads = list(grads)
+    present = [grad for grad in grads if grad is not None]
+    share = shares.current_share()
+    if share is not None and present:
+        present = _weigh_gradients(self, present, share)
+    reduced = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
+    grads = [None if grad is None else next(reduced) for grad in grads]
+    return plain_apply(self, grads, trainable_variables)
+
+
+def _weigh_gradients(self, grads, share):
+    """Removes an empty share's gradients; weighs those whose loss was not weighed.
+
+    A custom `train_step` need not call `scale_loss`.
+    """
+    if id(self) in share.weighed:
+        share.weighed.discard(id(self))
+    else:
+        weight = _loss_weight(share)
+        grads = [_times(grad, tf.cast(weight, grad.dtype)) for grad in grads]
+    if not share.may_be_empty or share.is_padded:
+        return grads
+    # A product with 0 would keep the NaN that a filler row can make.
+    return tf.cond(
+        share.num_real > 0,
+        lambda: grads,
+        lambda: tf.nest.map_structure(tf.zeros_like, grads, expand_composites=True),
+    )
+
+
+def _times(grad, weight):
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values * weight, grad.indices, grad.dense_shape)
+    return grad * weight

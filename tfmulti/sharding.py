@@ -1,0 +1,209 @@
+"""The arithmetic of data: which rows each replica sees at each step of each epoch.
+
+Everything here is a pure function of numbers. The order of examples depends on
+(seed, epoch) alone, never on the number of replicas or workers, so step t of epoch e
+holds the same examples on one device and on any cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+REMAINDERS = ("uneven", "pad", "drop", "repeat_first")
+
+# Filler rows weigh nothing. The sign tells them from a zero that the user wrote, because a
+# user's zero-weight row still counts in the denominator of a mean and a filler row must not.
+PADDING_WEIGHT = np.float32(-0.0)
+
+
+def epoch_order(num_examples: int, seed: int | None, epoch: int) -> np.ndarray:
+    """Returns the order of the examples in one epoch.
+
+    Uses NumPy's frozen generators (`SeedSequence`, `MT19937`, `RandomState`), whose
+    streams are promised not to change between releases.
+
+    Args:
+        num_examples: Number of examples in the split.
+        seed: Decides the order together with `epoch`; None keeps the order of the data.
+        epoch: Number of the epoch, from 0.
+
+    Returns:
+        An int64 array of shape `(num_examples,)`.
+
+    Example:
+
+    >>> epoch_order(4, seed=None, epoch=3).tolist()
+    [0, 1, 2, 3]
+    >>> sorted(epoch_order(4, seed=7, epoch=0).tolist())
+    [0, 1, 2, 3]
+    """
+    if seed is None:
+        return np.arange(num_examples, dtype=np.int64)
+    sequence = np.random.SeedSequence([seed, epoch])
+    generator = np.random.RandomState(np.random.MT19937(sequence))
+    return generator.permutation(num_examples).astype(np.int64)
+
+
+def share_slice(num_rows: int, num_shares: int, number: int) -> tuple[int, int]:
+    """Returns the half-open range of rows of a global batch that make one share.
+
+    Shares are contiguous and differ by at most one row; the first ones are the larger ones.
+
+    >>> [share_slice(5, 3, r) for r in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    >>> [share_slice(1, 2, r) for r in range(2)]
+    [(0, 1), (1, 1)]
+    """
+    share, longer = divmod(num_rows, num_shares)
+    start = number * share + min(number, longer)
+    return start, start + share + (number < longer)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """How the examples of a split are laid out over steps and replicas.
+
+    Attributes:
+        num_examples: Number of examples in the split.
+        global_batch_size: Examples per step over all replicas.
+        num_replicas: Number of replicas in the job.
+        seed: Seed of the order; None reads the examples in their own order.
+        remainder: What becomes of the last, short batch: `"uneven"` keeps it short,
+            `"pad"` fills it with rows of weight 0, `"drop"` leaves it out, and
+            `"repeat_first"` fills short shards with the first examples of the split.
+        steps: Steps per epoch. Defaults to one pass over the split; with another
+            number, epochs follow one another along an endless row of passes.
+
+    Raises:
+        ValueError: For numbers that cannot be laid out.
+
+    Example:
+
+    >>> plan = ShardPlan(num_examples=43, global_batch_size=16, num_replicas=2, seed=None)
+    >>> plan.steps_per_epoch
+    3
+    >>> [plan.share(0, 2, number)[0].tolist() for number in range(2)]
+    [[32, 33, 34, 35, 36, 37], [38, 39, 40, 41, 42]]
+    """
+
+    num_examples: int
+    global_batch_size: int
+    num_replicas: int = 1
+    seed: int | None = 0
+    remainder: str = "uneven"
+    steps: int | None = None
+
+    def __post_init__(self):
+        check_remainder(self.remainder)
+        check_batch_size(self.global_batch_size, self.num_replicas)
+        if self.num_examples < 1:
+            raise ValueError(
+                "A dataset must hold at least one example. "
+                f"Received: num_examples={self.num_examples}. Check the split and its filters."
+            )
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(
+                "`steps_per_epoch` must be at least 1. "
+                f"Received: steps_per_epoch={self.steps}. Leave it out for one pass an epoch."
+            )
+        if self.remainder == "drop" and self.num_examples < self.global_batch_size:
+            raise ValueError(
+                '`remainder="drop"` keeps whole batches only, and there is none. '
+                f"Received: num_examples={self.num_examples}, "
+                f"global_batch_size={self.global_batch_size}. "
+                'Use a smaller batch size or `remainder="uneven"`.'
+            )
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Steps in one pass over the split."""
+        if self.remainder == "drop":
+            return self.num_examples // self.global_batch_size
+        return -(-self.num_examples // self.global_batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one epoch: one pass, unless `steps` says otherwise."""
+        return self.steps or self.steps_per_pass
+
+    @property
+    def has_static_shapes(self) -> bool:
+        """Whether every share of every step has the same number of rows."""
+        if self.global_batch_size % self.num_replicas:
+            return False
+        return self.remainder in ("pad", "drop") or not self.num_examples % self.global_batch_size
+
+    def locate(self, epoch: int, step: int) -> tuple[int, int]:
+        """Returns the pass over the split and the step in it, for a step of an epoch."""
+        return divmod(epoch * self.steps_per_epoch + step, self.steps_per_pass)
+
+    def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
+        """Returns one global batch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            step: Number of the step in the epoch, from 0.
+
+        Returns:
+            The row numbers, int64 of shape `(rows,)`, and how many of them, from the
+            first, are no filler.
+        """
+        number, step_in_pass = self.locate(epoch, step)
+        order = _cached_order(self.num_examples, self.seed, number)
+        start = step_in_pass * self.global_batch_size
+        rows = order[start : start + self.global_batch_size]
+        num_real = len(rows)
+        if self.remainder == "pad":
+            fill = self.global_batch_size - num_real
+            return np.concatenate([rows, np.resize(order, fill)]), num_real
+        if self.remainder == "repeat_first":
+            first = np.arange(-num_real % self.num_replicas, dtype=np.int64)
+            rows = np.concatenate([rows, first % self.num_examples])
+            num_real = len(rows)
+        return rows, num_real
+
+    def share(self, epoch: int, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns one share of a global batch; there are as many as replicas.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            step: Number of the step in the epoch, from 0.
+            number: Number of the share, from 0, in the order of the batch.
+
+        Returns:
+            The row numbers, int64 of shape `(rows,)`, and their weights, float32 of the
+            same shape: 1, or `PADDING_WEIGHT` for filler.
+        """
+        rows, num_real = self.batch(epoch, step)
+        start, stop = share_slice(len(rows), self.num_replicas, number)
+        weights = np.where(np.arange(start, stop) < num_real, np.float32(1), PADDING_WEIGHT)
+        return rows[start:stop], weights.astype(np.float32)
+
+
+@functools.lru_cache(maxsize=4)
+def _cached_order(num_examples: int, seed: int | None, number: int) -> np.ndarray:
+    order = epoch_order(num_examples, seed, number)
+    order.setflags(write=False)
+    return order
+
+
+def check_remainder(remainder: str) -> None:
+    """Raises ValueError unless `remainder` is one of `REMAINDERS`."""
+    if remainder not in REMAINDERS:
+        raise ValueError(
+            f"`remainder` must be one of {', '.join(REMAINDERS)}. "
+            f"Received: remainder={remainder!r}. Use 'uneven' to keep every example once."
+        )
+
+
+def check_batch_size(global_batch_size: int, num_replicas: int) -> None:
+    """Raises ValueError unless every replica can have a row of a full batch."""
+    if global_batch_size < num_replicas:
+        raise ValueError(
+            "`global_batch_size` must be at least the number of replicas. "
+            f"Received: global_batch_size={global_batch_size}, num_replicas={num_replicas}. "
+            f"Use {num_replicas} or more."
+        )
