@@ -32,7 +32,6 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimiz
         ValueError: For something else than a Keras 3 optimizer.
 
     Example:
-
     >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
     >>> type(optimizer).__name__
     'SGD'
@@ -45,11 +44,25 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimiz
     if getattr(optimizer, "tfmulti_distributed", False):
         return optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if inner is not optimizer and getattr(inner, "tfmulti_distributed", False):
+        _undo(inner)
     keras_compat.update_replicas_alike(inner)
     for name, function in (("scale_loss", _scale_loss), ("apply", _apply)):
         object.__setattr__(optimizer, name, types.MethodType(function, optimizer))
     object.__setattr__(optimizer, "tfmulti_distributed", True)
     return optimizer
+
+
+def distribute_optimizers(model: keras.Model) -> None:
+    """Makes every optimizer that a model holds distributed, as a GAN's two."""
+    for value in [*vars(model).values(), getattr(model, "optimizer", None)]:
+        if isinstance(value, keras.optimizers.Optimizer):
+            DistributedOptimizer(value)
+
+
+def _undo(optimizer):
+    for name in ("scale_loss", "apply", "tfmulti_distributed"):
+        object.__delattr__(optimizer, name)
 
 
 def _scale_loss(self, loss):

@@ -34,7 +34,6 @@ def epoch_order(num_examples: int, seed: int | None, epoch: int) -> np.ndarray:
         An int64 array of shape `(num_examples,)`.
 
     Example:
-
     >>> epoch_order(4, seed=None, epoch=3).tolist()
     [0, 1, 2, 3]
     >>> sorted(epoch_order(4, seed=7, epoch=0).tolist())
@@ -81,7 +80,6 @@ class ShardPlan:
         ValueError: For numbers that cannot be laid out.
 
     Example:
-
     >>> plan = ShardPlan(num_examples=43, global_batch_size=16, num_replicas=2, seed=None)
     >>> plan.steps_per_epoch
     3

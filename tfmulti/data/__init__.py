@@ -52,7 +52,6 @@ def distribute_train(
         ValueError: For data or numbers that cannot be laid out.
 
     Example:
-
     >>> import numpy as np
     >>> from tfmulti import create_strategy
     >>> x, y = np.zeros((43, 8), "float32"), np.zeros(43, "int64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import threading
 
@@ -11,6 +12,8 @@ import tensorflow as tf
 
 from tfmulti.data import iterators
 from tfmulti.sharding import ShardPlan
+
+_NO_ROW = np.int64(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,8 @@ class ShardReport:
 
     def __str__(self):
         shards = ", ".join(
-            f"replica {i}: {n} rows {d}" for i, (n, d) in enumerate(zip(self.num_rows, self.digests))
+            f"replica {i}: {n} rows {d}"
+            for i, (n, d) in enumerate(zip(self.num_rows, self.digests))
         )
         findings = [
             f"{len(rows)} {what} ({', '.join(map(str, rows[:8]))}{', ...' if rows[8:] else ''})"
@@ -73,11 +77,20 @@ class ShardAudit:
     def _gather(self, local):
         if self._strategy.num_replicas_in_sync == 1:
             return local
-        values = tuple(tf.constant(rows) for rows in local)
-        lengths = tuple(tf.constant([len(rows)], tf.int64) for rows in local)
-        gathered = self._strategy.gather(iterators.to_replicas(self._strategy, values), axis=0)
-        sizes = self._strategy.gather(iterators.to_replicas(self._strategy, lengths), axis=0)
-        return np.split(gathered.numpy(), np.cumsum(sizes.numpy())[:-1])
+        plan = self._plan
+        width = plan.steps_per_epoch * -(-plan.global_batch_size // plan.num_replicas)
+        padded = [np.concatenate([rows, np.full(width - len(rows), _NO_ROW)]) for rows in local]
+        padded = tuple(tf.constant(rows[None]) for rows in padded)
+        gathered = self._all_gather(iterators.to_replicas(self._strategy, padded))
+        gathered = self._strategy.experimental_local_results(gathered)[0].numpy()
+        return [row[row != _NO_ROW] for row in gathered]
+
+    @functools.cached_property
+    def _all_gather(self):
+        def gather(rows):
+            return tf.distribute.get_replica_context().all_gather(rows, axis=0)
+
+        return tf.function(lambda rows: self._strategy.run(gather, args=(rows,)))
 
 
 def _rows_of(steps, share) -> np.ndarray:

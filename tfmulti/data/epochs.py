@@ -12,6 +12,7 @@ from tfmulti.data import iterators
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 
+
 class Position:
     """Where training stands: the epoch, and the step in it.
 

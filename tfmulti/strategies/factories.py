@@ -1,10 +1,4 @@
-"""Builds real `tf.distribute` strategies under which stock Keras 3 `fit` runs.
-
-`create_strategy` is the only function a user needs. What it returns is a
-`tf.distribute.MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy` or
-`TPUStrategy` with three public methods repaired for Keras 3: `run`, `reduce` and
-`experimental_distribute_dataset`.
-"""
+"""`create_strategy`, and one factory for each strategy."""
 
 from __future__ import annotations
 
@@ -16,92 +10,16 @@ from absl import logging
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, shares
+from tfmulti.config import COMMUNICATIONS, STRATEGIES
+from tfmulti.strategies.repaired import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    TPUStrategy,
+    first_local_value,
+)
 
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
-COMMUNICATIONS = ("auto", "ring", "nccl")
 _RPC_LAYER = "grpc"
-
-
-def first_local_value(strategy: tf.distribute.Strategy, values):
-    """Takes each distributed value in a nested structure to the first local replica's."""
-
-    def first(value):
-        if isinstance(value, tf.distribute.DistributedValues):
-            return strategy.experimental_local_results(value)[0]
-        return value
-
-    return tf.nest.map_structure(first, values, expand_composites=False)
-
-
-class _ForKeras:
-    """Repairs what Keras 3 asks of a strategy. Nothing changes for other callers."""
-
-    repairs_keras = True
-    # Set by the data pipeline when it marks filler rows in the sample weights.
-    marks_padding = False
-
-    def run(self, fn, args=(), kwargs=None, options=None):
-        """Runs `fn` on every replica; Keras's own steps also where a share has no row."""
-        kind, model = keras_compat.step_of(fn)
-        several = self.num_replicas_in_sync > 1
-        if kind and len(args) == 1 and (several or self.marks_padding):
-            fill = several and (kind != "train" or _has_distributed_optimizer(model))
-            fn = shares.guard(fn, kind, model, fill=fill, padded=self.marks_padding)
-        return super().run(fn, args=args, kwargs=kwargs, options=options)
-
-    def reduce(self, reduce_op, value, axis):
-        """Reduces as usual; scalars with `axis=0`, as Keras asks for logs, locally.
-
-        Keras reduces every batch log so, which under several workers raises an error in
-        stock TensorFlow. The answer is the mean or sum over this worker's replicas: batch
-        logs are local, epoch logs are global.
-        """
-        if axis == 0 and _is_scalar(value):
-            local = tf.stack(self.experimental_local_results(value))
-            mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-            return tf.reduce_mean(local) if mean else tf.reduce_sum(local)
-        return super().reduce(reduce_op, value, axis)
-
-    def experimental_distribute_dataset(self, dataset, options=None):
-        """Distributes a dataset; those of `tfmulti.data` know themselves how."""
-        distribute_to = getattr(dataset, "distribute_to", None)
-        if distribute_to is not None:
-            return distribute_to(self)
-        return super().experimental_distribute_dataset(dataset, options)
-
-
-def _is_scalar(value) -> bool:
-    if isinstance(value, tf.distribute.DistributedValues):
-        return all(getattr(v, "shape", None) == () for v in getattr(value, "values", [None]))
-    return isinstance(value, tf.Tensor) and value.shape.rank == 0
-
-
-def _has_distributed_optimizer(model) -> bool:
-    owned = [*vars(model).values(), getattr(model, "optimizer", None)]
-    return any(getattr(value, "tfmulti_distributed", False) for value in owned)
-
-
-class OneDeviceStrategy(_ForKeras, tf.distribute.OneDeviceStrategy):
-    """All variables and computation on one device."""
-
-
-class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
-    """One replica on each of several local devices."""
-
-
-class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
-    """One or more replicas on each worker of a cluster."""
-
-    def __init__(self, cluster_resolver, communication_options, num_cpus=1):
-        if devices_lib.has_gpu() or num_cpus <= 1:
-            super().__init__(cluster_resolver, communication_options)
-            return
-        extended = keras_compat.LocalCPUs(self, cluster_resolver, communication_options, num_cpus)
-        tf.distribute.Strategy.__init__(self, extended)
-
-
-class TPUStrategy(_ForKeras, tf.distribute.TPUStrategy):
-    """One replica on each TPU core. Not tried: no TPU was at hand."""
 
 
 def create_strategy(
@@ -135,7 +53,6 @@ def create_strategy(
         RuntimeError: Where the devices are not there, or TensorFlow was used before.
 
     Example:
-
     >>> strategy = create_strategy("one_device", devices=["CPU:0"])
     >>> strategy.num_replicas_in_sync
     1
@@ -249,9 +166,7 @@ def create_multi_worker(
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation(
-            communication.upper()
-        )
+        implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
     )
     logging.info("multi_worker: %s.", cluster.describe())
     try:

@@ -1,0 +1,28 @@
+# `make train` and `make test` need Python 3.10 to 3.13 and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint install clean
+
+train: install
+	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+install: $(STAMP)
+
+# Made again only where what it installs has changed.
+$(STAMP): setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

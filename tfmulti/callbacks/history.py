@@ -1,0 +1,41 @@
+"""The logs of every epoch, as a CSV file that is never half-written."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import keras
+
+
+class HistoryFile(keras.callbacks.Callback):
+    """Writes one row an epoch to a CSV file, under a temporary name that is then renamed.
+
+    Use it on the chief only. Columns are those of the first epoch, and new ones as they appear.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._path = Path(path)
+        self._rows: list[dict] = []
+
+    def on_train_begin(self, logs=None):
+        """Starts a new file."""
+        self._rows = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds the epoch's row."""
+        self._rows.append({"epoch": epoch, **(logs or {})})
+        columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path)

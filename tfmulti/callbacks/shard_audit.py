@@ -1,0 +1,31 @@
+"""What each replica received, told after every epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+from absl import logging
+
+
+class ShardAuditLog(keras.callbacks.Callback):
+    """Tells the rows that each replica received, with missing and repeated ones by number.
+
+    Comparing is a collective, so every worker needs this callback.
+
+    Args:
+        dataset: What `distribute_train(..., audit=True)` returned.
+        tell: Function of one line of text; None on workers that stay quiet.
+    """
+
+    def __init__(self, dataset, tell: Callable[[str], None] | None = logging.info):
+        super().__init__()
+        self._dataset, self._tell = dataset, tell
+        self.reports = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Compares the epoch's rows over all replicas."""
+        report = self._dataset.audit.report(self._dataset.position[0])
+        self.reports.append(report)
+        if self._tell is not None:
+            self._tell(f"shards of {report}")

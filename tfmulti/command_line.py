@@ -1,0 +1,71 @@
+"""What the entry points share: flags from settings, `--help`, exit codes, short errors."""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags
+
+ERROR = 1
+BAD_USAGE = 2
+MESSAGE_LINES = 12
+
+
+def define(values: flags.FlagValues, field) -> None:
+    """Defines the flag of one dataclass field, which has `help` and `choices` as metadata."""
+    text, choices = field.metadata["help"], field.metadata["choices"]
+    default, kind = field.default, str(field.type)
+    if choices:
+        flags.DEFINE_enum(field.name, default, choices, text, flag_values=values)
+    elif kind.startswith("bool"):
+        flags.DEFINE_bool(field.name, default, text, flag_values=values)
+    elif kind.startswith("int"):
+        flags.DEFINE_integer(field.name, default, text, flag_values=values)
+    elif kind.startswith("float"):
+        flags.DEFINE_float(field.name, default, text, flag_values=values)
+    else:
+        flags.DEFINE_string(field.name, default, text, flag_values=values)
+
+
+def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
+    """Parses a command line.
+
+    Args:
+        values: The flags.
+        argv: The command line, the program's name first.
+        usage: What the program is for, the first line of `--help`.
+
+    Returns:
+        None where the program should go on, else its exit code.
+    """
+    if any(argument in ("--help", "-h", "-help") for argument in argv[1:]):
+        print(f"{usage}\n")
+        for name in sorted(values):
+            print(_describe(values[name]))
+        return 0
+    try:
+        rest = values(argv)
+    except flags.Error as error:
+        print(f"error: {error} See --help.", file=sys.stderr)
+        return BAD_USAGE
+    if len(rest) > 1:
+        print(
+            "error: The command takes flags only. "
+            f"Received: {' '.join(rest[1:])}. Write --name=value or --name value.",
+            file=sys.stderr,
+        )
+        return BAD_USAGE
+    return None
+
+
+def _describe(flag) -> str:
+    default = "none" if flag.default is None else flag.default
+    return f"  --{flag.name}: {flag.help}\n      default: {default}"
+
+
+def cause_of(error: BaseException) -> str:
+    """Returns the message of an error without framework frames, the kind first where it helps."""
+    lines = str(error).strip().splitlines() or [repr(error)]
+    text = "\n".join(lines[:MESSAGE_LINES])
+    ours = type(error) in (ValueError, RuntimeError) or type(error).__module__ == "tfmulti"
+    return text if ours else f"{type(error).__name__}: {text}"

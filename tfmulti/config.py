@@ -1,0 +1,136 @@
+"""What one training run is made from, checked before TensorFlow is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfmulti.sharding import REMAINDERS
+
+OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
+COMMUNICATIONS = ("auto", "ring", "nccl")
+SCALING_RULES = ("none", "linear", "sqrt")
+DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+DEFAULT_GLOBAL_BATCH_SIZE = 64
+
+
+def _setting(default, text, choices=None, at_least=None):
+    metadata = {"help": text, "choices": choices, "at_least": at_least}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run; every setting is a flag of `python -m tfmulti.train`.
+
+    Raises:
+        ValueError: For a value that cannot be, or that does not go with another.
+
+    Example:
+    >>> TrainConfig(strategy="mirrored", logical_cpus=2, epochs=3).epochs
+    3
+    """
+
+    strategy: str = _setting("auto", "Where to train.", STRATEGIES)
+    tf_config: str | None = _setting(
+        None, "File or folder with the cluster; by default the variable TF_CONFIG."
+    )
+    model: str = _setting("cnn", "cnn, mlp, or package.module:function.")
+    dataset: str = _setting(
+        "digits", "digits, a tensorflow-datasets name, or package.module:function."
+    )
+    per_replica_batch_size: int | None = _setting(
+        None, "Examples per step of one replica; instead of --global_batch_size.", at_least=1
+    )
+    global_batch_size: int | None = _setting(
+        None,
+        f"Examples per step over all replicas. By default {DEFAULT_GLOBAL_BATCH_SIZE}.",
+        at_least=1,
+    )
+    epochs: int = _setting(20, "Passes over the data.", at_least=1)
+    steps_per_epoch: int | None = _setting(
+        None, "Steps per epoch; by default one pass over the data.", at_least=1
+    )
+    optimizer: str | None = _setting(
+        None, "Optimizer; momentum is SGD with momentum 0.9. By default adam.", OPTIMIZERS
+    )
+    learning_rate: float | None = _setting(
+        None, "Rate for the base batch size. By default the optimizer's own.", at_least=0.0
+    )
+    learning_rate_scaling: str = _setting(
+        "none", "How the rate grows with the global batch size.", SCALING_RULES
+    )
+    base_batch_size: int = _setting(
+        256, "Batch size for which the learning rate was tuned.", at_least=1
+    )
+    warmup_epochs: float = _setting(0.0, "Epochs of gradual warm-up.", at_least=0.0)
+    dtype_policy: str = _setting("float32", "Keras dtype policy.", DTYPE_POLICIES)
+    gradient_accumulation_steps: int = _setting(
+        1, "Steps whose gradients make one update.", at_least=1
+    )
+    steps_per_execution: int = _setting(1, "Steps per call of the compiled function.", at_least=1)
+    remainder: str = _setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
+    communication: str = _setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
+    logical_cpus: int = _setting(
+        0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
+    )
+    seed: int = _setting(0, "Seed of weights, order and randomness.", at_least=0)
+    audit_shards: bool = _setting(False, "Tell which rows each replica received.")
+    workdir: str | None = _setting(
+        None, "Folder for model.keras, history.csv, result.json and logs/."
+    )
+    deterministic: bool = _setting(False, "Use deterministic operations only; slower.")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _check_value(field, getattr(self, field.name))
+        if self.global_batch_size and self.per_replica_batch_size:
+            raise ValueError(
+                "`global_batch_size` and `per_replica_batch_size` exclude each other. Received: "
+                f"global_batch_size={self.global_batch_size}, "
+                f"per_replica_batch_size={self.per_replica_batch_size}. Give one of them."
+            )
+        if self.tf_config and self.strategy not in ("auto", "multi_worker"):
+            raise ValueError(
+                "`tf_config` goes with multi_worker and auto. "
+                f"Received: tf_config={self.tf_config!r}, strategy={self.strategy!r}. "
+                "Use --strategy multi_worker, or leave --tf_config out."
+            )
+        if self.communication != "auto" and self.strategy not in ("auto", "multi_worker"):
+            raise ValueError(
+                "`communication` goes with multi_worker. "
+                f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
+                "Leave --communication out."
+            )
+        if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
+            raise ValueError(
+                "`logical_cpus` above 1 goes with mirrored, multi_worker and auto. "
+                f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
+                "Use --strategy mirrored."
+            )
+
+    def resolve_global_batch_size(self, num_replicas: int) -> int:
+        """Returns the examples per step over all replicas.
+
+        >>> TrainConfig(per_replica_batch_size=32).resolve_global_batch_size(4)
+        128
+        """
+        if self.per_replica_batch_size:
+            return self.per_replica_batch_size * num_replicas
+        return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+
+
+def _check_value(field, value):
+    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
+    if value is None:
+        return
+    if choices and value not in choices:
+        raise ValueError(
+            f"`{field.name}` must be one of {', '.join(choices)}. "
+            f"Received: {field.name}={value!r}. See --help."
+        )
+    if at_least is not None and not value >= at_least:
+        raise ValueError(
+            f"`{field.name}` must be at least {at_least}. "
+            f"Received: {field.name}={value!r}. Use a larger number."
+        )

@@ -1,0 +1,9 @@
+"""Builds real `tf.distribute` strategies under which stock Keras 3 `fit` runs.
+
+`create_strategy` is the only function a user needs. What it returns is a
+`tf.distribute.MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy` or
+`TPUStrategy` with three public methods repaired for Keras 3: `run`, `reduce` and
+`experimental_distribute_dataset`.
+"""
+
+from tfmulti.strategies.factories import create_strategy as create_strategy

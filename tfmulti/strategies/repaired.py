@@ -1,0 +1,104 @@
+"""`tf.distribute` strategies with three public methods repaired for Keras 3."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfmulti import devices as devices_lib
+from tfmulti import keras_compat, shares
+
+
+def first_local_value(strategy: tf.distribute.Strategy, values):
+    """Takes each distributed value in a nested structure to the first local replica's."""
+
+    def first(value):
+        if isinstance(value, tf.distribute.DistributedValues):
+            return strategy.experimental_local_results(value)[0]
+        return value
+
+    return tf.nest.map_structure(first, values, expand_composites=False)
+
+
+class _ForKeras:
+    """Repairs what Keras 3 asks of a strategy. Nothing changes for other callers."""
+
+    repairs_keras = True
+    # Set by the data pipeline when it marks filler rows in the sample weights.
+    marks_padding = False
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on every replica; Keras's own steps also where a share has no row."""
+        kind, model = keras_compat.step_of(fn)
+        if kind == "train":
+            _refuse_wrapped_optimizer(model.optimizer)
+        several = self.num_replicas_in_sync > 1
+        if kind and len(args) == 1 and (several or self.marks_padding):
+            fill = several and (kind != "train" or _has_distributed_optimizer(model))
+            fn = shares.guard(fn, kind, model, fill=fill, padded=self.marks_padding)
+        return super().run(fn, args=args, kwargs=kwargs, options=options)
+
+    def reduce(self, reduce_op, value, axis):
+        """Reduces as usual; scalars with `axis=0`, as Keras asks for logs, locally.
+
+        Keras reduces every batch log so, which under several workers raises an error in
+        stock TensorFlow. The answer is the mean or sum over this worker's replicas: batch
+        logs are local, epoch logs are global.
+        """
+        if axis == 0 and _is_scalar(value):
+            local = tf.stack(self.experimental_local_results(value))
+            mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+            return tf.reduce_mean(local) if mean else tf.reduce_sum(local)
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Distributes a dataset; those of `tfmulti.data` know themselves how."""
+        distribute_to = getattr(dataset, "distribute_to", None)
+        if distribute_to is not None:
+            return distribute_to(self)
+        return super().experimental_distribute_dataset(dataset, options)
+
+
+def _refuse_wrapped_optimizer(optimizer):
+    inner = getattr(optimizer, "inner_optimizer", None)
+    inside = getattr(inner, "tfmulti_distributed", False)
+    if inside and not getattr(optimizer, "tfmulti_distributed", False):
+        raise ValueError(
+            "`DistributedOptimizer` must be outside of a LossScaleOptimizer. Received: "
+            f"LossScaleOptimizer({type(inner).__name__}), the inner one distributed; "
+            "compile() adds a LossScaleOptimizer by itself under mixed_float16. "
+            "Use DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+        )
+
+
+def _is_scalar(value) -> bool:
+    if isinstance(value, tf.distribute.DistributedValues):
+        return all(getattr(v, "shape", None) == () for v in getattr(value, "values", [None]))
+    return isinstance(value, tf.Tensor) and value.shape.rank == 0
+
+
+def _has_distributed_optimizer(model) -> bool:
+    owned = [*vars(model).values(), getattr(model, "optimizer", None)]
+    return any(getattr(value, "tfmulti_distributed", False) for value in owned)
+
+
+class OneDeviceStrategy(_ForKeras, tf.distribute.OneDeviceStrategy):
+    """All variables and computation on one device."""
+
+
+class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
+    """One replica on each of several local devices."""
+
+
+class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
+    """One or more replicas on each worker of a cluster."""
+
+    def __init__(self, cluster_resolver, communication_options, num_cpus=1):
+        if devices_lib.has_gpu() or num_cpus <= 1:
+            super().__init__(cluster_resolver, communication_options)
+            return
+        extended = keras_compat.LocalCPUs(self, cluster_resolver, communication_options, num_cpus)
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+class TPUStrategy(_ForKeras, tf.distribute.TPUStrategy):
+    """One replica on each TPU core. Not tried: no TPU was at hand."""

@@ -1,0 +1,91 @@
+"""The command line: `python -m tfmulti.train`.
+
+Imports no TensorFlow until the flags and the cluster have been checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+
+from absl import flags
+
+from tfmulti import cluster, command_line
+from tfmulti.config import TrainConfig
+
+USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns one flag for each setting of `TrainConfig`, and `--traceback`."""
+    values = flags.FlagValues()
+    for field in dataclasses.fields(TrainConfig):
+        command_line.define(values, field)
+    flags.DEFINE_bool(
+        "traceback", False, "Show the whole traceback of an error.", flag_values=values
+    )
+    return values
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the flags, trains, and shows a table. Returns the exit code."""
+    argv = sys.argv if argv is None else argv
+    values = define_flags()
+    code = command_line.parse(values, argv, USAGE)
+    if code is not None:
+        return code
+    try:
+        names = [field.name for field in dataclasses.fields(TrainConfig)]
+        config = TrainConfig(**{name: getattr(values, name) for name in names})
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return command_line.BAD_USAGE
+    try:
+        return _train(config)
+    except Exception as error:
+        if values.traceback:
+            traceback.print_exc()
+        else:
+            print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
+            print("(--traceback shows where it came from)", file=sys.stderr)
+        return command_line.ERROR
+
+
+def _train(config: TrainConfig) -> int:
+    task = None
+    if config.strategy in ("auto", "multi_worker"):
+        task = cluster.resolve_cluster(config.tf_config)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from tfmulti.trainer import train_and_evaluate
+
+    result = train_and_evaluate(config, tell=lambda line: print(line, flush=True))
+    if task is None or task.is_chief:
+        _show(result, config.workdir)
+    return 0
+
+
+def _show(result, workdir):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="tfmulti.train", show_header=False)
+    rate = result["examples_per_second"]
+    accuracy = result["metrics"].get("val_accuracy")
+    rows = {
+        "strategy": result["strategy"],
+        "replicas": f"{result['num_replicas']} on {result['num_workers']} worker(s)",
+        "global batch size": result["global_batch_size"],
+        "examples per second": f"{rate:,.0f}" if rate else "not measured",
+        "validation accuracy": "not measured" if accuracy is None else f"{accuracy:.4f}",
+        "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
+        "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
