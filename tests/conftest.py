@@ -13,8 +13,8 @@ import pytest
 WORKER_TIMEOUT_S = 240
 
 
-@pytest.fixture(scope="session", autouse=True)
-def logical_cpus():
+def pytest_configure(config):
+    # Before any test module is imported: TensorFlow takes it before its first use only.
     from tfmulti import devices
 
     devices.set_logical_cpus(4)

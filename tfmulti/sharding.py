@@ -156,7 +156,7 @@ class ShardPlan:
         num_real = len(rows)
         if self.remainder == "pad":
             fill = self.global_batch_size - num_real
-            return np.concatenate([rows, np.resize(order, fill)]), num_real
+            return np.concatenate([rows, np.resize(rows, fill)]), num_real
         if self.remainder == "repeat_first":
             first = np.arange(-num_real % self.num_replicas, dtype=np.int64)
             rows = np.concatenate([rows, first % self.num_examples])

@@ -171,8 +171,7 @@ class Pass:
         self._number = iterators.register(self)
 
     def __iter__(self) -> iterators.ReplicaIterator:
-        with tf.device("CPU:0"):
-            return iterators.ReplicaIterator(iter(self._shares), self._number)
+        return iterators.create_iterator(self, self._number, self._shares)
 
     def take(self, shares: tuple):
         """Counts a step as taken, and returns its shares as one distributed value."""

@@ -87,6 +87,15 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
             raise StopIteration from error
 
 
+def create_iterator(owner, number: int, pipeline: tf.data.Dataset) -> ReplicaIterator:
+    """Makes an iterator over a pipeline of shares for an owner that was registered."""
+    with tf.device("CPU:0"):
+        iterator = ReplicaIterator(iter(pipeline), number)
+    # An extension type takes no further attributes, but the owner must live as long as it does.
+    object.__setattr__(iterator, "_owner", owner)
+    return iterator
+
+
 class OptionalShares(tf.experimental.ExtensionType):
     """The next step's shares, or nothing at the end of the data."""
 

@@ -112,7 +112,7 @@ def _shuffled(dataset, seed, number, buffer):
         return dataset
     # Inside this traced function it sets the function's own seed, so that workers with
     # different TensorFlow seeds shuffle alike.
-    tf.random.set_seed(0)
+    tf.random.set_seed(1)
     seed = tf.constant(seed % (2**31), tf.int64) * 1_000_003 + number
     return dataset.shuffle(buffer, seed=seed, reshuffle_each_iteration=False)
 
@@ -169,13 +169,13 @@ def create_source(data, shuffle_buffer: int):
                 "where it is endless."
             )
         return StreamSource(data, num_examples, shuffle_buffer)
-    arrays = tf.nest.map_structure(_as_array, data)
     if not isinstance(data, (tuple, list, dict, np.ndarray, tf.Tensor)):
         raise ValueError(
             "`data` must be arrays, a `tf.data.Dataset` of single examples, or the name of a "
             f"tensorflow-datasets split. Received: {type(data).__name__}. "
             "Use for example (x, y) with NumPy arrays."
         )
+    arrays = tf.nest.map_structure(_as_array, data)
     lengths = {len(array) for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise ValueError(

@@ -1,0 +1,256 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+from tfmulti.data import distribute_eval, distribute_train
+from tfmulti.data.audit import compare
+from tfmulti.sharding import ShardPlan, epoch_order
+
+
+def mirrored(num_replicas):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    if num_replicas == 1:
+        return tfmulti.create_strategy("one_device", devices=names)
+    return tfmulti.create_strategy("mirrored", devices=names)
+
+
+def numbered(num_examples):
+    rows = np.arange(num_examples)
+    return rows[:, None].astype("float32"), rows
+
+
+class Watcher(keras.Model):
+    """Notes the row numbers of every step that it trains on."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.seen = []
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data[0], data[1]
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+
+        def note(replica, y):
+            self.seen.append((int(replica), y.tolist()))
+            return np.int64(0)
+
+        with tf.control_dependencies([tf.numpy_function(note, [replica, y], tf.int64)]):
+            return {"rows": tf.reduce_sum(tf.cast(tf.size(y), tf.float32)) + 0 * tf.reduce_sum(x)}
+
+    def test_step(self, data):
+        return {"rows": tf.reduce_sum(data[0])}
+
+
+def steps_seen(strategy, fit):
+    """Runs `fit(model)` and returns the row numbers of each step, in the order of the replicas."""
+    with strategy.scope():
+        model = Watcher()
+        model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    fit(model)
+    size = strategy.num_replicas_in_sync
+    per_replica = [[rows for r, rows in model.seen if r == replica] for replica in range(size)]
+    return [sum(rows, []) for rows in zip(*per_replica)]
+
+
+def expected_steps(num_examples, batch, seed, epochs):
+    orders = [epoch_order(num_examples, seed, epoch).tolist() for epoch in epochs]
+    return [order[i : i + batch] for order in orders for i in range(0, num_examples, batch)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_fit_sees_the_order_of_seed_and_epoch(num_replicas):
+    strategy = mirrored(num_replicas)
+    train = distribute_train(numbered(43), strategy, 16, seed=7)
+    test = distribute_eval(numbered(5), strategy, 4)
+    seen = steps_seen(
+        strategy, lambda model: model.fit(train, epochs=3, verbose=0, validation_data=test)
+    )
+    assert seen == expected_steps(43, 16, 7, range(3))
+    assert train.position == (2, 3)
+
+
+def test_a_second_fit_goes_on_with_the_next_epoch():
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1)
+
+    def fit(model):
+        model.fit(train, epochs=1, verbose=0)
+        model.fit(train, epochs=3, initial_epoch=1, verbose=0)
+
+    assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, range(3))
+
+
+def test_the_position_can_be_set_for_initial_epoch():
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1)
+    train.set_position(epoch=2)
+
+    def fit(model):
+        model.fit(train, epochs=4, initial_epoch=2, verbose=0)
+
+    assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, [2, 3])
+    with pytest.raises(ValueError, match="Received: epoch=0, step=3, with 3 steps per epoch"):
+        train.set_position(0, 3)
+
+
+def test_the_position_can_be_set_within_an_epoch():
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1)
+    train.set_position(epoch=1, step=2)
+    seen = steps_seen(strategy, lambda model: model.fit(train, epochs=2, verbose=0))
+    assert seen == [*expected_steps(10, 4, 1, [1])[2:], *expected_steps(10, 4, 1, [2])]
+
+
+def test_steps_per_epoch_walks_through_endless_passes():
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1, steps_per_epoch=2)
+    seen = steps_seen(strategy, lambda model: model.fit(train, epochs=3, verbose=0))
+    assert seen == expected_steps(10, 4, 1, range(2))
+
+
+def test_several_steps_a_call_take_the_same_steps():
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1)
+
+    def fit(model):
+        model.steps_per_execution = 2
+        model.fit(train, epochs=2, verbose=0)
+
+    assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, range(2))
+    assert train.position == (1, 3)
+
+
+def test_by_hand_it_gives_global_batches_epoch_by_epoch():
+    train = distribute_train(numbered(10), mirrored(3), 4, seed=1)
+    rows = [y.numpy().tolist() for _ in range(2) for _, y in train]
+    assert rows == expected_steps(10, 4, 1, range(2))
+
+
+def test_keras_makes_more_iterators_than_epochs():
+    # The canary: were it one each, the epoch could be counted by iterators.
+    made = []
+
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1)
+    distribute_to = train.distribute_to
+
+    class CountingPass:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __iter__(self):
+            made.append(1)
+            return iter(self.inner)
+
+    train.distribute_to = lambda strategy: CountingPass(distribute_to(strategy))
+    steps_seen(strategy, lambda model: model.fit(train, epochs=3, verbose=0))
+    assert len(made) > 3
+
+
+@pytest.mark.parametrize("remainder", ["uneven", "pad", "drop", "repeat_first"])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_streams_and_arrays_agree_without_shuffling(remainder, num_replicas):
+    strategy = mirrored(num_replicas)
+    data = numbered(10)
+    arrays = distribute_eval(data, strategy, 4, remainder=remainder)
+    stream = tf.data.Dataset.from_tensor_slices(data)
+    streams = distribute_eval(stream, strategy, 4, remainder=remainder)
+    for ours, theirs in zip(arrays, streams, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert int(streams.cardinality()) == int(arrays.cardinality())
+
+
+def test_a_stream_is_shuffled_by_the_seed_alone():
+    stream = tf.data.Dataset.range(20).map(lambda i: (tf.cast(i[None], tf.float32), i))
+
+    def order(seed, tf_seed):
+        keras.utils.set_random_seed(tf_seed)
+        train = distribute_train(stream, mirrored(2), 8, seed=seed)
+        return [np.concatenate([y for _, y in train]).tolist() for _ in range(2)]
+
+    assert order(3, tf_seed=1) == order(3, tf_seed=2)
+    assert order(3, tf_seed=1) != order(4, tf_seed=1)
+    first, second = order(3, tf_seed=1)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_dicts_strings_and_weights_pass_through():
+    data = ({"a": np.arange(5.0), "s": np.array(list("abcde"))}, np.arange(5), np.ones(5))
+    batch = next(iter(distribute_eval(data, mirrored(2), 4)))
+    assert batch[0]["s"].numpy().tolist() == [b"a", b"b", b"c", b"d"]
+    assert [t.shape[0] for t in tf.nest.flatten(batch)] == [4] * 4
+
+
+def test_each_worker_reads_its_own_rows_only():
+    class Counting(np.ndarray):
+        taken = []
+
+        def take(self, rows, axis=None, **kwargs):
+            Counting.taken.extend(np.asarray(rows).tolist())
+            return np.asarray(self).take(rows, axis, **kwargs)
+
+    from tfmulti.data.sources import ArraySource
+
+    x = np.arange(10.0).view(Counting)
+    plan = ShardPlan(10, 4, 2, seed=None)
+    start = tf.data.Dataset.from_tensors((np.int64(0), np.int64(0)))
+    dataset = ArraySource((x,), 10).batches(plan, (1,), start, lambda *_: None)
+    assert len(list(dataset)) == 3
+    assert sorted(Counting.taken) == [2, 3, 6, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (tf.data.Dataset.range(4).repeat(), ["number of examples", "-1 endless"]),
+        (tf.data.Dataset.range(4).filter(lambda i: i > 1), ["assert_cardinality"]),
+        ((np.zeros((3, 2)), np.zeros(4)), ["same number of rows", "[3, 4] rows"]),
+        (iter([1]), ["`data` must be arrays", "list_iterator"]),
+        ((np.zeros((3, 2)), 5), ["one row for each example", "single value"]),
+    ],
+)
+def test_data_that_cannot_be_laid_out_is_refused(data, words):
+    with pytest.raises(ValueError) as caught:
+        distribute_train(data, mirrored(2), 2, seed=0)
+    assert all(word in str(caught.value) for word in ["Received: ", *words])
+
+
+@pytest.mark.parametrize("seed", [-1, None, 1.5, True])
+def test_a_seed_must_be_a_number_that_all_workers_can_share(seed):
+    with pytest.raises(ValueError, match="`seed` must be an integer from 0"):
+        distribute_train(numbered(4), mirrored(2), 2, seed=seed)
+
+
+def test_pad_needs_a_place_for_weights():
+    with pytest.raises(ValueError, match='remainder="pad"'):
+        distribute_train(np.zeros((5, 2)), mirrored(2), 4, seed=0, remainder="pad")
+
+
+def test_the_audit_tells_each_row_once():
+    strategy = mirrored(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1, audit=True)
+    lines = []
+    callback = tfmulti.callbacks.ShardAuditLog(train, lines.append)
+    steps_seen(strategy, lambda m: m.fit(train, epochs=2, verbose=0, callbacks=[callback]))
+    assert [report.num_rows for report in callback.reports] == [(5, 5), (5, 5)]
+    assert callback.reports[0].digests != callback.reports[1].digests
+    assert [line.endswith("each row once") for line in lines] == [True, True]
+
+
+def test_the_audit_names_missing_duplicated_and_unequal_shards():
+    plan = ShardPlan(6, 2, 2)
+    report = compare(4, plan, [np.array([0, 1, 1, 2]), np.array([5])])
+    assert report.missing == (3, 4)
+    assert report.duplicated == (1,)
+    text = str(report)
+    assert "2 missing (3, 4)" in text
+    assert "1 duplicated (1)" in text
+    assert "unequal: replica 0 has most rows, replica 1 least" in text
