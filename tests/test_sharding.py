@@ -13,7 +13,13 @@ def rows_of_epoch(plan, epoch=0):
 
 @pytest.mark.parametrize(
     ("num_rows", "num_shares", "sizes"),
-    [(16, 3, [6, 5, 5]), (5, 2, [3, 2]), (1, 4, [1, 0, 0, 0]), (8, 4, [2, 2, 2, 2]), (0, 2, [0, 0])],
+    [
+        (16, 3, [6, 5, 5]),
+        (5, 2, [3, 2]),
+        (1, 4, [1, 0, 0, 0]),
+        (8, 4, [2, 2, 2, 2]),
+        (0, 2, [0, 0]),
+    ],
 )
 def test_shares_are_contiguous_and_even(num_rows, num_shares, sizes):
     slices = [share_slice(num_rows, num_shares, number) for number in range(num_shares)]

@@ -130,7 +130,7 @@ def _look(epoch_iterator):
 
 def lacks_call(model: keras.Model) -> bool:
     """Whether a model is a container with its own `train_step` only, as the usual GAN."""
-    return type(model).call is keras.layers.Layer.call
+    return type(model).call is keras.Model.call
 
 
 def _build_optimizer(model, strategy):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import keras
 
+from tfmulti import files
+
 
 class HistoryFile(keras.callbacks.Callback):
     """Writes one row an epoch to a CSV file, under a temporary name that is then renamed.
@@ -31,11 +33,10 @@ class HistoryFile(keras.callbacks.Callback):
         """Adds the epoch's row."""
         self._rows.append({"epoch": epoch, **(logs or {})})
         columns = list(dict.fromkeys(name for row in self._rows for name in row))
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with open(temporary, "w", newline="") as file:
+        files.write_atomically(self._path, lambda path: self._write(path, columns))
+
+    def _write(self, path, columns):
+        with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(self._rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)

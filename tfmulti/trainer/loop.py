@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import platform
-import shutil
-import tempfile
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfmulti import callbacks
-from tfmulti.config import TrainConfig as TrainConfig
+from tfmulti.config import TrainConfig
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.datasets import load_dataset
 from tfmulti.learning_rate import scale_learning_rate
 from tfmulti.models import create_model
 from tfmulti.optimizers import DistributedOptimizer, distribute_optimizers
 from tfmulti.strategies import create_strategy
+from tfmulti.trainer.worker import Worker, digest_weights
 
 _LEARNING_RATES = {
     "adam": 1e-3,
@@ -84,7 +79,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
     with strategy.scope():
         model = create_model(config.model, train_split)
         _compile(model, config, train)
-    worker = _Worker(strategy, config.workdir, tell)
+    worker = Worker(strategy, config.workdir, tell)
     throughput = callbacks.Throughput()
     began = time.perf_counter()
     history = model.fit(
@@ -148,83 +143,6 @@ def _create_optimizer(config, train) -> keras.optimizers.Optimizer:
     if config.dtype_policy == "mixed_float16":
         return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer
-
-
-class _Worker:
-    """This process's part in the job: what it shows and what it writes."""
-
-    def __init__(self, strategy, workdir, tell):
-        resolver = getattr(strategy, "cluster_resolver", None)
-        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        self.strategy = strategy
-        self.name = f"{resolver.task_type} {resolver.task_id}" if several else None
-        spec = resolver.cluster_spec().as_dict() if several else {"worker": [""]}
-        self.num_workers = len(spec.get("chief", [])) + len(spec.get("worker", []))
-        first = "chief" if "chief" in spec else "worker"
-        self.is_chief = not several or (resolver.task_type, resolver.task_id) == (first, 0)
-        self.workdir = Path(workdir) if workdir else None
-        self.tell = tell
-
-    @property
-    def verbose(self) -> int:
-        """Keras's progress bar on the chief's terminal, a line an epoch in its log file."""
-        if not self.is_chief:
-            return 0
-        return 1 if os.isatty(1) else 2
-
-    def create_callbacks(self, train) -> list:
-        """Makes the callbacks that every worker needs, and those of the chief."""
-        chosen = []
-        if train.audit is not None:
-            tell = self.tell if self.is_chief else None
-            chosen.append(callbacks.ShardAuditLog(train, tell))
-        if self.workdir is None or not self.is_chief:
-            return chosen
-        logs = self.workdir / "logs"
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(logs, ignore_errors=True)
-        chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
-        chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
-        return chosen
-
-    def finish(self, model, result):
-        """Writes the model and the result, on the chief; says the weights' digest everywhere."""
-        if self.workdir is not None:
-            self._save(model)
-            if self.is_chief:
-                text = json.dumps(result, indent=2) + "\n"
-                _replace(self.workdir / "result.json", lambda path: path.write_text(text))
-        if self.name is not None:
-            self.tell(f"{self.name}: weights_sha256={result['weights_sha256']}")
-
-    def _save(self, model):
-        """Saves on every worker, since reading state can be a collective; keeps the chief's."""
-        if self.is_chief:
-            _replace(self.workdir / "model.keras", model.save)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            model.save(Path(folder) / "model.keras")
-
-
-def _replace(path: Path, write) -> None:
-    """Writes a file under a temporary name, and renames it when it is whole."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def digest_weights(model: keras.Model) -> str:
-    """Returns SHA-256 over all weights in `model.weights` order, as little-endian bytes."""
-    digest = hashlib.sha256()
-    for weight in model.weights:
-        values = keras.ops.convert_to_numpy(weight)
-        digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
-    return digest.hexdigest()
 
 
 def _describe(config, worker, train, throughput, history, seconds) -> dict:

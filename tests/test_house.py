@@ -1,0 +1,100 @@
+"""The rules of the house: who imports whom, how large things are, what starts when."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfmulti
+
+PACKAGE = Path(tfmulti.__file__).parent
+# A module imports only from those above it.
+ORDER = [
+    "cluster",
+    "sharding",
+    "config",
+    "files",
+    "command_line",
+    "devices",
+    "keras_compat",
+    "shares",
+    "strategies",
+    "optimizers",
+    "datasets",
+    "data",
+    "learning_rate",
+    "callbacks",
+    "models",
+    "trainer",
+    "train",
+]
+PURE = ["cluster", "sharding", "config", "files", "command_line", "train"]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_module_is_in_the_order():
+    assert {module_of(path) for path in FILES} - {"__init__"} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_import_from_above_only(path):
+    module = module_of(path)
+    if module == "__init__":
+        return
+    used = {name.split(".")[1] for name in imports_of(path) if name.startswith("tfmulti.")}
+    below = [name for name in used - {module} if ORDER.index(name) >= ORDER.index(module)]
+    assert not below
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_of_keras_and_tensorflow_live_in_one_place(path):
+    private = [
+        name
+        for name in imports_of(path)
+        if name.startswith(("keras.src", "tensorflow.python", "keras._"))
+    ]
+    assert not private or module_of(path) == "keras_compat"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_and_functions_are_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 250
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 45, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("module", ["tfmulti", *(f"tfmulti.{name}" for name in PURE)])
+def test_no_tensorflow_at_import(module):
+    code = f"import sys, {module}; print([m for m in ('tensorflow', 'keras') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", tfmulti.__all__)
+def test_public_names_resolve_and_are_documented(name):
+    assert getattr(tfmulti, name).__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tfmulti.nothing
+    assert "create_strategy" in dir(tfmulti)

@@ -1,0 +1,141 @@
+"""Each canary fails when upstream no longer needs the cure: then take the cure out."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import trainer as keras_trainer
+
+import tfmulti
+from tfmulti import keras_compat
+
+
+def stock(num_replicas=2):
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(num_replicas)],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+
+
+def ours(num_replicas=2):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    return tfmulti.create_strategy("mirrored", devices=names)
+
+
+def compiled(strategy, optimizer, layers=None, **kwargs):
+    with strategy.scope():
+        model = keras.Sequential(layers or [keras.layers.Dense(2)])
+        model.compile(optimizer(), "mse", **kwargs)
+    return model
+
+
+def rows(count):
+    rng = np.random.RandomState(0)
+    return rng.randn(count, 4).astype("float32"), rng.randn(count, 2).astype("float32")
+
+
+class Container(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.dense(data[0]) - data[1]) ** 2)
+        variables = self.dense.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_canary_a_first_batch_that_does_not_divide():
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="same size|shape"):
+        compiled(stock(), keras.optimizers.SGD).fit(*rows(15), batch_size=15, verbose=0)
+    compiled(ours(), keras.optimizers.SGD).fit(*rows(15), batch_size=15, verbose=0)
+
+
+def test_canary_a_model_without_call():
+    def fit(strategy):
+        with strategy.scope():
+            model = Container()
+            model.compile("sgd")
+        model.fit(*rows(8), batch_size=4, verbose=0)
+
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+        fit(stock())
+    fit(ours())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 2}],
+)
+def test_canary_merge_call_within_a_condition(settings):
+    def optimizer():
+        return keras.optimizers.SGD(0.1, **settings)
+
+    with pytest.raises(RuntimeError, match="merge_call"):
+        compiled(stock(), optimizer).fit(*rows(8), batch_size=4, verbose=0)
+    distributed = compiled(ours(), lambda: tfmulti.DistributedOptimizer(optimizer()))
+    distributed.fit(*rows(8), batch_size=4, verbose=0)
+
+
+def test_canary_a_dataset_must_hand_over_its_variant():
+    with pytest.raises(TypeError):
+        type("Ours", (tf.data.Dataset,), {"_inputs": list, "element_spec": None})()
+    assert keras_compat.variant_tensor(tf.data.Dataset.range(1)).dtype == tf.variant
+
+
+def test_canary_batch_statistics_count_every_row():
+    # Upstream's moments know no filler rows.
+    assert "share" not in inspect.getsource(inspect.unwrap(keras_nn._compute_moments_sync))
+
+
+def test_the_private_names_are_there():
+    for name in ("_maybe_symbolic_build", "_symbolic_build", "_make_function"):
+        assert hasattr(keras_trainer.TensorFlowTrainer, name)
+    fit = inspect.signature(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
+    assert list(fit.parameters) == ["self", "iterator", "data_batch"]
+
+
+def test_installing_twice_changes_nothing():
+    ours()
+    first = keras_trainer.TensorFlowTrainer._maybe_symbolic_build, keras_nn._compute_moments_sync
+    ours()
+    second = keras_trainer.TensorFlowTrainer._maybe_symbolic_build, keras_nn._compute_moments_sync
+    assert first == second
+
+
+def test_stock_strategies_stay_as_they_are():
+    ours()
+    model = compiled(stock(), keras.optimizers.SGD)
+    model.fit(*rows(8), batch_size=4, verbose=0)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+        compiled(stock(), keras.optimizers.SGD).fit(*rows(15), batch_size=15, verbose=0)
+
+
+@pytest.mark.parametrize("kind", ["train", "test", "predict"])
+def test_keras_steps_are_recognized(kind, monkeypatch):
+    seen = []
+    original = keras_compat.step_of
+
+    def step_of(fn):
+        seen.append(original(fn))
+        return seen[-1]
+
+    monkeypatch.setattr(keras_compat, "step_of", step_of)
+    model = compiled(ours(), keras.optimizers.SGD)
+    x, y = rows(8)
+    calls = {"train": model.fit, "test": model.evaluate}
+    if kind == "predict":
+        model.predict(x, batch_size=4, verbose=0)
+    else:
+        calls[kind](x, y, batch_size=4, verbose=0)
+    assert {found for found, _ in seen} == {kind}
+    assert all(found_model is model for _, found_model in seen) or kind == "predict"
+
+
+def test_a_users_own_function_is_not_a_step():
+    assert keras_compat.step_of(lambda data: data) == (None, None)

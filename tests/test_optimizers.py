@@ -1,0 +1,146 @@
+import keras
+import numpy as np
+import pytest
+
+import tfmulti
+
+SGD = keras.optimizers.SGD
+OPTIMIZERS = {
+    "sgd": lambda: SGD(0.1, momentum=0.9),
+    "global_clipnorm": lambda: SGD(0.1, global_clipnorm=0.5),
+    "clipvalue": lambda: SGD(0.1, clipvalue=0.05),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "accumulation": lambda: SGD(0.1, gradient_accumulation_steps=2),
+    "ema": lambda: SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=8.0),
+}
+
+
+def make_strategy(num_replicas):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    if num_replicas == 1:
+        return tfmulti.create_strategy("one_device", devices=names)
+    return tfmulti.create_strategy("mirrored", devices=names)
+
+
+def images(count):
+    rng = np.random.RandomState(0)
+    return rng.randn(count, 6, 6, 1).astype("float32"), rng.randint(0, 3, count)
+
+
+def layers(kind):
+    penalty = keras.regularizers.L2(0.01)
+    body = {
+        "dense": [keras.layers.Flatten()],
+        "conv": [keras.layers.Conv2D(4, 3, activation="tanh"), keras.layers.Flatten()],
+        "batch_norm": [
+            keras.layers.Flatten(),
+            keras.layers.Dense(6, use_bias=False),
+            keras.layers.BatchNormalization(synchronized=True),
+        ],
+        "gru": [keras.layers.Reshape((6, 6)), keras.layers.GRU(5)],
+    }[kind]
+    return [*body, keras.layers.Dense(3, kernel_regularizer=penalty)]
+
+
+def train(num_replicas, optimizer, *, count=33, kind="dense", remainder="uneven", eager=False):
+    """Three epochs in batches of 16; gives weights and history."""
+    keras.utils.set_random_seed(1)
+    strategy = make_strategy(num_replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6, 6, 1)), *layers(kind)])
+        model.compile(
+            tfmulti.DistributedOptimizer(optimizer()),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted_metrics=["accuracy"],
+            run_eagerly=eager,
+        )
+    data = images(count)
+    history = model.fit(
+        tfmulti.distribute_train(data, strategy, 16, seed=3, remainder=remainder),
+        validation_data=tfmulti.distribute_eval(data, strategy, 16),
+        epochs=3,
+        verbose=0,
+    )
+    weights = np.concatenate([w.ravel() for w in model.get_weights()])
+    return weights, {name: np.array(values) for name, values in history.history.items()}
+
+
+def assert_equal_runs(run, reference):
+    np.testing.assert_allclose(run[0], reference[0], rtol=0, atol=1e-6)
+    for name, values in reference[1].items():
+        np.testing.assert_allclose(run[1][name], values, rtol=0, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_setting_gives_one_devices_result(name):
+    reference = train(1, OPTIMIZERS[name])
+    assert_equal_runs(train(3, OPTIMIZERS[name]), reference)
+
+
+@pytest.mark.parametrize("kind", ["conv", "batch_norm", "gru"])
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_an_empty_share_leaves_no_trace(kind, num_replicas):
+    # 33 examples in batches of 16: the last batch has one row for several replicas.
+    reference = train(1, OPTIMIZERS["sgd"], kind=kind)
+    assert_equal_runs(train(num_replicas, OPTIMIZERS["sgd"], kind=kind), reference)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_padding_changes_nothing(num_replicas):
+    reference = train(1, OPTIMIZERS["sgd"], count=43)
+    run = train(num_replicas, OPTIMIZERS["sgd"], count=43, remainder="pad")
+    assert_equal_runs(run, reference)
+
+
+def test_eager_steps_are_right_too():
+    reference = train(1, OPTIMIZERS["sgd"])
+    assert_equal_runs(train(2, OPTIMIZERS["sgd"], eager=True), reference)
+
+
+def test_without_it_uneven_batches_are_wrong(monkeypatch):
+    # The canary of the whole module.
+    reference = train(1, OPTIMIZERS["sgd"], count=43)
+    monkeypatch.setattr(tfmulti, "DistributedOptimizer", lambda optimizer: optimizer, raising=False)
+    weights, _ = train(3, OPTIMIZERS["sgd"], count=43)
+    assert np.abs(weights - reference[0]).max() > 1e-4
+
+
+def test_the_class_and_the_file_stay_the_users(tmp_path):
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
+        optimizer = tfmulti.DistributedOptimizer(SGD(0.1, clipnorm=1.0))
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = images(16)
+    model.fit(tfmulti.distribute_train(data, strategy, 8, seed=0), verbose=0)
+    assert type(optimizer) is SGD
+    assert tfmulti.DistributedOptimizer(optimizer) is optimizer
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is SGD
+    assert int(loaded.optimizer.iterations) == 2
+    for ours, theirs in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_loss_scale_optimizer_takes_over_from_its_inner_one():
+    inner = tfmulti.DistributedOptimizer(SGD(0.1))
+    outer = tfmulti.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
+    assert outer.tfmulti_distributed
+    assert not hasattr(inner, "tfmulti_distributed")
+
+
+def test_the_one_that_compile_adds_is_refused():
+    keras.config.set_dtype_policy("mixed_float16")
+    strategy = make_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
+        model.compile(tfmulti.DistributedOptimizer(SGD(0.1)), "mse")
+    with pytest.raises(ValueError, match="must be outside of a LossScaleOptimizer"):
+        model.fit(np.zeros((4, 6, 6, 1)), np.zeros((4, 3)), batch_size=4, verbose=0)
+
+
+def test_something_else_is_refused():
+    with pytest.raises(ValueError, match="must be a Keras 3 optimizer. Received: optimizer='sgd'"):
+        tfmulti.DistributedOptimizer("sgd")

@@ -1,0 +1,185 @@
+import json
+import os
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+from tfmulti import command_line, train, trainer
+from tfmulti.config import TrainConfig
+
+
+def run(*arguments, env=None, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "tfmulti.train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        cwd=cwd,
+    )
+
+
+def test_help_is_quick_and_tells_every_flag_with_its_default():
+    began = time.perf_counter()
+    done = run("--help")
+    seconds = time.perf_counter() - began
+    assert done.returncode == 0
+    for name in TrainConfig.__dataclass_fields__:
+        assert f"--{name}" in done.stdout
+    assert done.stdout.count("default: ") == len(TrainConfig.__dataclass_fields__) + 1
+    # Generous: TensorFlow's import alone takes two seconds and more.
+    assert seconds < 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["extra"], ["flags only", "Received: extra"]),
+        (["--stratgy", "mirrored"], ["Unknown command line flag 'stratgy'", "strategy"]),
+        (["--strategy", "horovod"], ["horovod", "mirrored"]),
+        (["--epochs", "0"], ["`epochs` must be at least 1", "epochs=0"]),
+        (["--global_batch_size=8", "--per_replica_batch_size=4"], ["exclude each other"]),
+        (["--strategy=mirrored", "--tf_config=x.json"], ["`tf_config` goes with multi_worker"]),
+        (["--strategy=mirrored", "--communication=ring"], ["`communication` goes with"]),
+        (["--strategy=one_device", "--logical_cpus=2"], ["`logical_cpus` above 1"]),
+    ],
+)
+def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
+    assert train.main(["train", *arguments]) == command_line.BAD_USAGE
+    message = capsys.readouterr().err
+    assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "word"),
+    [
+        ("{cluster: nope", "not JSON"),
+        ("", "empty"),
+        ("[1, 2]", "object"),
+        ('{"cluster": {}}', "{}"),
+    ],
+)
+def test_a_cluster_that_cannot_be_read_never_trains_alone(tf_config, word):
+    done = run("--strategy", "auto", env={"TF_CONFIG": tf_config})
+    assert done.returncode == command_line.ERROR
+    assert "TF_CONFIG" in done.stderr
+    assert "Epoch" not in done.stdout
+
+
+def test_multi_worker_without_a_cluster_is_refused():
+    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tfmulti.train", "--strategy", "multi_worker"],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert done.returncode == command_line.ERROR
+    assert "`multi_worker` needs a cluster in TF_CONFIG" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def config(tmp_path, **settings):
+    defaults = {"strategy": "mirrored", "logical_cpus": 2, "epochs": 2, "workdir": str(tmp_path)}
+    return TrainConfig(**{**defaults, **settings})
+
+
+def test_the_default_model_learns_the_digits_and_the_files_are_there(tmp_path):
+    done = run("--strategy=mirrored", "--logical_cpus=2", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["metrics"]["val_accuracy"] >= 0.97
+    assert set(result) == {
+        "strategy",
+        "num_workers",
+        "num_replicas",
+        "global_batch_size",
+        "steps",
+        "epochs",
+        "examples",
+        "seconds",
+        "examples_per_second",
+        "metrics",
+        "weights_sha256",
+        "restarts",
+        "versions",
+    }
+    assert (result["num_replicas"], result["examples"]) == (2, 1437 * result["epochs"])
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model.keras", "history.csv", "result.json", "logs"}
+    assert list((tmp_path / "logs" / "train").iterdir())
+    model = keras.models.load_model(tmp_path / "model.keras")
+    assert trainer.digest_weights(model) == result["weights_sha256"]
+    for word in ("replicas", "global batch size", "examples per second", "validation accuracy"):
+        assert word in done.stdout
+
+
+def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
+    settings = {"optimizer": "sgd", "epochs": 3}
+    for name in ("one_device", "mirrored"):
+        cpus = 2 if name == "mirrored" else 0
+        run_config = config(tmp_path / name, strategy=name, logical_cpus=cpus, **settings)
+        trainer.train_and_evaluate(run_config, tell=lambda line: None)
+    models = [keras.models.load_model(path) for path in sorted(tmp_path.glob("*/model.keras"))]
+    for one, other in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+def test_the_audit_is_told(tmp_path):
+    lines = []
+    trainer.train_and_evaluate(config(tmp_path, audit_shards=True), tell=lines.append)
+    assert [line.split(":")[0] for line in lines] == ["shards of epoch 0", "shards of epoch 1"]
+    assert all(line.endswith("each row once") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype_policy": "mixed_float16"},
+        {"dtype_policy": "mixed_bfloat16"},
+        {"gradient_accumulation_steps": 2, "steps_per_execution": 4},
+        {"optimizer": "momentum", "learning_rate_scaling": "linear", "warmup_epochs": 1.0},
+        {"remainder": "pad", "steps_per_epoch": 30},
+        {"model": "mlp", "remainder": "repeat_first", "per_replica_batch_size": 20},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_flags_that_change_training_train(tmp_path, settings):
+    result = trainer.train_and_evaluate(config(tmp_path, **settings), tell=lambda line: None)
+    assert np.isfinite(result["metrics"]["loss"])
+    assert result["metrics"]["val_accuracy"] > 0.3
+
+
+USERS_CODE = """
+import keras, numpy as np
+
+def data():
+    x = np.random.RandomState(0).randn(30, 4).astype("float32")
+    return (x, x.sum(1)), (x[:10], x[:10].sum(1))
+
+def model(train):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+def nothing(train):
+    return None
+"""
+
+
+def test_a_users_compiled_model_and_data(tmp_path):
+    (tmp_path / "theirs.py").write_text(USERS_CODE)
+    flags = ["--strategy=mirrored", "--logical_cpus=2", "--model=theirs:model", "--epochs=2"]
+    done = run(*flags, "--dataset=theirs:data", "--workdir=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "out" / "result.json").read_text())["metrics"]
+    assert set(metrics) == {"loss", "mae", "val_loss", "val_mae"}
+    done = run(*flags, "--dataset=theirs:data", "--optimizer=adam", cwd=tmp_path)
+    assert done.returncode == command_line.ERROR
+    assert "`optimizer` sets the optimizer of a model that is not compiled" in done.stderr
+    done = run("--model=theirs:nothing", "--dataset=theirs:data", cwd=tmp_path)
+    assert done.returncode == command_line.ERROR
+    assert "which returned NoneType" in done.stderr

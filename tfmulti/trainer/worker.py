@@ -1,0 +1,81 @@
+"""One worker's part in a run: what it shows and what it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfmulti import callbacks, files
+
+
+class Worker:
+    """This process's part in the job: what it shows and what it writes."""
+
+    def __init__(self, strategy, workdir, tell):
+        resolver = getattr(strategy, "cluster_resolver", None)
+        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        self.strategy = strategy
+        self.name = f"{resolver.task_type} {resolver.task_id}" if several else None
+        spec = resolver.cluster_spec().as_dict() if several else {"worker": [""]}
+        self.num_workers = len(spec.get("chief", [])) + len(spec.get("worker", []))
+        first = "chief" if "chief" in spec else "worker"
+        self.is_chief = not several or (resolver.task_type, resolver.task_id) == (first, 0)
+        self.workdir = Path(workdir) if workdir else None
+        self.tell = tell
+
+    @property
+    def verbose(self) -> int:
+        """Keras's progress bar on the chief's terminal, a line an epoch in its log file."""
+        if not self.is_chief:
+            return 0
+        return 1 if os.isatty(1) else 2
+
+    def create_callbacks(self, train) -> list:
+        """Makes the callbacks that every worker needs, and those of the chief."""
+        chosen = []
+        if train.audit is not None:
+            tell = self.tell if self.is_chief else None
+            chosen.append(callbacks.ShardAuditLog(train, tell))
+        if self.workdir is None or not self.is_chief:
+            return chosen
+        logs = self.workdir / "logs"
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(logs, ignore_errors=True)
+        chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
+        chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
+        return chosen
+
+    def finish(self, model, result):
+        """Writes the model and the result, on the chief; says the weights' digest everywhere."""
+        if self.workdir is not None:
+            self._save(model)
+            if self.is_chief:
+                text = json.dumps(result, indent=2) + "\n"
+                path = self.workdir / "result.json"
+                files.write_atomically(path, lambda temporary: temporary.write_text(text))
+        if self.name is not None:
+            self.tell(f"{self.name}: weights_sha256={result['weights_sha256']}")
+
+    def _save(self, model):
+        """Saves on every worker, since reading state can be a collective; keeps the chief's."""
+        if self.is_chief:
+            files.write_atomically(self.workdir / "model.keras", model.save)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(Path(folder) / "model.keras")
+
+
+def digest_weights(model: keras.Model) -> str:
+    """Returns SHA-256 over all weights in `model.weights` order, as little-endian bytes."""
+    digest = hashlib.sha256()
+    for weight in model.weights:
+        values = keras.ops.convert_to_numpy(weight)
+        digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
+    return digest.hexdigest()
