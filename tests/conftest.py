@@ -30,6 +30,11 @@ def fresh_keras():
     keras.mixed_precision.set_global_policy("float32")
 
 
+@pytest.fixture(name="free_ports", scope="session")
+def free_ports_fixture():
+    return free_ports
+
+
 def free_ports(count):
     """Ports that nothing listens on; all are held until all are known."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfmulti.data import iterators
 from tfmulti.sharding import ShardPlan
 
-_NO_ROW = np.int64(-1)
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardReport:
@@ -43,11 +41,11 @@ class ShardReport:
             f"{len(rows)} {what} ({', '.join(map(str, rows[:8]))}{', ...' if rows[8:] else ''})"
             for what, rows in (("missing", self.missing), ("duplicated", self.duplicated))
             if rows
-        ]
+        ] or ["each row once"]
         if max(self.num_rows) - min(self.num_rows) > 1:
             largest, smallest = np.argmax(self.num_rows), np.argmin(self.num_rows)
             findings.append(f"unequal: replica {largest} has most rows, replica {smallest} least")
-        return f"epoch {self.epoch}: {shards}; {'; '.join(findings) or 'each row once'}"
+        return f"epoch {self.epoch}: {shards}; {'; '.join(findings)}"
 
 
 class ShardAudit:
@@ -75,22 +73,26 @@ class ShardAudit:
         return compare(epoch, self._plan, self._gather(local))
 
     def _gather(self, local):
-        if self._strategy.num_replicas_in_sync == 1:
-            return local
         plan = self._plan
+        if plan.num_replicas == 1:
+            return local
         width = plan.steps_per_epoch * -(-plan.global_batch_size // plan.num_replicas)
-        padded = [np.concatenate([rows, np.full(width - len(rows), _NO_ROW)]) for rows in local]
-        padded = tuple(tf.constant(rows[None]) for rows in padded)
-        gathered = self._all_gather(iterators.to_replicas(self._strategy, padded))
-        gathered = self._strategy.experimental_local_results(gathered)[0].numpy()
-        return [row[row != _NO_ROW] for row in gathered]
+        first = iterators.first_local_replica(self._strategy)
+        tables = [np.zeros([plan.num_replicas, width], np.int64) for _ in local]
+        for index, (table, rows) in enumerate(zip(tables, local)):
+            table[first + index, : len(rows)] = rows + 1
+        tables = tuple(tf.constant(table) for table in tables)
+        total = self._add_tables(iterators.to_replicas(self._strategy, tables))
+        total = self._strategy.experimental_local_results(total)[0].numpy()
+        return [row[row > 0] - 1 for row in total]
 
     @functools.cached_property
-    def _all_gather(self):
-        def gather(rows):
-            return tf.distribute.get_replica_context().all_gather(rows, axis=0)
+    def _add_tables(self):
+        def add(table):
+            # An argument has no device, and a reduction goes to the device of its value.
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(table))
 
-        return tf.function(lambda rows: self._strategy.run(gather, args=(rows,)))
+        return tf.function(lambda tables: self._strategy.run(add, args=(tables,)))
 
 
 def _rows_of(steps, share) -> np.ndarray:
