@@ -31,7 +31,7 @@ def fit(callbacks, *, epochs=3, num_replicas=2, steps_per_execution=1):
 
 
 def test_throughput_counts_global_examples_without_the_first_call():
-    callback = tfmulti.callbacks.Throughput(Clock())
+    callback = tfmulti.callbacks.Throughput(clock=Clock())
     history = fit([callback])
     assert (callback.steps, callback.examples) == (9, 30)
     # Three epochs of one second each; of nine steps the first is not timed.
@@ -41,13 +41,13 @@ def test_throughput_counts_global_examples_without_the_first_call():
 
 
 def test_throughput_counts_the_steps_of_a_call():
-    callback = tfmulti.callbacks.Throughput(Clock())
+    callback = tfmulti.callbacks.Throughput(clock=Clock())
     fit([callback], steps_per_execution=3)
     assert (callback.steps, callback.examples) == (9, 30)
 
 
 def test_throughput_of_one_call_is_not_measured():
-    callback = tfmulti.callbacks.Throughput(Clock())
+    callback = tfmulti.callbacks.Throughput(clock=Clock())
     history = fit([callback], epochs=1, steps_per_execution=3)
     assert callback.examples_per_second is None
     assert "examples_per_second" not in history.history

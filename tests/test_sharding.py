@@ -70,6 +70,15 @@ def test_repeat_first_fills_short_shards_with_the_first_examples():
     assert all(plan.share(0, 2, number)[1].all() for number in range(4))
 
 
+@pytest.mark.parametrize(
+    ("remainder", "count"), [("uneven", 43), ("pad", 43), ("drop", 32), ("repeat_first", 44)]
+)
+def test_the_rows_of_an_epoch_are_counted_without_filler(remainder, count):
+    plan = ShardPlan(43, 16, 4, remainder=remainder)
+    assert plan.count_epoch(0) == count
+    assert sum(plan.batch(0, step)[1] for step in range(plan.steps_per_epoch)) == count
+
+
 def test_epochs_of_another_length_follow_one_another():
     passes = ShardPlan(10, 4, 1, seed=2)
     short = ShardPlan(10, 4, 1, seed=2, steps=2)

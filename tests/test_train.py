@@ -131,8 +131,10 @@ def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
 def test_the_audit_is_told(tmp_path):
     lines = []
     trainer.train_and_evaluate(config(tmp_path, audit_shards=True), tell=lines.append)
-    assert [line.split(":")[0] for line in lines] == ["shards of epoch 0", "shards of epoch 1"]
-    assert all(line.endswith("each row once") for line in lines)
+    assert lines[0] == "mirrored on CPU:0, CPU:1 (as asked): 2 replicas, global batch size 64"
+    shards = [line for line in lines if line.startswith("shards of epoch")]
+    assert [line.split(":")[0] for line in shards] == ["shards of epoch 0", "shards of epoch 1"]
+    assert all(line.endswith("each row once") for line in shards)
 
 
 @pytest.mark.parametrize(

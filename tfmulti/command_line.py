@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 from absl import flags
 
@@ -61,6 +65,42 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
 def _describe(flag) -> str:
     default = "none" if flag.default is None else flag.default
     return f"  --{flag.name}: {flag.help}\n      default: {default}"
+
+
+def import_tensorflow(environ=os.environ) -> None:
+    """Imports TensorFlow without its chatter, unless TF_CPP_MIN_LOG_LEVEL asks for it.
+
+    TensorFlow 2.21 writes lines before it has read that variable, so standard error is kept
+    back meanwhile; an error of the import brings it out again.
+    """
+    if "TF_CPP_MIN_LOG_LEVEL" in environ:
+        import tensorflow  # noqa: F401
+
+        return
+    environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    with _standard_error_kept_back():
+        import keras  # noqa: F401
+        import tensorflow as tf
+
+        if not Path("/dev/nvidiactl").exists():
+            tf.config.list_physical_devices()
+
+
+@contextlib.contextmanager
+def _standard_error_kept_back():
+    sys.stderr.flush()
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(original, kept.read())
+            raise
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
 
 
 def cause_of(error: BaseException) -> str:

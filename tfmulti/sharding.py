@@ -138,6 +138,16 @@ class ShardPlan:
         """Returns the pass over the split and the step in it, for a step of an epoch."""
         return divmod(epoch * self.steps_per_epoch + step, self.steps_per_pass)
 
+    def count(self, epoch: int, step: int) -> int:
+        """Returns how many rows of a global batch are no filler."""
+        start = self.locate(epoch, step)[1] * self.global_batch_size
+        rows = min(self.global_batch_size, self.num_examples - start)
+        return rows + (-rows % self.num_replicas if self.remainder == "repeat_first" else 0)
+
+    def count_epoch(self, epoch: int) -> int:
+        """Returns how many rows an epoch has, without filler."""
+        return sum(self.count(epoch, step) for step in range(self.steps_per_epoch))
+
     def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
         """Returns one global batch.
 
@@ -153,14 +163,12 @@ class ShardPlan:
         order = _cached_order(self.num_examples, self.seed, number)
         start = step_in_pass * self.global_batch_size
         rows = order[start : start + self.global_batch_size]
-        num_real = len(rows)
+        num_real = self.count(epoch, step)
         if self.remainder == "pad":
-            fill = self.global_batch_size - num_real
-            return np.concatenate([rows, np.resize(rows, fill)]), num_real
+            rows = np.concatenate([rows, np.resize(rows, self.global_batch_size - len(rows))])
         if self.remainder == "repeat_first":
-            first = np.arange(-num_real % self.num_replicas, dtype=np.int64)
-            rows = np.concatenate([rows, first % self.num_examples])
-            num_real = len(rows)
+            first = np.arange(num_real - len(rows), dtype=np.int64) % self.num_examples
+            rows = np.concatenate([rows, first])
         return rows, num_real
 
     def share(self, epoch: int, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ Imports no TensorFlow until the flags and the cluster have been checked.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import traceback
 
@@ -57,7 +56,7 @@ def _train(config: TrainConfig) -> int:
     task = None
     if config.strategy in ("auto", "multi_worker"):
         task = cluster.resolve_cluster(config.tf_config)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    command_line.import_tensorflow()
     from tfmulti.trainer import train_and_evaluate
 
     result = train_and_evaluate(config, tell=lambda line: print(line, flush=True))

@@ -12,10 +12,11 @@ class Throughput(keras.callbacks.Callback):
     """Measures examples per second over all replicas, and adds it to each epoch's logs.
 
     The first call of each `fit` is left out: it compiles. Validation is not timed. Put it before
-    callbacks that write logs. The number of examples is read from the mean that Keras keeps of
-    the loss; a model without it is measured in steps per second only.
+    callbacks that write logs. Without `dataset` the number of examples is read from the mean that
+    Keras keeps of the loss; a model without it is measured in steps per second only.
 
     Args:
+        dataset: What `distribute_train` returned; it knows its examples.
         clock: Returns seconds.
 
     Attributes:
@@ -29,9 +30,9 @@ class Throughput(keras.callbacks.Callback):
     True
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, dataset=None, *, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
-        self._clock = clock
+        self._dataset, self._clock = dataset, clock
         self._reset()
 
     def _reset(self):
@@ -77,8 +78,11 @@ class Throughput(keras.callbacks.Callback):
             logs["examples_per_second"] = self.examples_per_second
 
     def _end_epoch(self):
-        seen = _examples_seen(self.model)
         self.seconds += self._clock() - self._began
+        if self._dataset is None:
+            seen = _examples_seen(self.model)
+        else:
+            seen = self._dataset.plan.count_epoch(self._dataset.position[0])
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
 

@@ -46,7 +46,7 @@ def create_strategy(
         communication: `"auto"`, `"ring"` or `"nccl"`, for `multi_worker`.
 
     Returns:
-        A `tf.distribute.Strategy`.
+        A `tf.distribute.Strategy`; its attribute `why` says what was chosen and why.
 
     Raises:
         ValueError: For an argument that is unknown or does not go with the others.
@@ -60,21 +60,26 @@ def create_strategy(
     check_strategy_arguments(name, devices, logical_cpus, communication)
     keras_compat.install(first_local_value)
     keras_compat.count_shares_in_moments(shares.current_share)
-    cluster = None
+    cluster, reason = None, "as asked"
     if name in ("auto", "multi_worker"):
         cluster = cluster_lib.resolve_cluster(tf_config)
     if name == "auto":
-        name = _choose(cluster, devices, logical_cpus)
-    if name == "tpu":
-        return create_tpu()
+        name, reason = _choose(cluster, devices, logical_cpus)
     devices_lib.grow_gpu_memory()
     if logical_cpus:
         devices_lib.set_logical_cpus(logical_cpus)
-    if name == "multi_worker":
-        return create_multi_worker(cluster, communication, logical_cpus)
-    if name == "mirrored":
-        return create_mirrored(devices, logical_cpus)
-    return create_one_device(devices, logical_cpus)
+    if name == "tpu":
+        strategy = create_tpu()
+    elif name == "multi_worker":
+        strategy = create_multi_worker(cluster, communication, logical_cpus)
+    elif name == "mirrored":
+        strategy = create_mirrored(devices, logical_cpus)
+    else:
+        strategy = create_one_device(devices, logical_cpus)
+    names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
+    strategy.why = f"{name} on {names} ({reason})"
+    logging.info("create_strategy: %s.", strategy.why)
+    return strategy
 
 
 def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:
@@ -102,7 +107,7 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         )
 
 
-def _choose(cluster, devices, logical_cpus) -> str:
+def _choose(cluster, devices, logical_cpus) -> tuple[str, str]:
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     if devices is not None:
         name, why = ("mirrored" if len(devices) > 1 else "one_device"), f"devices={devices}"
@@ -114,8 +119,7 @@ def _choose(cluster, devices, logical_cpus) -> str:
         name, why = "mirrored", f"there are {num_gpus} GPUs, logical_cpus={logical_cpus}"
     else:
         name, why = "one_device", f"no TPU, no TF_CONFIG, {num_gpus} GPUs"
-    logging.info("create_strategy('auto') chose '%s': %s.", name, why)
-    return name
+    return name, f"chosen because {why}"
 
 
 def create_one_device(devices=None, logical_cpus=0) -> OneDeviceStrategy:
@@ -143,7 +147,6 @@ def create_mirrored(devices=None, logical_cpus=0) -> MirroredStrategy:
     if any(name.startswith("CPU") for name in devices):
         # TensorFlow's collectives on CPU allow one strategy and one model a process.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
-    logging.info("mirrored: %d replicas on %s.", len(devices), ", ".join(devices))
     return MirroredStrategy(devices, cross_device_ops=cross_device_ops)
 
 
@@ -168,7 +171,6 @@ def create_multi_worker(
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
     )
-    logging.info("multi_worker: %s.", cluster.describe())
     try:
         return MultiWorkerMirroredStrategy(resolver, options, logical_cpus or 1)
     except RuntimeError as error:

@@ -23,6 +23,8 @@ class _ForKeras:
     """Repairs what Keras 3 asks of a strategy. Nothing changes for other callers."""
 
     repairs_keras = True
+    # What was chosen, on which devices, and why; for people.
+    why = ""
     # Set by the data pipeline when it marks filler rows in the sample weights.
     marks_padding = False
 

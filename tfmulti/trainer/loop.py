@@ -80,7 +80,8 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         model = create_model(config.model, train_split)
         _compile(model, config, train)
     worker = Worker(strategy, config.workdir, tell)
-    throughput = callbacks.Throughput()
+    worker.introduce(global_batch_size)
+    throughput = callbacks.Throughput(train)
     began = time.perf_counter()
     history = model.fit(
         train,

@@ -37,6 +37,12 @@ class Worker:
             return 0
         return 1 if os.isatty(1) else 2
 
+    def introduce(self, global_batch_size: int) -> None:
+        """Says where the training runs, on the chief."""
+        if self.is_chief:
+            replicas = f"{self.strategy.num_replicas_in_sync} replicas"
+            self.tell(f"{self.strategy.why}: {replicas}, global batch size {global_batch_size}")
+
     def create_callbacks(self, train) -> list:
         """Makes the callbacks that every worker needs, and those of the chief."""
         chosen = []
