@@ -20,6 +20,7 @@ ORDER = [
     "devices",
     "keras_compat",
     "shares",
+    "losses",
     "strategies",
     "optimizers",
     "datasets",

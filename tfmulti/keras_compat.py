@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as keras_loss
 from keras.src.optimizers import base_optimizer
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
@@ -170,6 +171,36 @@ def count_shares_in_moments(current_share) -> None:
         return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
     keras_nn._compute_moments_sync = moments
+
+
+def reduce_losses_by(reduce_loss, keeps_means) -> None:
+    """Has losses reduced with the whole batch's denominator, and not divided by the replicas.
+
+    Cures gradients that are too big by the number of replicas where a loss gives one number
+    or a `train_step` averages by itself, and wrong ones under masks, with `reduction="sum"`
+    and with `"mean_with_sample_weight"`.
+
+    Args:
+        reduce_loss: Function of Keras's own reduction and that one's arguments.
+        keeps_means: Function that tells whether losses are averaged over replicas later.
+    """
+    if hasattr(keras_loss.reduce_weighted_values, "__wrapped__"):
+        return
+    keras_loss.reduce_weighted_values = _around(keras_loss.reduce_weighted_values, reduce_loss)
+    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
+
+        def scale(original, value):
+            return value if keeps_means() else original(value)
+
+        setattr(keras_loss, name, _around(getattr(keras_loss, name), scale))
+
+
+def _around(original, function):
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    return call
 
 
 class LocalCPUs(mwms.CollectiveAllReduceExtended):

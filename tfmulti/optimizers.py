@@ -67,7 +67,7 @@ def _undo(optimizer):
 
 def _scale_loss(self, loss):
     share = shares.current_share()
-    if share is not None:
+    if share is not None and share.averages:
         loss = _weigh_loss(loss, share)
         share.weighed.add(id(self))
     return type(self).scale_loss(self, loss)
@@ -76,29 +76,18 @@ def _scale_loss(self, loss):
 def _weigh_loss(loss, share):
     """Makes the sum over replicas of the losses the global batch's mean.
 
-    Keras hands over (mean over local rows + penalties) / replicas. The first term must count
-    as many times as the replica has rows; weighing it before the gradient is taken keeps
-    layers right whose backward pass crosses replicas. The weights of all replicas average to
-    one, so penalties need no care unless rows are padded.
+    A replica's loss is a mean over its rows plus penalties. The mean must count as its rows do
+    among all; weighing it before the gradient is taken keeps layers right whose backward pass
+    crosses replicas. The weights of all replicas add to one, so penalties need no care unless
+    rows are padded.
     """
-    weight = tf.cast(_loss_weight(share), loss.dtype)
+    weight = tf.cast(share.weight, loss.dtype)
     if not share.is_padded:
         return loss * weight
-    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     share.penalty = shares.regularization(share.model)
-    penalty = tf.cast(share.penalty, loss.dtype) / num_replicas
-    return (loss - penalty) * weight + penalty
-
-
-def _loss_weight(share):
-    """Rows of this replica x replicas / real rows of all replicas, float32 scalar."""
-    context = tf.distribute.get_replica_context()
-    num_real = tf.cast(share.num_real, tf.float32)
-    num_replicas = context.num_replicas_in_sync
-    if num_replicas > 1:
-        num_real = context.all_reduce(tf.distribute.ReduceOp.SUM, num_real)
-    rows = share.num_rows if share.is_padded else share.num_real
-    return tf.math.divide_no_nan(tf.cast(rows, tf.float32) * num_replicas, num_real)
+    penalty = tf.cast(share.penalty, loss.dtype)
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return (loss - penalty) * weight + penalty / num_replicas
 
 
 def _apply(self, grads, trainable_variables=None):
@@ -107,10 +96,10 @@ def _apply(self, grads, trainable_variables=None):
     if context is None or context.num_replicas_in_sync == 1:
         return plain_apply(self, grads, trainable_variables)
     grads = list(grads)
-    present = [grad for grad in grads if grad is not None]
     share = shares.current_share()
-    if share is not None and present:
-        present = _weigh_gradients(self, present, share)
+    if share is not None and share.averages:
+        grads = _weigh_gradients(self, grads, share)
+    present = [grad for grad in grads if grad is not None]
     reduced = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
     grads = [None if grad is None else next(reduced) for grad in grads]
     return plain_apply(self, grads, trainable_variables)
@@ -124,19 +113,30 @@ def _weigh_gradients(self, grads, share):
     if id(self) in share.weighed:
         share.weighed.discard(id(self))
     else:
-        weight = _loss_weight(share)
-        grads = [_times(grad, tf.cast(weight, grad.dtype)) for grad in grads]
+        grads = _map_values(grads, lambda v: [x * tf.cast(share.weight, x.dtype) for x in v])
     if not share.may_be_empty or share.is_padded:
         return grads
     # A product with 0 would keep the NaN that a filler row can make.
-    return tf.cond(
-        share.num_real > 0,
-        lambda: grads,
-        lambda: tf.nest.map_structure(tf.zeros_like, grads, expand_composites=True),
+    return _map_values(
+        grads,
+        lambda values: tf.cond(
+            share.num_real > 0,
+            lambda: [tf.identity(value) for value in values],
+            lambda: [tf.zeros_like(value) for value in values],
+        ),
     )
 
 
-def _times(grad, weight):
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(grad.values * weight, grad.indices, grad.dense_shape)
-    return grad * weight
+def _map_values(grads, function):
+    """Applies a function to the list of all gradients' values; sparse ones stay sparse."""
+    present = [grad for grad in grads if grad is not None]
+    sparse = [isinstance(grad, tf.IndexedSlices) for grad in present]
+    values = [g.values if s else tf.convert_to_tensor(g) for g, s in zip(present, sparse)]
+    if not values:
+        return grads
+    values = function(values)
+    made = iter(
+        tf.IndexedSlices(v, g.indices, g.dense_shape) if s else v
+        for v, g, s in zip(values, present, sparse)
+    )
+    return [None if grad is None else next(made) for grad in grads]

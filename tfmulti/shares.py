@@ -31,6 +31,8 @@ class Share:
         may_be_empty: Whether `num_real` can be 0.
         is_padded: Whether real rows and filler rows can share a batch.
         model: The Keras model of this step, or None.
+        averages: Whether the replicas' means are averaged by their rows, as
+            `DistributedOptimizer` does; else Keras divides each by the number of replicas.
         weighed: The ids of the optimizers whose loss has been weighed in this step.
         penalty: The penalties of the model before its update, where they were needed.
     """
@@ -40,8 +42,28 @@ class Share:
     may_be_empty: bool = False
     is_padded: bool = False
     model: keras.Model | None = None
+    averages: bool = False
     weighed: set[int] = dataclasses.field(default_factory=set)
     penalty: tf.Tensor | None = None
+    _num_global: tf.Tensor | None = None
+
+    def count_globally(self) -> tf.Tensor:
+        """Returns the rows of all replicas that count, float32 scalar; reduces once a step."""
+        # Not a cached_property: its lock, before Python 3.12, keeps one replica's thread waiting
+        # for another that waits for it in the reduction.
+        if self._num_global is None:
+            context = tf.distribute.get_replica_context()
+            num_real = tf.cast(self.num_real, tf.float32)
+            if context.num_replicas_in_sync > 1:
+                num_real = context.all_reduce(tf.distribute.ReduceOp.SUM, num_real)
+            self._num_global = num_real
+        return self._num_global
+
+    @property
+    def weight(self) -> tf.Tensor:
+        """What this replica's mean counts in the mean over all replicas, float32 scalar."""
+        rows = self.num_rows if self.is_padded else self.num_real
+        return tf.math.divide_no_nan(tf.cast(rows, tf.float32), self.count_globally())
 
 
 def current_share() -> Share | None:
@@ -60,7 +82,7 @@ def holding(share: Share):
         _local.share = previous
 
 
-def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool):
+def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool, averages: bool):
     """Wraps one of Keras's steps so that shares without a row do no harm.
 
     Args:
@@ -69,6 +91,7 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool)
         model: The model, or None.
         fill: Whether to give an empty share a filler row.
         padded: Whether the batch's sample weights can mark filler rows.
+        averages: Whether the model's optimizers are distributed.
 
     Returns:
         A function of one batch.
@@ -78,6 +101,10 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool)
         share = _measure(data, model, fill, padded)
         if share is None:
             return fn(data)
+        share.averages = averages
+        if averages and kind == "train":
+            # Here and now, not within a branch of the step's own.
+            share.count_globally()
         if share.may_be_empty and not share.is_padded:
             data = _fill(data)
         state = _local_state(model) if share.may_be_empty and kind != "predict" else []

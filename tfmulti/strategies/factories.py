@@ -9,7 +9,7 @@ from absl import logging
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, shares
+from tfmulti import keras_compat, losses, shares
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
@@ -60,6 +60,7 @@ def create_strategy(
     check_strategy_arguments(name, devices, logical_cpus, communication)
     keras_compat.install(first_local_value)
     keras_compat.count_shares_in_moments(shares.current_share)
+    keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
     cluster, reason = None, "as asked"
     if name in ("auto", "multi_worker"):
         cluster = cluster_lib.resolve_cluster(tf_config)

@@ -35,8 +35,11 @@ class _ForKeras:
             _refuse_wrapped_optimizer(model.optimizer)
         several = self.num_replicas_in_sync > 1
         if kind and len(args) == 1 and (several or self.marks_padding):
-            fill = several and (kind != "train" or _has_distributed_optimizer(model))
-            fn = shares.guard(fn, kind, model, fill=fill, padded=self.marks_padding)
+            averages = model is not None and _has_distributed_optimizer(model)
+            fill = several and (kind != "train" or averages)
+            fn = shares.guard(
+                fn, kind, model, fill=fill, padded=self.marks_padding, averages=averages
+            )
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
     def reduce(self, reduce_op, value, axis):

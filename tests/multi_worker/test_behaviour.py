@@ -1,0 +1,46 @@
+"""Stock `fit`, `evaluate` and `predict` on every worker of a cluster, in real processes."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import behaviour_cases as behaviour
+
+# Each case, each way of giving data; every pair of the two is tried in one process.
+PAIRS = [
+    "sequential/arrays",
+    "sequential/distributed",
+    "functional/distributed",
+    "subclassed/arrays",
+    "string_lookup/arrays",
+    "hashing/distributed",
+]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "logical_cpus", "names"),
+    [(2, 0, PAIRS), (3, 2, ["sequential/arrays", "subclassed/distributed"])],
+    ids=["2x1", "3x2"],
+)
+def test_every_worker_does_as_one_device(
+    run_workers, tmp_path, num_workers, logical_cpus, names
+):
+    """Weights, history, evaluation, and the rows of `predict` in the order of the data."""
+    script = HERE / "behaviour_worker.py"
+    environment = {"PYTHONPATH": str(HERE.parents[1])}
+    run_workers(num_workers, [script, tmp_path, logical_cpus, *names], env=environment)
+    workers = [np.load(tmp_path / f"worker_{index}.npz") for index in range(num_workers)]
+    first = dict(workers[0])
+    assert first["num_replicas"] == num_workers * max(logical_cpus, 1)
+    for worker in workers[1:]:
+        for name in worker.files:
+            np.testing.assert_array_equal(worker[name], first[name], err_msg=name)
+    for name in names:
+        start = f"{name}/"
+        result = {key.removeprefix(start): first[key] for key in first if key.startswith(start)}
+        behaviour.assert_same(result, behaviour.on_one_device(*name.split("/")))

@@ -1,0 +1,168 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+
+
+def make_strategy(num_replicas):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    if num_replicas == 1:
+        return tfmulti.create_strategy("one_device", devices=names)
+    return tfmulti.create_strategy("mirrored", devices=names)
+
+
+def train(num_replicas, make_model, data, **compiled):
+    """Two epochs of 33 examples in batches of 16; gives weights and history."""
+    keras.utils.set_random_seed(1)
+    strategy = make_strategy(num_replicas)
+    with strategy.scope():
+        model = make_model()
+        model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    history = model.fit(
+        tfmulti.distribute_train(data, strategy, 16, seed=3),
+        validation_data=tfmulti.distribute_eval(data, strategy, 16),
+        epochs=2,
+        verbose=0,
+    ).history
+    return np.concatenate([w.ravel() for w in model.get_weights()]), history
+
+
+def assert_one_devices_result(make_model, data, **compiled):
+    weights, history = train(1, make_model, data, **compiled)
+    for num_replicas in (2, 3):
+        others, logs = train(num_replicas, make_model, data, **compiled)
+        np.testing.assert_allclose(others, weights, rtol=0, atol=1e-6)
+        for name, values in history.items():
+            np.testing.assert_allclose(logs[name], values, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def rows(count=33):
+    rng = np.random.RandomState(0)
+    x, y = rng.randn(count, 4).astype("float32"), rng.randn(count, 1).astype("float32")
+    return x, y, rng.uniform(0, 2, count).astype("float32")
+
+
+def dense():
+    penalty = keras.regularizers.L2(0.01)
+    return keras.Sequential([keras.layers.Dense(1, kernel_regularizer=penalty)])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
+def test_reductions(reduction):
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    if reduction == "sum":
+        x, y, weights = rows()
+        data = (x, y, weights * 0.1)
+    else:
+        data = rows()
+    assert_one_devices_result(dense, data, loss=loss, weighted_metrics=["mae"])
+
+
+def test_zero_weights_count_in_the_mean():
+    x, y, weights = rows()
+    weights[::3] = 0
+    assert_one_devices_result(dense, (x, y, weights), loss="mse", weighted_metrics=["mae"])
+
+
+def test_a_loss_that_gives_one_number():
+    def loss(y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_true - y_pred))
+
+    assert_one_devices_result(dense, rows()[:2], loss=loss)
+
+
+def test_a_keras_loss_on_outputs_without_a_last_axis():
+    def flat():
+        return keras.Sequential([keras.layers.Dense(1), keras.layers.Reshape(())])
+
+    x, y, _ = rows()
+    assert_one_devices_result(flat, (x, y[:, 0]), loss="mse")
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_masks(reduction):
+    rng = np.random.RandomState(0)
+    x = rng.randint(1, 9, (33, 6))
+    x[np.arange(6) >= rng.randint(1, 7, 33)[:, None]] = 0
+    y = rng.randint(0, 3, (33, 6))
+
+    def tagger():
+        return keras.Sequential(
+            [
+                keras.layers.Embedding(9, 5, mask_zero=True),
+                keras.layers.LSTM(4, return_sequences=True),
+                keras.layers.Dense(3),
+            ]
+        )
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    if reduction == "sum":
+        data = (x, y, np.full(33, 0.05, "float32"))
+    else:
+        data = (x, y)
+    assert_one_devices_result(tagger, data, loss=loss, weighted_metrics=["accuracy"])
+
+
+def test_several_outputs_with_loss_weights():
+    def two():
+        inputs = keras.Input((4,))
+        outputs = {"a": keras.layers.Dense(1)(inputs), "b": keras.layers.Dense(1)(inputs)}
+        return keras.Model(inputs, outputs)
+
+    x, y, _ = rows()
+    data = (x, {"a": y, "b": -y})
+    losses = {"a": "mse", "b": keras.losses.Huber(reduction="sum")}
+    assert_one_devices_result(two, data, loss=losses, loss_weights={"a": 0.7, "b": 0.01})
+
+
+class OwnStep(keras.Model):
+    """A train_step that averages by itself, or with a Keras loss, and never calls scale_loss."""
+
+    def __init__(self, loss_fn):
+        super().__init__()
+        self.dense, self.loss_fn = keras.layers.Dense(1), loss_fn
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x):
+        return self.dense(x)
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_fn(y, self(x))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(tf.square(y - self(x)))
+        return {"loss": self.tracker.result()}
+
+    test_step = keras.Model.test_step
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda y, p: tf.reduce_mean(tf.square(y - p)), keras.losses.MeanSquaredError()],
+    ids=["by itself", "a Keras loss"],
+)
+def test_a_train_step_without_scale_loss(loss_fn):
+    assert_one_devices_result(lambda: OwnStep(loss_fn), rows()[:2], loss="mse")
+
+
+def test_a_bare_optimizer_keeps_keras_scaling():
+    # Whole, even batches: a bare optimizer is right too, as in stock Keras.
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        strategy = make_strategy(num_replicas)
+        with strategy.scope():
+            model = dense()
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        history = model.fit(*rows(32)[:2], batch_size=16, epochs=2, shuffle=False, verbose=0)
+        return np.concatenate([w.ravel() for w in model.get_weights()]), history.history["loss"]
+
+    for one, two in zip(fit(1), fit(2), strict=True):
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-6)

@@ -1,0 +1,173 @@
+"""Strategies: stock Keras under each of them, how one is chosen, and what is refused."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfmulti
+
+TESTS = Path(__file__).parent
+sys.path.append(str(TESTS / "multi_worker"))
+
+import behaviour_cases as behaviour
+
+# Uses TensorFlow, then asks for what must come before that.
+TOO_LATE = """
+import json, sys
+import tfmulti
+mirrored = tfmulti.create_strategy("mirrored", logical_cpus=3)
+messages = [mirrored.num_replicas_in_sync]
+for name, logical_cpus in (("mirrored", 5), ("multi_worker", 0)):
+    try:
+        tfmulti.create_strategy(name, logical_cpus=logical_cpus)
+    except RuntimeError as error:
+        messages.append(str(error))
+print(json.dumps(messages))
+"""
+
+
+def mirrored(num_replicas):
+    return tfmulti.create_strategy("mirrored", devices=[f"CPU:{i}" for i in range(num_replicas)])
+
+
+def one_device():
+    return tfmulti.create_strategy("one_device", devices=["CPU:0"])
+
+
+@pytest.mark.parametrize("path", behaviour.PATHS)
+@pytest.mark.parametrize("name", behaviour.CASES)
+def test_two_replicas_do_as_one_device(name, path):
+    result = behaviour.run_case(name, mirrored(2), path)
+    behaviour.assert_same(result, behaviour.on_one_device(name, path))
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("hashing", "arrays"),
+        ("hashing", "distributed"),
+        ("subclassed", "distributed"),
+    ],
+)
+def test_three_replicas_do_as_one_device(name, path):
+    result = behaviour.run_case(name, mirrored(3), path)
+    behaviour.assert_same(result, behaviour.on_one_device(name, path))
+
+
+def test_predict_keeps_the_order_of_the_data():
+    strategy = mirrored(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Rescaling(2.0)])
+    model.compile()
+    rows = np.arange(43, dtype="float32")[:, np.newaxis]
+    np.testing.assert_array_equal(model.predict(rows, batch_size=8, verbose=0), 2 * rows)
+    data = tfmulti.distribute_eval((rows,), strategy, 8)
+    np.testing.assert_array_equal(model.predict(data, verbose=0), 2 * rows)
+
+
+def test_strategies_of_different_sizes_live_in_one_process():
+    x, y = behaviour.plain(12)
+    models = []
+    for strategy in (mirrored(2), mirrored(3)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            models.append(behaviour.sequential(optimizer))
+    for _ in range(2):
+        for model in models:
+            model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+    for two, three in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(two, three, rtol=0, atol=1e-6)
+
+
+def test_a_dataset_for_another_strategy_is_refused():
+    x, y = behaviour.plain(12)
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = behaviour.sequential(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    data = tfmulti.distribute_train((x, y), one_device(), 6)
+    with pytest.raises(ValueError, match="Received: a dataset for 1 replicas, a model on 2"):
+        model.fit(data, verbose=0)
+
+
+def test_logical_cpus_are_replicas():
+    assert tfmulti.create_strategy("mirrored", logical_cpus=3).num_replicas_in_sync == 3
+    assert tfmulti.create_strategy("auto", logical_cpus=2).num_replicas_in_sync == 2
+
+
+def test_too_late_is_said(free_ports):
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    environment = {"PYTHONPATH": str(TESTS.parent), "TF_CONFIG": json.dumps(config)}
+    done = subprocess.run(
+        [sys.executable, "-c", TOO_LATE],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    num_replicas, late_cpus, late_workers = json.loads(done.stdout.splitlines()[-1])
+    assert num_replicas == 3
+    for rule, message in (
+        ("`logical_cpus` must be set before TensorFlow is used", late_cpus),
+        ("`multi_worker` must be created before TensorFlow is used", late_workers),
+    ):
+        assert message.startswith(rule)
+        assert " Received: " in message
+        assert message.endswith("or restart the process (in a notebook: the kernel).")
+    assert "logical_cpus=5, with 3 in use" in late_cpus
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "mirror"}, r"`name` must be one of .* Received: name='mirror'\. Use"),
+        ({"communication": "mpi"}, r"`communication` must be .* Received: communication='mpi'\."),
+        ({"name": "multi_worker", "devices": ["CPU:0"]}, r"`devices` goes with .* Leave it out"),
+        ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` goes with .* name='tpu'"),
+        ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
+        ({"devices": ["CPU:9"]}, r"`devices` must name .*\['CPU:9'\]. Known here: CPU:0, CPU:1"),
+        ({"devices": ["CPU:0", "CPU:0"]}, r"each once\. Received: devices=\['CPU:0', 'CPU:0'\]"),
+        ({"devices": []}, r"`devices` must name"),
+        ({"name": "one_device", "devices": ["CPU:0", "CPU:1"]}, r"Use 'mirrored' for several"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tfmulti.create_strategy(**arguments)
+
+
+def test_multi_worker_needs_a_cluster(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(RuntimeError, match="needs a cluster in TF_CONFIG. Received: no TF_CONFIG"):
+        tfmulti.create_strategy("multi_worker")
+
+
+def test_tpu_says_what_it_needs():
+    with pytest.raises(RuntimeError, match="Received: .* pip install tensorflow-tpu"):
+        tfmulti.create_strategy("tpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "why"),
+    [
+        ({}, "OneDeviceStrategy", "no TPU, no TF_CONFIG, 0 GPUs"),
+        ({"logical_cpus": 2}, "MirroredStrategy", "logical_cpus=2"),
+        ({"devices": ["CPU:0", "CPU:1"]}, "MirroredStrategy", "devices=['CPU:0', 'CPU:1']"),
+        ({"devices": ["/device:cpu:1"]}, "OneDeviceStrategy", "devices=['/device:cpu:1']"),
+    ],
+)
+def test_auto_says_what_it_chose_and_why(monkeypatch, caplog, arguments, kind, why):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with caplog.at_level(logging.INFO, logger="absl"):
+        strategy = tfmulti.create_strategy("auto", **arguments)
+    assert type(strategy).__name__ == kind
+    assert "chosen because " in strategy.why and why in strategy.why
+    assert strategy.why in caplog.text

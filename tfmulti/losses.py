@@ -1,0 +1,66 @@
+"""Makes each replica's loss its part of the one that a single device would have.
+
+Keras divides a loss by the replica's own count of elements, of valid steps under a mask, or of
+sample weights. `DistributedOptimizer` then averages the replicas by their rows. Where the right
+denominator is not in proportion to rows, the loss is corrected here by the ratio.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfmulti import shares
+
+
+def keeps_means() -> bool:
+    """Whether losses of the step being traced stay means, undivided by the replicas."""
+    share = shares.current_share()
+    return share is not None and share.averages
+
+
+def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
+    """Reduces the losses of a replica's rows, to be averaged over replicas by rows.
+
+    Args:
+        reduce: Keras's own reduction, of the other arguments.
+        values: Losses of the replica's rows.
+        sample_weight: Their weights, or None.
+        mask: Which of them are valid, or None.
+        reduction: Keras's name of the reduction.
+        dtype: The loss's dtype.
+
+    Returns:
+        A scalar tensor, or what Keras gives for `reduction=None`.
+    """
+    loss = reduce(values, sample_weight, mask, reduction, dtype)
+    share = shares.current_share()
+    context = tf.distribute.get_replica_context()
+    if not keeps_means() or context is None or context.num_replicas_in_sync == 1:
+        return loss
+    if reduction == "sum":
+        return loss * tf.cast(_inverse(share.weight), loss.dtype)
+    counted = _denominator(sample_weight, mask, reduction)
+    if counted is None:
+        return loss
+    counted = tf.where(share.num_real > 0, counted, 0.0)
+    part = tf.math.divide_no_nan(counted, context.all_reduce("SUM", counted))
+    return loss * tf.cast(part * _inverse(share.weight), loss.dtype)
+
+
+def _inverse(value):
+    return tf.math.divide_no_nan(1.0, value)
+
+
+def _denominator(sample_weight, mask, reduction):
+    """What Keras divides by, where that is not in proportion to rows; float32 scalar or None."""
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        weights = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
+        valid = None if mask is None else tf.cast(mask, tf.float32)
+        if weights is None or valid is None:
+            return tf.reduce_sum(valid if weights is None else weights)
+        while weights.shape.rank < valid.shape.rank:
+            weights = weights[..., None]
+        return tf.reduce_sum(weights * valid)
+    if reduction in ("mean", "sum_over_batch_size") and mask is not None:
+        return tf.reduce_sum(tf.cast(mask, tf.float32))
+    return None
