@@ -59,6 +59,12 @@ def synchronized_variables(model: keras.Model) -> set[str]:
     return {variable.path for layer in layers for variable in layer.non_trainable_variables}
 
 
+def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Mean]:
+    """The running means of each output's own loss; there are some where outputs are several."""
+    compile_loss = getattr(model, "_compile_loss", None)
+    return [metric for metric in getattr(compile_loss, "metrics", []) if metric is not None]
+
+
 def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes what follows the reduction of gradients local to each replica.
 

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def load():
-    """Returns (train, test) of a noisy curve: x of shape (examples, 2), y of shape (examples, 1)."""
+    """Returns (train, test) of a noisy curve: x (examples, 2), y (examples, 1)."""
     rng = np.random.RandomState(0)
     x = rng.uniform(-2, 2, (1200, 2)).astype("float32")
     y = np.sin(3 * x[:, :1]) + 0.5 * x[:, 1:] ** 2 + 0.1 * rng.randn(1200, 1)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 def load():
-    """Returns (train, test): x is a dict of an image and a table row, y is 0 or 1, (examples, 1)."""
+    """Returns (train, test): x is a dict of an image and a table row, y is 0 or 1."""
     rng = np.random.RandomState(1)
     images = rng.randn(900, 8, 8, 1).astype("float32")
     table = rng.randn(900, 4).astype("float32")
@@ -67,7 +67,5 @@ def create(train):
     model = TwoInputs()
     model.loss_mean = keras.metrics.BinaryCrossentropy(from_logits=True, name="loss")
     model.accuracy = keras.metrics.BinaryAccuracy(threshold=0.0)
-    model.compile(
-        keras.optimizers.AdamW(3e-3), keras.losses.BinaryCrossentropy(from_logits=True)
-    )
+    model.compile(keras.optimizers.AdamW(3e-3), keras.losses.BinaryCrossentropy(from_logits=True))
     return model

@@ -27,9 +27,7 @@ PAIRS = [
     [(2, 0, PAIRS), (3, 2, ["sequential/arrays", "subclassed/distributed"])],
     ids=["2x1", "3x2"],
 )
-def test_every_worker_does_as_one_device(
-    run_workers, tmp_path, num_workers, logical_cpus, names
-):
+def test_every_worker_does_as_one_device(run_workers, tmp_path, num_workers, logical_cpus, names):
     """Weights, history, evaluation, and the rows of `predict` in the order of the data."""
     script = HERE / "behaviour_worker.py"
     environment = {"PYTHONPATH": str(HERE.parents[1])}

@@ -1,85 +1,14 @@
-"""What one replica received of a step: its share of the global batch.
-
-`strategy.run` surrounds each of Keras's steps with this. A share without a row would end the
-process in a convolution on CPU (oneDNN), so it gets one filler row, whose traces are removed:
-from gradients and losses by `DistributedOptimizer`, from metrics and layer state here, from
-synchronized batch statistics in `keras_compat`.
-"""
+"""Surrounds Keras's steps, so that shares without a row do no harm and logs are global."""
 
 from __future__ import annotations
-
-import contextlib
-import dataclasses
-import threading
 
 import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.shares.share import Share, holding, regularization
 
 _NEGATIVE_ZERO = -(2**31)
-_local = threading.local()
-
-
-@dataclasses.dataclass
-class Share:
-    """One replica's part of a step, while the step is traced.
-
-    Attributes:
-        num_rows: Rows that the model sees, int32 scalar.
-        num_real: Rows that count, int32 scalar; the others are filler.
-        may_be_empty: Whether `num_real` can be 0.
-        is_padded: Whether real rows and filler rows can share a batch.
-        model: The Keras model of this step, or None.
-        averages: Whether the replicas' means are averaged by their rows, as
-            `DistributedOptimizer` does; else Keras divides each by the number of replicas.
-        weighed: The ids of the optimizers whose loss has been weighed in this step.
-        penalty: The penalties of the model before its update, where they were needed.
-    """
-
-    num_rows: tf.Tensor
-    num_real: tf.Tensor
-    may_be_empty: bool = False
-    is_padded: bool = False
-    model: keras.Model | None = None
-    averages: bool = False
-    weighed: set[int] = dataclasses.field(default_factory=set)
-    penalty: tf.Tensor | None = None
-    _num_global: tf.Tensor | None = None
-
-    def count_globally(self) -> tf.Tensor:
-        """Returns the rows of all replicas that count, float32 scalar; reduces once a step."""
-        # Not a cached_property: its lock, before Python 3.12, keeps one replica's thread waiting
-        # for another that waits for it in the reduction.
-        if self._num_global is None:
-            context = tf.distribute.get_replica_context()
-            num_real = tf.cast(self.num_real, tf.float32)
-            if context.num_replicas_in_sync > 1:
-                num_real = context.all_reduce(tf.distribute.ReduceOp.SUM, num_real)
-            self._num_global = num_real
-        return self._num_global
-
-    @property
-    def weight(self) -> tf.Tensor:
-        """What this replica's mean counts in the mean over all replicas, float32 scalar."""
-        rows = self.num_rows if self.is_padded else self.num_real
-        return tf.math.divide_no_nan(tf.cast(rows, tf.float32), self.count_globally())
-
-
-def current_share() -> Share | None:
-    """Returns the share of the step that this thread traces, or None outside of one."""
-    return getattr(_local, "share", None)
-
-
-@contextlib.contextmanager
-def holding(share: Share):
-    """Makes `share` the current one."""
-    previous = current_share()
-    _local.share = share
-    try:
-        yield share
-    finally:
-        _local.share = previous
 
 
 def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool, averages: bool):
@@ -107,17 +36,22 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool,
             share.count_globally()
         if share.may_be_empty and not share.is_padded:
             data = _fill(data)
-        state = _local_state(model) if share.may_be_empty and kind != "predict" else []
+        counted = share.may_be_empty and kind != "predict"
+        trackers = _output_losses(share) if counted else []
+        state = _local_state(model, trackers) if counted else []
         before = [variable.read_value() for variable in state]
+        totals = [(t.total.value.read_value(), t.count.value.read_value()) for t in trackers]
         with holding(share):
             outputs = fn(data)
-        if kind == "predict":
-            return tf.nest.map_structure(lambda rows: _cut(rows, share), outputs)
-        if share.is_padded:
-            _correct_loss_log(share)
-        if state:
-            _restore(state, before, share)
-        return outputs
+            if kind == "predict":
+                return tf.nest.map_structure(lambda rows: _cut(rows, share), outputs)
+            if share.is_padded:
+                _correct_loss_log(share)
+            if state:
+                _restore(state, before, share)
+            for tracker, total in zip(trackers, totals):
+                _per_step(tracker, total, share)
+            return _average_logs(outputs, share)
 
     return step
 
@@ -164,14 +98,23 @@ def _fill(data):
     return tf.nest.pack_sequence_as(data, filled)
 
 
-def _local_state(model) -> list:
-    """Metric states, and layer states that each replica keeps for itself."""
+def _output_losses(share) -> list:
+    """The trackers of several outputs' own losses, where Keras does not know the rows."""
+    if share.model is None or share.is_padded or not share.averages:
+        return []
+    return keras_compat.output_loss_trackers(share.model)
+
+
+def _local_state(model, trackers) -> list:
+    """Metric states but those of `trackers`, and layer states that each replica keeps."""
     if model is None:
         return []
+    apart = {variable.path for tracker in trackers for variable in tracker.variables}
     shared = keras_compat.synchronized_variables(model)
     own = [v for v in model.non_trainable_variables if v.aggregation == "none"]
     own = [v for v in own if v.path not in shared and keras.backend.is_float_dtype(v.dtype)]
-    return [v.value for v in [*model.metrics_variables, *own]]
+    metrics = [v for v in model.metrics_variables if v.path not in apart]
+    return [v.value for v in [*metrics, *own]]
 
 
 def _restore(state, before, share):
@@ -183,16 +126,45 @@ def _restore(state, before, share):
     tf.cond(share.num_real > 0, lambda: tf.constant(False), put_back)
 
 
+def _per_step(tracker, before, share):
+    """Makes a step count once over all replicas, with the mean over their rows.
+
+    Where the number of rows is not known beforehand, Keras counts every call as one in the
+    running mean of an output's own loss.
+    """
+    total, count = before
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    part = (tracker.total - total) * share.weight
+    part = tf.where(share.num_real > 0, part, tf.zeros_like(part))
+    tracker.total.assign(total + part)
+    tracker.count.assign(count + 1.0 / num_replicas)
+
+
+def _average_logs(logs, share):
+    """Averages over all replicas, by rows, what Keras takes for the epoch's logs as it is.
+
+    It does so with the last step's where their names are not those of the metrics.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if num_replicas == 1 or not share.averages or not isinstance(logs, dict):
+        return logs
+    if set(logs) == set(share.model.get_metrics_result()):
+        return logs
+    logs = {name: tf.convert_to_tensor(value) for name, value in logs.items()}
+    means = {n: v for n, v in logs.items() if v.shape.rank == 0 and v.dtype.is_floating}
+    if not means:
+        return logs
+    stacked = tf.stack([tf.cast(value, tf.float32) for value in means.values()])
+    stacked = tf.where(share.num_real > 0, stacked * share.weight, tf.zeros_like(stacked))
+    stacked = tf.distribute.get_replica_context().all_reduce("SUM", stacked)
+    averaged = zip(means, tf.unstack(stacked))
+    return {**logs, **{name: tf.cast(value, logs[name].dtype) for name, value in averaged}}
+
+
 def _cut(rows, share):
     if not isinstance(rows, tf.Tensor) or not rows.shape.rank or not share.may_be_empty:
         return rows
     return rows[: share.num_real]
-
-
-def regularization(model) -> tf.Tensor:
-    """Returns the sum of the penalties that `model` adds to its loss, a float32 scalar."""
-    penalties = [tf.cast(loss, tf.float32) for loss in model.losses] if model else []
-    return tf.add_n(penalties) if penalties else tf.constant(0.0)
 
 
 def _correct_loss_log(share):

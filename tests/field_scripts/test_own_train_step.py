@@ -1,0 +1,153 @@
+"""A `train_step` of the user's own gets one device's gradients and logs, whatever its loss."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfmulti
+
+NUM_ROWS, BATCH_SIZE = 41, 8  # The last batch has one row, for three replicas.
+
+
+def raw_mean(model, x, y, prediction):
+    return tf.reduce_mean(tf.square(y - prediction))
+
+
+def mean_of_a_function(model, x, y, prediction):
+    return ops.mean(ops.sum(keras.losses.mean_absolute_error(y, prediction)[:, None], axis=1))
+
+
+def loss_object(model, x, y, prediction):
+    return model.loss_object(y, prediction)
+
+
+def both(model, x, y, prediction):
+    return model.loss_object(y, prediction) + tf.reduce_mean(tf.abs(prediction))
+
+
+def compiled_loss(model, x, y, prediction):
+    return model.compute_loss(x, y, prediction)
+
+
+class OwnStep(keras.Model):
+    """Has no `call()`, logs its loss by a metric of another name, as many do."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.net = keras.Sequential(
+            [keras.Input((5,)), layers.Dense(4, "tanh", kernel_regularizer="l2"), layers.Dense(3)]
+        )
+        self.loss_of = loss_of
+        self.loss_object = keras.losses.MeanSquaredError()
+        self.mean_loss = keras.metrics.Mean(name="mean_loss")
+
+    @property
+    def metrics(self):
+        return [self.mean_loss]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(self, x, y, self.net(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.mean_loss.update_state(loss, sample_weight=ops.shape(x)[0])
+        return {"mean_loss": self.mean_loss.result()}
+
+
+def rows():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(NUM_ROWS, 5)).astype("float32")
+    return x, generator.normal(size=(NUM_ROWS, 3)).astype("float32")
+
+
+def create_strategy(num_replicas):
+    names = [f"CPU:{index}" for index in range(num_replicas)]
+    kind = "mirrored" if num_replicas > 1 else "one_device"
+    return tfmulti.create_strategy(kind, devices=names)
+
+
+def fit(num_replicas, create_model, loss):
+    keras.utils.set_random_seed(0)
+    with create_strategy(num_replicas).scope():
+        model = create_model()
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.05))
+        model.compile(optimizer=optimizer, loss=loss)
+    history = model.fit(*rows(), batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+    weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
+    return weights, next(iter(history.history.values()))
+
+
+def assert_same(run, reference):
+    np.testing.assert_allclose(run[0], reference[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(run[1], reference[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss_of", [raw_mean, mean_of_a_function, loss_object, both, compiled_loss]
+)
+def test_own_step_does_as_on_one_device(loss_of):
+    reference = fit(1, lambda: OwnStep(loss_of), "mse")
+    assert_same(fit(3, lambda: OwnStep(loss_of), "mse"), reference)
+
+
+def scalar_loss(y, prediction):
+    return tf.reduce_mean(tf.square(y - prediction))
+
+
+@pytest.mark.parametrize(
+    "loss", [scalar_loss, keras.losses.MeanSquaredError(reduction="sum")], ids=["scalar", "sum"]
+)
+def test_a_loss_need_not_be_a_mean_of_rows(loss):
+    def create_model():
+        return keras.Sequential([keras.Input((5,)), layers.Dense(3)])
+
+    assert_same(fit(3, create_model, loss), fit(1, create_model, loss))
+
+
+class Seesaw(keras.Model):
+    """Two networks, each with its own optimizer, that pull against one another: a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = keras.Sequential([keras.Input((5,)), layers.Dense(3, name="left")])
+        self.right = keras.Sequential([keras.Input((3,)), layers.Dense(1, name="right")])
+
+    def compile(self, left_optimizer, right_optimizer):
+        super().compile()
+        self.left_optimizer, self.right_optimizer = left_optimizer, right_optimizer
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def train_step(self, data):
+        x, y = data
+        count = ops.shape(x)[0]
+        labels = ops.concatenate([ops.ones((count, 1)), ops.zeros((count, 1))], axis=0)
+        with tf.GradientTape() as tape:
+            both = ops.concatenate([self.left(x), y], axis=0)
+            right_loss = self.loss_fn(labels, self.right(both))
+        gradients = tape.gradient(right_loss, self.right.trainable_weights)
+        self.right_optimizer.apply_gradients(zip(gradients, self.right.trainable_weights))
+        with tf.GradientTape() as tape:
+            left_loss = self.loss_fn(ops.zeros((count, 1)), self.right(self.left(x)))
+        gradients = tape.gradient(left_loss, self.left.trainable_weights)
+        self.left_optimizer.apply_gradients(zip(gradients, self.left.trainable_weights))
+        return {"left_loss": left_loss, "right_loss": right_loss}
+
+
+def test_two_optimizers_do_as_on_one_device():
+    def train(num_replicas):
+        keras.utils.set_random_seed(0)
+        with create_strategy(num_replicas).scope():
+            model = Seesaw()
+            model.compile(
+                tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+                tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.2, global_clipnorm=0.5)),
+            )
+        data = tf.data.Dataset.from_tensor_slices(rows()).batch(BATCH_SIZE)
+        history = model.fit(data, epochs=2, verbose=0).history
+        weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
+        return weights, [*history["left_loss"], *history["right_loss"]]
+
+    assert_same(train(3), train(1))

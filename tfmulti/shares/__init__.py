@@ -1,0 +1,12 @@
+"""What one replica received of a step: its share of the global batch.
+
+`strategy.run` surrounds each of Keras's steps with this. A share without a row would end the
+process in a convolution on CPU (oneDNN), so it gets one filler row, whose traces are removed:
+from gradients and losses by `DistributedOptimizer`, from metrics and layer state here, from
+synchronized batch statistics in `keras_compat`.
+"""
+
+from tfmulti.shares.share import Share as Share
+from tfmulti.shares.share import current_share as current_share
+from tfmulti.shares.share import regularization as regularization
+from tfmulti.shares.steps import guard as guard

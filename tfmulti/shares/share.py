@@ -1,0 +1,79 @@
+"""The rows of a step that one replica received."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+
+import keras
+import tensorflow as tf
+
+_local = threading.local()
+
+
+@dataclasses.dataclass
+class Share:
+    """One replica's part of a step, while the step is traced.
+
+    Attributes:
+        num_rows: Rows that the model sees, int32 scalar.
+        num_real: Rows that count, int32 scalar; the others are filler.
+        may_be_empty: Whether `num_real` can be 0.
+        is_padded: Whether real rows and filler rows can share a batch.
+        model: The Keras model of this step, or None.
+        averages: Whether the replicas' means are averaged by their rows, as
+            `DistributedOptimizer` does; else Keras divides each by the number of replicas.
+        weighed: The ids of the optimizers whose loss has been weighed in this step.
+        penalty: The penalties of the model before its update, where they were needed.
+    """
+
+    num_rows: tf.Tensor
+    num_real: tf.Tensor
+    may_be_empty: bool = False
+    is_padded: bool = False
+    model: keras.Model | None = None
+    averages: bool = False
+    weighed: set[int] = dataclasses.field(default_factory=set)
+    penalty: tf.Tensor | None = None
+    _num_global: tf.Tensor | None = None
+
+    def count_globally(self) -> tf.Tensor:
+        """Returns the rows of all replicas that count, float32 scalar; reduces once a step."""
+        # Not a cached_property: its lock, before Python 3.12, keeps one replica's thread waiting
+        # for another that waits for it in the reduction.
+        if self._num_global is None:
+            context = tf.distribute.get_replica_context()
+            num_real = tf.cast(self.num_real, tf.float32)
+            if context.num_replicas_in_sync > 1:
+                num_real = context.all_reduce(tf.distribute.ReduceOp.SUM, num_real)
+            self._num_global = num_real
+        return self._num_global
+
+    @property
+    def weight(self) -> tf.Tensor:
+        """What this replica's mean counts in the mean over all replicas, float32 scalar."""
+        rows = self.num_rows if self.is_padded else self.num_real
+        return tf.math.divide_no_nan(tf.cast(rows, tf.float32), self.count_globally())
+
+
+def current_share() -> Share | None:
+    """Returns the share of the step that this thread traces, or None outside of one."""
+    return getattr(_local, "share", None)
+
+
+@contextlib.contextmanager
+def holding(share: Share):
+    """Makes `share` the current one."""
+    previous = current_share()
+    _local.share = share
+    try:
+        yield share
+    finally:
+        _local.share = previous
+
+
+def regularization(model) -> tf.Tensor:
+    """Returns the sum of the penalties that `model` adds to its loss, a float32 scalar."""
+    penalties = [tf.cast(loss, tf.float32) for loss in model.losses] if model else []
+    return tf.add_n(penalties) if penalties else tf.constant(0.0)
