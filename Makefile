@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test lint install clean
+.PHONY: train test test-all lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
 
 test: install
 	$(BIN)/python -m pytest
+
+# Everything, the slow ones too.
+test-all: install
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 lint: install
 	$(BIN)/ruff check .

@@ -24,8 +24,16 @@ PAIRS = [
 
 @pytest.mark.parametrize(
     ("num_workers", "logical_cpus", "names"),
-    [(2, 0, PAIRS), (3, 2, ["sequential/arrays", "subclassed/distributed"])],
-    ids=["2x1", "3x2"],
+    [
+        pytest.param(2, 0, PAIRS, id="2x1"),
+        pytest.param(
+            3,
+            2,
+            ["sequential/arrays", "subclassed/distributed"],
+            id="3x2",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_every_worker_does_as_one_device(run_workers, tmp_path, num_workers, logical_cpus, names):
     """Weights, history, evaluation, and the rows of `predict` in the order of the data."""
