@@ -51,6 +51,8 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool,
                 _restore(state, before, share)
             for tracker, total in zip(trackers, totals):
                 _per_step(tracker, total, share)
+            if kind == "train":
+                _average_statistics(share)
             return _average_logs(outputs, share)
 
     return step
@@ -138,6 +140,22 @@ def _per_step(tracker, before, share):
     part = tf.where(share.num_real > 0, part, tf.zeros_like(part))
     tracker.total.assign(total + part)
     tracker.count.assign(count + 1.0 / num_replicas)
+
+
+def _average_statistics(share):
+    """Keeps the moving statistics of all replicas alike: their mean, by rows.
+
+    Each replica normalizes with the statistics of its own rows, and what it learned of them is
+    averaged at once, so that no replica evaluates or saves another model than the others.
+    """
+    statistics = keras_compat.local_statistics(share.model) if share.model else []
+    if not statistics or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return
+    parts = [v.value * tf.cast(share.weight, v.dtype) for v in statistics]
+    for variable, mean in zip(
+        statistics, tf.distribute.get_replica_context().all_reduce("SUM", parts)
+    ):
+        variable.value.assign(mean)
 
 
 def _average_logs(logs, share):

@@ -60,6 +60,7 @@ def create_strategy(
     check_strategy_arguments(name, devices, logical_cpus, communication)
     keras_compat.install(first_local_value)
     keras_compat.count_shares_in_moments(shares.current_share)
+    keras_compat.vary_seeds_by_replica()
     keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
     cluster, reason = None, "as asked"
     if name in ("auto", "multi_worker"):

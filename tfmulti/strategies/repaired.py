@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
@@ -36,11 +38,24 @@ class _ForKeras:
         several = self.num_replicas_in_sync > 1
         if kind and len(args) == 1 and (several or self.marks_padding):
             averages = model is not None and _has_distributed_optimizer(model)
+            if several and kind == "train" and not averages:
+                self._warn_of_bare_optimizer(model)
             fill = several and (kind != "train" or averages)
             fn = shares.guard(
                 fn, kind, model, fill=fill, padded=self.marks_padding, averages=averages
             )
         return super().run(fn, args=args, kwargs=kwargs, options=options)
+
+    def _warn_of_bare_optimizer(self, model):
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or getattr(optimizer, "tfmulti_warned", False):
+            return
+        object.__setattr__(optimizer, "tfmulti_warned", True)
+        warnings.warn(
+            f"{type(optimizer).__name__} is not distributed, on {self.num_replicas_in_sync} "
+            f"replicas: {_first_fault(optimizer)} Use tfmulti.DistributedOptimizer(optimizer).",
+            stacklevel=2,
+        )
 
     def reduce(self, reduce_op, value, axis):
         """Reduces as usual; scalars with `axis=0`, as Keras asks for logs, locally.
@@ -61,6 +76,19 @@ class _ForKeras:
         if distribute_to is not None:
             return distribute_to(self)
         return super().experimental_distribute_dataset(dataset, options)
+
+
+def _first_fault(optimizer) -> str:
+    """Returns what goes wrong first with a bare optimizer, given its settings."""
+    if hasattr(optimizer, "inner_optimizer"):
+        return "a replica that overflows makes the weights NaN or the workers wait for ever."
+    for name in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
+        if getattr(optimizer, name, None):
+            return f"`{name}` ends with an error about merge_call."
+    for name in ("clipnorm", "global_clipnorm", "clipvalue"):
+        if getattr(optimizer, name, None):
+            return f"`{name}` clips each replica's gradient before they are added."
+    return "examples of a batch that does not divide by the replicas weigh unequally."
 
 
 def _refuse_wrapped_optimizer(optimizer):

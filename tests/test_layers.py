@@ -1,0 +1,120 @@
+"""Layers with state: batch statistics and randomness, replica by replica."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+
+
+def make_strategy(num_replicas):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    return tfmulti.create_strategy("mirrored", devices=names)
+
+
+def fit(strategy, layers, optimizer, count=33, epochs=1):
+    rng = np.random.RandomState(0)
+    data = rng.randn(count, 4).astype("float32"), rng.randn(count, 2).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)])
+        model.compile(optimizer, "mse")
+    train = tfmulti.distribute_train(data, strategy, 16, seed=0)
+    model.fit(train, epochs=epochs, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_moving_statistics_are_the_same_on_all_replicas(synchronized, num_replicas):
+    strategy = make_strategy(num_replicas)
+    layer = keras.layers.BatchNormalization(synchronized=synchronized)
+    optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    # 33 examples in batches of 16: the last batch leaves replicas without a row.
+    fit(strategy, [layer], optimizer, epochs=2)
+    for variable in (layer.moving_mean, layer.moving_variance):
+        values = strategy.experimental_local_results(variable.value)
+        assert np.isfinite(values[0]).all()
+        assert not np.array_equal(values[0], np.zeros_like(values[0]))
+        for other in values[1:]:
+            np.testing.assert_array_equal(values[0], other)
+
+
+class Masks(keras.layers.Layer):
+    """Keeps the dropout mask of each replica at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5, seed=11)
+        self.seen = {}
+
+    def call(self, x, training=False):
+        mask = self.dropout(tf.ones([64, 64]), training=training)
+        context = tf.distribute.get_replica_context()
+        if training and context is not None:
+            replica = context.replica_id_in_sync_group
+
+            def note(replica, mask):
+                self.seen.setdefault(int(replica), []).append(mask > 0)
+                return np.float32(0)
+
+            x = x + tf.numpy_function(note, [replica, mask], tf.float32)
+        return tf.ensure_shape(x, [None, 4])
+
+
+def masks_of(num_replicas):
+    optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    strategy = make_strategy(num_replicas)
+    with strategy.scope():
+        layer = Masks()
+    fit(strategy, [layer], optimizer, count=32)
+    state = layer.dropout.seed_generator.state.value
+    states = [value.numpy().tolist() for value in strategy.experimental_local_results(state)]
+    return layer.seen, states
+
+
+def test_dropout_differs_between_replicas_and_is_reproducible():
+    seen, states = masks_of(3)
+    again, _ = masks_of(3)
+    flat = [mask for replica in sorted(seen) for mask in seen[replica]]
+    assert len(flat) == 6
+    for i, one in enumerate(flat):
+        # 4,096 fair coins: two independent masks agree on 2,048 of them, give or take 32.
+        assert abs(one.sum() - 2048) < 5 * 32
+        for other in flat[:i]:
+            assert abs((one == other).sum() - 2048) < 5 * 32
+    for replica, masks in seen.items():
+        np.testing.assert_array_equal(masks, again[replica])
+    assert states[0] == states[1] == states[2] == [11, 2], states
+
+
+SGD = keras.optimizers.SGD
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (lambda: SGD(0.1), "does not divide by the replicas"),
+        (lambda: SGD(0.1, clipnorm=1.0), "`clipnorm` clips each replica's gradient"),
+        (lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)), "overflows"),
+    ],
+    ids=["plain", "clipnorm", "loss_scale"],
+)
+def test_a_bare_optimizer_is_told_once(optimizer, words):
+    strategy = make_strategy(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = fit(strategy, [], optimizer(), count=32)
+        model.fit(np.zeros((4, 4)), np.zeros((4, 2)), verbose=0)
+    told = [str(w.message) for w in caught if "DistributedOptimizer" in str(w.message)]
+    assert len(told) == 1
+    assert words in told[0]
+
+
+def test_a_distributed_optimizer_is_not_warned_of():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(make_strategy(2), [], tfmulti.DistributedOptimizer(SGD(0.1)), count=32)
+    assert not [w for w in caught if "DistributedOptimizer" in str(w.message)]

@@ -1,0 +1,18 @@
+"""The only place that uses private names of Keras and TensorFlow.
+
+Each entry says which message or wrong result it cures and on which versions it was tried
+(Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21). `tests/test_keras_compat.py` has a canary
+for each: it fails when upstream no longer needs the cure.
+"""
+
+from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
+from tfmulti.keras_compat.names import local_statistics as local_statistics
+from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
+from tfmulti.keras_compat.names import step_of as step_of
+from tfmulti.keras_compat.names import synchronized_variables as synchronized_variables
+from tfmulti.keras_compat.names import update_replicas_alike as update_replicas_alike
+from tfmulti.keras_compat.names import variant_tensor as variant_tensor
+from tfmulti.keras_compat.patches import count_shares_in_moments as count_shares_in_moments
+from tfmulti.keras_compat.patches import install as install
+from tfmulti.keras_compat.patches import reduce_losses_by as reduce_losses_by
+from tfmulti.keras_compat.patches import vary_seeds_by_replica as vary_seeds_by_replica

@@ -1,0 +1,100 @@
+"""Private names that are read, or used on one object."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.optimizers import base_optimizer
+from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
+
+STEP_KINDS = {"train_step": "train", "test_step": "test"}
+
+
+def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
+    """The handle that a `tf.data.Dataset` subclass hands to its parent class.
+
+    Without it a dataset of our own is no `tf.data.Dataset`, and `fit` answers "Unrecognized
+    data type".
+    """
+    return dataset._variant_tensor
+
+
+def step_of(fn) -> tuple[str | None, keras.Model | None]:
+    """Tells whether Keras's trainer is the caller of `strategy.run`, and for which step.
+
+    Keras passes the model's bound `train_step` or `test_step`, and for `predict` a closure of
+    its own module.
+
+    Returns:
+        `"train"`, `"test"`, `"predict"` or None, and the model where it can be known.
+    """
+    fn = inspect.unwrap(fn)
+    model = getattr(fn, "__self__", None)
+    if isinstance(model, keras.Model):
+        return STEP_KINDS.get(fn.__name__), model
+    if getattr(fn, "__module__", None) == keras_trainer.__name__:
+        return "predict", None
+    return None, None
+
+
+def synchronized_variables(model: keras.Model) -> set[str]:
+    """Paths of the layer states that all replicas compute alike, from global statistics.
+
+    `Model.layers` does not reach layers inside layers.
+    """
+    layers = [layer for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
+    return {variable.path for layer in layers for variable in layer.non_trainable_variables}
+
+
+def local_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Moving statistics that batch normalization keeps on each replica by itself."""
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
+    layers = [layer for layer in layers if layer.built and not layer.synchronized]
+    return [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
+
+
+def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Mean]:
+    """The running means of each output's own loss; there are some where outputs are several."""
+    compile_loss = getattr(model, "_compile_loss", None)
+    return [metric for metric in getattr(compile_loss, "metrics", []) if metric is not None]
+
+
+def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes what follows the reduction of gradients local to each replica.
+
+    Cures "RuntimeError: `merge_call` called while defining a new graph" under
+    `gradient_accumulation_steps` and `ema_overwrite_frequency`, and the second all-reduce of
+    gradients that are reduced already.
+    """
+    for name in (
+        "_backend_update_step",
+        "_apply_weight_decay",
+        "_backend_increment_gradient_accumulators",
+        "_overwrite_model_variables_with_average_value",
+    ):
+        plain = getattr(base_optimizer.BaseOptimizer, name)
+        object.__setattr__(optimizer, name, types.MethodType(plain, optimizer))
+
+
+class LocalCPUs(mwms.CollectiveAllReduceExtended):
+    """Several logical CPUs in each worker.
+
+    `MultiWorkerMirroredStrategy` takes every GPU of a worker and, where there is none, one CPU
+    only. This takes `num_cpus` of them.
+    """
+
+    def __init__(self, strategy, cluster_resolver, communication_options, num_cpus):
+        self._num_cpus = num_cpus
+        super().__init__(
+            strategy,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+        )
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        devices = [f"{worker_device}/device:CPU:{i}" for i in range(self._num_cpus)]
+        return tuple(devices), "CPU"
