@@ -10,11 +10,11 @@ train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2
 
 # Everything, the slow ones too.
 test-all: install
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest --numprocesses=2 -m "slow or not slow"
 
 lint: install
 	$(BIN)/ruff check .

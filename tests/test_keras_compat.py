@@ -68,6 +68,17 @@ def test_canary_a_model_without_call():
     fit(ours())
 
 
+def test_canary_a_python_generator_loses_its_first_batch():
+    def fit(strategy):
+        x, y = rows(12)
+        model = compiled(strategy, keras.optimizers.SGD)
+        model.fit(((x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)), verbose=0)
+        return int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+
+    assert fit(stock()) == 2
+    assert fit(ours()) == 3
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 2}],

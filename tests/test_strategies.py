@@ -48,14 +48,7 @@ def test_two_replicas_do_as_one_device(name, path):
     behaviour.assert_same(result, behaviour.on_one_device(name, path))
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        ("hashing", "arrays"),
-        ("hashing", "distributed"),
-        ("subclassed", "distributed"),
-    ],
-)
+@pytest.mark.parametrize(("name", "path"), [("hashing", "arrays"), ("subclassed", "distributed")])
 def test_three_replicas_do_as_one_device(name, path):
     result = behaviour.run_case(name, mirrored(3), path)
     behaviour.assert_same(result, behaviour.on_one_device(name, path))

@@ -14,7 +14,6 @@ import behaviour_cases as behaviour
 # Each case, each way of giving data; every pair of the two is tried in one process.
 PAIRS = [
     "sequential/arrays",
-    "sequential/distributed",
     "functional/distributed",
     "subclassed/arrays",
     "string_lookup/arrays",

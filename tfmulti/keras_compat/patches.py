@@ -38,7 +38,7 @@ def _build_from_one_share(original, first_local_value):
     Cures "Attempt to convert a value (PerReplica...)" under MultiWorkerMirroredStrategy,
     "AddN ... Inputs must have same size" where the first batch does not divide by the
     replicas, "'RaggedTensor' object has no attribute 'device'", and "Unable to automatically
-    build the model" for a model without `call()`.
+    build the model" for a model without `call()`. A Python generator loses no batch to it.
     """
 
     @functools.wraps(original)
@@ -59,6 +59,10 @@ def _build_from_one_share(original, first_local_value):
 
 
 def _look(epoch_iterator):
+    """Returns a batch to build from; a Python generator's first one, which Keras keeps."""
+    first_batches = getattr(epoch_iterator.data_adapter, "_first_batches", None)
+    if first_batches:
+        return first_batches[0]
     for _, _, iterator in epoch_iterator:
         look = getattr(iterator, "look", None)
         return look() if look else next(iterator)
