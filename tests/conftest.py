@@ -1,10 +1,12 @@
 """Four logical CPUs for the whole run, and real workers on loopback."""
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -61,24 +63,28 @@ def run_workers():
     left behind, whatever happens.
     """
     started = []
+    files = contextlib.ExitStack()
 
     def run(num_workers, arguments, *, env=None, check=True, configs=None):
         workers = []
         for config in configs or tf_configs(num_workers):
-            worker = subprocess.Popen(
+            # Files, not pipes: a worker must never wait for somebody to read what it writes.
+            texts = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+            process = subprocess.Popen(
                 [sys.executable, *map(str, arguments)],
                 env={**os.environ, **(env or {}), "TF_CONFIG": config},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=texts[0],
+                stderr=texts[1],
             )
-            started.append(worker)
-            workers.append(worker)
+            started.append(process)
+            workers.append((process, texts))
         finished = []
-        for worker in workers:
-            stdout, stderr = worker.communicate(timeout=WORKER_TIMEOUT_S)
-            done = subprocess.CompletedProcess(arguments, worker.returncode, stdout, stderr)
-            finished.append(done)
+        for process, texts in workers:
+            code = process.wait(timeout=WORKER_TIMEOUT_S)
+            for text in texts:
+                text.seek(0)
+            stdout, stderr = (text.read() for text in texts)
+            finished.append(subprocess.CompletedProcess(arguments, code, stdout, stderr))
         if check:
             for index, done in enumerate(finished):
                 assert done.returncode == 0, f"worker {index}: {done.stdout}\n{done.stderr}"
@@ -89,3 +95,4 @@ def run_workers():
         if worker.poll() is None:
             worker.kill()
             worker.wait()
+    files.close()

@@ -13,7 +13,7 @@ def make_strategy(num_replicas):
     return tfmulti.create_strategy("mirrored", devices=names)
 
 
-def train(num_replicas, make_model, data, **compiled):
+def train(num_replicas, make_model, data, remainder="uneven", **compiled):
     """Two epochs of 33 examples in batches of 16; gives weights and history."""
     keras.utils.set_random_seed(1)
     strategy = make_strategy(num_replicas)
@@ -21,7 +21,7 @@ def train(num_replicas, make_model, data, **compiled):
         model = make_model()
         model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
     history = model.fit(
-        tfmulti.distribute_train(data, strategy, 16, seed=3),
+        tfmulti.distribute_train(data, strategy, 16, seed=3, remainder=remainder),
         validation_data=tfmulti.distribute_eval(data, strategy, 16),
         epochs=2,
         verbose=0,
@@ -111,7 +111,13 @@ def test_several_outputs_with_loss_weights():
     x, y, _ = rows()
     data = (x, {"a": y, "b": -y})
     losses = {"a": "mse", "b": keras.losses.Huber(reduction="sum")}
-    assert_one_devices_result(two, data, loss=losses, loss_weights={"a": 0.7, "b": 0.01})
+    settings = {"loss": losses, "loss_weights": {"a": 0.7, "b": 0.01}}
+    assert_one_devices_result(two, data, **settings)
+    reference = train(1, two, data, **settings)[1]["a_loss"]
+    # Padded batches have a known size, which Keras takes for the weight of each call.
+    padded = [train(n, two, data, remainder="pad", **settings)[1]["a_loss"] for n in (1, 2)]
+    np.testing.assert_allclose(padded[1], padded[0], rtol=1e-6)
+    assert len(reference) == len(padded[0])
 
 
 class OwnStep(keras.Model):

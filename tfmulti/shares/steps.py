@@ -40,7 +40,7 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool,
         trackers = _output_losses(share) if counted else []
         state = _local_state(model, trackers) if counted else []
         before = [variable.read_value() for variable in state]
-        totals = [(t.total.value.read_value(), t.count.value.read_value()) for t in trackers]
+        totals = [tracker.total.value.read_value() for tracker in trackers]
         with holding(share):
             outputs = fn(data)
             if kind == "predict":
@@ -101,8 +101,8 @@ def _fill(data):
 
 
 def _output_losses(share) -> list:
-    """The trackers of several outputs' own losses, where Keras does not know the rows."""
-    if share.model is None or share.is_padded or not share.averages:
+    """The trackers of several outputs' own losses."""
+    if share.model is None or not share.averages:
         return []
     return keras_compat.output_loss_trackers(share.model)
 
@@ -131,15 +131,13 @@ def _restore(state, before, share):
 def _per_step(tracker, before, share):
     """Makes a step count once over all replicas, with the mean over their rows.
 
-    Where the number of rows is not known beforehand, Keras counts every call as one in the
-    running mean of an output's own loss.
+    Keras counts every call alike in the running mean of an output's own loss: as one or, where
+    it knows them, as its rows.
     """
-    total, count = before
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    part = (tracker.total - total) * share.weight
+    part = (tracker.total - before) * share.weight * num_replicas
     part = tf.where(share.num_real > 0, part, tf.zeros_like(part))
-    tracker.total.assign(total + part)
-    tracker.count.assign(count + 1.0 / num_replicas)
+    tracker.total.assign(before + part)
 
 
 def _average_statistics(share):
