@@ -131,14 +131,68 @@ def test_a_loss_scale_optimizer_takes_over_from_its_inner_one():
     assert not hasattr(inner, "tfmulti_distributed")
 
 
-def test_the_one_that_compile_adds_is_refused():
+@pytest.mark.parametrize("wrapped", ["by compile", "inside", "outside"])
+def test_a_loss_scale_optimizer_is_right_wherever_it_is(wrapped):
+    """43 examples in half precision, its losses scaled so that one replica overflows."""
+
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        strategy = make_strategy(num_replicas)
+        x, y = images(43)
+        x[-1] *= 1000.0
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
+            model.compile(optimizer(), keras.losses.MeanSquaredError())
+        data = (x, np.eye(3, dtype="float32")[y])
+        model.fit(tfmulti.distribute_train(data, strategy, 16, seed=3), epochs=3, verbose=0)
+        scale = float(np.array(model.optimizer.dynamic_scale))
+        return np.concatenate([w.ravel() for w in model.get_weights()]), scale
+
+    def optimizer():
+        if wrapped == "by compile":
+            return tfmulti.DistributedOptimizer(SGD(0.02))
+        if wrapped == "inside":
+            return keras.optimizers.LossScaleOptimizer(tfmulti.DistributedOptimizer(SGD(0.02)))
+        return tfmulti.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(SGD(0.02)))
+
     keras.config.set_dtype_policy("mixed_float16")
+    reference, scale = fit(1)
+    assert np.isfinite(reference).all()
+    assert scale < 2.0**15
+    for num_replicas in (2, 3):
+        weights, other_scale = fit(num_replicas)
+        # Half precision: sums over 16 rows are rounded at 2**-11, on one device too.
+        np.testing.assert_allclose(weights, reference, rtol=0, atol=1e-3)
+        assert other_scale == scale
+
+
+def test_a_loaded_model_is_distributed_again(tmp_path):
+    """Saved on two replicas; goes on on one, on three, and on one again, as if never stopped."""
+
+    def go_on(num_replicas, path, weights=None):
+        strategy = make_strategy(num_replicas)
+        with strategy.scope():
+            model = keras.models.load_model(path)
+        data = tfmulti.distribute_train(images(43), strategy, 16, seed=3)
+        model.fit(data, epochs=1, verbose=0)
+        assert int(model.optimizer.iterations.numpy()) == 6
+        return model
+
     strategy = make_strategy(2)
     with strategy.scope():
         model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
-        model.compile(tfmulti.DistributedOptimizer(SGD(0.1)), "mse")
-    with pytest.raises(ValueError, match="must be outside of a LossScaleOptimizer"):
-        model.fit(np.zeros((4, 6, 6, 1)), np.zeros((4, 3)), batch_size=4, verbose=0)
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.AdamW(0.01, clipnorm=0.3))
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(tfmulti.distribute_train(images(43), strategy, 16, seed=3), verbose=0)
+    model.save(tmp_path / "model.keras")
+    reference = go_on(1, tmp_path / "model.keras")
+    assert not hasattr(reference.optimizer, "tfmulti_distributed")
+    other = go_on(3, tmp_path / "model.keras")
+    assert other.optimizer.tfmulti_distributed
+    other.save(tmp_path / "other.keras")
+    alone = keras.models.load_model(tmp_path / "other.keras")
+    for ours, theirs in zip(reference.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
 
 
 def test_something_else_is_refused():

@@ -23,7 +23,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimiz
 
     Args:
         optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one. Under the policy
-            `mixed_float16` wrap the `LossScaleOptimizer`, not its inner optimizer.
+            `mixed_float16` either may be wrapped, and what `compile` adds is taken care of.
 
     Returns:
         The same optimizer.
@@ -58,6 +58,24 @@ def distribute_optimizers(model: keras.Model) -> None:
     for value in [*vars(model).values(), getattr(model, "optimizer", None)]:
         if isinstance(value, keras.optimizers.Optimizer):
             DistributedOptimizer(value)
+
+
+def distribute_loaded(model: keras.Model) -> None:
+    """Makes the optimizers of a model that was loaded in a strategy's scope distributed."""
+    strategy = model.distribute_strategy
+    if getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync > 1:
+        distribute_optimizers(model)
+
+
+def take_over_from_inner(optimizer) -> None:
+    """Makes a `LossScaleOptimizer` distributed in place of the inner one that is.
+
+    `compile` puts one around the user's optimizer by itself under `mixed_float16`. Gradients
+    must be reduced before it looks whether they are finite.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None and getattr(inner, "tfmulti_distributed", False):
+        DistributedOptimizer(optimizer)
 
 
 def _undo(optimizer):

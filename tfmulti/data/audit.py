@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.data import iterators
+from tfmulti import iterators
 from tfmulti.sharding import ShardPlan
 
 

@@ -5,7 +5,13 @@ Each entry says which message or wrong result it cures and on which versions it 
 for each: it fails when upstream no longer needs the cure.
 """
 
+from tfmulti.keras_compat.hooks import after_loading as after_loading
+from tfmulti.keras_compat.hooks import around_callbacks as around_callbacks
+from tfmulti.keras_compat.hooks import forget_number_of_batches as forget_number_of_batches
+from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
+from tfmulti.keras_compat.names import all_layers as all_layers
+from tfmulti.keras_compat.names import compiled_losses as compiled_losses
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import step_of as step_of

@@ -63,6 +63,17 @@ def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Mean]:
     return [metric for metric in getattr(compile_loss, "metrics", []) if metric is not None]
 
 
+def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers of a model with those inside of them; `Model.layers` has the outer ones only."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """The losses that `compile` made of what it was given, once the model has been trained."""
+    entries = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)
+    return [entry.loss for entry in entries or [] if entry.loss is not None]
+
+
 def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes what follows the reduction of gradients local to each replica.
 

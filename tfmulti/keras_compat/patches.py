@@ -15,7 +15,7 @@ from tensorflow.python.distribute import cross_device_utils
 _SEED_STEP = 0x9E3779B1
 
 
-def install(first_local_value) -> None:
+def install(first_local_value, before_pass) -> None:
     """Applies the cures that no public method reaches. Calling it again changes nothing.
 
     They act only under a strategy with the attribute `repairs_keras`.
@@ -23,16 +23,18 @@ def install(first_local_value) -> None:
     Args:
         first_local_value: Function that takes a nested structure of distributed values to
             the first local replica's.
+        before_pass: Function of a strategy and Keras's iterator over the batches of `fit` or
+            `evaluate`, called before a pass is begun.
     """
     cross_device_utils.CollectiveReplicaLauncher._prefer_unique_instance_key = False
     trainer = keras_trainer.TensorFlowTrainer
     if not hasattr(trainer._maybe_symbolic_build, "__wrapped__"):
         trainer._maybe_symbolic_build = _build_from_one_share(
-            trainer._maybe_symbolic_build, first_local_value
+            trainer._maybe_symbolic_build, first_local_value, before_pass
         )
 
 
-def _build_from_one_share(original, first_local_value):
+def _build_from_one_share(original, first_local_value, before_pass):
     """Builds a model from one replica's share instead of from the mean over replicas.
 
     Cures "Attempt to convert a value (PerReplica...)" under MultiWorkerMirroredStrategy,
@@ -46,6 +48,8 @@ def _build_from_one_share(original, first_local_value):
         strategy = model._distribute_strategy
         if not getattr(strategy, "repairs_keras", False):
             return original(model, iterator=iterator, data_batch=data_batch)
+        if iterator is not None:
+            before_pass(strategy, iterator)
         if lacks_call(model):
             _build_optimizer(model, strategy)
             return None

@@ -10,3 +10,4 @@ from tfmulti.shares.share import Share as Share
 from tfmulti.shares.share import current_share as current_share
 from tfmulti.shares.share import regularization as regularization
 from tfmulti.shares.steps import guard as guard
+from tfmulti.shares.steps import share_whole_batch as share_whole_batch

@@ -11,6 +11,8 @@ from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, losses, shares
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
+from tfmulti.optimizers import distribute_loaded
+from tfmulti.strategies import agreement, chief
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -58,10 +60,7 @@ def create_strategy(
     1
     """
     check_strategy_arguments(name, devices, logical_cpus, communication)
-    keras_compat.install(first_local_value)
-    keras_compat.count_shares_in_moments(shares.current_share)
-    keras_compat.vary_seeds_by_replica()
-    keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
+    _repair_keras()
     cluster, reason = None, "as asked"
     if name in ("auto", "multi_worker"):
         cluster = cluster_lib.resolve_cluster(tf_config)
@@ -82,6 +81,15 @@ def create_strategy(
     strategy.why = f"{name} on {names} ({reason})"
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
+
+
+def _repair_keras():
+    keras_compat.install(first_local_value, agreement.agree_on_number_of_batches)
+    keras_compat.count_shares_in_moments(shares.current_share)
+    keras_compat.vary_seeds_by_replica()
+    keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
+    keras_compat.around_callbacks(chief.prepare_callback, agreement.agree_on_stopping)
+    keras_compat.after_loading(distribute_loaded)
 
 
 def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:

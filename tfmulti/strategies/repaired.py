@@ -7,7 +7,7 @@ import warnings
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, shares
+from tfmulti import iterators, keras_compat, optimizers, shares
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -33,9 +33,11 @@ class _ForKeras:
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on every replica; Keras's own steps also where a share has no row."""
         kind, model = keras_compat.step_of(fn)
-        if kind == "train":
-            _refuse_wrapped_optimizer(model.optimizer)
         several = self.num_replicas_in_sync > 1
+        if several and kind == "train":
+            _refuse_jit_compile(model, self.num_replicas_in_sync)
+            _refuse_made_outside(model)
+            optimizers.take_over_from_inner(model.optimizer)
         if kind and len(args) == 1 and (several or self.marks_padding):
             averages = model is not None and _has_distributed_optimizer(model)
             if several and kind == "train" and not averages:
@@ -44,6 +46,9 @@ class _ForKeras:
             fn = shares.guard(
                 fn, kind, model, fill=fill, padded=self.marks_padding, averages=averages
             )
+            num_local_replicas = len(self.extended.worker_devices)
+            if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
+                fn = shares.share_whole_batch(fn, num_local_replicas)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
     def _warn_of_bare_optimizer(self, model):
@@ -75,6 +80,10 @@ class _ForKeras:
         distribute_to = getattr(dataset, "distribute_to", None)
         if distribute_to is not None:
             return distribute_to(self)
+        specs = tf.nest.flatten(dataset.element_spec)
+        uneven = any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
+        if uneven and self.num_replicas_in_sync > 1:
+            return iterators.WholeBatches(dataset, self)
         return super().experimental_distribute_dataset(dataset, options)
 
 
@@ -91,16 +100,32 @@ def _first_fault(optimizer) -> str:
     return "examples of a batch that does not divide by the replicas weigh unequally."
 
 
-def _refuse_wrapped_optimizer(optimizer):
-    inner = getattr(optimizer, "inner_optimizer", None)
-    inside = getattr(inner, "tfmulti_distributed", False)
-    if inside and not getattr(optimizer, "tfmulti_distributed", False):
+def _refuse_jit_compile(model, num_replicas):
+    if model.jit_compile is True:
         raise ValueError(
-            "`DistributedOptimizer` must be outside of a LossScaleOptimizer. Received: "
-            f"LossScaleOptimizer({type(inner).__name__}), the inner one distributed; "
-            "compile() adds a LossScaleOptimizer by itself under mixed_float16. "
-            "Use DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
+            "`jit_compile` must be False on several replicas: XLA compiles for one device. "
+            f"Received: jit_compile=True, num_replicas={num_replicas}. "
+            "Use model.compile(..., jit_compile=False)."
         )
+
+
+def _refuse_made_outside(model):
+    """Several replicas would each update a variable that is not theirs."""
+    optimizer = getattr(model, "optimizer", None)
+    owned = [*model.trainable_variables, *model.metrics_variables]
+    owned += optimizer.variables if optimizer is not None else []
+    strange = [v for v in owned if not isinstance(v.value, tf.distribute.DistributedValues)]
+    if strange:
+        raise ValueError(
+            "Layers, optimizers and metrics must be created in the strategy's scope. "
+            f"Received: the variable {strange[0].path}, created outside of it. "
+            "Create them within `with strategy.scope():`, or name them by strings in compile."
+        )
+
+
+def _is_distributed(data) -> bool:
+    parts = tf.nest.flatten(data, expand_composites=False)
+    return any(isinstance(part, tf.distribute.DistributedValues) for part in parts)
 
 
 def _is_scalar(value) -> bool:

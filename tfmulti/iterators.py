@@ -7,6 +7,8 @@ import weakref
 
 import tensorflow as tf
 
+from tfmulti.shares import rows
+
 
 def to_replicas(strategy: tf.distribute.Strategy, shares: tuple):
     """Makes one distributed value of the local replicas' shares."""
@@ -125,3 +127,36 @@ def register(owner) -> int:
 
 def _owner(value):
     return _owners[value.source]
+
+
+class WholeBatches:
+    """Distributes a dataset of global batches by cutting each batch into shares.
+
+    TensorFlow does so with dense batches. Of ragged and sparse ones it cannot give a replica
+    nothing ("Serialized sparse should have at least 1 serialized tensor", "Tensor's shape (0,)
+    is not compatible"). Every worker reads all batches, as it does with TensorFlow too.
+
+    Args:
+        dataset: The batches, the same on every worker.
+        strategy: The strategy whose replicas they are for.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
+        self.strategy, self.element_spec = strategy, dataset.element_spec
+        numbers, count = local_shares(strategy), strategy.num_replicas_in_sync
+
+        def cut(*parts):
+            batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+            return tuple(rows.take_share(batch, number, count) for number in numbers)
+
+        self._shares = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+        self._number = register(self)
+
+    def __iter__(self) -> ReplicaIterator:
+        return create_iterator(self, self._number, self._shares)
+
+    def take(self, shares: tuple):
+        """Returns a step's shares as one distributed value."""
+        return to_replicas(self.strategy, shares)
+
+    look = take

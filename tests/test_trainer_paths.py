@@ -1,0 +1,206 @@
+"""The ways into Keras's trainer other than `fit` on dense arrays, under several replicas."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+
+NUM_ROWS, BATCH_SIZE = 33, 16  # The last batch has one row.
+
+
+def make_strategy(num_replicas):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    kind = "mirrored" if num_replicas > 1 else "one_device"
+    return tfmulti.create_strategy(kind, devices=names)
+
+
+def rows(count=NUM_ROWS):
+    rng = np.random.RandomState(0)
+    x, y = rng.randn(count, 4).astype("float32"), rng.randn(count, 1).astype("float32")
+    return x, y, rng.uniform(0.5, 2, count).astype("float32")
+
+
+def dense():
+    penalty = keras.regularizers.L2(0.01)
+    return [keras.layers.Dense(5, "tanh", kernel_regularizer=penalty), keras.layers.Dense(1)]
+
+
+def build(num_replicas, layers=dense, **compiled):
+    keras.utils.set_random_seed(1)
+    with make_strategy(num_replicas).scope():
+        model = keras.Sequential(layers())
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=0.5))
+        compiled = {k: v() if callable(v) else v for k, v in compiled.items()}
+        model.compile(optimizer, "mse", **compiled)
+    return model
+
+
+def weights_of(model):
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+def assert_same(one, other):
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [16, 5, 1])
+def test_train_on_batch_splits_the_batch(count):
+    """A metric that counts rows tells whether each row was seen once."""
+
+    def train(num_replicas):
+        model = build(num_replicas, metrics=lambda: [keras.metrics.TruePositives(name="hits")])
+        x, y, weights = rows(count)
+        y = (y > 0).astype("float32")
+        results = {}
+        for step in range(3):
+            logs = model.train_on_batch(x, y, sample_weight=weights, return_dict=True)
+            results |= {f"{step}/{name}": value for name, value in logs.items()}
+        logs = model.test_on_batch(x, y, return_dict=True)
+        results |= {f"test/{name}": value for name, value in logs.items()}
+        return results | {"weights": weights_of(model)}
+
+    one = train(1)
+    for num_replicas in (2, 3):
+        assert_same(one, train(num_replicas))
+
+
+def ragged_rows():
+    x, y, weights = rows()
+    lengths = np.arange(NUM_ROWS) % 4
+    flat = np.random.RandomState(2).randn(lengths.sum(), 4).astype("float32")
+    return tf.RaggedTensor.from_row_lengths(flat, lengths), y, weights
+
+
+def sparse_rows():
+    x, y, weights = rows()
+    return tf.sparse.from_dense(np.where(x > 0.3, x, 0)), y, weights
+
+
+class RaggedSum(keras.layers.Layer):
+    def call(self, x):
+        return tf.reduce_sum(x, axis=1) if isinstance(x, tf.RaggedTensor) else x
+
+
+@pytest.mark.parametrize(
+    ("data", "layers"),
+    [(ragged_rows, lambda: [RaggedSum(), *dense()]), (sparse_rows, dense)],
+    ids=["ragged", "sparse"],
+)
+def test_composite_inputs(data, layers):
+    def train(num_replicas):
+        model = build(num_replicas, layers, weighted_metrics=["mae"])
+        dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH_SIZE)
+        history = model.fit(dataset, validation_data=dataset, epochs=2, verbose=0).history
+        predicted = model.predict(dataset, verbose=0)
+        return history | {"weights": weights_of(model), "predicted": predicted}
+
+    one = train(1)
+    for num_replicas in (2, 3):
+        assert_same(one, train(num_replicas))
+
+
+def test_logs_of_a_batch_are_those_of_all_rows():
+    """Running values, as on one device, at every batch."""
+
+    def train(num_replicas):
+        seen = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen.append(dict(logs)),
+            on_test_batch_end=lambda batch, logs: seen.append(dict(logs)),
+        )
+        model = build(num_replicas, metrics=["mae"])
+        x, y, _ = rows()
+        model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0, callbacks=[note])
+        model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[note])
+        return {f"{i}/{name}": float(v) for i, logs in enumerate(seen) for name, v in logs.items()}
+
+    one = train(1)
+    assert len(one) == 12
+    for num_replicas in (2, 3):
+        assert_same(one, train(num_replicas))
+
+
+def test_jit_compile_is_refused_on_several_replicas():
+    x, y, _ = rows()
+    with pytest.raises(ValueError, match="`jit_compile` must be False on several replicas"):
+        build(2, jit_compile=True).fit(x, y, verbose=0)
+    model = build(1, jit_compile=True)
+    model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+    plain = build(1, jit_compile=False)
+    plain.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+    np.testing.assert_allclose(weights_of(model), weights_of(plain), atol=1e-6)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return -(-NUM_ROWS // BATCH_SIZE)
+
+    def __getitem__(self, index):
+        start = index * BATCH_SIZE
+        return tuple(part[start : start + BATCH_SIZE] for part in rows())
+
+
+def endless():
+    return tf.data.Dataset.from_tensor_slices(rows()).batch(BATCH_SIZE).repeat()
+
+
+def generator():
+    for _ in range(4):
+        yield from (Batches()[index] for index in range(3))
+
+
+SOURCES = {
+    "PyDataset": (Batches, {}),
+    "endless": (endless, {"steps_per_epoch": 4}),
+    "generator": (generator, {"steps_per_epoch": 4}),
+    "too few": (lambda: endless().take(5), {"steps_per_epoch": 4}),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_of_batches(source):
+    def train(num_replicas):
+        model = build(num_replicas)
+        create, settings = SOURCES[source]
+        history = model.fit(create(), epochs=2, verbose=0, shuffle=False, **settings).history
+        return {
+            "steps": int(model.optimizer.iterations.numpy()),
+            "weights": weights_of(model),
+        } | history
+
+    one = train(1)
+    for num_replicas in (2, 3):
+        assert_same(one, train(num_replicas))
+
+
+@pytest.mark.parametrize("made", ["optimizer", "metric", "layer"])
+def test_what_is_made_outside_of_the_scope_is_refused(made):
+    """Each replica would add to the same iterations, counts or weights."""
+    outside = {
+        "optimizer": keras.optimizers.SGD(0.1),
+        "metric": keras.metrics.MeanSquaredError(),
+        "layer": keras.layers.Dense(1),
+    }
+    outside["layer"].build((None, 4))
+    strategy = make_strategy(2)
+    with strategy.scope():
+        inside = {
+            "optimizer": keras.optimizers.SGD(0.1),
+            "metric": keras.metrics.MeanSquaredError(),
+            "layer": keras.layers.Dense(1),
+        }
+        parts = {**inside, made: outside[made]}
+        model = keras.Sequential([parts["layer"]])
+        optimizer = tfmulti.DistributedOptimizer(parts["optimizer"])
+        model.compile(optimizer, "mse", metrics=[parts["metric"]])
+    with pytest.raises(ValueError, match="must be created in the strategy's scope"):
+        model.fit(*rows()[:2], verbose=0)
+
+
+def test_a_batch_with_a_number_that_belongs_to_no_row_is_refused():
+    model = build(2)
+    with pytest.raises(ValueError, match="Every tensor of a batch must have rows"):
+        model.distribute_strategy.run(model.train_step, args=((tf.constant(1.0), rows()[1]),))

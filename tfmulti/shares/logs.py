@@ -1,0 +1,74 @@
+"""Logs of a step: without filler rows, and the same on all replicas and workers."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.shares.share import regularization
+
+
+def loss_trackers(model) -> list:
+    """The running mean that Keras shows as `loss`, in a list that can be empty."""
+    return [metric for metric in model.metrics if metric.name == "loss"] if model else []
+
+
+def output_losses(share) -> list:
+    """The trackers of several outputs' own losses."""
+    if share.model is None or not share.averages:
+        return []
+    return keras_compat.output_loss_trackers(share.model)
+
+
+def take_out_filler(share) -> None:
+    """Takes filler rows out of the running mean of the loss."""
+    filler = tf.cast(share.num_rows - share.num_real, tf.float32)
+    penalty = regularization(share.model) if share.penalty is None else share.penalty
+    for tracker in loss_trackers(share.model):
+        tracker.count.assign_sub(tf.cast(filler, tracker.count.dtype))
+        tracker.total.assign_sub(penalty * filler)
+
+
+def count_once(tracker, before, share) -> None:
+    """Makes a step count once over all replicas, with the mean over their rows.
+
+    Keras counts every call alike in the running mean of an output's own loss: as one or, where
+    it knows them, as its rows.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    part = (tracker.total - before) * share.weight * num_replicas
+    part = tf.where(share.num_real > 0, part, tf.zeros_like(part))
+    tracker.total.assign(before + part)
+
+
+def make_global(logs, share):
+    """Makes a step's logs those of all replicas.
+
+    The metrics' are computed from the metrics' states added up over all replicas, as Keras
+    does at the end of an epoch; so a callback that decides on a batch's logs decides the same on
+    every worker. Logs of other names are averaged by rows.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1 or not isinstance(logs, dict):
+        return logs
+    if share.model is None or set(logs) != set(share.model.get_metrics_result()):
+        return _average(logs, share)
+    variables = [v for v in share.model.metrics_variables if v.aggregation == "sum"]
+    states = [variable.value.read_value() for variable in variables]
+    if not states:
+        return logs
+    added = tf.distribute.get_replica_context().all_reduce("SUM", states)
+    with keras.StatelessScope(state_mapping=list(zip(variables, added))):
+        return share.model.get_metrics_result()
+
+
+def _average(logs, share):
+    logs = {name: tf.convert_to_tensor(value) for name, value in logs.items()}
+    means = {n: v for n, v in logs.items() if v.shape.rank == 0 and v.dtype.is_floating}
+    if not means:
+        return logs
+    stacked = tf.stack([tf.cast(value, tf.float32) for value in means.values()])
+    stacked = tf.where(share.num_real > 0, stacked * share.weight, tf.zeros_like(stacked))
+    stacked = tf.distribute.get_replica_context().all_reduce("SUM", stacked)
+    averaged = zip(means, tf.unstack(stacked))
+    return {**logs, **{name: tf.cast(value, logs[name].dtype) for name, value in averaged}}

@@ -1,0 +1,75 @@
+"""What all workers must know of one another, compared by a small reduction."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import keras_compat
+
+
+def num_workers(strategy: tf.distribute.Strategy) -> int:
+    """Returns the workers of the job; 1 where a strategy knows of none."""
+    num_local = max(len(strategy.extended.worker_devices), 1)
+    return strategy.num_replicas_in_sync // num_local
+
+
+def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
+    """Returns the smallest and the largest of all workers' numbers.
+
+    It is a collective: every worker must call it.
+
+    Args:
+        strategy: The strategy of this worker.
+        number: A whole number below 2**24 in size.
+    """
+    if num_workers(strategy) == 1:
+        return number, number
+    function = getattr(strategy, "compare_function", None)
+    if function is None:
+        function = strategy.compare_function = _create_compare_function(strategy)
+    table = function(tf.constant(number, tf.float32))
+    table = strategy.experimental_local_results(table)[0].numpy()
+    return int(table.min()), int(table.max())
+
+
+def _create_compare_function(strategy):
+    def add(number):
+        # Reductions add; so each replica writes its own place of a table.
+        context = tf.distribute.get_replica_context()
+        place = tf.one_hot(context.replica_id_in_sync_group, strategy.num_replicas_in_sync)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, place * number)
+
+    return tf.function(lambda number: strategy.run(add, args=(number,)))
+
+
+def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
+    """Has all workers read to the end of the longest data where their numbers differ.
+
+    Keras counts each worker's own batches, so that one stops while another waits for it. A
+    worker without data takes part with empty shares until all are done.
+    """
+    if num_workers(strategy) == 1:
+        return
+    number = keras_compat.number_of_batches(epoch_iterator)
+    least, most = compare(strategy, -1 if number is None else number)
+    if least == most:
+        return
+    logging.warning(
+        "Workers have unequal numbers of batches: %s to %d. All go on to the end of the longest; "
+        "a worker that has none left takes part without rows.",
+        "an unknown number" if least < 0 else least,
+        most,
+    )
+    keras_compat.forget_number_of_batches(epoch_iterator)
+
+
+def agree_on_stopping(model) -> None:
+    """Has every worker stop after the epoch in which one of them wants to."""
+    strategy = model.distribute_strategy
+    if not getattr(strategy, "repairs_keras", False) or num_workers(strategy) == 1:
+        return
+    _, wanted = compare(strategy, int(bool(model.stop_training)))
+    if wanted and not model.stop_training:
+        logging.warning("Stopping after this epoch, as another worker does.")
+        model.stop_training = True
