@@ -57,6 +57,20 @@ def tf_configs(num_workers):
 
 @pytest.fixture
 def run_workers():
+    """Runs one command on several workers; see `runner_of_workers`."""
+    with runner_of_workers() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_workers_of_module():
+    """As `run_workers`, for a fixture that serves a whole module."""
+    with runner_of_workers() as run:
+        yield run
+
+
+@contextlib.contextmanager
+def runner_of_workers():
     """Runs one command on several workers: `run_workers(2, ["script.py", "--flag"])`.
 
     Gives the finished processes, each with `returncode`, `stdout` and `stderr`. No process is
@@ -90,9 +104,11 @@ def run_workers():
                 assert done.returncode == 0, f"worker {index}: {done.stdout}\n{done.stderr}"
         return finished
 
-    yield run
-    for worker in started:
-        if worker.poll() is None:
-            worker.kill()
-            worker.wait()
-    files.close()
+    with files:
+        try:
+            yield run
+        finally:
+            for worker in started:
+                if worker.poll() is None:
+                    worker.kill()
+                    worker.wait()

@@ -1,6 +1,7 @@
 """Each canary fails when upstream no longer needs the cure: then take the cure out."""
 
 import inspect
+import warnings
 
 import keras
 import numpy as np
@@ -109,11 +110,105 @@ def test_canary_batch_statistics_count_every_row():
     assert "share" not in inspect.getsource(inspect.unwrap(keras_nn._compute_moments_sync))
 
 
+def test_canary_one_number_for_a_loss_is_taken_twice():
+    def loss(y, prediction):
+        return tf.reduce_mean(tf.square(y - prediction))
+
+    def train(strategy, optimizer):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(2)])
+            model.compile(optimizer(), loss)
+        model.fit(*rows(8), batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()[0]
+
+    one = train(ours(1), lambda: keras.optimizers.SGD(0.1))
+    two = train(ours(), lambda: tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    upstream = train(stock(), lambda: keras.optimizers.SGD(0.1))
+    np.testing.assert_allclose(two, one, atol=1e-6)
+    assert np.abs(upstream - one).max() > 1e-3
+
+
+def test_canary_dropout_is_the_same_on_all_replicas():
+    def masks(strategy):
+        with strategy.scope():
+            generator = keras.random.SeedGenerator(3)
+        seeds = tf.function(lambda: strategy.run(generator.next))()
+        return [seed.numpy().tolist() for seed in strategy.experimental_local_results(seeds)]
+
+    first, second = masks(stock())
+    assert first == second
+    first, second = masks(ours())
+    assert first != second
+
+
+def test_canary_xla_does_not_span_devices():
+    model = compiled(stock(), keras.optimizers.SGD, jit_compile=True)
+    with pytest.raises((tf.errors.OpError, ValueError)):
+        model.fit(*rows(8), batch_size=4, verbose=0)
+
+
+def test_canary_a_share_of_sparse_rows_cannot_be_empty():
+    rows_of = tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(np.eye(3)))
+
+    def last(strategy):
+        iterator = iter(strategy.experimental_distribute_dataset(rows_of.batch(2)))
+        next(iterator)
+        return strategy.experimental_local_results(next(iterator))
+
+    with pytest.raises(tf.errors.OpError, match="at least 1 serialized tensor"):
+        last(stock())
+    assert [int(share.dense_shape[0]) for share in last(ours())] == [1, 0]
+
+
+def test_canary_a_function_of_datasets_is_counted_by_replicas():
+    def dataset(context):
+        return tf.data.Dataset.from_tensor_slices(rows(12)).batch(2)
+
+    strategy = stock()
+    assert int(strategy.distribute_datasets_from_function(dataset).cardinality) == 6
+    strategy, steps = ours(), []
+    model = compiled(strategy, lambda: tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*ran out of data")
+        data = strategy.distribute_datasets_from_function(dataset)
+        model.fit(data, epochs=2, verbose=0, callbacks=[count])
+    assert len(steps) == 6
+
+
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "CSVLogger", "TensorBoard"])
+def test_canary_stock_callbacks_know_no_chief(name):
+    source = inspect.getsource(inspect.getmodule(getattr(keras.callbacks, name)))
+    assert "should_checkpoint" not in source
+    assert "chief" not in source
+
+
+def test_canary_stock_workers_take_one_cpu():
+    assert tf.distribute.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
+
+
 def test_the_private_names_are_there():
     for name in ("_maybe_symbolic_build", "_symbolic_build", "_make_function"):
         assert hasattr(keras_trainer.TensorFlowTrainer, name)
     fit = inspect.signature(keras_trainer.TensorFlowTrainer._maybe_symbolic_build)
     assert list(fit.parameters) == ["self", "iterator", "data_batch"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keras_compat.check_versions()
+
+
+def test_versions_that_were_not_tried_are_told():
+    with pytest.warns(UserWarning, match="was tried with keras 3.12 to 3.15.*This is keras 3.99.0"):
+        keras_compat.check_versions({"keras": "3.99.0", "tensorflow": tf.__version__})
+
+
+@pytest.mark.parametrize(
+    "name", [(keras.Model, "_nothing", ()), (keras.Model, "_symbolic_build", ("nothing",))]
+)
+def test_a_missing_private_name_is_an_error_with_versions(name):
+    with pytest.raises(RuntimeError, match=rf"not here: {name[1]}. Received: keras .*tried"):
+        keras_compat.check_versions(names=[name])
 
 
 def test_installing_twice_changes_nothing():

@@ -7,8 +7,8 @@ for each: it fails when upstream no longer needs the cure.
 
 from tfmulti.keras_compat.hooks import after_loading as after_loading
 from tfmulti.keras_compat.hooks import around_callbacks as around_callbacks
-from tfmulti.keras_compat.hooks import forget_number_of_batches as forget_number_of_batches
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
+from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_batches
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses
@@ -22,3 +22,4 @@ from tfmulti.keras_compat.patches import count_shares_in_moments as count_shares
 from tfmulti.keras_compat.patches import install as install
 from tfmulti.keras_compat.patches import reduce_losses_by as reduce_losses_by
 from tfmulti.keras_compat.patches import vary_seeds_by_replica as vary_seeds_by_replica
+from tfmulti.keras_compat.versions import check_versions as check_versions

@@ -57,23 +57,33 @@ def after_loading(distribute) -> None:
     keras.Model.compile_from_config = compile_from_config
 
 
-class _OfUnknownLength:
-    """A data adapter whose number of batches is found out by reaching their end."""
+class _OfLength:
+    """A data adapter with another number of batches than Keras takes it to have."""
 
-    num_batches = None
-
-    def __init__(self, adapter):
-        self._adapter = adapter
+    def __init__(self, adapter, num_batches):
+        self._adapter, self.num_batches = adapter, num_batches
 
     def __getattr__(self, name):
         return getattr(self._adapter, name)
 
 
-def number_of_batches(epoch_iterator) -> int | None:
-    """Returns the batches that Keras expects of a pass, or None where it waits for the end."""
-    return epoch_iterator.data_adapter.num_batches
+def number_of_batches(epoch_iterator, num_local_replicas: int) -> int | None:
+    """Returns the steps of a pass on this worker, or None where only the end of data tells.
+
+    Of `distribute_datasets_from_function` Keras counts the batches of all local replicas as
+    steps, and ends with "Your input ran out of data".
+    """
+    adapter = epoch_iterator.data_adapter
+    number = adapter.num_batches
+    if number is None:
+        return None
+    if getattr(adapter, "_dataset", None) is epoch_iterator._distributed_dataset:
+        return -(-number // num_local_replicas)
+    return number
 
 
-def forget_number_of_batches(epoch_iterator) -> None:
-    """Makes Keras read to the end of the data instead of counting its own batches."""
-    epoch_iterator.data_adapter = _OfUnknownLength(epoch_iterator.data_adapter)
+def set_number_of_batches(epoch_iterator, number: int | None) -> None:
+    """Makes a pass end after `number` steps, or with the data where it is None."""
+    adapter = epoch_iterator.data_adapter
+    if adapter.num_batches != number:
+        epoch_iterator.data_adapter = _OfLength(adapter, number)

@@ -6,4 +6,7 @@
 `experimental_distribute_dataset`.
 """
 
+from tfmulti import keras_compat
 from tfmulti.strategies.factories import create_strategy as create_strategy
+
+keras_compat.check_versions()

@@ -7,6 +7,8 @@ from absl import logging
 
 from tfmulti import keras_compat
 
+_UNKNOWN = -1
+
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Returns the workers of the job; 1 where a strategy knows of none."""
@@ -44,24 +46,21 @@ def _create_compare_function(strategy):
 
 
 def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
-    """Has all workers read to the end of the longest data where their numbers differ.
+    """Has all workers go on to the end of the longest data where their numbers differ.
 
     Keras counts each worker's own batches, so that one stops while another waits for it. A
     worker without data takes part with empty shares until all are done.
     """
-    if num_workers(strategy) == 1:
-        return
-    number = keras_compat.number_of_batches(epoch_iterator)
-    least, most = compare(strategy, -1 if number is None else number)
-    if least == most:
-        return
-    logging.warning(
-        "Workers have unequal numbers of batches: %s to %d. All go on to the end of the longest; "
-        "a worker that has none left takes part without rows.",
-        "an unknown number" if least < 0 else least,
-        most,
-    )
-    keras_compat.forget_number_of_batches(epoch_iterator)
+    number = keras_compat.number_of_batches(epoch_iterator, len(strategy.extended.worker_devices))
+    least, most = compare(strategy, _UNKNOWN if number is None else number)
+    if least != most:
+        logging.warning(
+            "Workers have unequal numbers of batches: %s to %d. All go on to the end of the "
+            "longest data; a worker that has none left takes part without rows.",
+            "an unknown number" if least == _UNKNOWN else least,
+            most,
+        )
+    keras_compat.set_number_of_batches(epoch_iterator, None if least == _UNKNOWN else most)
 
 
 def agree_on_stopping(model) -> None:
