@@ -7,9 +7,14 @@ denominator is not in proportion to rows, the loss is corrected here by the rati
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import tensorflow as tf
 
 from tfmulti import shares
+
+_local = threading.local()
 
 
 def keeps_means() -> bool:
@@ -32,6 +37,9 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     Returns:
         A scalar tensor, or what Keras gives for `reduction=None`.
     """
+    numbers = getattr(_local, "numbers", None)
+    if numbers is not None and tf.convert_to_tensor(values).shape.rank == 0:
+        numbers.append(values)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
     share = shares.current_share()
     context = tf.distribute.get_replica_context()
@@ -45,6 +53,16 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     counted = tf.where(share.num_real > 0, counted, 0.0)
     part = tf.math.divide_no_nan(counted, context.all_reduce("SUM", counted))
     return loss * tf.cast(part * _inverse(share.weight), loss.dtype)
+
+
+@contextlib.contextmanager
+def noting_single_numbers():
+    """Collects, in this thread, what losses give that return one number for a batch."""
+    _local.numbers = []
+    try:
+        yield _local.numbers
+    finally:
+        _local.numbers = None
 
 
 def _inverse(value):

@@ -15,7 +15,7 @@ from tensorflow.python.distribute import cross_device_utils
 _SEED_STEP = 0x9E3779B1
 
 
-def install(first_local_value, before_pass) -> None:
+def install(first_local_value, before_pass, once_built) -> None:
     """Applies the cures that no public method reaches. Calling it again changes nothing.
 
     They act only under a strategy with the attribute `repairs_keras`.
@@ -25,16 +25,18 @@ def install(first_local_value, before_pass) -> None:
             the first local replica's.
         before_pass: Function of a strategy and Keras's iterator over the batches of `fit` or
             `evaluate`, called before a pass is begun.
+        once_built: Function of a strategy, a model that is built, and some of its rows.
     """
     cross_device_utils.CollectiveReplicaLauncher._prefer_unique_instance_key = False
     trainer = keras_trainer.TensorFlowTrainer
     if not hasattr(trainer._maybe_symbolic_build, "__wrapped__"):
+        functions = (first_local_value, before_pass, once_built)
         trainer._maybe_symbolic_build = _build_from_one_share(
-            trainer._maybe_symbolic_build, first_local_value, before_pass
+            trainer._maybe_symbolic_build, *functions
         )
 
 
-def _build_from_one_share(original, first_local_value, before_pass):
+def _build_from_one_share(original, first_local_value, before_pass, once_built):
     """Builds a model from one replica's share instead of from the mean over replicas.
 
     Cures "Attempt to convert a value (PerReplica...)" under MultiWorkerMirroredStrategy,
@@ -57,6 +59,7 @@ def _build_from_one_share(original, first_local_value, before_pass):
             data_batch = first_local_value(strategy, _look(iterator))
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
+        once_built(strategy, model, data_batch)
         return None
 
     return build

@@ -12,7 +12,7 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, losses, shares
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
-from tfmulti.strategies import agreement, chief
+from tfmulti.strategies import agreement, chief, probes
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -84,7 +84,9 @@ def create_strategy(
 
 
 def _repair_keras():
-    keras_compat.install(first_local_value, agreement.agree_on_number_of_batches)
+    keras_compat.install(
+        first_local_value, agreement.agree_on_number_of_batches, probes.probe_once_built
+    )
     keras_compat.count_shares_in_moments(shares.current_share)
     keras_compat.vary_seeds_by_replica()
     keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
