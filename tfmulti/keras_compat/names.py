@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers import base_optimizer
+from keras.src.random import seed_generator
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
 STEP_KINDS = {"train_step": "train", "test_step": "test"}
@@ -74,6 +75,13 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     return [entry.loss for entry in entries or [] if entry.loss is not None]
 
 
+def own_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """The losses that a model holds itself, for a `train_step` of its own."""
+    compiled = getattr(model, "_compile_loss", None)
+    held = [value for value in vars(model).values() if isinstance(value, keras.losses.Loss)]
+    return [loss for loss in held if loss is not compiled]
+
+
 def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes what follows the reduction of gradients local to each replica.
 
@@ -109,3 +117,23 @@ class LocalCPUs(mwms.CollectiveAllReduceExtended):
     def _initialize_local_devices(self, cluster_resolver, worker_device):
         devices = [f"{worker_device}/device:CPU:{i}" for i in range(self._num_cpus)]
         return tuple(devices), "CPU"
+
+
+def global_seed_state() -> list[int]:
+    """The state from which random operations without a seed draw."""
+    return seed_generator.global_seed_generator().state.numpy().tolist()
+
+
+def set_global_seed_state(state: list[int]) -> None:
+    """Puts back what `global_seed_state` returned."""
+    seed_generator.global_seed_generator().state.assign(state)
+
+
+def set_initial_epoch(model: keras.Model, epoch: int) -> None:
+    """Makes the `fit` that has just begun start at an epoch; as `BackupAndRestore` does."""
+    model._initial_epoch = epoch
+
+
+def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers that draw random numbers in training."""
+    return [layer for layer in model._flatten_layers() if layer._seed_generators]

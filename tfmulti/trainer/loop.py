@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import time
 
@@ -13,28 +14,12 @@ from tfmulti import callbacks
 from tfmulti.config import TrainConfig
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.datasets import load_dataset
-from tfmulti.learning_rate import scale_learning_rate
 from tfmulti.models import create_model
-from tfmulti.optimizers import DistributedOptimizer, distribute_optimizers
 from tfmulti.strategies import create_strategy
+from tfmulti.trainer.compiling import compile_model
 from tfmulti.trainer.worker import Worker, digest_weights
 
-_LEARNING_RATES = {
-    "adam": 1e-3,
-    "adamw": 1e-3,
-    "lamb": 1e-3,
-    "lion": 1e-4,
-    "momentum": 0.05,
-    "rmsprop": 1e-3,
-    "sgd": 0.1,
-}
-_OPTIMIZER_FLAGS = (
-    "optimizer",
-    "learning_rate",
-    "learning_rate_scaling",
-    "warmup_epochs",
-    "gradient_accumulation_steps",
-)
+_SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
 
 
 def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
@@ -59,6 +44,8 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         logical_cpus=config.logical_cpus,
         tf_config=config.tf_config,
         communication=config.communication,
+        start_timeout=config.start_timeout,
+        must_agree=_settings_of_all(config),
     )
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
@@ -78,7 +65,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
     test = distribute_eval(test_split, strategy, global_batch_size)
     with strategy.scope():
         model = create_model(config.model, train_split)
-        _compile(model, config, train)
+        compile_model(model, config, train)
     worker = Worker(strategy, config.workdir, tell)
     worker.introduce(global_batch_size)
     throughput = callbacks.Throughput(train)
@@ -98,52 +85,9 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
     return result
 
 
-def _compile(model, config, train):
-    """Compiles a model that its author has not compiled; else distributes its optimizers."""
-    if model.compiled:
-        given = [name for name in _OPTIMIZER_FLAGS if getattr(config, name) != _default(name)]
-        if given:
-            raise ValueError(
-                f"`{given[0]}` sets the optimizer of a model that is not compiled. Received: "
-                f"{given[0]}={getattr(config, given[0])!r}, and --model {config.model} is "
-                f"compiled. Leave --{given[0]} out, or return the model uncompiled."
-            )
-        distribute_optimizers(model)
-        return
-    model.compile(
-        optimizer=DistributedOptimizer(_create_optimizer(config, train)),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=None if config.remainder == "pad" else ["accuracy"],
-        weighted_metrics=["accuracy"] if config.remainder == "pad" else None,
-        steps_per_execution=config.steps_per_execution,
-        jit_compile=False,
-    )
-
-
-def _default(name):
-    return TrainConfig.__dataclass_fields__[name].default
-
-
-def _create_optimizer(config, train) -> keras.optimizers.Optimizer:
-    name = config.optimizer or "adam"
-    base = _LEARNING_RATES[name] if config.learning_rate is None else config.learning_rate
-    rate = scale_learning_rate(
-        base,
-        train.plan.global_batch_size * config.gradient_accumulation_steps,
-        base_batch_size=config.base_batch_size,
-        rule=config.learning_rate_scaling,
-        warmup_epochs=config.warmup_epochs,
-        steps_per_epoch=train.plan.steps_per_epoch,
-    )
-    settings = {"learning_rate": rate}
-    if config.gradient_accumulation_steps > 1:
-        settings["gradient_accumulation_steps"] = config.gradient_accumulation_steps
-    if name == "momentum":
-        name, settings["momentum"] = "sgd", 0.9
-    optimizer = keras.optimizers.get({"class_name": name, "config": settings})
-    if config.dtype_policy == "mixed_float16":
-        return keras.optimizers.LossScaleOptimizer(optimizer)
-    return optimizer
+def _settings_of_all(config) -> dict:
+    settings = dataclasses.asdict(config)
+    return {f"--{k}": v for k, v in settings.items() if k not in _SETTINGS_OF_ONE_WORKER}
 
 
 def _describe(config, worker, train, throughput, history, seconds) -> dict:

@@ -1,0 +1,295 @@
+"""`python -m tfmulti.parity`: the comparison, the causes it names, and its command line."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfmulti import command_line
+from tfmulti.parity import __main__ as parity
+from tfmulti.parity import causes, compare, diagnosis, layout, relations
+from tfmulti.parity.config import ParityConfig
+from tfmulti.parity.record import Record, Summary
+
+HERE = Path(__file__).parent
+
+
+def run(model, *flags, data="rows"):
+    names = [f"--model=parity_faults:{model}", f"--dataset=parity_faults:{data}", "--steps=6"]
+    return subprocess.run(
+        [sys.executable, "-m", "tfmulti.parity", *names, *flags],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+def words_of(text):
+    return " ".join(text.split())
+
+
+# Without TensorFlow.
+
+
+def test_help_is_quick_and_tells_every_flag():
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "tfmulti.parity", "--help"], capture_output=True, text=True
+    )
+    assert time.perf_counter() - began < 1.5
+    assert done.returncode == 0
+    assert all(f"--{name}" in done.stdout for name in ParityConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["extra"], ["flags only", "Received: extra"]),
+        (["--replica", "2"], ["Unknown command line flag 'replica'"]),
+        (["--replicas", "one"], ["`replicas` must be numbers from 2", "replicas='one'"]),
+        (["--workers", "1"], ["`workers` must be numbers from 2", "workers='1'"]),
+        (["--replicas=0", "--workers=0"], ["at least one set-up"]),
+        (["--steps", "0"], ["`steps` must be at least 1"]),
+        (["--global_batch_size", "2"], ["at least the number of replicas", "for 3"]),
+        (["--optimizer", "best"], ["best", "adam"]),
+    ],
+)
+def test_bad_usage_exits_2(arguments, words, capsys):
+    assert parity.main(["parity", *arguments]) == command_line.BAD_USAGE
+    message = capsys.readouterr().err
+    assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize("setups", [("2", "0"), ("2,3", "2"), ("4", "3")])
+def test_the_last_batch_is_uneven_and_in_the_middle(setups):
+    for available, steps in itertools.product([4, 5, 7, 30, 60, 300, 1437], [1, 2, 7, 20, 50]):
+        config = ParityConfig(replicas=setups[0], workers=setups[1], steps=steps)
+        chosen = layout.choose_layout(available, config)
+        assert chosen.num_examples <= available
+        assert chosen.epochs >= 2 and chosen.steps >= steps
+        assert all(chosen.last_batch % count for _, count in config.setups)
+        assert chosen.global_batch_size >= max(count for _, count in config.setups)
+
+
+def test_too_few_examples_are_refused():
+    with pytest.raises(ValueError, match="more examples than there are replicas"):
+        layout.choose_layout(2, ParityConfig())
+
+
+def test_relations():
+    weights = [0.6, 0.4]
+    assert relations.relate([2.0, 5.0], [[2.0, 5.0]] * 2, weights) == relations.MEAN
+    assert relations.relate(1.6, [2.0, 1.0], weights) == relations.MEAN
+    assert relations.relate(3.0, [2.0, 1.0], weights) == relations.SUM
+    assert relations.relate(1.5, [2.0, 1.0], weights) == relations.NEITHER
+    assert relations.relate(np.nan, [2.0, 1.0], weights) == relations.NEITHER
+
+
+def write(folder, weights, losses, accuracy, data=("a", "a")):
+    record = Record(folder)
+    summary = Summary(list(data), ["dense/kernel", "dense/bias"], [True, True])
+    for step, value in enumerate(weights):
+        summary.steps.append(step)
+        record.write_weights(step, [np.asarray(value[0]), np.asarray(value[1])])
+        if step:
+            summary.losses[step] = losses[step - 1]
+    summary.epochs = [{"loss": losses[-1], "accuracy": accuracy}]
+    record.write_summary(summary)
+    return record
+
+
+def test_the_first_difference_is_found_and_its_size(tmp_path):
+    one = write(tmp_path / "one", [([1, 2.0], 0.0), ([1, 200.0], 1.0)], [0.5], 0.5)
+    same = compare.compare(one, one, 0.0)
+    assert set(same.largest.values()) == {0.0}
+    assert same.first is None and same.same_data and same.same_start
+    other = write(tmp_path / "other", [([1, 2.0], 0.0), ([1, 198.0], 1.1)], [0.5], 0.75)
+    found = compare.compare(other, one, 1e-6)
+    assert found.first == ("dense/kernel", 1)
+    assert found.differing == ["dense/kernel", "dense/bias"]
+    assert found.largest == pytest.approx({"weights": 0.1, "loss": 0.0, "metrics": 0.25})
+    assert found.by_variable == pytest.approx({"dense/kernel": 0.01, "dense/bias": 0.1})
+    metric = write(tmp_path / "metric", [([1, 2.0], 0.0), ([1, 200.0], 1.0)], [0.5], 0.75)
+    assert compare.compare(metric, one, 1e-6).first == ("accuracy", 1)
+    lost = write(tmp_path / "lost", [([1, 2.0], 0.0), ([1, np.nan], 1.0)], [np.nan], 0.5)
+    assert compare.compare(lost, one, 1e-6).largest["weights"] == np.inf
+    assert compare.compare(lost, one, 1e-6).largest["loss"] == np.inf
+
+
+def test_other_data_other_starts_and_other_steps_are_told(tmp_path):
+    one = write(tmp_path / "one", [([1, 2.0], 0.0), ([1, 2.0], 1.0)], [0.5], 0.5)
+    data = write(tmp_path / "a", [([1, 2.0], 0.0), ([1, 2.0], 1.0)], [0.5], 0.5, ("a", "b"))
+    assert not compare.compare(data, one, 1e-6).same_data
+    assert not compare.compare(data, data, 1e-6).same_data
+    start = write(tmp_path / "b", [([1, 2.1], 0.0), ([1, 2.0], 1.0)], [0.5], 0.5)
+    assert not compare.compare(start, one, 1e-6).same_start
+    longer = write(tmp_path / "c", [([1, 2.0], 0.0)] * 3, [0.5, 0.5], 0.5)
+    with pytest.raises(ValueError, match="as many steps"):
+        compare.compare(longer, one, 1e-6)
+
+
+def test_workers_must_agree_bit_for_bit(tmp_path):
+    one = write(tmp_path / "one", [([1, 2.0], 0.0), ([1, 2.0], 1.0)], [0.5], 0.5)
+    other = write(tmp_path / "b", [([1, 2.0], 0.0), ([1, 2.0], 1.0 + 1e-16 + 4e-16)], [0.5], 0.5)
+    assert compare.first_unlike_workers([one, one]) is None
+    assert compare.first_unlike_workers([one, one, other]) == ("dense/bias", 1)
+
+
+def test_noise_is_measured_only_where_the_order_of_rows_means_nothing():
+    same = compare.Comparison({"weights": 0.1, "loss": 0.0, "metrics": 0.0}, {}, first_loss=1e-7)
+    assert compare.noise_of(same, 2**-23) == (same.largest, "")
+    same.first_loss = 1e-3
+    noise, why = compare.noise_of(same, 2**-23)
+    assert noise is None and "random numbers" in why
+    assert compare.noise_of(same, 2**-7)[0] == same.largest
+
+
+# The causes, by experiments in this process.
+
+
+@pytest.mark.parametrize(
+    ("model", "cause", "where"),
+    [
+        ("dropout", causes.RANDOMNESS, "drop_half"),
+        ("unseeded_noise", causes.RANDOMNESS, "unseeded_noise"),
+        ("noise_in_the_step", causes.RANDOMNESS, "NoisyStep"),
+        ("local_normalization", causes.STATISTICS, "normalize_locally"),
+        ("hidden_normalization", causes.STATISTICS, "block/hidden"),
+        ("own_normalization", causes.STATISTICS, "centered"),
+        ("functional_normalization", causes.STATISTICS, "functional"),
+        ("sum_loss", causes.SUM_LOSS, "squares_added"),
+        ("contrastive_loss", causes.BATCH_LOSS, "contrastive"),
+        ("sum_add_loss", causes.SUM_ADD_LOSS, "penalty"),
+        ("batch_add_loss", causes.BATCH_ADD_LOSS, "spread"),
+        ("scaled_step", causes.SCALED, "Scaled"),
+        ("sum_step", causes.SUM_STEP, "Summing.train_step"),
+        ("contrastive_step", causes.BATCH_STEP, "Contrastive.train_step"),
+        ("hidden_optimizer", causes.BARE, "dense/kernel"),
+        ("own_state", causes.STATE, "running/mean"),
+    ],
+)
+def test_a_fault_is_named(model, cause, where):
+    found = diagnose(model, 3, ["sequential/running/mean"])
+    assert [finding["cause"] for finding in found] == [cause]
+    assert where in found[0]["where"]
+    assert found[0]["advice"]
+
+
+@pytest.mark.parametrize(
+    "model", ["clean", "clean_in_many_ways", "clean_step", "amplified_rounding"]
+)
+def test_no_fault_is_named_where_there_is_none(model):
+    assert diagnose(model, 3, []) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "cause", "where"),
+    [
+        ("counting_calls", causes.COUNTS, "loss"),
+        ("bfloat16", causes.COARSE, "bfloat16, float32"),
+    ],
+)
+def test_what_is_shown_can_differ_alone(model, cause, where):
+    found = diagnose(model, 3, [])
+    assert [(finding["cause"], finding["where"]) for finding in found] == [(cause, where)]
+
+
+def test_several_faults_are_all_named():
+    found = [finding["cause"] for finding in diagnose("many_faults", 2, [])]
+    assert found == [causes.RANDOMNESS, causes.STATISTICS, causes.SUM_ADD_LOSS]
+
+
+def diagnose(model, num_shares, differing):
+    config = ParityConfig(
+        model=f"parity_faults:{model}", dataset="parity_faults:rows", replicas=str(num_shares)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return diagnosis.diagnose(config, num_shares, differing)
+
+
+# The command line, with processes of its own.
+
+
+def test_a_clean_model_gives_one_devices_result(tmp_path):
+    path = tmp_path / "parity.json"
+    done = run("clean", "--replicas=2,3", "--workers=2", f"--json={path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    assert result["equal"] and result["config"]["steps"] == 6
+    assert [outcome["name"] for outcome in result["outcomes"]] == [
+        "2 replicas",
+        "3 replicas",
+        "2 workers",
+    ]
+    for outcome in result["outcomes"]:
+        assert outcome["verdict"] == "equal"
+        assert set(outcome["comparison"]["largest"]) == {"weights", "loss", "metrics"}
+        assert max(outcome["comparison"]["largest"].values()) <= 1e-6
+    text = words_of(done.stdout)
+    assert "6 steps: 2 epochs, each of 2 batches of 20 and one of 7 examples" in text
+    assert "Every set-up gives one device's result." in text
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_a_fault_is_told_with_what_to_write_instead():
+    done = run("local_normalization", "--replicas=2", "--workers=0")
+    assert done.returncode == command_line.ERROR
+    text = words_of(done.stdout)
+    assert "local batch statistics: sequential/normalize_locally" in text
+    assert "BatchNormalization(synchronized=True)" in text
+    assert "dense/kernel, step 1" in text
+    assert "Not one device's result: 2 replicas." in text
+
+
+@pytest.mark.slow
+def test_a_failing_worker_ends_the_others_and_its_message_is_shown():
+    began = time.perf_counter()
+    done = run("worker_one_fails", "--replicas=0", "--workers=2", "--traceback")
+    assert time.perf_counter() - began < 90
+    assert done.returncode == command_line.ERROR
+    assert "2 workers: `worker` must not be 1." in words_of(done.stdout)
+    assert "in worker_one_fails" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_never_ends_is_ended():
+    done = run("never_ends", "--replicas=2", "--workers=0", "--timeout=12")
+    assert done.returncode == command_line.ERROR
+    assert "It took longer than 12 s." in words_of(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        ("dropout", "rows", "per-replica randomness: drop_half"),
+        ("own_normalization", "rows", "local batch statistics: sequential/centered"),
+        ("sum_loss", "rows", "a loss that sums over the batch: squares_added"),
+        ("sum_add_loss", "rows", "sequential/penalty"),
+        ("scaled_step", "rows", "a training step that knows the number of replicas: Scaled"),
+        ("own_state", "rows", "state made from local rows: sequential/running/mean"),
+        ("weights_of_the_moment", "rows", "initial weights that differ: sequential/dense_1/bias"),
+        ("clean", "rows_of_the_moment", "data that differ from call to call"),
+        ("ends_at_once", "rows", "ended with exit code 3"),
+    ],
+)
+def test_every_fault_ends_with_exit_code_1(model, data, words):
+    done = run(model, "--replicas=2", "--workers=0", data=data)
+    assert done.returncode == command_line.ERROR, done.stdout
+    assert words in words_of(done.stdout)
+
+
+@pytest.mark.slow
+def test_noise_is_no_difference():
+    done = run("amplified_rounding", "--replicas=2", "--workers=0")
+    assert done.returncode == 0, done.stdout
+    assert "rounding, amplified by the model: sequential/dense/bias" in words_of(done.stdout)

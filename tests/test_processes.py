@@ -1,0 +1,129 @@
+"""Processes that end together, with plain Python in them."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tfmulti import processes
+
+
+def python(code):
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def is_running(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    # A process that has ended may wait for somebody to ask for its exit code.
+    with open(f"/proc/{number}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def assert_ends(number):
+    limit = time.monotonic() + 10
+    while is_running(number):
+        assert time.monotonic() < limit, f"process {number} is left behind"
+        time.sleep(0.05)
+
+
+def test_each_worker_has_its_tf_config_and_its_output():
+    code = """
+        import json, os, sys
+        task = json.loads(os.environ["TF_CONFIG"])
+        print(task["task"]["index"], len(set(task["cluster"]["worker"])), os.environ["WORD"])
+        print("x" * 200_000, file=sys.stderr)
+    """
+    done = processes.run_workers(python(code), 3, env={"WORD": "hello"})
+    assert [each.stdout for each in done] == [f"{n} 3 hello\n" for n in range(3)]
+    assert {(each.how, each.returncode, len(each.stderr)) for each in done} == {("done", 0, 200001)}
+
+
+def test_when_one_fails_the_others_are_ended():
+    code = """
+        import os, sys, time
+        if os.environ["NUMBER"] == "1":
+            sys.exit("no")
+        time.sleep(600)
+    """
+    environments = [{"NUMBER": str(number)} for number in range(3)]
+    began = time.monotonic()
+    done = processes.run_together(python(code), environments, grace_s=0.5)
+    assert time.monotonic() - began < 10
+    assert [each.how for each in done] == ["ended", "failed", "ended"]
+    assert done[1].stderr.strip() == "no"
+    assert done[0].returncode == -signal.SIGTERM
+
+
+def test_the_others_have_time_to_fail_by_themselves():
+    code = """
+        import os, sys, time
+        time.sleep(0.3 * int(os.environ["NUMBER"]))
+        sys.exit(f"no {os.environ['NUMBER']}")
+    """
+    done = processes.run_together(python(code), [{"NUMBER": "0"}, {"NUMBER": "1"}], grace_s=5)
+    assert [(each.how, each.stderr.strip()) for each in done] == [
+        ("failed", "no 0"),
+        ("failed", "no 1"),
+    ]
+
+
+def test_what_does_not_listen_is_killed_and_so_is_what_it_started():
+    code = """
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        other = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+        print(subprocess.Popen([sys.executable, "-c", other]).pid, flush=True)
+        time.sleep(600)
+    """
+    [done] = processes.run_together(python(code), [{}], timeout_s=2, grace_s=0.5)
+    assert (done.how, done.returncode) == ("timed out", -signal.SIGKILL)
+    assert_ends(int(done.stdout))
+
+
+def test_nothing_is_left_behind_when_the_caller_is_interrupted(monkeypatch):
+    started = []
+
+    def interrupt(processes_started, *_):
+        started.extend(processes_started)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "_wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        processes.run_together(python("import time; time.sleep(600)"), [{}, {}])
+    assert [process.poll() for process in started] == [-signal.SIGKILL] * 2 or all(
+        process.poll() is not None for process in started
+    )
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
+def test_a_program_can_end_with_its_parent():
+    inner = (
+        "import os, time; from tfmulti import processes; processes.end_with_parent(); "
+        "print(os.getpid(), flush=True); open(os.environ['FILE'], 'w').write(str(os.getpid())); "
+        "time.sleep(600)"
+    )
+    code = f"""
+        import sys
+        from tfmulti import processes
+        processes.run_together([sys.executable, "-c", {inner!r}], [{{}}])
+    """
+    path = f"/tmp/tfmulti_test_{os.getpid()}"
+    parent = subprocess.Popen(python(code), env={**os.environ, "FILE": path})
+    try:
+        limit = time.monotonic() + 20
+        while not os.path.exists(path) or not open(path).read():
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        number = int(open(path).read())
+    finally:
+        parent.kill()
+        parent.wait()
+    assert_ends(number)
+    os.unlink(path)

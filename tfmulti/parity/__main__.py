@@ -1,0 +1,81 @@
+"""The command line: `python -m tfmulti.parity`. Imports no TensorFlow: other processes do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import traceback
+
+from absl import flags
+
+from tfmulti import command_line, files
+from tfmulti.parity.config import ParityConfig
+
+USAGE = "python -m tfmulti.parity [flags]: proves that many devices give one device's result."
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns one flag for each setting of `ParityConfig`, and `--traceback`."""
+    values = flags.FlagValues()
+    for field in dataclasses.fields(ParityConfig):
+        command_line.define(values, field)
+    flags.DEFINE_bool(
+        "traceback", False, "Show the whole traceback of an error.", flag_values=values
+    )
+    return values
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compares, and shows a table.
+
+    Returns:
+        The exit code: 0 where every set-up agrees with one device, 1 where one differs or
+        fails, 2 for a wrong command line.
+    """
+    argv = sys.argv if argv is None else argv
+    values = define_flags()
+    code = command_line.parse(values, argv, USAGE)
+    if code is not None:
+        return code
+    try:
+        names = [field.name for field in dataclasses.fields(ParityConfig)]
+        config = ParityConfig(**{name: getattr(values, name) for name in names})
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return command_line.BAD_USAGE
+    # So that the processes of a set-up are ended when this one is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
+    try:
+        return _compare(config, values.traceback)
+    except Exception as error:
+        if values.traceback:
+            traceback.print_exc()
+        else:
+            print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
+            print("(--traceback shows where it came from)", file=sys.stderr)
+        return command_line.ERROR
+
+
+def _compare(config, tracebacks) -> int:
+    from rich.console import Console
+
+    from tfmulti.parity import experiment, table
+
+    console = Console()
+    result = experiment.run_experiment(config, tell=lambda line: console.print(line, style="dim"))
+    table.show(result, config, console, tracebacks)
+    if config.json:
+        written = {
+            "config": dataclasses.asdict(config),
+            "equal": result.is_equal,
+            **dataclasses.asdict(result),
+        }
+        text = json.dumps(written, indent=2) + "\n"
+        files.write_atomically(config.json, lambda path: path.write_text(text))
+    return 0 if result.is_equal else command_line.ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Compares what two set-ups left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from tfmulti.parity.record import Record, Summary
+
+WEIGHTS, LOSS, METRICS = "weights", "loss", "metrics"
+KINDS = (WEIGHTS, LOSS, METRICS)
+# Another order of rows makes another rounding in the last places; more is another result.
+_ROUNDING_STEPS = 100
+
+
+@dataclasses.dataclass
+class Comparison:
+    """The differences of one set-up from one device.
+
+    Each is the largest |a - b| / max(1, |b|), b being one device's; NaN differs from all but
+    NaN by infinity.
+
+    Attributes:
+        largest: For weights, loss and metrics: the largest difference of the whole run.
+        by_variable: The largest difference of each variable.
+        first: Name and step of the first difference that passes the tolerance, or None.
+        differing: The variables that differ in that step.
+        first_loss: The difference of the first step's loss; None where there is none.
+        same_data: Whether both trained on the same data, in both passes over them.
+        same_start: Whether both began with the same weights.
+    """
+
+    largest: dict[str, float]
+    by_variable: dict[str, float]
+    first: tuple[str, int] | None = None
+    differing: list[str] = dataclasses.field(default_factory=list)
+    first_loss: float | None = None
+    same_data: bool = True
+    same_start: bool = True
+
+
+def difference(value, reference) -> float:
+    """Returns the largest |value - reference| / max(1, |reference|) of two arrays.
+
+    >>> difference([1.0, 20.0], [1.5, 10.0])
+    1.0
+    >>> difference([float("nan")], [1.0])
+    inf
+    """
+    a, b = np.asarray(value), np.asarray(reference)
+    if a.shape != b.shape:
+        return math.inf
+    if not a.size or np.array_equal(a, b):
+        return 0.0
+    if a.dtype.kind not in "fiub":
+        return math.inf
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b) / np.maximum(1.0, np.abs(b))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    apart = np.where(same, 0.0, np.where(np.isfinite(apart), apart, np.inf))
+    return float(apart.max())
+
+
+def compare(record: Record, reference: Record, tolerance: float) -> Comparison:
+    """Compares a run with one device's.
+
+    Args:
+        record: The run.
+        reference: One device's.
+        tolerance: Largest difference that is none.
+
+    Raises:
+        ValueError: Where the two have other variables or another number of steps.
+    """
+    summary, expected = record.read_summary(), reference.read_summary()
+    _check_same_form(summary, expected)
+    paths = expected.paths
+    found = Comparison(dict.fromkeys(KINDS, 0.0), dict.fromkeys(paths, 0.0))
+    found.same_data = summary.data == expected.data and len(set(expected.data)) == 1
+    for step in expected.steps:
+        pairs = zip(record.read_weights(step), reference.read_weights(step))
+        apart = {path: difference(a, b) for path, (a, b) in zip(paths, pairs)}
+        for path, value in apart.items():
+            found.by_variable[path] = max(found.by_variable[path], value)
+        if step == 0:
+            found.same_start = max(apart.values(), default=0.0) <= tolerance
+        loss = _loss_difference(summary, expected, step)
+        found.largest[LOSS] = max(found.largest[LOSS], loss or 0.0)
+        if found.first_loss is None:
+            found.first_loss = loss
+        if found.first is None:
+            found.differing = [path for path, value in apart.items() if value > tolerance]
+            names = found.differing or ([LOSS] if (loss or 0.0) > tolerance else [])
+            found.first = (names[0], step) if names else None
+    found.largest[WEIGHTS] = max(found.by_variable.values(), default=0.0)
+    _compare_epochs(found, summary, expected, tolerance)
+    return found
+
+
+def first_unlike_replicas(record: Record) -> tuple[str, int] | None:
+    """Returns the variable and the step at which one process's replicas first differ, or None."""
+    unlike = record.read_summary().unlike
+    return (unlike[min(unlike)][0], min(unlike)) if unlike else None
+
+
+def first_unlike_workers(records: list[Record]) -> tuple[str, int] | None:
+    """Returns the variable and the step at which workers first differ, bit for bit, or None."""
+    summary = records[0].read_summary()
+    for step in summary.steps:
+        first, *others = [record.read_weights(step) for record in records]
+        for other in others:
+            for path, a, b in zip(summary.paths, first, other):
+                if a.tobytes() != b.tobytes():
+                    return path, step
+    return None
+
+
+def noise_of(comparison: Comparison, rounding: float) -> tuple[dict[str, float] | None, str]:
+    """Returns the noise that another order of the rows makes, or None and why there is none.
+
+    With the same weights, the first loss differs by rounding only. It differs by more where
+    rows meet random numbers, or one another, by their place in the batch.
+
+    Args:
+        comparison: One device against itself with the rows of each batch in another order.
+        rounding: Relative rounding of one operation of the model.
+    """
+    if not comparison.same_data:
+        return None, "the data differ from call to call"
+    if not comparison.same_start:
+        return None, "the initial weights differ from call to call"
+    if (comparison.first_loss or 0.0) > _ROUNDING_STEPS * rounding:
+        return None, "rows meet random numbers, or one another, by their place in the batch"
+    return dict(comparison.largest), ""
+
+
+def _loss_difference(summary: Summary, expected: Summary, step: int) -> float | None:
+    if step not in expected.losses:
+        return None
+    return difference(summary.losses.get(step, math.nan), expected.losses[step])
+
+
+def _compare_epochs(found, summary, expected, tolerance):
+    per_epoch = max(expected.steps[-1] // max(len(expected.epochs), 1), 1)
+    for number, (logs, wanted) in enumerate(zip(summary.epochs, expected.epochs), start=1):
+        for name, value in wanted.items():
+            apart = difference(logs.get(name, math.nan), value)
+            kind = LOSS if name == "loss" or name.endswith("_loss") else METRICS
+            found.largest[kind] = max(found.largest[kind], apart)
+            step = number * per_epoch
+            if apart > tolerance and (found.first is None or step < found.first[1]):
+                found.first, found.differing = (name, step), []
+
+
+def _check_same_form(summary, expected):
+    for name in ("trainable", "steps"):
+        one, other = getattr(summary, name), getattr(expected, name)
+        if one != other:
+            raise ValueError(
+                "A set-up must train the same variables in as many steps as one device. "
+                f"Received: {len(one)} {name}, against {len(other)}. "
+                "Let the model function make the same layers however many devices there are."
+            )

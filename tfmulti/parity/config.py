@@ -1,0 +1,103 @@
+"""What one comparison is made from, checked before TensorFlow is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfmulti.config import OPTIMIZERS
+
+DEFAULT_GLOBAL_BATCH_SIZE = 64
+
+
+def _setting(default, text, choices=None, at_least=None):
+    metadata = {"help": text, "choices": choices, "at_least": at_least}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityConfig:
+    """One comparison; every setting is a flag of `python -m tfmulti.parity`.
+
+    Raises:
+        ValueError: For a value that cannot be.
+
+    Example:
+    >>> ParityConfig(replicas="2,3", workers="2").setups
+    (('replicas', 2), ('replicas', 3), ('workers', 2))
+    """
+
+    model: str = _setting("cnn", "cnn, mlp, or package.module:function.")
+    dataset: str = _setting(
+        "digits", "digits, a tensorflow-datasets name, or package.module:function."
+    )
+    replicas: str = _setting("2,3", "Numbers of replicas on logical CPUs; 0 for none.")
+    workers: str = _setting("2", "Numbers of worker processes on this machine; 0 for none.")
+    steps: int = _setting(20, "Steps to train, in two or more short epochs.", at_least=1)
+    global_batch_size: int | None = _setting(
+        None,
+        f"Examples per step; by default {DEFAULT_GLOBAL_BATCH_SIZE}, less for few data.",
+        at_least=1,
+    )
+    optimizer: str | None = _setting(
+        None, "Optimizer of a model that is not compiled. By default adam.", OPTIMIZERS
+    )
+    learning_rate: float | None = _setting(
+        None, "Learning rate of a model that is not compiled.", at_least=0.0
+    )
+    seed: int = _setting(0, "Seed of weights, order and randomness.", at_least=0)
+    tolerance: float = _setting(
+        1e-6, "Difference allowed, absolute or relative to one device's value.", at_least=0.0
+    )
+    timeout: int = _setting(600, "Seconds for each set-up.", at_least=1)
+    json: str | None = _setting(None, "File to write the result to, with every difference.")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+        if not self.setups:
+            raise ValueError(
+                "`replicas` and `workers` must name at least one set-up. "
+                f"Received: replicas={self.replicas!r}, workers={self.workers!r}. "
+                "Use for example --replicas 2,3."
+            )
+        largest = max(count for _, count in self.setups)
+        if self.global_batch_size is not None and self.global_batch_size < largest:
+            raise ValueError(
+                "`global_batch_size` must be at least the number of replicas. "
+                f"Received: global_batch_size={self.global_batch_size}, for {largest}. "
+                f"Use {largest} or more."
+            )
+
+    @property
+    def setups(self) -> tuple[tuple[str, int], ...]:
+        """What is compared with one device: `("replicas" or "workers", number)` each."""
+        chosen = [("replicas", n) for n in _numbers("replicas", self.replicas)]
+        return (*chosen, *(("workers", n) for n in _numbers("workers", self.workers)))
+
+
+def _numbers(name, text) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if parts in (["0"], [""]):
+        return []
+    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
+        raise ValueError(
+            f"`{name}` must be numbers from 2, with commas between, or 0 for none. "
+            f"Received: {name}={text!r}. Use for example --{name} 2,3."
+        )
+    return sorted({int(part) for part in parts})
+
+
+def _check(field, value):
+    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
+    if value is None:
+        return
+    if choices and value not in choices:
+        raise ValueError(
+            f"`{field.name}` must be one of {', '.join(choices)}. "
+            f"Received: {field.name}={value!r}. See --help."
+        )
+    if at_least is not None and not value >= at_least:
+        raise ValueError(
+            f"`{field.name}` must be at least {at_least}. "
+            f"Received: {field.name}={value!r}. Use a larger number."
+        )

@@ -1,0 +1,203 @@
+"""Runs one device and every set-up, one after another, and judges them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tfmulti import processes
+from tfmulti.parity import causes, run
+from tfmulti.parity.compare import (
+    KINDS,
+    Comparison,
+    compare,
+    first_unlike_replicas,
+    first_unlike_workers,
+    noise_of,
+)
+from tfmulti.parity.config import ParityConfig
+from tfmulti.parity.record import Record
+
+EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
+# How much larger than the noise a set-up's difference may be: it is one sample of many.
+NOISE_FACTOR = 10
+_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": "{}"}
+_LAST_LINES = 6
+# What TensorFlow writes before it has read TF_CPP_MIN_LOG_LEVEL.
+_CHATTER = ("WARNING: All log messages", "I0000", "W0000")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of one set-up.
+
+    Attributes:
+        name: Such as "2 replicas".
+        verdict: `"equal"`, `"differs"`, `"refused"` (a ValueError) or `"failed"`.
+        comparison: The differences, where it ran to its end.
+        findings: The likely causes, the first one first.
+        error: The error's message, where there is one.
+        traceback: Where it came from.
+    """
+
+    name: str
+    verdict: str
+    comparison: Comparison | None = None
+    findings: list[causes.Finding] = dataclasses.field(default_factory=list)
+    error: str = ""
+    traceback: str = ""
+
+
+@dataclasses.dataclass
+class Result:
+    """The whole comparison.
+
+    Attributes:
+        layout: The steps, in words.
+        noise: For weights, loss and metrics: the difference that another order of the rows
+            makes on one device; None where it could not be measured.
+        no_noise: Why it could not be measured.
+        limits: For weights, loss and metrics: the largest difference that is none.
+        outcomes: One for each set-up; one device alone where it failed.
+    """
+
+    layout: str
+    noise: dict[str, float] | None
+    no_noise: str
+    limits: dict[str, float]
+    outcomes: list[Outcome]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every set-up agrees with one device."""
+        return all(outcome.verdict == EQUAL for outcome in self.outcomes)
+
+
+def run_experiment(config: ParityConfig, tell: Callable[[str], object] = print) -> Result:
+    """Trains on one device and in every set-up, compares, and looks for causes.
+
+    Args:
+        config: The comparison.
+        tell: Function that takes a line of text about the progress.
+
+    Returns:
+        The result. A set-up that raises an error is a part of it.
+    """
+    with tempfile.TemporaryDirectory(prefix="tfmulti_parity_") as name:
+        folder = Path(name)
+        tell("one device, and again with the rows of each batch in another order ...")
+        failed = _run(config, run.ONE_DEVICE, 1, folder / "one", "one device")
+        if failed:
+            return Result("", None, "", {}, [failed])
+        reference = Record(folder / "one" / "0")
+        reordered = compare(Record(folder / "one" / "reordered"), reference, config.tolerance)
+        noise, no_noise = noise_of(reordered, reference.read_summary().rounding)
+        layout = (folder / "one" / "layout.txt").read_text()
+        result = Result(layout, noise, no_noise, limits(config.tolerance, noise), [])
+        for kind, count in config.setups:
+            title = f"{count} {kind}"
+            tell(f"{title} ...")
+            place = folder / title
+            outcome = _run(config, kind, count, place, title)
+            outcome = outcome or _judge(config, place, (kind, count), reference, result.limits)
+            result.outcomes.append(outcome)
+            shutil.rmtree(place, ignore_errors=True)
+        _explain(config, result, folder / "diagnosis", tell)
+        return result
+
+
+def limits(tolerance: float, noise: dict[str, float] | None) -> dict[str, float]:
+    """Returns the largest difference that is none, for weights, loss and metrics."""
+    noise = noise or {}
+    return {k: max(tolerance, NOISE_FACTOR * noise.get(k, 0.0)) for k in KINDS}
+
+
+def _judge(config, place, setup, reference, allowed) -> Outcome:
+    kind, count = setup
+    title = f"{count} {kind}"
+    records = [Record(place / str(n)) for n in range(count if kind == run.WORKERS else 1)]
+    try:
+        found = compare(records[0], reference, config.tolerance)
+    except ValueError as error:
+        return Outcome(title, DIFFERS, error=str(error))
+    outcome = Outcome(title, EQUAL, found)
+    if any(found.largest[name] > allowed[name] for name in KINDS):
+        outcome.verdict = DIFFERS
+    elif found.first is not None:
+        outcome.findings.append(causes.find(causes.ROUNDING, found.first[0]))
+    for cause, unlike in (
+        (causes.WORKERS, first_unlike_workers(records)),
+        (causes.REPLICAS, first_unlike_replicas(records[0])),
+    ):
+        if unlike is not None:
+            outcome.verdict = DIFFERS
+            found.differing.append(unlike[0])
+            outcome.findings.append(causes.find(cause, f"{unlike[0]} after step {unlike[1]}"))
+    if outcome.verdict == DIFFERS and not found.same_data:
+        outcome.findings.append(causes.find(causes.DATA, config.dataset))
+    if outcome.verdict == DIFFERS and not found.same_start:
+        outcome.findings.append(causes.find(causes.START, found.first[0]))
+    return outcome
+
+
+def _explain(config, result, place, tell):
+    """Looks for the causes of what no record explains by itself."""
+    unexplained = [
+        (outcome, count)
+        for outcome, (_, count) in zip(result.outcomes, config.setups)
+        if outcome.verdict in (DIFFERS, REFUSED) and not _is_explained(outcome)
+    ]
+    if unexplained:
+        tell("looking for the cause on one device ...")
+        outcome, count = unexplained[0]
+        differing = outcome.comparison.differing if outcome.comparison else []
+        failed = _run(config, run.DIAGNOSIS, count, place, "diagnosis", differing=differing)
+        found = [] if failed else json.loads((place / "findings.json").read_text())
+        for outcome, _ in unexplained:
+            outcome.findings += [causes.Finding(**finding) for finding in found]
+            if outcome.comparison and not outcome.findings:
+                said = [f"the diagnosis failed: {failed.error}"] if failed else []
+                outcome.findings.append(causes.find(causes.UNKNOWN, *said))
+    for outcome in result.outcomes:
+        outcome.findings = causes.in_order(outcome.findings)
+
+
+def _is_explained(outcome) -> bool:
+    return any(finding.cause in (causes.DATA, causes.START) for finding in outcome.findings)
+
+
+def _run(config, kind, count, folder, title, **task) -> Outcome | None:
+    """Runs a task in processes of its own. Returns None, or what went wrong."""
+    folder.mkdir()
+    task = {**task, "kind": kind, "count": count, "config": dataclasses.asdict(config)}
+    (folder / "task.json").write_text(json.dumps(task))
+    command = [sys.executable, "-m", run.__name__, str(folder)]
+    if kind == run.WORKERS:
+        finished = processes.run_workers(command, count, env=_ENVIRONMENT, timeout_s=config.timeout)
+    else:
+        finished = processes.run_together(command, [_ENVIRONMENT], timeout_s=config.timeout)
+    if all(done.how == processes.DONE for done in finished):
+        return None
+    return _describe_failure(config, finished, folder, title)
+
+
+def _describe_failure(config, finished, folder, title) -> Outcome:
+    for number, done in enumerate(finished):
+        if done.how != processes.FAILED:
+            continue
+        path = folder / f"error_{number}.json"
+        if not path.exists():
+            lines = [x for x in done.stderr.splitlines() if not x.startswith(_CHATTER)]
+            last = "\n".join(lines[-_LAST_LINES:])
+            message = f"The process ended with exit code {done.returncode}. {last}"
+            return Outcome(title, FAILED, error=message.strip())
+        told = json.loads(path.read_text())
+        verdict = REFUSED if told["kind"] == "ValueError" else FAILED
+        return Outcome(title, verdict, error=told["message"], traceback=told["traceback"])
+    message = f"It took longer than {config.timeout} s. Use a larger --timeout, or fewer --steps."
+    return Outcome(title, FAILED, error=message)

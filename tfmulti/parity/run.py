@@ -1,0 +1,78 @@
+"""One set-up in a process of its own: `python -m tfmulti.parity.run FOLDER`.
+
+The folder's `task.json` says what to do. What comes of it is left there: records, or
+`error.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from tfmulti import command_line, processes
+from tfmulti.parity.config import ParityConfig
+
+ONE_DEVICE, REPLICAS, WORKERS, DIAGNOSIS = "one_device", "replicas", "workers", "diagnosis"
+
+
+def main(argv: list[str]) -> int:
+    """Does the task of the folder that the command line names. Returns the exit code."""
+    processes.end_with_parent()
+    folder = Path(argv[1])
+    number = _worker_number()
+    try:
+        task = json.loads((folder / "task.json").read_text())
+        config = ParityConfig(**task["config"])
+        command_line.import_tensorflow()
+        if task["kind"] == DIAGNOSIS:
+            _diagnose(config, task, folder)
+        else:
+            _train(config, task, folder, number)
+    except Exception as error:
+        told = {
+            "kind": type(error).__name__,
+            "message": command_line.cause_of(error),
+            "traceback": traceback.format_exc(),
+        }
+        (folder / f"error_{number}.json").write_text(json.dumps(told))
+        return command_line.ERROR
+    return 0
+
+
+def _worker_number() -> int:
+    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
+    return int(config.get("task", {}).get("index", 0))
+
+
+def _train(config, task, folder, number):
+    from tfmulti.parity.record import Record
+    from tfmulti.parity.training import load_case, train_and_record
+    from tfmulti.strategies import create_strategy
+
+    kind, count = task["kind"], task["count"]
+    if kind == WORKERS:
+        strategy = create_strategy("multi_worker")
+    elif kind == REPLICAS:
+        strategy = create_strategy("mirrored", logical_cpus=count)
+    else:
+        strategy = create_strategy("one_device", devices=["CPU:0"])
+    case = load_case(config)
+    if number == 0:
+        (folder / "layout.txt").write_text(case.layout.describe())
+    train_and_record(case, strategy, Record(folder / str(number)))
+    if kind == ONE_DEVICE:
+        train_and_record(case, strategy, Record(folder / "reordered"), reorder=True)
+
+
+def _diagnose(config, task, folder):
+    from tfmulti.parity.diagnosis import diagnose
+
+    findings = diagnose(config, task["count"], task["differing"])
+    (folder / "findings.json").write_text(json.dumps(findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

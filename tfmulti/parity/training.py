@@ -1,0 +1,206 @@
+"""Trains the user's model on the user's data, as `tfmulti.train` would, and records it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.config import TrainConfig
+from tfmulti.data import distribute_train
+from tfmulti.data.sources import ArraySource, create_source
+from tfmulti.datasets import load_dataset
+from tfmulti.models import create_model
+from tfmulti.parity.config import ParityConfig
+from tfmulti.parity.layout import Layout, choose_layout
+from tfmulti.parity.record import Record, Summary
+from tfmulti.trainer.compiling import compile_model
+
+_ROUNDINGS = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-23, "float64": 2**-52}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained on.
+
+    Attributes:
+        config: The comparison.
+        split: The whole training split, for the model function.
+        data: The part of it that is trained on.
+        layout: The steps.
+        digests: SHA-256 of two passes over `data`.
+    """
+
+    config: ParityConfig
+    split: Any
+    data: Any
+    layout: Layout
+    digests: list[str]
+
+
+def load_case(config: ParityConfig) -> Case:
+    """Loads the data, and cuts them to what the steps need.
+
+    Raises:
+        ValueError: For data of the wrong form, or too few.
+    """
+    keras.utils.set_random_seed(config.seed)
+    split, _ = load_dataset(config.dataset)
+    source = create_source(split, shuffle_buffer=0)
+    layout = choose_layout(source.num_examples, config)
+    data = _cut(source, layout.num_examples)
+    return Case(config, split, data, layout, [digest(data), digest(data)])
+
+
+def _cut(source, count):
+    if not isinstance(source, ArraySource):
+        return source.dataset.take(count)
+    # From all over the split: its examples may come class by class.
+    rows = np.arange(count) * source.num_examples // count
+    return tf.nest.map_structure(lambda array: np.take(array, rows, axis=0), source.arrays)
+
+
+def digest(data) -> str:
+    """Returns SHA-256 over all examples, arrays or those of a `tf.data.Dataset`."""
+    total = hashlib.sha256()
+    examples = [data] if not isinstance(data, tf.data.Dataset) else data.as_numpy_iterator()
+    for example in examples:
+        for value in tf.nest.flatten(example, expand_composites=True):
+            array = np.asarray(value)
+            content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+            total.update(f"{array.dtype} {array.shape}".encode() + content)
+    return total.hexdigest()
+
+
+def create_data(case: Case, strategy: tf.distribute.Strategy):
+    """Returns the training data under `strategy`."""
+    size = case.layout.global_batch_size
+    return distribute_train(case.data, strategy, size, seed=case.config.seed)
+
+
+def create_compiled_model(case: Case, strategy: tf.distribute.Strategy, train) -> keras.Model:
+    """Creates and compiles the model in the strategy's scope, from the comparison's seed."""
+    config = case.config
+    settings = TrainConfig(
+        model=config.model,
+        dataset=config.dataset,
+        optimizer=config.optimizer,
+        learning_rate=config.learning_rate,
+        global_batch_size=case.layout.global_batch_size,
+        seed=config.seed,
+    )
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(config.seed)
+    with strategy.scope():
+        model = create_model(config.model, case.split)
+        compile_model(model, settings, train)
+    return model
+
+
+def train_and_record(
+    case: Case, strategy: tf.distribute.Strategy, record: Record, *, reorder: bool = False
+) -> None:
+    """Trains, and writes the record.
+
+    Args:
+        case: What is trained on.
+        strategy: The set-up's strategy.
+        record: Where to write.
+        reorder: Whether to give the rows of each batch in another order, to measure noise.
+    """
+    train = create_data(case, strategy)
+    model = create_compiled_model(case, strategy, train)
+    if reorder:
+        train = train.map(_reorder)
+    summary = Summary(case.digests)
+    recorder = Recorder(record, summary, case.layout.steps_per_epoch)
+    model.fit(train, epochs=case.layout.epochs, shuffle=False, verbose=0, callbacks=[recorder])
+    record.write_summary(summary)
+
+
+def _reorder(*batch):
+    """Gives the rows of a batch in another order, the same for all batches of its size."""
+    rows = tf.nest.flatten(batch)[0]
+    count = rows.bounding_shape(0) if isinstance(rows, tf.RaggedTensor) else tf.shape(rows)[0]
+    order = tf.random.experimental.stateless_shuffle(tf.range(count), seed=[1, 0])
+    batch = tf.nest.map_structure(lambda part: tf.gather(part, order), batch)
+    return batch if len(batch) > 1 else batch[0]
+
+
+class Recorder(keras.callbacks.Callback):
+    """Writes the weights after every step; keeps losses and metrics.
+
+    Args:
+        record: Where to write the weights.
+        summary: What is filled in.
+        steps_per_epoch: Steps of one epoch.
+    """
+
+    def __init__(self, record: Record, summary: Summary, steps_per_epoch: int):
+        super().__init__()
+        self._record, self._summary = record, summary
+        self._steps_per_epoch, self._epoch = steps_per_epoch, 0
+
+    def on_train_begin(self, logs=None):
+        """Keeps what the model begins with."""
+        weights = self.model.weights
+        self._summary.paths = _numbered([variable.path for variable in weights])
+        trainable = {id(variable) for variable in self.model.trainable_variables}
+        self._summary.trainable = [id(variable) in trainable for variable in weights]
+        self._summary.rounding = rounding_of(self.model)
+        self._keep(0)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Keeps the weights, and the loss."""
+        step = self._epoch * self._steps_per_epoch + batch + 1
+        self._keep(step)
+        if "loss" in (logs or {}):
+            self._summary.losses[step] = float(np.mean(logs["loss"]))
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Keeps the logs."""
+        numbers = {name: float(np.mean(value)) for name, value in (logs or {}).items()}
+        self._summary.epochs.append(numbers)
+
+    def _keep(self, step):
+        weights = self.model.weights
+        self._summary.steps.append(step)
+        self._record.write_weights(step, [keras.ops.convert_to_numpy(v) for v in weights])
+        local = self.model.distribute_strategy.experimental_local_results
+        unlike = [
+            path
+            for path, variable in zip(self._summary.paths, weights)
+            if _are_unlike(local(variable.value))
+        ]
+        if unlike:
+            self._summary.unlike[step] = unlike
+
+
+def _are_unlike(values) -> bool:
+    """Whether the replicas of this process hold different values of a variable."""
+    first, *others = [np.asarray(value).tobytes() for value in values]
+    return any(other != first for other in others)
+
+
+def _numbered(paths):
+    """Makes names that are alike differ."""
+    seen, names = {}, []
+    for path in paths:
+        seen[path] = seen.get(path, 0) + 1
+        names.append(path if seen[path] == 1 else f"{path} ({seen[path]})")
+    return names
+
+
+def rounding_of(model: keras.Model) -> float:
+    """Returns the relative rounding of the model's coarsest arithmetic."""
+    dtypes = {layer.compute_dtype for layer in [model, *keras_compat.all_layers(model)]}
+    return max((_ROUNDINGS[dtype] for dtype in dtypes if dtype in _ROUNDINGS), default=2**-23)

@@ -1,0 +1,192 @@
+"""Local processes that end together: nothing hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+DONE, FAILED, ENDED, TIMED_OUT = "done", "failed", "ended", "timed out"
+_POLL_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A process that has ended.
+
+    Attributes:
+        returncode: Its exit code; negative where a signal ended it.
+        stdout: What it wrote to standard output.
+        stderr: What it wrote to standard error.
+        how: `"done"` (exit code 0), `"failed"` (by itself, with another exit code), `"ended"`
+            (because another one failed), or `"timed out"`.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    how: str
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this machine that nothing listens on; all are held until all are known.
+
+    >>> len(set(free_ports(3)))
+    3
+    """
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def tf_configs(num_workers: int) -> list[str]:
+    """Returns the TF_CONFIG of each of `num_workers` workers on this machine, as JSON.
+
+    >>> [json.loads(config)["task"]["index"] for config in tf_configs(2)]
+    [0, 1]
+    """
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(num_workers)]}
+    return [
+        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        for index in range(num_workers)
+    ]
+
+
+def run_workers(
+    command: Sequence[str], num_workers: int, *, env: Mapping[str, str] | None = None, **limits
+) -> list[Finished]:
+    """Runs one command as `num_workers` local workers, each with its TF_CONFIG.
+
+    Args:
+        command: The program and its arguments.
+        num_workers: Number of workers.
+        env: Variables to set besides those of this process.
+        **limits: `timeout_s` and `grace_s`, as for `run_together`.
+
+    Returns:
+        The finished workers, in order.
+    """
+    configs = tf_configs(num_workers)
+    return run_together(command, [{**(env or {}), "TF_CONFIG": each} for each in configs], **limits)
+
+
+def run_together(
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    timeout_s: float = 600.0,
+    grace_s: float = 5.0,
+) -> list[Finished]:
+    """Runs one command once for each environment, at the same time.
+
+    When one process fails, or time is over, the others are ended with all that they started.
+    So they are when this function is left by an exception.
+
+    Args:
+        command: The program and its arguments.
+        environments: For each process, the variables to set besides those of this process.
+        timeout_s: Seconds until all are ended.
+        grace_s: Seconds for the others to fail by themselves after one has failed, and then
+            from the request to end (SIGTERM) to the end (SIGKILL).
+
+    Returns:
+        The finished processes, in order.
+
+    Example:
+    >>> import sys
+    >>> [done] = run_together([sys.executable, "-c", "print(5)"], [{}])
+    >>> done.how, done.stdout.strip()
+    ('done', '5')
+    """
+    with contextlib.ExitStack() as stack:
+        # Files, not pipes: a process must never wait for somebody to read what it writes.
+        texts = [
+            [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in range(2)]
+            for _ in environments
+        ]
+        started: list[subprocess.Popen] = []
+        stack.callback(lambda: _end(started, grace_s=0.0))
+        for env, (stdout, stderr) in zip(environments, texts):
+            process = subprocess.Popen(
+                list(command),
+                env={**os.environ, **env},
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+            stack.callback(process.stdin.close)
+            started.append(process)
+        cause = _wait(started, timeout_s, grace_s)
+        by_themselves = [process.poll() is not None for process in started]
+        _end(started, grace_s)
+        return [
+            Finished(p.returncode, _read(out), _read(err), _how(p, alone, cause))
+            for p, (out, err), alone in zip(started, texts, by_themselves)
+        ]
+
+
+def end_with_parent() -> None:
+    """Ends this process when the one that started it is gone, however that ended.
+
+    For programs that `run_together` starts: their standard input closes with their parent.
+    """
+
+    def watch():
+        while os.read(0, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _wait(started, timeout_s, grace_s) -> str:
+    """Waits until all are done, one has failed and its grace is over, or time is over."""
+    limit, cause = time.monotonic() + timeout_s, TIMED_OUT
+    while time.monotonic() < limit:
+        codes = [process.poll() for process in started]
+        if None not in codes:
+            break
+        if any(codes) and cause != ENDED:
+            limit, cause = min(limit, time.monotonic() + grace_s), ENDED
+        time.sleep(_POLL_S)
+    return cause
+
+
+def _end(started, grace_s):
+    """Ends the processes that still run, and what any of them has left running."""
+    limit = time.monotonic() + grace_s
+    for process in started:
+        _signal_group(process, signal.SIGTERM)
+    while time.monotonic() < limit and any(process.poll() is None for process in started):
+        time.sleep(_POLL_S)
+    for process in started:
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process, number):
+    # The group outlives its leader where that has started others.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _how(process, by_itself, cause) -> str:
+    if by_itself:
+        return DONE if process.returncode == 0 else FAILED
+    return cause
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read()
