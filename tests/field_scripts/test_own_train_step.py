@@ -49,6 +49,24 @@ class OwnStep(keras.Model):
         return {"mean_loss": self.mean_loss.result()}
 
 
+class CountsCalls(OwnStep):
+    """Gives its running mean one number a step, with no weight, as most scripts do."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(self, x, y, self.net(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.mean_loss.update_state(loss)
+        return {"mean_loss": self.mean_loss.result()}
+
+    def test_step(self, data):
+        x, y = data
+        self.mean_loss.update_state(self.loss_of(self, x, y, self.net(x)))
+        return {"mean_loss": self.mean_loss.result()}
+
+
 def rows():
     generator = np.random.default_rng(0)
     x = generator.normal(size=(NUM_ROWS, 5)).astype("float32")
@@ -61,15 +79,18 @@ def create_strategy(num_replicas):
     return tfmulti.create_strategy(kind, devices=names)
 
 
-def fit(num_replicas, loss_of):
+def fit(num_replicas, loss_of, kind=OwnStep):
     keras.utils.set_random_seed(0)
     with create_strategy(num_replicas).scope():
-        model = OwnStep(loss_of)
+        model = kind(loss_of)
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.05))
         model.compile(optimizer=optimizer, loss="mse")
     history = model.fit(*rows(), batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
     weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
-    return weights, history.history["mean_loss"]
+    losses = history.history["mean_loss"]
+    if kind is CountsCalls:
+        losses += [model.evaluate(*rows(), batch_size=BATCH_SIZE, verbose=0)]
+    return weights, losses
 
 
 def assert_same(run, reference):
@@ -80,6 +101,29 @@ def assert_same(run, reference):
 @pytest.mark.parametrize("loss_of", [mean_of_a_function, both, compiled_loss])
 def test_own_step_does_as_on_one_device(loss_of):
     assert_same(fit(3, loss_of), fit(1, loss_of))
+
+
+@pytest.mark.parametrize("loss_of", [mean_of_a_function, both])
+def test_a_running_mean_counts_each_step_once(loss_of):
+    reference = fit(1, loss_of, CountsCalls)
+    for num_replicas in (2, 3):
+        assert_same(fit(num_replicas, loss_of, CountsCalls), reference)
+
+
+def test_a_metric_function_that_gives_one_number():
+    def largest(y, prediction):
+        return tf.reduce_mean(tf.abs(y - prediction))
+
+    def train(num_replicas):
+        keras.utils.set_random_seed(0)
+        with create_strategy(num_replicas).scope():
+            model = keras.Sequential([layers.Dense(3)])
+            optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.05))
+            model.compile(optimizer, "mse", metrics=[largest])
+        history = model.fit(*rows(), batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()[0], history.history["largest"]
+
+    assert_same(train(3), train(1))
 
 
 class Seesaw(keras.Model):

@@ -7,13 +7,21 @@ for each: it fails when upstream no longer needs the cure.
 
 from tfmulti.keras_compat.hooks import after_loading as after_loading
 from tfmulti.keras_compat.hooks import around_callbacks as around_callbacks
+from tfmulti.keras_compat.hooks import follow_position as follow_position
+from tfmulti.keras_compat.hooks import logs_without_steps as logs_without_steps
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
 from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_batches
+from tfmulti.keras_compat.hooks import weigh_single_numbers as weigh_single_numbers
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses
+from tfmulti.keras_compat.names import global_seed_state as global_seed_state
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
+from tfmulti.keras_compat.names import own_losses as own_losses
+from tfmulti.keras_compat.names import random_layers as random_layers
+from tfmulti.keras_compat.names import set_global_seed_state as set_global_seed_state
+from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
 from tfmulti.keras_compat.names import step_of as step_of
 from tfmulti.keras_compat.names import synchronized_variables as synchronized_variables
 from tfmulti.keras_compat.names import update_replicas_alike as update_replicas_alike

@@ -27,6 +27,8 @@ def around_callbacks(prepare, agree) -> None:
     def set_model_of_all(self, model):
         for callback in self.callbacks if model else []:
             prepare(callback, model)
+            if hasattr(callback, "set_callbacks"):
+                callback.set_callbacks(self.callbacks)
         return set_model(self, model)
 
     @functools.wraps(on_epoch_end)
@@ -55,6 +57,49 @@ def after_loading(distribute) -> None:
         distribute(self)
 
     keras.Model.compile_from_config = compile_from_config
+
+
+def weigh_single_numbers(weigh) -> None:
+    """Has a running mean count a step once over all replicas where it is given one number.
+
+    A `train_step` says `tracker.update_state(loss)`, and a metric function can return the mean
+    over a batch. On one device a step counts as one; replicas with fewer rows would count alike.
+
+    Args:
+        weigh: Function of a metric and a number that returns the number and its weight, or None
+            where the metric shall count it as it is.
+    """
+    original = keras.metrics.Mean.update_state
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def update_state(self, values, sample_weight=None):
+        weighed = None
+        if sample_weight is None and keras.ops.ndim(values) == 0:
+            weighed = weigh(self, values)
+        return original(self, *(weighed or (values, sample_weight)))
+
+    keras.metrics.Mean.update_state = update_state
+
+
+def logs_without_steps() -> None:
+    """Gives an epoch of which no step was left the metrics' logs.
+
+    Keras takes the last step's logs for its own; there is none where training goes on after the
+    last step of an epoch.
+    """
+    original = keras.Model._get_metrics_result_or_logs
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def result_or_logs(self, logs):
+        if not logs and getattr(self.distribute_strategy, "repairs_keras", False):
+            return self.get_metrics_result()
+        return original(self, logs)
+
+    keras.Model._get_metrics_result_or_logs = result_or_logs
 
 
 class _OfLength:
@@ -87,3 +132,27 @@ def set_number_of_batches(epoch_iterator, number: int | None) -> None:
     adapter = epoch_iterator.data_adapter
     if adapter.num_batches != number:
         epoch_iterator.data_adapter = _OfLength(adapter, number)
+
+
+def follow_position(epoch_iterator) -> None:
+    """Makes a pass over data that was begun before go on where it stands.
+
+    Keras counts the batches of a whole pass. Of a dataset with `steps_left` it takes those that
+    are left, and numbers them as if it had taken the others.
+    """
+    dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
+    if not hasattr(dataset, "steps_left") or epoch_iterator.steps_per_epoch is not None:
+        return
+    enumerate_whole = type(epoch_iterator)._enumerate_iterator
+
+    def enumerate_rest():
+        left = dataset.steps_left()
+        done = dataset.plan.steps_per_epoch - left
+        epoch_iterator._num_batches = left
+        if not left:
+            dataset.end_pass()
+            return
+        for begin, end, iterator in enumerate_whole(epoch_iterator):
+            yield begin + done, end + done, iterator
+
+    epoch_iterator._enumerate_iterator = enumerate_rest

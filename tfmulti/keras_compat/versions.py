@@ -11,6 +11,7 @@ from keras.src import losses as keras_losses
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers import base_optimizer
+from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
@@ -23,6 +24,9 @@ NAMES = (
     (keras_trainer.TensorFlowTrainer, "_make_function", ("step_function",)),
     (keras.Model, "_symbolic_build", ("data_batch",)),
     (keras.Model, "_flatten_layers", ()),
+    (keras.Model, "_get_metrics_result_or_logs", ("logs",)),
+    (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
+    (seed_generator, "global_seed_generator", ()),
     (keras_nn, "_compute_moments_sync", ("x", "axes", "keepdims")),
     (keras_losses.loss, "reduce_weighted_values", ("sample_weight", "mask", "reduction", "dtype")),
     (keras_losses.loss, "scale_loss_for_distribution", ("value",)),

@@ -6,6 +6,7 @@ from gradients and losses by `DistributedOptimizer`, from metrics and layer stat
 synchronized batch statistics in `keras_compat`.
 """
 
+from tfmulti.shares.logs import weigh_mean as weigh_mean
 from tfmulti.shares.share import Share as Share
 from tfmulti.shares.share import current_share as current_share
 from tfmulti.shares.share import regularization as regularization

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.shares.share import regularization
+from tfmulti.shares.share import current_share, regularization
 
 
 def loss_trackers(model) -> list:
@@ -42,14 +42,42 @@ def count_once(tracker, before, share) -> None:
     tracker.total.assign(before + part)
 
 
-def make_global(logs, share):
+def weigh_mean(metric, value):
+    """Returns a mean over this replica's rows, and its weight among all; None outside of a step.
+
+    The weights of all replicas add to one, so that a running mean counts the step once.
+    """
+    share = current_share()
+    if share is None or not share.averages or any(metric is m for m in output_losses(share)):
+        return None
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating:
+        return None
+    real = tf.cast(share.num_real, tf.float32)
+    filled = tf.math.divide_no_nan(tf.cast(share.num_rows, tf.float32), real)
+    scale = filled if share.is_padded else tf.ones([])
+    part = tf.where(real > 0, value * tf.cast(scale, value.dtype), tf.zeros_like(value))
+    return part, tf.math.divide_no_nan(real, share.count_globally())
+
+
+def make_global(logs, share, signals=None):
     """Makes a step's logs those of all replicas.
 
     The metrics' are computed from the metrics' states added up over all replicas, as Keras
     does at the end of an epoch; so a callback that decides on a batch's logs decides the same on
     every worker. Logs of other names are averaged by rows.
+
+    Args:
+        logs: What the step returned.
+        share: The replica's share of it.
+        signals: What workers want of one another, which goes with the same reduction; or None.
     """
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1 or not isinstance(logs, dict):
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return logs
+    if signals is not None:
+        signals.note(context.all_reduce("SUM", signals.part_of_step()))
+    if not isinstance(logs, dict):
         return logs
     if share.model is None or set(logs) != set(share.model.get_metrics_result()):
         return _average(logs, share)
@@ -57,7 +85,7 @@ def make_global(logs, share):
     states = [variable.value.read_value() for variable in variables]
     if not states:
         return logs
-    added = tf.distribute.get_replica_context().all_reduce("SUM", states)
+    added = context.all_reduce("SUM", states)
     with keras.StatelessScope(state_mapping=list(zip(variables, added))):
         return share.model.get_metrics_result()
 

@@ -41,7 +41,6 @@ def fill_if_empty(data):
 
 def take_share(data, number: tf.Tensor, num_shares: int):
     """Takes one of `num_shares` contiguous shares of a batch; they differ by one row at most."""
-
     number = tf.cast(number, tf.int32)
 
     def take(part):

@@ -63,7 +63,9 @@ def _learn(fn, data, share, kind):
         logs_lib.count_once(tracker, total, share)
     if kind == "train":
         _average_statistics(share)
-    return logs_lib.make_global(logs, share)
+    strategy = tf.distribute.get_strategy()
+    signals = getattr(strategy, "signals", None) if kind == "train" else None
+    return logs_lib.make_global(logs, share, signals)
 
 
 def share_whole_batch(step, num_local_replicas: int):
