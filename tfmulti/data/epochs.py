@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
-from tfmulti import iterators
+from tfmulti import iterators, keras_compat
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 
@@ -37,6 +36,10 @@ class Position:
     def get(self) -> tuple[int, int]:
         """Returns (epoch, step), the step being the next to take."""
         return self._epoch, self._first_step + int(self.taken.numpy())
+
+    def next_step(self) -> int:
+        """Returns the step at which the next pass begins."""
+        return 0 if int(self.taken.numpy()) else self._first_step
 
     def set(self, epoch: int, step: int) -> None:
         """Makes the next pass begin at a step of an epoch."""
@@ -97,18 +100,26 @@ class EpochDataset(tf.data.Dataset):
 
         Args:
             epoch: Number of the epoch, from 0, as `initial_epoch` of `fit`.
-            step: Number of the step in the epoch, from 0.
+            step: Number of the step in the epoch, from 0; the number of steps for its end.
 
         Raises:
             ValueError: For an epoch or a step that does not exist.
         """
-        if epoch < 0 or not 0 <= step < self.plan.steps_per_epoch:
+        if epoch < 0 or not 0 <= step <= self.plan.steps_per_epoch:
             raise ValueError(
                 "`epoch` must be from 0, and `step` within the epoch. "
                 f"Received: epoch={epoch}, step={step}, "
                 f"with {self.plan.steps_per_epoch} steps per epoch. Use step=0 for its start."
             )
         self._position.set(epoch, step)
+
+    def steps_left(self) -> int:
+        """Returns the steps that the next pass will take."""
+        return self.plan.steps_per_epoch - self._position.next_step()
+
+    def end_pass(self) -> None:
+        """Ends a pass that has no step left, so that the next begins the next epoch."""
+        self._position.set(self._position.get()[0] + 1, 0)
 
     def map(self, map_func, *args, **kwargs) -> EpochDataset:
         """Applies a function to every batch; Keras does so for `class_weight`."""

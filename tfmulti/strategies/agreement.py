@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat
 
 _UNKNOWN = -1
+_DIGIT = 2**20
+_CHUNK = 2**22
 
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Returns the workers of the job; 1 where a strategy knows of none."""
     num_local = max(len(strategy.extended.worker_devices), 1)
     return strategy.num_replicas_in_sync // num_local
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this worker is the one that writes."""
+    return strategy.extended.should_checkpoint
 
 
 def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
@@ -43,6 +51,52 @@ def _create_compare_function(strategy):
         return context.all_reduce(tf.distribute.ReduceOp.SUM, place * number)
 
     return tf.function(lambda number: strategy.run(add, args=(number,)))
+
+
+def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
+    """Gives the chief's bytes to all workers; every worker must call it.
+
+    Args:
+        strategy: The strategy of this worker.
+        data: The bytes, on the chief; None on the others.
+    """
+    sizes = divmod(len(data), _DIGIT) if data is not None else (0, 0)
+    size = sum(compare(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
+    if num_workers(strategy) == 1 or not size:
+        return data or b""
+    function = strategy.add_function = getattr(
+        strategy, "add_function", None
+    ) or _create_add_function(strategy)
+    parts = []
+    for start in range(0, size, _CHUNK):
+        chunk = np.zeros(min(_CHUNK, size - start), np.uint8)
+        if data is not None:
+            chunk = np.frombuffer(data[start : start + _CHUNK], np.uint8)
+        added = function(tf.constant(chunk.astype(np.int32)))
+        parts.append(strategy.experimental_local_results(added)[0].numpy().astype(np.uint8))
+    return np.concatenate(parts).tobytes()
+
+
+def _create_add_function(strategy):
+    num_local = len(strategy.extended.worker_devices)
+
+    def add(chunk):
+        context = tf.distribute.get_replica_context()
+        first = tf.cast(context.replica_id_in_sync_group, tf.int32) % num_local == 0
+        return context.all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.where(first, chunk, tf.zeros_like(chunk))
+        )
+
+    return tf.function(
+        lambda chunk: strategy.run(add, args=(chunk,)),
+        input_signature=[tf.TensorSpec([None], tf.int32)],
+    )
+
+
+def before_pass(strategy, epoch_iterator) -> None:
+    """Prepares Keras's iterator over the batches of a `fit` or an `evaluate`."""
+    keras_compat.follow_position(epoch_iterator)
+    agree_on_number_of_batches(strategy, epoch_iterator)
 
 
 def agree_on_number_of_batches(strategy, epoch_iterator) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
+import keras
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, losses, shares
+from tfmulti import keras_compat, losses, meeting, shares
+from tfmulti.cluster import network
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
 from tfmulti.strategies import agreement, chief, probes
@@ -20,6 +23,7 @@ from tfmulti.strategies.repaired import (
     TPUStrategy,
     first_local_value,
 )
+from tfmulti.strategies.signals import Signals
 
 _RPC_LAYER = "grpc"
 
@@ -31,6 +35,8 @@ def create_strategy(
     logical_cpus: int = 0,
     tf_config=None,
     communication: str = "auto",
+    start_timeout: float | None = None,
+    must_agree: Mapping[str, object] | None = None,
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
@@ -46,13 +52,17 @@ def create_strategy(
         tf_config: Path of a file or a folder with the cluster, or a mapping; by default the
             environment variable TF_CONFIG.
         communication: `"auto"`, `"ring"` or `"nccl"`, for `multi_worker`.
+        start_timeout: Seconds that workers wait for one another; by default the environment
+            variable TFMULTI_START_TIMEOUT, else 60.
+        must_agree: What must be the same on all workers: name -> a value that JSON can hold.
 
     Returns:
         A `tf.distribute.Strategy`; its attribute `why` says what was chosen and why.
 
     Raises:
         ValueError: For an argument that is unknown or does not go with the others.
-        RuntimeError: Where the devices are not there, or TensorFlow was used before.
+        RuntimeError: Where the devices or other workers are not there, workers do not agree,
+            or TensorFlow was used before.
 
     Example:
     >>> strategy = create_strategy("one_device", devices=["CPU:0"])
@@ -62,7 +72,8 @@ def create_strategy(
     check_strategy_arguments(name, devices, logical_cpus, communication)
     _repair_keras()
     cluster, reason = None, "as asked"
-    if name in ("auto", "multi_worker"):
+    blank = not os.environ.get("TF_CONFIG", "absent").strip()
+    if name in ("auto", "multi_worker") or blank:
         cluster = cluster_lib.resolve_cluster(tf_config)
     if name == "auto":
         name, reason = _choose(cluster, devices, logical_cpus)
@@ -72,11 +83,15 @@ def create_strategy(
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
-        strategy = create_multi_worker(cluster, communication, logical_cpus)
+        strategy = create_multi_worker(
+            cluster, communication, logical_cpus, start_timeout, must_agree
+        )
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
     else:
         strategy = create_one_device(devices, logical_cpus)
+    num_local = max(len(strategy.extended.worker_devices), 1)
+    strategy.signals = Signals(strategy.num_replicas_in_sync, num_local)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.why = f"{name} on {names} ({reason})"
     logging.info("create_strategy: %s.", strategy.why)
@@ -84,14 +99,14 @@ def create_strategy(
 
 
 def _repair_keras():
-    keras_compat.install(
-        first_local_value, agreement.agree_on_number_of_batches, probes.probe_once_built
-    )
+    keras_compat.install(first_local_value, agreement.before_pass, probes.probe_once_built)
     keras_compat.count_shares_in_moments(shares.current_share)
     keras_compat.vary_seeds_by_replica()
     keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
     keras_compat.around_callbacks(chief.prepare_callback, agreement.agree_on_stopping)
     keras_compat.after_loading(distribute_loaded)
+    keras_compat.logs_without_steps()
+    keras_compat.weigh_single_numbers(shares.weigh_mean)
 
 
 def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:
@@ -163,7 +178,11 @@ def create_mirrored(devices=None, logical_cpus=0) -> MirroredStrategy:
 
 
 def create_multi_worker(
-    cluster: cluster_lib.Cluster | None, communication: str = "auto", logical_cpus: int = 0
+    cluster: cluster_lib.Cluster | None,
+    communication: str = "auto",
+    logical_cpus: int = 0,
+    start_timeout: float | None = None,
+    must_agree: Mapping[str, object] | None = None,
 ) -> MultiWorkerMirroredStrategy:
     """Creates the strategy of one worker of a cluster; all workers must do the same."""
     if cluster is None:
@@ -172,6 +191,8 @@ def create_multi_worker(
             "Received: no TF_CONFIG in the environment and no `tf_config`. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
+    if cluster.num_workers > 1:
+        _meet(cluster, start_timeout, must_agree or {})
     os.environ["TF_CONFIG"] = cluster.to_json()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({kind: list(tasks) for kind, tasks in cluster.spec.items()}),
@@ -188,11 +209,28 @@ def create_multi_worker(
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
-        raise RuntimeError(
-            "`multi_worker` must be created before TensorFlow is used in this process. "
-            f"Received: {error} "
-            "Call create_strategy first, or restart the process (in a notebook: the kernel)."
-        ) from error
+        raise _too_late_error(error) from error
+
+
+def _meet(cluster, start_timeout, must_agree):
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    try:
+        # Refused once TensorFlow runs: nobody shall wait for the others in vain.
+        tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
+    except RuntimeError as error:
+        raise _too_late_error(error) from error
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    network.warn_of_public_addresses(cluster)
+    versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
+    meeting.meet(cluster, {**versions, **must_agree}, timeout_s=start_timeout)
+
+
+def _too_late_error(error) -> RuntimeError:
+    return RuntimeError(
+        "`multi_worker` must be created before TensorFlow is used in this process. "
+        f"Received: {error} "
+        "Call create_strategy first, or restart the process (in a notebook: the kernel)."
+    )
 
 
 def create_tpu() -> TPUStrategy:

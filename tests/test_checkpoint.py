@@ -1,0 +1,256 @@
+"""Training that was ended at any step goes on as if it had not been."""
+
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+
+import tfmulti
+from tfmulti import checkpoint
+
+NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
+
+
+class Killed(Exception):
+    """Stands for a process that ends at once."""
+
+
+class End(keras.callbacks.Callback):
+    """Ends training after some steps."""
+
+    def __init__(self, after, how):
+        super().__init__()
+        self.left, self.how = after, how
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            self.how()
+
+
+def kill():
+    raise Killed
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def make_strategy(num_replicas):
+    names = [f"CPU:{i}" for i in range(num_replicas)]
+    kind = "mirrored" if num_replicas > 1 else "one_device"
+    return tfmulti.create_strategy(kind, devices=names)
+
+
+def rows():
+    rng = np.random.RandomState(0)
+    return rng.randn(NUM_ROWS, 4).astype("float32"), rng.randn(NUM_ROWS, 1).astype("float32")
+
+
+@pytest.fixture(autouse=True)
+def no_handler():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def adam():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+
+
+def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, **settings):
+    """Trains, from the start or from what the folder holds."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    strategy = make_strategy(num_replicas)
+    with strategy.scope():
+        layers = [keras.layers.Dense(5, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
+        layers += [keras.layers.Dropout(0.3)] * dropout
+        model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+        optimizer = optimizer or (
+            lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        )
+        model.compile(tfmulti.DistributedOptimizer(optimizer()), "mse", metrics=["mae"])
+    data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=3)
+    told = []
+    saver = tfmulti.callbacks.Checkpoint(folder, data, tell=told.append, **settings)
+    stopper = keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=0.5, monitor="val_loss")
+    history = model.fit(
+        data,
+        validation_data=tfmulti.distribute_eval(rows(), strategy, BATCH_SIZE),
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[stopper, *(own or []), saver, *more],
+    )
+    return [weight.copy() for weight in model.get_weights()], history, told
+
+
+def assert_same_history(one, other):
+    assert one.epoch == other.epoch
+    assert set(one.history) == set(other.history)
+    for name, values in one.history.items():
+        np.testing.assert_allclose(other.history[name], values, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module", name="whole")
+def whole_fixture(tmp_path_factory):
+    cached = {}
+
+    def whole(num_replicas, **settings):
+        key = (num_replicas, *settings)
+        if key not in cached:
+            folder = tmp_path_factory.mktemp("whole")
+            cached[key] = train(num_replicas, folder, every_steps=1, **settings)
+        return cached[key]
+
+    return whole
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 11])
+def test_a_killed_run_ends_as_one_that_was_not(num_replicas, steps, whole, tmp_path):
+    weights, history, _ = whole(num_replicas)
+    with pytest.raises(Killed):
+        train(num_replicas, tmp_path, End(steps, kill), every_steps=1)
+    resumed, resumed_history, told = train(num_replicas, tmp_path, every_steps=1)
+    assert f"resumed at step {steps}" in told[0]
+    for one, other in zip(weights, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_history(history, resumed_history)
+
+
+def test_a_run_that_was_killed_between_checkpoints_takes_the_steps_again(whole, tmp_path):
+    weights, history, _ = whole(2)
+    with pytest.raises(Killed):
+        train(2, tmp_path, End(8, kill), every_steps=5)
+    resumed, resumed_history, told = train(2, tmp_path, every_steps=5)
+    # The end of the second epoch, step 6, is later than the fifth step.
+    assert "resumed at step 6, epoch 2" in told[0]
+    for one, other in zip(weights, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_history(history, resumed_history)
+
+
+def test_a_finished_run_is_not_trained_again(whole, tmp_path):
+    weights, history, _ = whole(1)
+    train(1, tmp_path)
+    again, again_history, told = train(1, tmp_path)
+    assert "resumed at step 12, epoch 4" in told[0]
+    for one, other in zip(weights, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_sigterm_saves_and_exits(num_replicas, whole, tmp_path):
+    weights, history, _ = whole(num_replicas)
+    with pytest.raises(SystemExit) as ended:
+        train(num_replicas, tmp_path, End(4, terminate))
+    assert ended.value.code == 143
+    resumed, resumed_history, told = train(num_replicas, tmp_path)
+    assert "resumed at step" in told[0]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    for one, other in zip(weights, resumed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_same_history(history, resumed_history)
+
+
+def test_a_run_goes_on_with_another_number_of_replicas(whole, tmp_path):
+    weights, _, _ = whole(1, dropout=False)
+    with pytest.raises(Killed):
+        train(2, tmp_path, End(4, kill), every_steps=1, dropout=False)
+    resumed, _, _ = train(3, tmp_path, every_steps=1, dropout=False)
+    for one, other in zip(weights, resumed, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+
+
+def test_what_differs_with_another_number_of_replicas_is_told(tmp_path):
+    with pytest.raises(Killed):
+        train(2, tmp_path, End(4, kill), every_steps=1)
+    _, _, told = train(1, tmp_path, every_steps=1)
+    assert "going on with 1 replicas after 2: not the same, for random streams" in told[1]
+
+
+def damage_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+DAMAGES = {
+    "flipped": lambda folder: damage_byte(folder / checkpoint.FILES[2]),
+    "flipped index": lambda folder: damage_byte(folder / checkpoint.FILES[1]),
+    "flipped manifest": lambda folder: damage_byte(folder / checkpoint.FILES[0]),
+    "cut": lambda folder: os.truncate(folder / checkpoint.FILES[2], 100),
+    "empty": lambda folder: os.truncate(folder / checkpoint.FILES[0], 0),
+    "torn": lambda folder: (folder / checkpoint.FILES[1]).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_generation_is_told_and_the_one_before_taken(damage, tmp_path):
+    tensors = {"a": np.arange(1000, dtype="float32"), "b": np.array([True, False])}
+    checkpoint.write(tmp_path, 1, tensors, {"step": 1})
+    tensors["a"] += 1
+    DAMAGES[damage](checkpoint.write(tmp_path, 2, tensors, {"step": 2}))
+    told = []
+    found = checkpoint.latest_good(tmp_path, told.append)
+    assert found.state == {"step": 1}
+    assert "step_000000000002 is damaged" in told[0]
+    np.testing.assert_array_equal(checkpoint.load(found)["a"], np.arange(1000))
+
+
+def test_generations_are_kept_and_no_others(tmp_path):
+    for number in range(5):
+        checkpoint.write(tmp_path, number, {"a": np.zeros(3)}, {"number": number}, keep=2)
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "4"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool"])
+def test_every_dtype_comes_back(dtype, tmp_path):
+    value = keras.ops.cast(np.array([[0, 1], [1, 0]]), dtype).numpy()
+    checkpoint.write(tmp_path, 0, {"a": value}, {})
+    np.testing.assert_array_equal(checkpoint.load(checkpoint.latest_good(tmp_path))["a"], value)
+
+
+def test_another_model_is_refused(tmp_path):
+    train(1, tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="of the same model and optimizer"):
+        train(1, tmp_path, optimizer=lambda: keras.optimizers.SGD(0.1))
+
+
+def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(checkpoint.CheckpointError, match="must be written whole"):
+        train(1, file / "folder")
+
+
+def test_a_run_without_a_dataset_is_saved_between_epochs(tmp_path):
+    with pytest.raises(ValueError, match="need `dataset`"):
+        tfmulti.callbacks.Checkpoint(tmp_path, every_steps=1)
+
+    def fit(folder, *more):
+        keras.utils.set_random_seed(1)
+        with make_strategy(2).scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile(tfmulti.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
+        saver = tfmulti.callbacks.Checkpoint(folder)
+        calls = [saver, *more]
+        model.fit(*rows(), batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=calls)
+        return model.get_weights()
+
+    expected = fit(tmp_path / "whole")
+    with pytest.raises(Killed):
+        fit(tmp_path / "killed", End(9, kill))
+    for one, other in zip(expected, fit(tmp_path / "killed"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_minutes_are_the_chiefs(tmp_path):
+    now = iter(range(0, 100_000, 61))
+    saver_settings = {"every_minutes": 5.0, "clock": lambda: float(next(now))}
+    train(2, tmp_path, **saver_settings)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names[-1] == "step_000000000012"
+    assert json.loads((tmp_path / names[-1] / "manifest.json").read_text())["state"]["epoch"] == 4

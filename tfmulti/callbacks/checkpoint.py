@@ -1,0 +1,183 @@
+"""Checkpoints from which training goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+from absl import logging
+
+from tfmulti import keras_compat
+from tfmulti.callbacks import resuming
+from tfmulti.strategies import agreement
+
+PREEMPTED = 143
+
+
+class Preempted(SystemExit):
+    """Training was told to end by SIGTERM, and has saved; the exit code is 143."""
+
+    def __init__(self):
+        super().__init__(PREEMPTED)
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Saves what training resumes from, and resumes from it when `fit` begins.
+
+    Model, optimizer, random states, the position in the data, the history, and what stopping
+    and rate-lowering callbacks remember. Give it to every worker, last in the list: all take part
+    in reading the state, the chief writes, in the background, atomically and with checksums.
+    Resuming needs the folder on the chief only. SIGTERM to any worker makes all save the same step
+    and exit with 143.
+
+    Args:
+        folder: Where to keep the checkpoints.
+        dataset: What `distribute_train` returned. Without it the position within an epoch is not
+            known, and checkpoints are made between epochs only.
+        every_steps: Steps from one checkpoint to the next; None for none within an epoch.
+        every_minutes: Minutes from one to the next, by the chief's clock; None for none.
+        keep: Generations to keep.
+        resume: Whether to go on from what the folder holds.
+        tell: Function of one line of text.
+        clock: Returns seconds.
+
+    Raises:
+        ValueError: For numbers that cannot be, or checkpoints within an epoch without `dataset`.
+
+    Example:
+    >>> callback = Checkpoint("runs/checkpoints")
+    >>> callback.saved
+    []
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        dataset=None,
+        *,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        keep: int = 2,
+        resume: bool = True,
+        tell: Callable[[str], None] = logging.info,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__()
+        resuming.check_arguments(dataset, every_steps, every_minutes, keep)
+        self._folder, self._dataset = Path(folder), dataset
+        self._every_steps, self._every_minutes = every_steps, every_minutes
+        self._keep, self._resume, self._tell, self._clock = keep, resume, tell, clock
+        self._writer = resuming.Writer(tell)
+        self._epoch = self._step = self._unsaved = 0
+        self._resumed, self._callbacks = None, ()
+        self.saved: list[int] = []
+
+    def on_train_begin(self, logs=None):
+        """Puts the latest whole checkpoint back, where there is one."""
+        self._strategy = self.model.distribute_strategy
+        self._signals = resuming.signals_of(self._strategy)
+        self._last_time = self._clock()
+        self._previous_handler = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._resumed = None
+        if self._resume:
+            self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._tell)
+        if self._resumed is not None:
+            self._step = self._resumed.state["step"]
+            keras_compat.set_initial_epoch(self.model, self._resumed.state["epoch"])
+
+    @property
+    def _run(self) -> resuming.Run:
+        return resuming.Run(self.model, self._dataset, self._callbacks)
+
+    def set_callbacks(self, callbacks):
+        """Takes all callbacks of this `fit`, whose memory is kept too."""
+        self._callbacks = callbacks
+
+    def _on_sigterm(self, number, frame):
+        # A second one, or one after `fit` was left by an exception, ends the process.
+        signal.signal(signal.SIGTERM, self._previous_handler)
+        if resuming.is_within_fit(frame, self.model):
+            self._signals.ask("stop")
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Saves what the epoch before it has left, with what all its callbacks did."""
+        if self._resumed is not None:
+            self._resumed.finish(self.model)
+            self._resumed = None
+        elif self._unsaved:
+            self._save(epoch, within_epoch=False)
+        self._epoch, self._last_batch = epoch, -1
+        if self._dataset is not None:
+            self._last_batch += resuming.steps_done(self._dataset)
+        self._stop_if_told()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Tells the other workers, with the step that begins, what this one wants."""
+        if self._is_time():
+            self._signals.ask("save")
+        self._signals.send()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Saves where it is time to, and ends where all have agreed to."""
+        done, self._last_batch = batch - self._last_batch, batch
+        before, self._step = self._step, self._step + done
+        self._unsaved += done
+        told = self._signals.receive()
+        if self._dataset is None:
+            return
+        every = self._every_steps
+        due = every is not None and before // every != self._step // every
+        if due or told:
+            self._save(self._epoch, within_epoch=True)
+            self._signals.clear("save")
+        self._stop_if_told()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Ends where all have agreed to, without a dataset to know the step of."""
+        if self._dataset is None and self._signals.agreed("stop"):
+            self.model.stop_training = True
+
+    def on_train_end(self, logs=None):
+        """Saves the end, and waits until it is on disk."""
+        if self._unsaved:
+            self._save(self._epoch + 1, within_epoch=False)
+        self._finish()
+        if self._signals.agreed("stop"):
+            raise Preempted
+
+    def _is_time(self) -> bool:
+        if self._every_minutes is None or not agreement.is_chief(self._strategy):
+            return False
+        return self._clock() - self._last_time >= self._every_minutes * 60
+
+    def _stop_if_told(self):
+        if self._signals.agreed("stop") and self._dataset is not None:
+            self._tell(f"SIGTERM: saved step {self._step}, ending")
+            self._finish()
+            raise Preempted
+
+    def _save(self, epoch, within_epoch):
+        """Copies the state on every worker; writes it on the chief, in the background."""
+        snapshot = resuming.take(self._run, epoch, self._step, self._strategy, within_epoch)
+        self._unsaved, self._last_time = 0, self._clock()
+        self.saved.append(self._step)
+        if agreement.is_chief(self._strategy):
+            self._writer.write(self._folder, self._step, snapshot, self._keep)
+
+    def _finish(self):
+        """Waits for the writer, on every worker, so that none leaves the chief alone."""
+        failed = self._writer.finish()
+        agreement.compare(self._strategy, 0)
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        if failed is not None:
+            raise failed

@@ -1,0 +1,173 @@
+"""The parts of `Checkpoint`: what is copied, how it is written, and how it is put back."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfmulti import checkpoint, keras_compat
+from tfmulti.strategies import agreement
+from tfmulti.strategies.signals import signals_of as signals_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one `fit` works with.
+
+    Attributes:
+        model: The model.
+        dataset: What `distribute_train` returned, or None.
+        callbacks: All callbacks of this `fit`.
+    """
+
+    model: keras.Model
+    dataset: object
+    callbacks: Sequence
+
+
+def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
+    """Raises ValueError for arguments of `Checkpoint` that cannot be."""
+    for name, value, least in (("every_steps", every_steps, 1), ("keep", keep, 1)):
+        if value is not None and value < least:
+            raise ValueError(
+                f"`{name}` must be at least {least}. Received: {name}={value}. Use a larger number."
+            )
+    if every_minutes is not None and every_minutes <= 0:
+        raise ValueError(
+            "`every_minutes` must be more than 0. "
+            f"Received: every_minutes={every_minutes}. Use for example 10."
+        )
+    if dataset is None and (every_steps or every_minutes):
+        raise ValueError(
+            "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
+            "Received: dataset=None. Give what distribute_train returned."
+        )
+
+
+def is_within_fit(frame, model: keras.Model) -> bool:
+    """Whether a frame of the main thread is within `fit` of a model."""
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def steps_done(dataset) -> int:
+    """Returns the steps of the present epoch that were taken before this `fit`."""
+    return dataset.plan.steps_per_epoch - dataset.steps_left()
+
+
+def take(run: Run, epoch: int, step: int, strategy, within_epoch: bool) -> checkpoint.Snapshot:
+    """Copies a run's state to the host; every worker must call it."""
+    snapshot = checkpoint.take_snapshot(run.model, run.callbacks, metrics=within_epoch)
+    position = None
+    if run.dataset is not None:
+        number, done = run.dataset.position
+        position = [number, done] if within_epoch else [number + (done > 0), 0]
+    history = run.model.history
+    values = {n: [float(v) for v in values] for n, values in history.history.items()}
+    state = {
+        "epoch": epoch,
+        "step": step,
+        "position": position,
+        "num_replicas": strategy.num_replicas_in_sync,
+        "history": {"epoch": list(history.epoch), "values": values},
+    }
+    return checkpoint.Snapshot(snapshot.tensors, {**snapshot.state, **state})
+
+
+class Writer:
+    """Writes snapshots in a thread, one at a time, and remembers whether the last one failed."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        self._tell, self._thread, self._error = tell, None, None
+
+    def write(self, folder: Path, number: int, snapshot: checkpoint.Snapshot, keep: int) -> None:
+        """Begins to write, after what is being written has ended."""
+        self.finish()
+        self._thread = threading.Thread(target=self._work, args=(folder, number, snapshot, keep))
+        self._thread.start()
+
+    def _work(self, folder, number, snapshot, keep):
+        try:
+            checkpoint.write(folder, number, snapshot.tensors, snapshot.state, keep)
+            self._error = None
+        except checkpoint.CheckpointError as error:
+            self._error = error
+            self._tell(f"checkpoint of step {number} not written: {error}")
+
+    def finish(self) -> checkpoint.CheckpointError | None:
+        """Waits for what is being written; returns the error of the last one, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._error
+
+
+class Resumed:
+    """A state that was put back, but for what Keras resets when an epoch begins."""
+
+    def __init__(self, state: dict, metrics: dict[str, tf.Tensor]):
+        self.state, self._metrics = state, metrics
+
+    def finish(self, model: keras.Model) -> None:
+        """Puts back the metrics and the history; called when the first epoch has begun."""
+        keras_compat.set_initial_epoch(model, None)
+        variables = checkpoint.metric_variables(model)
+        for name, value in self._metrics.items():
+            if name in variables:
+                variables[name].assign(value)
+        model.history.epoch[:] = self.state["history"]["epoch"]
+        model.history.history.update(self.state["history"]["values"])
+
+
+def resume(folder: Path, strategy, run: Run, tell: Callable[[str], None]) -> Resumed | None:
+    """Puts the chief's latest whole checkpoint back, on every worker."""
+    with tempfile.TemporaryDirectory() as copies:
+        generation = _from_chief(folder, strategy, Path(copies), tell)
+        if generation is None:
+            return None
+        metrics = checkpoint.restore(generation, run.model, run.callbacks)
+    state = generation.state
+    if run.dataset is not None and state["position"] is not None:
+        run.dataset.set_position(*state["position"])
+    tell(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
+    if state["num_replicas"] != strategy.num_replicas_in_sync:
+        _tell_what_differs(run.model, state["num_replicas"], strategy, tell)
+    return Resumed(state, metrics)
+
+
+def _from_chief(folder, strategy, copies: Path, tell) -> checkpoint.Generation | None:
+    chief = agreement.is_chief(strategy)
+    found = checkpoint.latest_good(folder, tell) if chief else None
+    if agreement.num_workers(strategy) == 1:
+        return found
+    names = checkpoint.FILES
+    for name in names:
+        data = (found.path / name).read_bytes() if found is not None else b""
+        data = agreement.broadcast(strategy, data if chief else None)
+        if not data:
+            return None
+        if not chief:
+            place = copies / "step_0"
+            place.mkdir(exist_ok=True)
+            (place / name).write_bytes(data)
+    return found if chief else checkpoint.latest_good(copies, tell)
+
+
+def _tell_what_differs(model, before, strategy, tell):
+    causes = []
+    if keras_compat.local_statistics(model):
+        causes.append("batch normalization of each replica by itself")
+    if keras_compat.random_layers(model):
+        causes.append("random streams, one for each replica")
+    now = strategy.num_replicas_in_sync
+    if causes:
+        tell(f"going on with {now} replicas after {before}: not the same, for {', '.join(causes)}")

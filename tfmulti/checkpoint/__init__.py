@@ -1,0 +1,19 @@
+"""What training resumes from: its state, and generations of files that are whole or not there.
+
+Values are written by TensorFlow's own bundle (`SaveV2`): it takes every dtype, has a checksum
+for each tensor, writes without holding Python's lock, and loading runs no code. TensorFlow's
+`Checkpoint` and Orbax, which stand on such files, want the variables themselves while they
+write, and the order in which a cluster reads them; here they are copied first, so that training
+goes on meanwhile.
+"""
+
+from tfmulti.checkpoint.generations import FILES as FILES
+from tfmulti.checkpoint.generations import CheckpointError as CheckpointError
+from tfmulti.checkpoint.generations import Generation as Generation
+from tfmulti.checkpoint.generations import latest_good as latest_good
+from tfmulti.checkpoint.generations import load as load
+from tfmulti.checkpoint.generations import write as write
+from tfmulti.checkpoint.state import Snapshot as Snapshot
+from tfmulti.checkpoint.state import metric_variables as metric_variables
+from tfmulti.checkpoint.state import restore as restore
+from tfmulti.checkpoint.state import take_snapshot as take_snapshot

@@ -1,0 +1,178 @@
+"""Generations of a checkpoint in a folder; a torn, cut or flipped one is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+_PREFIX, _MANIFEST, _VALUES = "step_", "manifest.json", "values"
+_FORMAT = 1
+FILES = (_MANIFEST, f"{_VALUES}.index", f"{_VALUES}.data-00000-of-00001")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, read, or does not fit the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One whole checkpoint on disk.
+
+    Attributes:
+        path: Its folder.
+        state: What was kept besides tensors; JSON.
+        tensors: Dtype and shape of each tensor, by name.
+    """
+
+    path: Path
+    state: dict
+    tensors: dict[str, list]
+
+
+def write(
+    folder: str | os.PathLike[str],
+    number: int,
+    tensors: dict[str, np.ndarray | tf.Tensor],
+    state: dict,
+    keep: int = 2,
+) -> Path:
+    """Writes a generation under a temporary name, and renames it when all of it is on disk.
+
+    Args:
+        folder: Where generations are kept.
+        number: Number of the generation; larger is later.
+        tensors: Values by name.
+        state: What else to keep, as JSON.
+        keep: How many of the latest generations stay.
+
+    Returns:
+        The folder of the new generation.
+
+    Raises:
+        CheckpointError: Where it cannot be written; what was there before stays.
+    """
+    folder = Path(folder)
+    final = folder / f"{_PREFIX}{number:012d}"
+    temporary = folder / f".{os.getpid()}.{final.name}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_files(temporary, tensors, state)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        _sync(folder)
+    except (OSError, tf.errors.OpError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            "A checkpoint must be written whole. "
+            f"Received: {type(error).__name__}: {str(error).splitlines()[0]} in {folder}. "
+            "Make room or give another folder; the generations before it are kept."
+        ) from error
+    for old in _numbered(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _write_files(path, tensors, state):
+    names = sorted(tensors)
+    values = [tf.convert_to_tensor(tensors[name]) for name in names]
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=str(path / _VALUES),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=values,
+        )
+    manifest = {
+        "format": _FORMAT,
+        "state": state,
+        "tensors": {n: [v.dtype.name, list(v.shape)] for n, v in zip(names, values)},
+        "files": {file.name: _digest(file.read_bytes()) for file in sorted(path.iterdir())},
+    }
+    text = json.dumps({**manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
+    (path / _MANIFEST).write_text(text)
+    for file in path.iterdir():
+        _sync(file)
+    _sync(path)
+
+
+def latest_good(
+    folder: str | os.PathLike[str], tell: Callable[[str], None] = print
+) -> Generation | None:
+    """Returns the latest generation that is whole, or None; tells of those that are not.
+
+    Args:
+        folder: Where generations are kept.
+        tell: Function of one line of text for each generation that is passed over.
+    """
+    for path in _numbered(Path(folder)):
+        try:
+            return _check(path)
+        except (OSError, ValueError, KeyError) as error:
+            tell(f"checkpoint {path} is damaged ({error}); the one before it is taken")
+    return None
+
+
+def load(generation: Generation) -> dict[str, tf.Tensor]:
+    """Reads all tensors of a generation.
+
+    Raises:
+        CheckpointError: Where the files have changed since they were looked at.
+    """
+    names = sorted(generation.tensors)
+    try:
+        with tf.device("CPU:0"):
+            values = tf.raw_ops.RestoreV2(
+                prefix=str(generation.path / _VALUES),
+                tensor_names=names,
+                shape_and_slices=[""] * len(names),
+                dtypes=[tf.as_dtype(generation.tensors[name][0]) for name in names],
+            )
+    except tf.errors.OpError as error:
+        raise CheckpointError(
+            "A checkpoint must be readable. "
+            f"Received: {str(error).splitlines()[0]} in {generation.path}. "
+            "Remove that folder; the generation before it is then taken."
+        ) from error
+    return dict(zip(names, values))
+
+
+def _check(path) -> Generation:
+    manifest = json.loads((path / _MANIFEST).read_text())
+    digest = manifest.pop("sha256")
+    if digest != _digest(_canonical(manifest)):
+        raise ValueError(f"{_MANIFEST} has changed")
+    for name, expected in manifest["files"].items():
+        if _digest((path / name).read_bytes()) != expected:
+            raise ValueError(f"{name} has changed")
+    return Generation(path, manifest["state"], manifest["tensors"])
+
+
+def _numbered(folder) -> list[Path]:
+    """Generations, the latest first."""
+    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True) if folder.is_dir() else []
+
+
+def _canonical(manifest) -> bytes:
+    return json.dumps(manifest, sort_keys=True).encode()
+
+
+def _digest(data) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

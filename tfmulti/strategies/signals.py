@@ -1,0 +1,73 @@
+"""What one worker wants, told to all with the step that they take together.
+
+A worker that is asked to stop cannot stop alone: the others would wait for it. Its wish goes
+with the step's own reduction, so that all know of it after the same step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+NAMES = ("stop", "save")
+
+
+class Signals:
+    """The wishes of this worker, and those that all have agreed on.
+
+    `ask` may be called from a signal handler.
+    """
+
+    def __init__(self, num_replicas: int, num_local_replicas: int):
+        self._alone = num_replicas == 1
+        self._num_local_replicas = num_local_replicas
+        self._asked = dict.fromkeys(NAMES, False)
+        self._agreed = dict.fromkeys(NAMES, False)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._wanted = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
+            self._heard = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
+
+    def ask(self, name: str) -> None:
+        """Wants something of all workers."""
+        self._asked[name] = True
+
+    def send(self) -> None:
+        """Makes the next step carry what was asked; called before it."""
+        if self._alone:
+            return
+        self._wanted.assign([float(asked) for asked in self._asked.values()])
+
+    def receive(self) -> bool:
+        """Looks at what the last step has brought; returns whether all shall save now."""
+        if self._alone:
+            self._agreed |= {name: True for name, asked in self._asked.items() if asked}
+        else:
+            heard = self._heard.numpy()
+            if heard.any():
+                self._agreed |= {name: True for name, h in zip(NAMES, heard) if h}
+                self._heard.assign(np.zeros(len(NAMES), "float32"))
+        return any(self._agreed.values())
+
+    def agreed(self, name: str) -> bool:
+        """Whether all workers have agreed on something."""
+        return self._agreed[name]
+
+    def clear(self, name: str) -> None:
+        """Forgets a wish that was fulfilled."""
+        self._asked[name] = self._agreed[name] = False
+
+    def part_of_step(self) -> tf.Tensor:
+        """What this replica adds to the step's reduction, a float32 vector."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        first = tf.cast(replica, tf.int32) % self._num_local_replicas == 0
+        return tf.where(first, self._wanted.read_value(), tf.zeros(len(NAMES)))
+
+    def note(self, added: tf.Tensor) -> None:
+        """Keeps, in the step, what all replicas have added."""
+        self._heard.assign(tf.maximum(self._heard, added))
+
+
+def signals_of(strategy: tf.distribute.Strategy) -> Signals:
+    """Returns the signals of a strategy, or new ones for a strategy that has none."""
+    signals = getattr(strategy, "signals", None)
+    return signals if signals is not None else Signals(1, 1)
