@@ -7,7 +7,7 @@ import types
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, shares
+from tfmulti import finite, keras_compat, shares
 
 
 def DistributedOptimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -109,7 +109,7 @@ def _weigh_loss(loss, share):
 
 
 def _apply(self, grads, trainable_variables=None):
-    plain_apply = type(self).apply
+    plain_apply = finite.update_of(self)
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return plain_apply(self, grads, trainable_variables)

@@ -1,0 +1,104 @@
+"""Training ends, or goes on without the step, where numbers go bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import finite
+from tfmulti.config import ON_NONFINITE
+
+_STEPS_BETWEEN_LOOKS_AT_A_GPU = 10
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, a gradient or a weight is infinite or not a number."""
+
+
+class NonFinite(keras.callbacks.Callback):
+    """Leaves out updates whose gradients are not finite; stops, or goes on without them.
+
+    All replicas and workers find the same at the same step, since they look at gradients after
+    the reduction. Weights and the loss are looked at when training begins and after every epoch,
+    too: a loss can stay finite over weights that are not. Put it before `Checkpoint`.
+
+    Args:
+        action: `"stop"` to end with an error, `"skip"` to go on without those updates.
+        tell: Function of one line of text.
+
+    Attributes:
+        skipped: Updates left out since `fit` began.
+
+    Raises:
+        ValueError: For another action.
+
+    Example:
+    >>> NonFinite("skip").skipped
+    0
+    """
+
+    def __init__(self, action: str = "stop", tell: Callable[[str], None] = logging.warning):
+        super().__init__()
+        if action not in ON_NONFINITE:
+            raise ValueError(
+                f"`action` must be one of {', '.join(ON_NONFINITE)}. "
+                f"Received: action={action!r}. Use 'stop' to end with an error."
+            )
+        self._action, self._tell, self._guard = action, tell, None
+        self.skipped = 0
+
+    def on_train_begin(self, logs=None):
+        """Puts the guard into the optimizer, before the step is traced."""
+        self._epoch, self._calls, self.skipped = 0, 0, 0
+        if self.model.optimizer is not None:
+            self._guard = finite.watch(self.model.optimizer)
+            self.model.make_train_function(force=True)
+        on_gpu = bool(tf.config.list_logical_devices("GPU"))
+        self._every = _STEPS_BETWEEN_LOOKS_AT_A_GPU if on_gpu else 1
+        self._check_weights()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Looks at what the step has found."""
+        self._calls += 1
+        if self._calls % self._every == 0:
+            self._look()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Looks at the epoch's last steps, its loss, and the weights."""
+        self._look()
+        for name, value in (logs or {}).items():
+            if name in ("loss", "val_loss") and not np.isfinite(value) and not self.skipped:
+                self._stop(f"`{name}` is {value}")
+        self._check_weights()
+
+    def _look(self):
+        if self._guard is None:
+            return
+        count, step, name = self._guard.read()
+        if count == self.skipped:
+            return
+        if self._action == "stop":
+            self._stop(f"the gradient of {name} at step {step}")
+        self._tell(f"{count - self.skipped} update(s) left out, the first with {name}")
+        self.skipped = count
+
+    def _check_weights(self):
+        for variable in self.model.variables:
+            value = keras.ops.convert_to_numpy(variable)
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                self._stop(f"the weight {variable.path}")
+
+    def _stop(self, what):
+        raise NonFiniteError(
+            "Loss, gradients and weights must be finite. "
+            f"Received: {what}, in epoch {self._epoch}. Look at that step's data, lower the "
+            'learning rate, or go on without such steps: on_nonfinite="skip".'
+        )
