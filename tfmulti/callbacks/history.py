@@ -23,11 +23,22 @@ class HistoryFile(keras.callbacks.Callback):
     def __init__(self, path: str | os.PathLike[str]):
         super().__init__()
         self._path = Path(path)
-        self._rows: list[dict] = []
+        self._rows: list[dict] | None = None
 
     def on_train_begin(self, logs=None):
-        """Starts a new file."""
-        self._rows = []
+        """Starts anew."""
+        self._rows = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Keeps the rows of epochs before the first one, where training goes on."""
+        if self._rows is None:
+            self._rows = [row for row in self._read() if int(row["epoch"]) < epoch]
+
+    def _read(self) -> list[dict]:
+        if not self._path.exists():
+            return []
+        with open(self._path, newline="") as file:
+            return list(csv.DictReader(file))
 
     def on_epoch_end(self, epoch, logs=None):
         """Adds the epoch's row."""

@@ -50,6 +50,25 @@ def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
         )
 
 
+def _describe_data(dataset) -> dict | None:
+    """What makes the order of the examples."""
+    if dataset is None:
+        return None
+    names = ("num_examples", "global_batch_size", "seed", "remainder", "steps_per_epoch")
+    return {name: getattr(dataset.plan, name) for name in names}
+
+
+def _check_data(before, now):
+    differing = [n for n in before or {} if now is not None and before[n] != now[n]]
+    if differing:
+        name = differing[0]
+        raise checkpoint.CheckpointError(
+            "A run must go on with the same data in the same order. "
+            f"Received: {name}={now[name]}, and {before[name]} in the checkpoint. "
+            "Give the same, or begin anew in another folder."
+        )
+
+
 def is_within_fit(frame, model: keras.Model) -> bool:
     """Whether a frame of the main thread is within `fit` of a model."""
     while frame is not None:
@@ -78,6 +97,7 @@ def take(run: Run, epoch: int, step: int, strategy, within_epoch: bool) -> check
         "step": step,
         "position": position,
         "num_replicas": strategy.num_replicas_in_sync,
+        "data": _describe_data(run.dataset),
         "history": {"epoch": list(history.epoch), "values": values},
     }
     return checkpoint.Snapshot(snapshot.tensors, {**snapshot.state, **state})
@@ -134,6 +154,7 @@ def resume(folder: Path, strategy, run: Run, tell: Callable[[str], None]) -> Res
         generation = _from_chief(folder, strategy, Path(copies), tell)
         if generation is None:
             return None
+        _check_data(generation.state["data"], _describe_data(run.dataset))
         metrics = checkpoint.restore(generation, run.model, run.callbacks)
     state = generation.state
     if run.dataset is not None and state["position"] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import time
 
@@ -11,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import callbacks
+from tfmulti.cluster import environment
 from tfmulti.config import TrainConfig
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.datasets import load_dataset
@@ -76,7 +78,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         epochs=config.epochs,
         shuffle=False,
         verbose=worker.verbose,
-        callbacks=[throughput, *worker.create_callbacks(train)],
+        callbacks=[throughput, *worker.create_callbacks(train, config)],
     )
     seconds = time.perf_counter() - began
     result = _describe(config, worker, train, throughput, history, seconds)
@@ -104,7 +106,7 @@ def _describe(config, worker, train, throughput, history, seconds) -> dict:
         "seconds": round(seconds, 3),
         "examples_per_second": rate,
         "metrics": metrics,
-        "restarts": 0,
+        "restarts": int(os.environ.get(environment.RESTARTS, 0)),
         "versions": {
             "python": platform.python_version(),
             "tensorflow": tf.__version__,

@@ -43,26 +43,49 @@ class Worker:
             replicas = f"{self.strategy.num_replicas_in_sync} replicas"
             self.tell(f"{self.strategy.why}: {replicas}, global batch size {global_batch_size}")
 
-    def create_callbacks(self, train) -> list:
-        """Makes the callbacks that every worker needs, and those of the chief."""
-        chosen = []
+    def create_callbacks(self, train, config) -> list:
+        """Makes the callbacks that every worker needs, and those of the chief.
+
+        Args:
+            train: The training data.
+            config: The run.
+        """
+        chosen = [callbacks.NonFinite(config.on_nonfinite, self.tell)]
         if train.audit is not None:
             tell = self.tell if self.is_chief else None
             chosen.append(callbacks.ShardAuditLog(train, tell))
-        if self.workdir is None or not self.is_chief:
+        if self.workdir is None:
             return chosen
-        logs = self.workdir / "logs"
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(logs, ignore_errors=True)
-        chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
-        chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
-        return chosen
+        if self.is_chief:
+            self.workdir.mkdir(parents=True, exist_ok=True)
+            logs = self.workdir / "logs"
+            if config.resume == "never" or not self._checkpoints.exists():
+                shutil.rmtree(logs, ignore_errors=True)
+            chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
+            chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
+        saver = callbacks.Checkpoint(
+            self._checkpoints,
+            train,
+            every_steps=config.checkpoint_steps,
+            every_minutes=config.checkpoint_minutes,
+            resume=config.resume == "auto",
+            tell=self.tell,
+        )
+        return [*chosen, saver]
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.workdir / "checkpoints"
 
     def finish(self, model, result):
-        """Writes the model and the result, on the chief; says the weights' digest everywhere."""
+        """Writes the model and the result, on the chief; says the weights' digest everywhere.
+
+        A run that has ended needs its checkpoints no more.
+        """
         if self.workdir is not None:
             self._save(model)
             if self.is_chief:
+                shutil.rmtree(self._checkpoints, ignore_errors=True)
                 text = json.dumps(result, indent=2) + "\n"
                 path = self.workdir / "result.json"
                 files.write_atomically(path, lambda temporary: temporary.write_text(text))
