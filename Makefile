@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all lint install clean
+.PHONY: train test test-all test-keras conformance lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
@@ -15,6 +15,19 @@ test: install
 # Everything, the slow ones too.
 test-all: install
 	$(BIN)/python -m pytest --numprocesses=2 -m "slow or not slow"
+
+# Measures every promise under every strategy and on stock Keras; writes CONFORMANCE.md.
+conformance: install
+	PYTHONPATH=tests $(BIN)/python -m conformance
+
+# Another version of Keras, in an environment of its own: make test-keras KERAS=3.12.0
+KERAS ?= 3.12.0
+KERAS_BIN := .venv-keras-$(KERAS)/bin
+
+test-keras:
+	test -x $(KERAS_BIN)/python || $(PYTHON) -m venv .venv-keras-$(KERAS)
+	$(KERAS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" "keras==$(KERAS)"
+	$(KERAS_BIN)/python -m pytest --numprocesses=2 tests/conformance tests/test_keras_compat.py
 
 lint: install
 	$(BIN)/ruff check .
@@ -29,4 +42,4 @@ $(STAMP): setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-keras-* build dist *.egg-info

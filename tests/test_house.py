@@ -16,23 +16,40 @@ ORDER = [
     "sharding",
     "config",
     "files",
+    "meeting",
+    "processes",
     "command_line",
     "devices",
     "keras_compat",
     "shares",
     "iterators",
     "losses",
+    "finite",
     "optimizers",
     "strategies",
     "datasets",
     "data",
     "learning_rate",
+    "checkpoint",
     "callbacks",
     "models",
     "trainer",
     "train",
+    "launch",
+    "parity",
 ]
-PURE = ["cluster", "sharding", "config", "files", "command_line", "train"]
+PURE = [
+    "cluster",
+    "sharding",
+    "config",
+    "files",
+    "meeting",
+    "processes",
+    "command_line",
+    "train",
+    "launch",
+    "parity",
+]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,8 @@ from absl import flags
 ERROR = 1
 BAD_USAGE = 2
 MESSAGE_LINES = 12
+_PYTHON_ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt): [^\n]+)")
+_NODE = re.compile(r"\{\{[^}]*\}\} ?")
 
 
 def define(values: flags.FlagValues, field) -> None:
@@ -104,8 +107,17 @@ def _standard_error_kept_back():
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the message of an error without framework frames, the kind first where it helps."""
-    lines = str(error).strip().splitlines() or [repr(error)]
+    r"""Returns the message of an error without framework frames, the kind first where it helps.
+
+    An error of Python's within TensorFlow's graph is that error.
+
+    >>> cause_of(RuntimeError("Graph execution error:\n{{node x}} ValueError: bad record\nTrace"))
+    'ValueError: bad record'
+    """
+    within = _PYTHON_ERROR.search(str(error))
+    if within and "{{" in str(error):
+        return within[1]
+    lines = _NODE.sub("", str(error)).strip().splitlines() or [repr(error)]
     text = "\n".join(lines[:MESSAGE_LINES])
     ours = type(error) in (ValueError, RuntimeError) or type(error).__module__ == "tfmulti"
     return text if ours else f"{type(error).__name__}: {text}"

@@ -10,6 +10,8 @@ OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
 COMMUNICATIONS = ("auto", "ring", "nccl")
 SCALING_RULES = ("none", "linear", "sqrt")
+ON_NONFINITE = ("stop", "skip")
+RESUME = ("auto", "never")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 
@@ -71,10 +73,28 @@ class TrainConfig:
     steps_per_execution: int = _setting(1, "Steps per call of the compiled function.", at_least=1)
     remainder: str = _setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
     communication: str = _setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
+    start_timeout: float | None = _setting(
+        None,
+        "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
+        at_least=0.001,
+    )
+    peer_timeout: float | None = _setting(
+        None, "Seconds of silence after which a worker counts as lost; by default 10.", at_least=1.0
+    )
     logical_cpus: int = _setting(
         0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
     )
     seed: int = _setting(0, "Seed of weights, order and randomness.", at_least=0)
+    on_nonfinite: str = _setting(
+        "stop", "When a gradient is infinite or not a number.", ON_NONFINITE
+    )
+    resume: str = _setting("auto", "Whether to go on from --workdir's checkpoints.", RESUME)
+    checkpoint_steps: int | None = _setting(
+        None, "Steps from one checkpoint to the next within an epoch.", at_least=1
+    )
+    checkpoint_minutes: float | None = _setting(
+        None, "Minutes from one checkpoint to the next within an epoch.", at_least=0.001
+    )
     audit_shards: bool = _setting(False, "Tell which rows each replica received.")
     workdir: str | None = _setting(
         None, "Folder for model.keras, history.csv, result.json and logs/."

@@ -40,8 +40,10 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     numbers = getattr(_local, "numbers", None)
     if numbers is not None and tf.convert_to_tensor(values).shape.rank == 0:
         numbers.append(values)
-    loss = reduce(values, sample_weight, mask, reduction, dtype)
     share = shares.current_share()
+    if share is not None and share.is_padded:
+        _refuse_weights_of_rows(values, sample_weight)
+    loss = reduce(values, sample_weight, mask, reduction, dtype)
     context = tf.distribute.get_replica_context()
     if not keeps_means() or context is None or context.num_replicas_in_sync == 1:
         return loss
@@ -63,6 +65,18 @@ def noting_single_numbers():
         yield _local.numbers
     finally:
         _local.numbers = None
+
+
+def _refuse_weights_of_rows(values, sample_weight):
+    """Keras's own words are about two shapes."""
+    rank = tf.convert_to_tensor(values).shape.rank
+    given = None if sample_weight is None else tf.convert_to_tensor(sample_weight).shape
+    if rank is not None and given is not None and rank > 1 and given.rank < rank:
+        raise ValueError(
+            'With `remainder="pad"` sample weights must have the shape of the losses. '
+            f"Received: weights of shape {given}, losses of {rank} dimensions. "
+            'Give weights of your own in (x, y, sample_weight), or use remainder="uneven".'
+        )
 
 
 def _inverse(value):

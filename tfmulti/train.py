@@ -44,12 +44,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _train(config)
     except Exception as error:
-        if values.traceback:
-            traceback.print_exc()
-        else:
-            print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
-            print("(--traceback shows where it came from)", file=sys.stderr)
-        return command_line.ERROR
+        return _end(error, config, values.traceback)
+
+
+def _end(error, config, with_traceback) -> int:
+    """Says why this worker ends, tells the others where it is its own fault; the exit code."""
+    ending = None
+    if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
+        from tfmulti.strategies.ending import end_worker
+
+        ending = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
+    if with_traceback:
+        traceback.print_exception(error)
+    text = command_line.cause_of(error) if ending is None else ending.text
+    print(f"error: {text}", file=sys.stderr)
+    if not with_traceback:
+        print("(--traceback shows where it came from)", file=sys.stderr)
+    return command_line.ERROR if ending is None else ending.exit_code
 
 
 def _train(config: TrainConfig) -> int:

@@ -14,16 +14,15 @@ from absl import logging
 
 from tfmulti import keras_compat
 from tfmulti.callbacks import resuming
+from tfmulti.cluster import environment
 from tfmulti.strategies import agreement
-
-PREEMPTED = 143
 
 
 class Preempted(SystemExit):
     """Training was told to end by SIGTERM, and has saved; the exit code is 143."""
 
     def __init__(self):
-        super().__init__(PREEMPTED)
+        super().__init__(environment.PREEMPTED)
 
 
 class Checkpoint(keras.callbacks.Callback):

@@ -7,12 +7,15 @@ TensorFlow waits in silence, without an end, for a host that has no address, and
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
+
+from absl import logging
 
 from tfmulti.cluster.address import is_ip_address, split_address
 from tfmulti.cluster.errors import show, tf_config_error
@@ -120,6 +123,26 @@ def check_port(cluster: Cluster, *, source: str, bind: Callable[[int], None] = b
             source=source,
             advice=advice,
         ) from error
+
+
+def warn_of_public_addresses(cluster: Cluster) -> None:
+    """Warns of IP addresses that the whole internet may reach. Names are not looked up.
+
+    TensorFlow's gRPC port listens on every interface and asks nobody who he is.
+    """
+    addresses = [cluster.spec[task_type][index] for task_type, index in cluster.tasks]
+    hosts = {address: split_address(address)[0] for address in addresses}
+    public = [
+        address
+        for address, host in hosts.items()
+        if is_ip_address(host) and ipaddress.ip_address(host).is_global
+    ]
+    if public:
+        logging.warning(
+            "TensorFlow's ports let whoever reaches them run operations and read files. "
+            "Received: the public addresses %s. Use private ones, or a firewall against strangers.",
+            ", ".join(public),
+        )
 
 
 def _find_faults(

@@ -182,6 +182,8 @@ class Pass:
         self._number = iterators.register(self)
 
     def __iter__(self) -> iterators.ReplicaIterator:
+        # Within a traced step no variable can be made.
+        _ = self._position.taken
         return iterators.create_iterator(self, self._number, self._shares)
 
     def take(self, shares: tuple):
@@ -215,4 +217,5 @@ def _mark_padding(batch, weights):
     if len(batch) == 2:
         return (*batch, weights)
     own = tf.cast(batch[2], tf.float32)
+    filler = tf.reshape(filler, [-1, *[1] * (own.shape.rank - 1)])
     return (*batch[:2], tf.where(filler, PADDING_WEIGHT, own))

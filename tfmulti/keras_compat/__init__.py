@@ -16,10 +16,12 @@ from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses
 from tfmulti.keras_compat.names import global_seed_state as global_seed_state
+from tfmulti.keras_compat.names import heartbeats as heartbeats
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import own_losses as own_losses
 from tfmulti.keras_compat.names import random_layers as random_layers
+from tfmulti.keras_compat.names import report_error as report_error
 from tfmulti.keras_compat.names import set_global_seed_state as set_global_seed_state
 from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
 from tfmulti.keras_compat.names import step_of as step_of

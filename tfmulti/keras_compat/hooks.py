@@ -7,7 +7,7 @@ import functools
 import keras
 
 
-def around_callbacks(prepare, agree) -> None:
+def around_callbacks(prepare, agree, more) -> None:
     """Lets stock callbacks be prepared for several workers, and stops agreed on.
 
     Cures "BadZipFile", "unable to lock file" and doubled lines where every worker writes what
@@ -17,6 +17,7 @@ def around_callbacks(prepare, agree) -> None:
     Args:
         prepare: Function of a callback and the model that is going to be trained.
         agree: Function of that model, called after every epoch.
+        more: Function of that model that returns callbacks to add.
     """
     holder = keras.callbacks.CallbackList
     if hasattr(holder.set_model, "__wrapped__"):
@@ -25,6 +26,8 @@ def around_callbacks(prepare, agree) -> None:
 
     @functools.wraps(set_model)
     def set_model_of_all(self, model):
+        have = {type(callback) for callback in self.callbacks}
+        self.callbacks += [c for c in more(model) if type(c) not in have] if model else []
         for callback in self.callbacks if model else []:
             prepare(callback, model)
             if hasattr(callback, "set_callbacks"):

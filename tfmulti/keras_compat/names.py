@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-import types
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
+from tensorflow.python.eager import context
 
+_INTERNAL = 13
 STEP_KINDS = {"train_step": "train", "test_step": "test"}
 
 
@@ -87,7 +91,8 @@ def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
 
     Cures "RuntimeError: `merge_call` called while defining a new graph" under
     `gradient_accumulation_steps` and `ema_overwrite_frequency`, and the second all-reduce of
-    gradients that are reduced already.
+    gradients that are reduced already. What an optimizer's own class does around these methods,
+    as Nadam and Muon do, stays.
     """
     for name in (
         "_backend_update_step",
@@ -95,8 +100,20 @@ def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
         "_backend_increment_gradient_accumulators",
         "_overwrite_model_variables_with_average_value",
     ):
-        plain = getattr(base_optimizer.BaseOptimizer, name)
-        object.__setattr__(optimizer, name, types.MethodType(plain, optimizer))
+        distributed = getattr(keras_optimizer.TFOptimizer, name)
+        if not hasattr(distributed, "__wrapped__"):
+            plain = getattr(base_optimizer.BaseOptimizer, name)
+            setattr(keras_optimizer.TFOptimizer, name, _plain_if_marked(distributed, plain))
+    object.__setattr__(optimizer, "tfmulti_updates_alike", True)
+
+
+def _plain_if_marked(distributed, plain):
+    @functools.wraps(distributed)
+    def method(self, *args, **kwargs):
+        marked = getattr(self, "tfmulti_updates_alike", False)
+        return (plain if marked else distributed)(self, *args, **kwargs)
+
+    return method
 
 
 class LocalCPUs(mwms.CollectiveAllReduceExtended):
@@ -137,3 +154,36 @@ def set_initial_epoch(model: keras.Model, epoch: int) -> None:
 def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """The layers that draw random numbers in training."""
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
+
+
+def report_error(text: str) -> None:
+    """Tells all workers of an error on this one; nothing happens where there is no cluster.
+
+    Else they learn of it by missing heartbeats, ten seconds later, and without the reason.
+    """
+    here = context.context()
+    if here.coordination_service is None:
+        return
+    with contextlib.suppress(tf.errors.OpError, ValueError):
+        here.report_error_to_cluster(_INTERNAL, text)
+
+
+@contextlib.contextmanager
+def heartbeats(timeout_s: float | None):
+    """Has a cluster that is begun within notice a silent worker after `timeout_s` seconds.
+
+    `MultiWorkerMirroredStrategy` sets up TensorFlow's coordination service without asking.
+    """
+    here = context.context()
+    if timeout_s is None:
+        yield
+        return
+    original = here.configure_coordination_service
+    milliseconds = int(timeout_s * 1000)
+    here.configure_coordination_service = functools.partial(
+        original, heartbeat_timeout_in_ms=milliseconds
+    )
+    try:
+        yield
+    finally:
+        del here.configure_coordination_service

@@ -7,6 +7,7 @@ synchronized batch statistics in `keras_compat`.
 """
 
 from tfmulti.shares.logs import weigh_mean as weigh_mean
+from tfmulti.shares.rows import fill_if_empty as fill_if_empty
 from tfmulti.shares.share import Share as Share
 from tfmulti.shares.share import current_share as current_share
 from tfmulti.shares.share import regularization as regularization

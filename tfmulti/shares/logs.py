@@ -75,28 +75,51 @@ def make_global(logs, share, signals=None):
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return logs
-    if signals is not None:
-        signals.note(context.all_reduce("SUM", signals.part_of_step()))
-    if not isinstance(logs, dict):
-        return logs
-    if share.model is None or set(logs) != set(share.model.get_metrics_result()):
-        return _average(logs, share)
-    variables = [v for v in share.model.metrics_variables if v.aggregation == "sum"]
+    result = _result_of_metrics(logs, share) if isinstance(logs, dict) else None
+    variables = [] if result is None else share.model.metrics_variables
+    variables = [v for v in variables if v.aggregation == "sum"]
     states = [variable.value.read_value() for variable in variables]
-    if not states:
-        return logs
-    added = context.all_reduce("SUM", states)
+    wishes = [] if signals is None else [signals.part_of_step()]
+    added = _add_by_dtype([*states, *wishes])
+    if signals is not None:
+        signals.note(added.pop())
+    if result is None:
+        return _average(logs, share) if isinstance(logs, dict) else logs
     with keras.StatelessScope(state_mapping=list(zip(variables, added))):
-        return share.model.get_metrics_result()
+        return result()
+
+
+def _result_of_metrics(logs, share):
+    """Returns what computes logs from the metrics' states, or None for logs of another kind."""
+    if share.model is None or not logs:
+        return None
+    if set(logs) == set(share.model.get_metrics_result()):
+        return share.model.get_metrics_result
+    metrics = {metric.name: metric for metric in share.model.metrics}
+    if set(logs) <= set(metrics):
+        return lambda: {name: metrics[name].result() for name in logs}
+    return None
+
+
+def _add_by_dtype(values) -> list[tf.Tensor]:
+    """Adds values over all replicas; workers pack what goes together, of one dtype only."""
+    added: list = [None] * len(values)
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        places = [i for i, value in enumerate(values) if value.dtype == dtype]
+        sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in places])
+        for place, value in zip(places, sums):
+            added[place] = value
+    return added
 
 
 def _average(logs, share):
-    logs = {name: tf.convert_to_tensor(value) for name, value in logs.items()}
-    means = {n: v for n, v in logs.items() if v.shape.rank == 0 and v.dtype.is_floating}
-    if not means:
+    values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
+    places = [i for i, v in enumerate(values) if v.shape.rank == 0 and v.dtype.is_floating]
+    if not places:
         return logs
-    stacked = tf.stack([tf.cast(value, tf.float32) for value in means.values()])
+    stacked = tf.stack([tf.cast(values[i], tf.float32) for i in places])
     stacked = tf.where(share.num_real > 0, stacked * share.weight, tf.zeros_like(stacked))
     stacked = tf.distribute.get_replica_context().all_reduce("SUM", stacked)
-    averaged = zip(means, tf.unstack(stacked))
-    return {**logs, **{name: tf.cast(value, logs[name].dtype) for name, value in averaged}}
+    for place, value in zip(places, tf.unstack(stacked)):
+        values[place] = tf.cast(value, values[place].dtype)
+    return tf.nest.pack_sequence_as(logs, values)

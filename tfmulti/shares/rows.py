@@ -29,13 +29,16 @@ def count_rows(part) -> tf.Tensor:
 def filler_rows(data) -> tf.Tensor | None:
     """Tells which rows were added by padding, a bool vector; None where none can be."""
     weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None
-    if isinstance(weights, tf.Tensor) and weights.dtype == tf.float32 and weights.shape.rank == 1:
-        return tf.bitcast(weights, tf.int32) == _NEGATIVE_ZERO
-    return None
+    if not isinstance(weights, tf.Tensor) or weights.dtype != tf.float32 or not weights.shape.rank:
+        return None
+    marked = tf.bitcast(weights, tf.int32) == _NEGATIVE_ZERO
+    return tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
 
 
 def fill_if_empty(data):
     """Adds one row, of zeros or empty, to a batch without a row."""
+    if parts_of(data) is None:
+        return data
     return _map(_fill_part, data)
 
 
@@ -75,7 +78,8 @@ def _fill_part(part):
         shape = tf.concat([rows, part.dense_shape[1:]], axis=0)
         return _keep_shape(tf.SparseTensor(part.indices, part.values, shape), part)
     filled = tf.cond(empty, lambda: _filler_row(part), lambda: tf.identity(part))
-    filled.set_shape([None, *part.shape[1:]])
+    if not tf.executing_eagerly():
+        filled.set_shape([None, *part.shape[1:]])
     return filled
 
 

@@ -59,6 +59,7 @@ def _learn(fn, data, share, kind):
         logs_lib.take_out_filler(share)
     if state:
         _restore(state, before, share)
+        _follow_others(share)
     for tracker, total in zip(trackers, totals):
         logs_lib.count_once(tracker, total, share)
     if kind == "train":
@@ -111,11 +112,8 @@ def _local_state(model, trackers) -> list:
     if model is None:
         return []
     apart = {variable.path for tracker in trackers for variable in tracker.variables}
-    shared = keras_compat.synchronized_variables(model)
-    own = [v for v in model.non_trainable_variables if v.aggregation == "none"]
-    own = [v for v in own if v.path not in shared and keras.backend.is_float_dtype(v.dtype)]
     metrics = [v for v in model.metrics_variables if v.path not in apart]
-    return [v.value for v in [*metrics, *own]]
+    return [v.value for v in [*metrics, *_own_states(model)]]
 
 
 def _restore(state, before, share):
@@ -125,6 +123,32 @@ def _restore(state, before, share):
         return tf.constant(True)
 
     tf.cond(share.num_real > 0, lambda: tf.constant(False), put_back)
+
+
+def _follow_others(share):
+    """Gives a replica without a row the layer state that the others have come to.
+
+    Some of it, as the vector of spectral normalization, comes from weights and not from rows, and
+    must be the same on all.
+    """
+    if share.model is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return
+    apart = {v.path for v in keras_compat.local_statistics(share.model)}
+    own = [v.value for v in _own_states(share.model) if v.path not in apart]
+    if not own:
+        return
+    counted = share.num_real > 0
+    parts = [tf.where(counted, v * tf.cast(share.weight, v.dtype), tf.zeros_like(v)) for v in own]
+    for variable, mean in zip(own, tf.distribute.get_replica_context().all_reduce("SUM", parts)):
+        variable.assign(tf.where(counted, variable, mean))
+
+
+def _own_states(model) -> list:
+    """Layer states that each replica keeps by itself, but for those that all compute alike."""
+    shared = keras_compat.synchronized_variables(model)
+    own = [v for v in model.non_trainable_variables if v.aggregation == "none"]
+    own = [v for v in own if keras.backend.is_float_dtype(v.dtype)]
+    return [v for v in own if v.path not in shared]
 
 
 def _average_statistics(share):

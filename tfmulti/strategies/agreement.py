@@ -10,7 +10,7 @@ from tfmulti import keras_compat
 
 _UNKNOWN = -1
 _DIGIT = 2**20
-_CHUNK = 2**22
+_CHUNK = 2**18
 
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
@@ -67,14 +67,14 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
     function = strategy.add_function = getattr(
         strategy, "add_function", None
     ) or _create_add_function(strategy)
-    parts = []
-    for start in range(0, size, _CHUNK):
-        chunk = np.zeros(min(_CHUNK, size - start), np.uint8)
-        if data is not None:
-            chunk = np.frombuffer(data[start : start + _CHUNK], np.uint8)
-        added = function(tf.constant(chunk.astype(np.int32)))
-        parts.append(strategy.experimental_local_results(added)[0].numpy().astype(np.uint8))
-    return np.concatenate(parts).tobytes()
+    words = np.zeros(-(-size // (4 * _CHUNK)) * _CHUNK, np.int32)
+    if data is not None:
+        words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
+    for start in range(0, len(words), _CHUNK):
+        # A collective takes one shape for all calls.
+        added = function(tf.constant(words[start : start + _CHUNK]))
+        words[start : start + _CHUNK] = strategy.experimental_local_results(added)[0].numpy()
+    return words.view(np.uint8)[:size].tobytes()
 
 
 def _create_add_function(strategy):
@@ -89,7 +89,7 @@ def _create_add_function(strategy):
 
     return tf.function(
         lambda chunk: strategy.run(add, args=(chunk,)),
-        input_signature=[tf.TensorSpec([None], tf.int32)],
+        input_signature=[tf.TensorSpec([_CHUNK], tf.int32)],
     )
 
 

@@ -5,27 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-import keras
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, losses, meeting, shares
-from tfmulti.cluster import network
+from tfmulti import keras_compat, losses, shares
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
-from tfmulti.strategies import agreement, chief, probes
+from tfmulti.strategies import agreement, chief, probes, progress
+from tfmulti.strategies.multi_worker import Patience, create_multi_worker
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
-    MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     TPUStrategy,
     first_local_value,
 )
 from tfmulti.strategies.signals import Signals
-
-_RPC_LAYER = "grpc"
 
 
 def create_strategy(
@@ -36,6 +32,7 @@ def create_strategy(
     tf_config=None,
     communication: str = "auto",
     start_timeout: float | None = None,
+    peer_timeout: float | None = None,
     must_agree: Mapping[str, object] | None = None,
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
@@ -54,6 +51,8 @@ def create_strategy(
         communication: `"auto"`, `"ring"` or `"nccl"`, for `multi_worker`.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
+        peer_timeout: Seconds after which a worker that is silent counts as lost; by default
+            TensorFlow's ten.
         must_agree: What must be the same on all workers: name -> a value that JSON can hold.
 
     Returns:
@@ -83,9 +82,8 @@ def create_strategy(
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
-        strategy = create_multi_worker(
-            cluster, communication, logical_cpus, start_timeout, must_agree
-        )
+        patience = Patience(start_timeout, peer_timeout)
+        strategy = create_multi_worker(cluster, communication, logical_cpus, patience, must_agree)
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
     else:
@@ -103,7 +101,9 @@ def _repair_keras():
     keras_compat.count_shares_in_moments(shares.current_share)
     keras_compat.vary_seeds_by_replica()
     keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
-    keras_compat.around_callbacks(chief.prepare_callback, agreement.agree_on_stopping)
+    keras_compat.around_callbacks(
+        chief.prepare_callback, agreement.agree_on_stopping, progress.callbacks_for
+    )
     keras_compat.after_loading(distribute_loaded)
     keras_compat.logs_without_steps()
     keras_compat.weigh_single_numbers(shares.weigh_mean)
@@ -175,62 +175,6 @@ def create_mirrored(devices=None, logical_cpus=0) -> MirroredStrategy:
         # TensorFlow's collectives on CPU allow one strategy and one model a process.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
     return MirroredStrategy(devices, cross_device_ops=cross_device_ops)
-
-
-def create_multi_worker(
-    cluster: cluster_lib.Cluster | None,
-    communication: str = "auto",
-    logical_cpus: int = 0,
-    start_timeout: float | None = None,
-    must_agree: Mapping[str, object] | None = None,
-) -> MultiWorkerMirroredStrategy:
-    """Creates the strategy of one worker of a cluster; all workers must do the same."""
-    if cluster is None:
-        raise RuntimeError(
-            "`multi_worker` needs a cluster in TF_CONFIG. "
-            "Received: no TF_CONFIG in the environment and no `tf_config`. "
-            "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
-        )
-    if cluster.num_workers > 1:
-        _meet(cluster, start_timeout, must_agree or {})
-    os.environ["TF_CONFIG"] = cluster.to_json()
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({kind: list(tasks) for kind, tasks in cluster.spec.items()}),
-        task_type=cluster.task_type,
-        task_id=cluster.task_index,
-        rpc_layer=_RPC_LAYER,
-        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
-    )
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
-    )
-    try:
-        return MultiWorkerMirroredStrategy(resolver, options, logical_cpus or 1)
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
-        raise _too_late_error(error) from error
-
-
-def _meet(cluster, start_timeout, must_agree):
-    threads = tf.config.threading.get_inter_op_parallelism_threads()
-    try:
-        # Refused once TensorFlow runs: nobody shall wait for the others in vain.
-        tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
-    except RuntimeError as error:
-        raise _too_late_error(error) from error
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
-    network.warn_of_public_addresses(cluster)
-    versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
-    meeting.meet(cluster, {**versions, **must_agree}, timeout_s=start_timeout)
-
-
-def _too_late_error(error) -> RuntimeError:
-    return RuntimeError(
-        "`multi_worker` must be created before TensorFlow is used in this process. "
-        f"Received: {error} "
-        "Call create_strategy first, or restart the process (in a notebook: the kernel)."
-    )
 
 
 def create_tpu() -> TPUStrategy:

@@ -11,14 +11,18 @@ from tfmulti import iterators, keras_compat, optimizers, shares
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
-    """Takes each distributed value in a nested structure to the first local replica's."""
+    """Takes each distributed value in a nested structure to the first local replica's.
+
+    A share without a row gets a filler row: what a model is built from must have some.
+    """
 
     def first(value):
         if isinstance(value, tf.distribute.DistributedValues):
             return strategy.experimental_local_results(value)[0]
         return value
 
-    return tf.nest.map_structure(first, values, expand_composites=False)
+    values = tf.nest.map_structure(first, values, expand_composites=False)
+    return shares.fill_if_empty(values)
 
 
 class _ForKeras:

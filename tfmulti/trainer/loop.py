@@ -47,6 +47,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         tf_config=config.tf_config,
         communication=config.communication,
         start_timeout=config.start_timeout,
+        peer_timeout=config.peer_timeout,
         must_agree=_settings_of_all(config),
     )
     keras.utils.set_random_seed(config.seed)

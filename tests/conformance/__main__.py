@@ -1,0 +1,35 @@
+"""Tries every promise everywhere: `PYTHONPATH=tests python -m conformance`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from conformance import columns, matrix, processes, promises, table
+
+
+def main() -> None:
+    """Tries the promises, prints the table, and writes it to files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(), help="where the files go")
+    parser.add_argument("--only", default="", help="promises with these words in their names")
+    parser.add_argument("--processes", type=int, default=processes.num_processes())
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        names = [promise.name for promise in promises.ALL if arguments.only in promise.name]
+        rows = matrix.measure(
+            names, columns.TFMULTI + columns.STOCK, Path(folder), arguments.processes
+        )
+    seconds = time.monotonic() - started
+    table.show(rows, seconds)
+    if not arguments.only:
+        table.write(rows, arguments.folder)
+    broken = [row for row in rows if not row.kept]
+    raise SystemExit(f"{len(broken)} promises are broken" if broken else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Measures the matrix: promises down, strategies across."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from rich.progress import Progress
+
+from conformance import columns, compare, processes, promises
+from conformance.compare import Cell
+from conformance.promise import Promise
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was measured of one promise.
+
+    Attributes:
+        section: Heading.
+        promise: The promise.
+        noise: How much one device differs from itself.
+        cells: By name of the column.
+    """
+
+    section: str
+    promise: Promise
+    noise: float
+    cells: dict[str, Cell]
+
+    @property
+    def kept(self) -> bool:
+        """Whether tfmulti keeps the promise everywhere."""
+        names = [column.name for column in columns.TFMULTI if column.name in self.cells]
+        return all(self.cells[name].ok for name in names)
+
+
+def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
+    """Tries promises in some columns, and on one device.
+
+    Args:
+        names: Names of promises.
+        places: The columns.
+        folder: Where processes may leave their files.
+        num_processes: How many promises to try at a time.
+    """
+    plain = [columns.PLAIN] + [columns.STOCK_PLAIN] * any(place.stock for place in places)
+    tasks = [
+        (column, name)
+        for name in names
+        for column in (*plain, *places)
+        if columns.wanted(column, promises.find(name))
+    ]
+    with Progress(transient=True) as progress:
+        bar = progress.add_task("trying", total=len(tasks))
+        runs = processes.run_all(
+            tasks, folder, num_processes, lambda count: progress.advance(bar, count)
+        )
+    return [_row(name, places, runs) for name in names]
+
+
+def _row(name, places, runs) -> Row:
+    promise = promises.find(name)
+    sections = [title for title, some in promises.SECTIONS.items() if promise in some]
+    plain = runs[columns.PLAIN, name][0]
+    noise = 0.0
+    if not isinstance(plain, str) and promise.judge is None:
+        noise = max(compare.difference(other, plain[0])[0] for other in plain[1:])
+    cells = {}
+    for column in places:
+        if (column, name) not in runs:
+            continue
+        reference = runs[columns.STOCK_PLAIN if column.stock else columns.PLAIN, name][0]
+        reference = reference if isinstance(reference, str) else reference[0]
+        found = [run if isinstance(run, str) else run[0] for run in runs[column, name]]
+        cells[column.name] = compare.judge(promise, found, reference, noise, column.replicas > 1)
+    return Row(sections[0] if sections else "Random sizes", promise, noise, cells)

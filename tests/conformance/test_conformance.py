@@ -1,0 +1,138 @@
+"""The matrix, as far as a test run has time for it; `make conformance` measures all of it."""
+
+import pytest
+
+import tfmulti
+from conformance import columns, compare, matrix, processes, promises, training
+from conformance.promise import Place
+
+# What stock Keras gets wrong without an error; each fails here when upstream is repaired.
+STOCK_IS_WRONG = [
+    "43 examples in batches of 16",
+    "global_clipnorm",
+    "clipvalue",
+    "one replica overflows",
+    "loss that gives one number",
+    "token masks",
+    "mean_with_sample_weight",
+    "batch normalization, each its own",
+    "dropout",
+    "two steps an execution",
+]
+# One or two of each kind; the slow tests try all.
+IN_EVERY_RUN = [
+    "33 examples in batches of 16",
+    "padded, with weights of its own",
+    "arrays given to fit",
+    "Python generator",
+    "ragged rows",
+    "train_on_batch, test_on_batch",
+    "global_clipnorm",
+    "gradient_accumulation_steps",
+    "ema_overwrite_frequency",
+    "one replica overflows, as compile() has it",
+    "optimizer of the user's own",
+    "Nadam",
+    "loss that gives one number",
+    "mean_with_sample_weight",
+    "token masks",
+    "two outputs, loss weights",
+    "AUC, Precision, Recall, F1, IoU",
+    "batch normalization, synchronized",
+    "batch normalization, each its own",
+    "dropout",
+    "UnitNormalization, SpectralNormalization",
+    "convolution, shares without a row",
+    "two steps an execution",
+    "jit_compile=True",
+    "own train_step by the book",
+    "GAN with two optimizers",
+    "saved on one, goes on on many",
+]
+BY_NAME = {promise.name: promise for promise in promises.ALL}
+
+
+def attempt(promise, place):
+    try:
+        return training.train(promise, place)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def judge(promise, run, several=True):
+    """Judges a run; measures the noise only where it decides."""
+    reference = attempt(promise, Place())
+    cell = compare.judge(promise, [run], reference, 0.0, several)
+    if cell.ok or cell.difference is None:
+        return cell
+    others = [training.train(promise, Place(order=order)) for order in (1, 2)]
+    noise = max(compare.difference(other, reference)[0] for other in others)
+    return compare.judge(promise, [run], reference, noise, several)
+
+
+def try_on_replicas(name, num_replicas):
+    promise = BY_NAME[name]
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    strategy = tfmulti.create_strategy("mirrored", devices=devices)
+    cell = judge(promise, attempt(promise, Place(strategy)))
+    assert cell.ok, f"{cell.text} {cell.where}"
+
+
+@pytest.mark.parametrize("name", IN_EVERY_RUN)
+def test_three_replicas_do_as_one_device(name):
+    try_on_replicas(name, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - set(IN_EVERY_RUN)))
+def test_three_replicas_do_as_one_device_in_the_rest_too(name):
+    try_on_replicas(name, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_other_numbers_of_replicas_do_too(name, num_replicas):
+    try_on_replicas(name, num_replicas)
+
+
+def broken(rows):
+    return {
+        row.promise.name: {name: (c.text, c.where) for name, c in row.cells.items() if not c.ok}
+        for row in rows
+        if not row.kept
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", columns.TFMULTI[4:], ids=lambda place: place.name)
+def test_two_workers_do_as_one_device(place, tmp_path):
+    rows = matrix.measure(BY_NAME, [place], tmp_path, processes.num_processes())
+    assert not broken(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", columns.TFMULTI[4:], ids=lambda place: place.name)
+def test_two_workers_do_so_for_random_sizes(place, tmp_path):
+    names = [promise.name for promise in promises.RANDOM]
+    rows = matrix.measure(names, [place], tmp_path, processes.num_processes())
+    assert not broken(rows)
+
+
+@pytest.mark.slow
+def test_canary_stock_keras_is_still_wrong(tmp_path):
+    rows = matrix.measure(STOCK_IS_WRONG, columns.STOCK[:1], tmp_path, processes.num_processes())
+    repaired = [row.promise.name for row in rows if all(c.ok for c in row.cells.values())]
+    assert not repaired
+
+
+def test_a_difference_is_seen():
+    promise = BY_NAME["43 examples in batches of 16"]
+    run = training.train(promise, Place())
+    assert judge(promise, run).ok
+    run["weight/0"] = run["weight/0"] + 1e-5
+    assert judge(promise, run).where == "weight/0"
+    assert not judge(promise, run).ok
+    run["weight/0"][...] = float("nan")
+    assert judge(promise, run).text == "not finite"
+    assert not judge(promise, "ValueError: some words").ok

@@ -1,0 +1,57 @@
+"""Any number of examples, in batches of any size, on any number of replicas."""
+
+import hypothesis
+import keras
+import pytest
+from hypothesis import strategies as st
+
+import tfmulti
+from conformance.promise import Place
+from conformance.promises import sizes
+from conformance.test_conformance import attempt, judge
+
+FEW, MANY = 4, 60
+
+
+@st.composite
+def cases(draw):
+    num_replicas = draw(st.integers(1, 4))
+    promise = sizes.build(
+        draw(st.integers(1, 300)),
+        draw(st.integers(num_replicas, 100)),
+        draw(st.sampled_from(list(sizes.OPTIMIZERS))),
+        draw(st.sampled_from(sizes.REMAINDERS)),
+        draw(st.booleans()),
+        draw(st.integers(1, 2)),
+    )
+    return num_replicas, promise
+
+
+def try_case(case):
+    num_replicas, promise = case
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    kind = "mirrored" if num_replicas > 1 else "one_device"
+    strategy = tfmulti.create_strategy(kind, devices=devices)
+    cell = judge(promise, attempt(promise, Place(strategy)))
+    assert cell.ok, f"{cell.text} {cell.where}"
+    keras.utils.clear_session()
+
+
+def settings(count):
+    health = [hypothesis.HealthCheck.function_scoped_fixture]
+    return hypothesis.settings(
+        max_examples=count, deadline=None, derandomize=True, suppress_health_check=health
+    )
+
+
+@settings(FEW)
+@hypothesis.given(cases())
+def test_any_size(case):
+    try_case(case)
+
+
+@pytest.mark.slow
+@settings(MANY)
+@hypothesis.given(cases())
+def test_any_size_and_many(case):
+    try_case(case)

@@ -1,0 +1,89 @@
+"""One process of a place: tries one promise and leaves what came out in a file.
+
+Processes are forked from one that has imported this module. Nothing here, nor in the promises,
+may use TensorFlow while it is imported: its threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras  # noqa: F401 - the server of processes has it ready for all
+import numpy as np
+import tensorflow as tf
+
+from conformance import promises, training
+from conformance.promise import Place
+
+ORDERS = 3
+
+
+def main(column, names: list[str], index: int, tf_config: str, folder: str) -> None:
+    """Tries promises as worker `index` of a column.
+
+    Leaves `NUMBER_INDEX.npz` in the folder for each, or `NUMBER_INDEX.txt` with the error. An
+    error on one of several workers ends this process, because the others may wait for it.
+    """
+    warnings.simplefilter("ignore")
+    silence(Path(folder) / f"{index}.log")
+    # A process that is ended leaves its files behind.
+    tempfile.tempdir = folder
+    if tf_config:
+        os.environ["TF_CONFIG"] = tf_config
+    strategy = None
+    for number, name in enumerate(names):
+        path = Path(folder) / f"{number}_{index}"
+        try:
+            strategy = strategy or create_strategy(column)
+            arrays = attempt(promises.find(name), column, strategy, index)
+            np.savez(path.with_suffix(".part.npz"), **arrays)
+            os.replace(path.with_suffix(".part.npz"), path.with_suffix(".npz"))
+        except Exception as error:
+            path.with_suffix(".txt").write_text(f"{type(error).__name__}: {error}")
+            if column.workers > 1:
+                raise
+            traceback.print_exc()
+
+
+def attempt(promise, column, strategy, index) -> dict:
+    """Returns a promise's arrays at a place; on plain Keras for each order of the rows."""
+    orders = ORDERS if column.kind == "plain" and not column.stock else 1
+    arrays = {}
+    for order in range(orders):
+        found = training.train(promise, Place(strategy, column.stock, index, order))
+        arrays |= {f"{order}/{name}": value for name, value in found.items()}
+    assert not column.stock or "tfmulti.strategies" not in sys.modules
+    return arrays
+
+
+def silence(path: Path) -> None:
+    """Sends what this process writes to a file."""
+    file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+
+
+def create_strategy(column):
+    """Creates the column's strategy, or None for plain Keras."""
+    names = [f"CPU:{i}" for i in range(column.devices)]
+    if column.kind == "plain":
+        return None
+    if column.stock:
+        if column.kind == "multi_worker":
+            return tf.distribute.MultiWorkerMirroredStrategy()
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = [tf.config.LogicalDeviceConfiguration()] * column.devices
+        tf.config.set_logical_device_configuration(cpu, parts)
+        return tf.distribute.MirroredStrategy(names)
+    import tfmulti
+
+    if column.kind == "multi_worker":
+        return tfmulti.create_strategy("multi_worker", logical_cpus=column.devices)
+    return tfmulti.create_strategy(column.kind, devices=names, logical_cpus=column.devices)

@@ -1,0 +1,60 @@
+"""What TensorFlow says when another worker is gone, and what we make of it."""
+
+import pytest
+import tensorflow as tf
+
+from tfmulti.cluster import Cluster
+from tfmulti.cluster.endings import find_ending
+
+CLUSTER = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]}, "worker", 1)
+# Shortened from TensorFlow 2.21's own.
+TEXTS = {
+    "silent": (
+        "Collective ops is aborted by: Error reported from /job:worker/task:2: The following "
+        "tasks are unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:2\n",
+        "worker 2 at 10.0.0.3:2222 is lost: it has stopped sending heartbeats",
+    ),
+    "closed": (
+        "Collective ops is aborted by: Socket closed\nAdditional GRPC error information from "
+        "remote target /job:worker/replica:0/task:0 while calling RecvBuf",
+        "worker 0 at 10.0.0.1:2222 is lost: its connection has closed",
+    ),
+    "silent chief": (
+        "Collective ops is aborted by: Deadline Exceeded\nAdditional GRPC error information "
+        "while calling /tensorflow.CoordinationService/Heartbeat",
+        "worker 0 at 10.0.0.1:2222 is lost: it no longer answers heartbeats",
+    ),
+    "told": (
+        "Error reported from /job:worker/task:2: this worker failed: ValueError: bad record 7\n"
+        "The error could be from a previous operation.",
+        "worker 2 at 10.0.0.3:2222 failed, and this worker with it: ValueError: bad record 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_lost_worker_is_named(name):
+    text, words = TEXTS[name]
+    ending = find_ending(tf.errors.UnavailableError(None, None, text), CLUSTER)
+    assert ending.exit_code == 144
+    assert ending.text.startswith(words)
+
+
+def test_workers_that_do_different_things_are_told_so():
+    text = "Graph execution error:\nShape mismatch in the collective instance 131. [3,1] but [3,2]"
+    ending = find_ending(tf.errors.InternalError(None, None, text), CLUSTER)
+    assert ending.exit_code == 1
+    assert "Workers must do the same steps with the same model. Received: Shape mis" in ending.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Socket closed"),
+        tf.errors.InvalidArgumentError(None, None, "bad record"),
+        RuntimeError("`x` must be y. Received: z."),
+    ],
+)
+def test_an_error_of_this_worker_is_its_own(error):
+    assert find_ending(error, CLUSTER) is None
+    assert find_ending(error, None) is None

@@ -1,0 +1,545 @@
+"""The launcher: who fails first is told, all are restarted or ended, nothing is left behind."""
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tfmulti import meeting
+from tfmulti.cluster import Cluster, environment
+from tfmulti.launch import __main__ as command
+from tfmulti.launch import failure, hosts, job
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.processes import free_ports
+
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+index = config["task"]["index"]
+restarts = int(os.environ["TFMULTI_RESTARTS"])
+def wait_for(path):
+    while not Path(path).exists():
+        time.sleep(0.01)
+def step():
+    Path(os.environ["TFMULTI_PROGRESS"]).touch()
+"""
+FOREVER = "time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Instead of the one for tests with Keras, which takes longer than most tests here."""
+
+
+def worker(code):
+    return [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
+
+
+class Launched:
+    """A launcher in a process of its own, and the mark of all that it starts."""
+
+    def __init__(self, *arguments, env=None, **options):
+        self.mark = f"TEST_MARK={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tfmulti.launch", *map(str, arguments)],
+            env={**os.environ, **(env or {}), name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def wait_for_line(self, words):
+        for line in self.process.stdout:
+            if words in line:
+                return line
+        pytest.fail(f"no line with {words}: {self.process.stderr.read()}")
+
+    def finish(self):
+        """Returns the exit code and what was written; nothing may be left behind."""
+        stdout, stderr = self.process.communicate(timeout=60)
+        assert not self.left()
+        return self.process.returncode, stdout, stderr
+
+    def left(self):
+        """The processes with the mark: all that the launcher has started, however deep."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return found
+
+    def wait_for_lines(self, words, count):
+        for _ in range(count):
+            self.wait_for_line(words)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    started = []
+
+    def start(*arguments, env=None, **options):
+        env = {"TMPDIR": str(tmp_path), **(env or {})}
+        started.append(Launched(*arguments, env=env, **options))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.process.kill()
+        launched.process.wait()
+
+
+@pytest.fixture
+def run(launch):
+    return lambda *arguments, **options: launch(*arguments, **options).finish()
+
+
+@pytest.fixture
+def run_job(monkeypatch, tmp_path):
+    """Runs a job in this process, with short waits; returns the exit code and what was told."""
+    monkeypatch.setattr(job, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(job, "CAUSE_S", 1.0)
+
+    def run(code, **settings):
+        config = LaunchConfig(**{"num_workers": 2, "log_dir": str(tmp_path / "logs"), **settings})
+        told = []
+        return job.Job(config, worker(code), told.append).run(), "\n".join(told)
+
+    return run
+
+
+def test_each_worker_knows_who_it_is_and_the_chief_is_shown(run, tmp_path):
+    code = """
+        names = ("TFMULTI_TOKEN", "TFMULTI_PROGRESS", "TFMULTI_START_TIMEOUT")
+        print(json.dumps([config, restarts, *(os.environ[name] for name in names)]))
+        print("no line end", end="")
+    """
+    flags = ["--num_workers=3", "--start_timeout=7", f"--log_dir={tmp_path}"]
+    done, stdout, stderr = run(*flags, "--", *worker(code))
+    assert (done, stderr) == (0, "")
+    texts = [(tmp_path / f"worker_{index}.log").read_text() for index in range(3)]
+    said = [json.loads(text.splitlines()[0]) for text in texts]
+    assert stdout == "".join(f"[worker 0] {line}\n" for line in texts[0].splitlines())
+    assert [each[0]["task"]["index"] for each in said] == [0, 1, 2]
+    assert len({json.dumps(each[0]["cluster"]) for each in said}) == 1
+    assert len(set(said[0][0]["cluster"]["worker"])) == 3
+    assert len({each[2] for each in said}) == 1 and len(said[0][2]) == 64
+    assert len({each[3] for each in said}) == 3
+    assert {(each[1], each[4]) for each in said} == {(0, "7.0")}
+
+
+def test_all_output_of_all_workers_whatever_it_is(run):
+    code = 'sys.stdout.buffer.write(b"\\xff" * 100_000 + b"\\n"); print("ok", file=sys.stderr)'
+    flags = ["--num_workers=2", "--all_output"]
+    done, stdout, stderr = run(*flags, "--", *worker(code), errors="replace")
+    assert (done, stderr) == (0, "")
+    for index in range(2):
+        assert f"[worker {index}] ok\n" in stdout
+        assert f"[worker {index}] " + "\ufffd" * 100_000 in stdout
+
+
+def test_the_first_failure_is_told_with_its_traceback_and_all_end(run):
+    code = f"""
+        if index == 1:
+            raise ValueError("bad record")
+        {FOREVER}
+    """
+    began = time.monotonic()
+    done, stdout, stderr = run("--num_workers=3", "--", *worker(code))
+    assert time.monotonic() - began < 10
+    assert done == 1
+    assert re.match(r"worker 1 failed with exit code 1 after \d+\.\d s \(log: ", stderr)
+    assert "[worker 1] Traceback (most recent call last):" in stderr
+    assert "[worker 1] ValueError: bad record\n" in stderr
+    folder = Path(re.search("The logs of all workers are in (.*)", stderr)[1])
+    assert (folder / "worker_1.log").read_text().endswith("ValueError: bad record\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_signal_is_told_by_name(run_job, number):
+    code = f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if index:
+            os.kill(os.getpid(), {int(number)})
+        {FOREVER}
+    """
+    done, told = run_job(code)
+    assert done == 128 + number
+    assert f"worker 1 was ended by {number.name} after" in told
+
+
+def test_who_lost_a_peer_is_not_the_first(run_job, tmp_path):
+    code = f"""
+        path = {str(tmp_path / "gone")!r}
+        if index == 0:
+            Path(path).touch()
+            sys.exit({environment.PEER_LOST})
+        wait_for(path)
+        sys.exit("error: the cause")
+    """
+    done, told = run_job(code)
+    assert done == 1
+    assert "worker 1 failed with exit code 1" in told and "error: the cause" in told
+    assert "worker 0" not in told
+
+
+def test_a_peer_that_hangs_is_not_waited_for(run_job):
+    code = f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if index == 0:
+            sys.exit({environment.PEER_LOST})
+        {FOREVER}
+    """
+    began = time.monotonic()
+    done, told = run_job(code, grace=0.2)
+    assert done == environment.PEER_LOST and "worker 0 failed with exit code 144" in told
+    assert "No other has failed by itself; still running: worker 1" in told
+    assert time.monotonic() - began < 6
+
+
+def test_restarts_have_fresh_ports_and_a_fresh_token(run_job, tmp_path):
+    code = f"""
+        text = json.dumps([config["cluster"], os.environ["TFMULTI_TOKEN"]])
+        Path({str(tmp_path)!r}, f"{{restarts}}_{{index}}").write_text(text)
+        print("start", restarts)
+        if index == 1 and restarts < 2:
+            wait_for(Path({str(tmp_path)!r}, f"{{restarts}}_0"))
+            sys.exit(9)
+        if restarts < 2:
+            {FOREVER}
+    """
+    done, told = run_job(code, max_restarts=2)
+    assert done == 0
+    assert "Restart 1 (of 2) of all workers in 0.01 s" in told
+    assert "Restart 2 (of 2) of all workers in 0.02 s" in told
+    said = [[(tmp_path / f"{r}_{i}").read_text() for i in range(2)] for r in range(3)]
+    assert all(first == second for first, second in said)
+    tokens = {json.loads(first)[1] for first, _ in said}
+    ports = {address for first, _ in said for address in json.loads(first)[0]["worker"]}
+    assert (len(tokens), len(ports)) == (3, 6)
+    log = (tmp_path / "logs" / "worker_1.log").read_text()
+    assert log == "start 0\n--- restart 1 ---\nstart 1\n--- restart 2 ---\nstart 2\n"
+
+
+def test_restarts_are_bounded(run_job):
+    done, told = run_job("sys.exit(9)", max_restarts=2)
+    assert done == 9
+    assert told.count("failed with exit code 9") == 3
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_an_error_before_the_first_step_is_not_repeated(run_job, code):
+    done, told = run_job(f"sys.exit({code})", max_restarts=3)
+    assert done == code
+    assert told.count("failed with") == 1
+    assert "Not restarted: it failed before any training step was done." in told
+
+
+def test_an_error_after_a_step_is(run_job, tmp_path):
+    code = f"""
+        path = {str(tmp_path / "stepped")!r}
+        if index == 0:
+            step()
+            Path(path).touch()
+        wait_for(path)
+        sys.exit(0 if restarts else 1)
+    """
+    done, told = run_job(code, max_restarts=1)
+    assert done == 0 and told.count("failed with exit code 1") == 1
+
+
+def test_a_preempted_worker_does_not_count(run_job):
+    code = f"""
+        if restarts < 3 and index == 1:
+            sys.exit({environment.PREEMPTED})
+        if restarts < 3:
+            {FOREVER}
+    """
+    done, told = run_job(code)
+    assert done == 0
+    assert told.count("(preempted, not counted)") == 3
+
+
+READY = """
+def end(number, _):
+    print("saved on", signal.Signals(number).name)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+print("ready")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on_and_are_no_failure(launch, number):
+    flags = ["--num_workers=2", "--max_restarts=5", "--all_output"]
+    launched = launch(*flags, "--", *worker(READY))
+    launched.wait_for_lines("ready", 2)
+    launched.process.send_signal(number)
+    done, stdout, stderr = launched.finish()
+    assert done == 128 + number
+    assert sorted(stdout.splitlines()) == [f"[worker {i}] saved on {number.name}" for i in (0, 1)]
+    assert "failed" not in stderr and "Restart" not in stderr
+
+
+def test_workers_without_a_handler_end_too(launch):
+    launched = launch("--num_workers=2", "--", *worker(f'print("ready")\n{FOREVER}'))
+    launched.wait_for_line("ready")
+    launched.process.terminate()
+    assert launched.finish()[0] == 143
+
+
+def test_a_signal_between_restarts_ends_the_job(launch):
+    flags = ["--num_workers=1", "--max_restarts=5"]
+    launched = launch(*flags, "--", *worker("sys.exit(9)"))
+    for line in launched.process.stderr:
+        if "Restart 2 " in line:
+            break
+    launched.process.terminate()
+    assert launched.finish()[0] == 143
+
+
+# A worker with a child in its session and one in a session of its own; none wants to end.
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " \\
+    "print('born', flush=True); time.sleep(600)"
+for apart in (False, True):
+    started = subprocess.Popen(
+        [sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=apart
+    )
+    started.stdout.readline()
+print("ready")
+"""
+
+
+def test_who_does_not_end_is_killed_with_all_its_children(launch):
+    flags = ["--num_workers=2", "--grace=0.3", "--all_output"]
+    launched = launch(*flags, "--", *worker(STUBBORN + FOREVER))
+    launched.wait_for_lines("ready", 2)
+    # The launcher, and for each worker: its guard, itself, and two children.
+    assert len(launched.left()) == 9
+    launched.process.terminate()
+    assert launched.finish()[0] == 143
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(launch):
+    launched = launch("--num_workers=2", "--all_output", "--", *worker(STUBBORN + FOREVER))
+    launched.wait_for_lines("ready", 2)
+    launched.process.kill()
+    limit = time.monotonic() + 5
+    while launched.left():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_nothing_is_left_of_a_worker_that_is_done(run):
+    assert run("--num_workers=2", "--", *worker(STUBBORN))[0] == 0
+
+
+def test_what_a_failed_worker_has_started_is_ended_too(run):
+    code = STUBBORN + f"if index: sys.exit(5)\n{FOREVER}"
+    assert run("--num_workers=2", "--grace=0.3", "--", *worker(code))[0] == 5
+
+
+def test_under_nohup_the_end_of_the_terminal_is_not_heard(launch):
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launched = launch("--num_workers=1", "--", *worker(READY), preexec_fn=ignore)
+    launched.wait_for_line("ready")
+    launched.process.send_signal(signal.SIGHUP)
+    launched.process.terminate()
+    _, stdout, _ = launched.finish()
+    assert stdout == "[worker 0] saved on SIGTERM\n"
+
+
+def test_who_reads_may_go(launch):
+    code = 'for _ in range(1000): print("x" * 1000)\nPath(sys.argv[1]).touch()'
+    launched = launch("--num_workers=1", "--", *worker(code), os.devnull)
+    launched.process.stdout.close()
+    assert launched.process.wait(60) == 0
+
+
+def test_a_command_that_is_not_there(tmp_path):
+    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path))
+    told = []
+    assert job.Job(config, ["no-such-program"], told.append).run() == 127
+    assert "Received: no-such-program: No such file or directory." in "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "must follow after `--`. Received: no command."),
+        (["--num_workers=2", "python"], "The command takes flags only. Received: python."),
+        (["--num_workers=2", "--"], "must follow after `--`"),
+        (["--num_worker=2", "--", "true"], "Unknown command line flag 'num_worker'"),
+        (["--num_workers=0", "--", "true"], "`num_workers` must be at least 1"),
+        (["--", "true"], "Either `num_workers` (on this machine) or `hosts`"),
+        (["--num_workers=2", "--hosts=x", "--", "true"], "hosts=x. Use for example"),
+        (["--num_workers=2", "--host_index=0", "--", "true"], "`host_index` goes with hosts"),
+        (["--hosts=/no/such", "--", "true"], "`hosts` must be a file of text. Received: /no/such"),
+    ],
+)
+def test_bad_usage_exits_2(arguments, words, capsys):
+    assert command.main(["launch", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_tells_every_flag_with_its_default(run):
+    done, stdout, _ = run("--help")
+    assert done == 0
+    assert stdout.count("default: ") == len(LaunchConfig.__dataclass_fields__)
+
+
+def test_a_hosts_file_gives_every_host_the_same_cluster(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\n10.0.0.1 slots=2\n\n[fd00::2]:5000 slots=2 # more\nthird\n")
+    config = LaunchConfig(hosts=str(path))
+    expected = [["10.0.0.1:2222", "10.0.0.1:2223"], ["[fd00::2]:5000", "[fd00::2]:5001"]]
+    assert hosts.read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
+    found = {}
+    for index, variable in enumerate(("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
+        found |= hosts.tf_configs_here(config, {variable: str(index)})
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    assert len({json.dumps(json.loads(text)["cluster"]) for text in found.values()}) == 1
+    config = LaunchConfig(hosts=str(path), host_index=2, base_port=7)
+    assert list(hosts.tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must name at least one host"),
+        ("a\na:2222", "each address once. Received: {path} with a:2222"),
+        ("a slots=0", "must be `host[:port] [slots=N]`. Received: {path}, line 1: a slots=0."),
+        ("a\nb 2 3", "{path}, line 2: b 2 3"),
+        ("a:65535 slots=2", "must have a port from 1 to 65535"),
+        ("0.0.0.0", "must name a host that the other workers can reach"),
+        ("a\nb", "`host_index` must say which line of `hosts` this is, from 0 to 1"),
+    ],
+)
+def test_a_wrong_hosts_file_is_told_with_its_line(tmp_path, text, words):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        hosts.tf_configs_here(LaunchConfig(hosts=str(path)), {})
+    assert words.format(path=path) in str(caught.value)
+
+
+def test_two_hosts_meet(launch, tmp_path):
+    """Two launchers on this machine, as on two: their workers come together."""
+    path = tmp_path / "hosts"
+    first, second = free_ports(2)
+    path.write_text(f"127.0.0.1:{first}\n127.0.0.1:{second}\n")
+    code = """
+        from tfmulti import cluster, meeting
+        said = meeting.meet(cluster.resolve_cluster(), timeout_s=20)
+        print("met", len(said), index)
+    """
+    started = [
+        launch(
+            f"--hosts={path}",
+            "--all_output",
+            "--",
+            *worker(code),
+            env={"JOB_COMPLETION_INDEX": str(index), "TFMULTI_TOKEN": "of this test"},
+        )
+        for index in range(2)
+    ]
+    for index, launched in enumerate(started):
+        assert launched.finish() == (0, f"[worker {index}] met 2 {index}\n", "")
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    fit()
+    ^^^^^
+ValueError: bad error: record
+more of the message
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ""),
+        ("a\nb", "a\nb"),
+        (f"Epoch 1\n{TRACEBACK}", TRACEBACK.strip()),
+        (f"{TRACEBACK}E1234 heartbeat\n2026-01-01 00:00 lost\n", TRACEBACK.strip()),
+        (f"{TRACEBACK}\nDuring handling\n\n{TRACEBACK}", TRACEBACK.strip()),
+        (TRACEBACK + "x\n" * 12 + "error: later\n\nmore\n\n", "error: later\n\nmore"),
+        ("x.py: error: no flag\n", "x.py: error: no flag"),
+        ("1\n2\n3\n4\n5\n6\n", "2\n3\n4\n5\n6"),
+    ],
+)
+def test_last_words(text, words):
+    assert failure.last_words(text) == words
+
+
+def test_events_of_signals_come_in_order():
+    from tfmulti.launch.group import signals_as_events
+
+    events, before = queue.SimpleQueue(), signal.getsignal(signal.SIGTERM)
+    with signals_as_events(events):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert [events.get_nowait(), events.get_nowait()] == [signal.SIGINT, signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_two_workers_train_to_the_same_weights(run):
+    flags = ["--strategy=multi_worker", "--epochs=1", "--model=mlp"]
+    command = [sys.executable, "-m", "tfmulti.train", *flags]
+    done, stdout, stderr = run("--num_workers=2", "--all_output", "--", *command)
+    assert done == 0, stdout + stderr
+    digests = re.findall(r"\[worker (\d)\] worker \1: weights_sha256=(\w{64})", stdout)
+    assert sorted(index for index, _ in digests) == ["0", "1"]
+    assert len({digest for _, digest in digests}) == 1
+
+
+def train(cluster, *flags):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tfmulti.train", "--strategy=multi_worker", *flags],
+        env={**os.environ, "TF_CONFIG": cluster.to_json(), "TFMULTI_TOKEN": "of this test"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def pair():
+    spec = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    return [Cluster(spec, "worker", index) for index in range(2)]
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_worker_that_is_missing_is_named_by_train(pair, missing):
+    process = train(pair[1 - missing], "--start_timeout=1")
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert f"did not come: worker {missing} at {pair[missing].address}" in stderr
+
+
+def test_settings_that_differ_are_named_by_train(pair):
+    process = train(pair[0], "--epochs=3")
+    with pytest.raises(meeting.MeetingError, match="--epochs is 3 on worker 0, but 4 on worker 1"):
+        meeting.meet(pair[1], {"--epochs": 4}, timeout_s=100, token="of this test")
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "--epochs is 3 on worker 0, but 4 on worker 1" in stderr

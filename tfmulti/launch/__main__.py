@@ -1,0 +1,64 @@
+"""The command line: `python -m tfmulti.launch`. Imports no TensorFlow: the workers do."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from absl import flags
+
+from tfmulti import command_line
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.job import Job
+
+USAGE = "python -m tfmulti.launch [flags] -- COMMAND: runs a command on all workers of this host."
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns one flag for each setting of `LaunchConfig`."""
+    values = flags.FlagValues()
+    for field in dataclasses.fields(LaunchConfig):
+        command_line.define(values, field)
+    return values
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command on all workers of this machine.
+
+    Returns:
+        The exit code: 0 where all workers are done, 2 for a wrong command line, 143 after
+        SIGTERM, 130 after Ctrl-C, else the exit code of the worker that failed first (128 and
+        the number of the signal where one ended it).
+    """
+    argv = sys.argv if argv is None else argv
+    own, _, command = _split(argv)
+    values = define_flags()
+    code = command_line.parse(values, own, USAGE)
+    if code is not None:
+        return code
+    if not command:
+        print(
+            "error: The command to run must follow after `--`. Received: no command. "
+            "Write for example: --num_workers 2 -- python train.py",
+            file=sys.stderr,
+        )
+        return command_line.BAD_USAGE
+    try:
+        names = [field.name for field in dataclasses.fields(LaunchConfig)]
+        config = LaunchConfig(**{name: getattr(values, name) for name in names})
+        return Job(config, command).run()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return command_line.BAD_USAGE
+    except OSError as error:
+        print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
+        return command_line.ERROR
+
+
+def _split(argv):
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at : at + 1], argv[at + 1 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

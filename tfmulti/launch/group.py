@@ -1,0 +1,133 @@
+"""One start of all workers of this machine, each under a guard."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tfmulti.launch import guard
+from tfmulti.launch.failure import Ended
+from tfmulti.launch.logs import Log
+
+_LAST_S = 10.0
+
+
+@dataclasses.dataclass
+class _Worker:
+    process: subprocess.Popen
+    life: int
+    waiting: threading.Thread
+
+
+class Group:
+    """The workers of one start. Used in a `with` statement, none outlives it.
+
+    Args:
+        command: The program and its arguments.
+        environments: For each worker's index, the variables to set besides this process's.
+        logs: For each worker's index, its log.
+        events: Where an `Ended` is put for each worker that ends.
+        heading: A line for the logs, before what the workers write.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        logs: Mapping[int, Log],
+        events: queue.SimpleQueue,
+        heading: str = "",
+    ):
+        self._command, self._environments, self._logs = list(command), environments, logs
+        self._events, self._heading = events, heading
+        self._workers: list[_Worker] = []
+
+    def __len__(self):
+        return len(self._environments)
+
+    def __enter__(self):
+        try:
+            for index, variables in self._environments.items():
+                self._workers.append(self._start(index, {**os.environ, **variables}))
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to each worker that still runs."""
+        for worker in self._workers:
+            worker.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills all workers and what they have started, and waits until all are gone."""
+        for worker in self._workers:
+            if worker.life >= 0:
+                os.close(worker.life)
+                worker.life = -1
+        limit = time.monotonic() + _LAST_S
+        for worker in self._workers:
+            worker.waiting.join(max(0.0, limit - time.monotonic()))
+            if worker.waiting.is_alive():  # Something of it cannot be killed now.
+                worker.process.kill()
+
+    def _start(self, index, environ) -> _Worker:
+        theirs, life = os.pipe()
+        try:
+            with self._logs[index].open_for_worker(self._heading) as log:
+                process = subprocess.Popen(
+                    # -I and -S: nothing in the user's environment can keep the guard from starting.
+                    [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(theirs)]
+                    + self._command,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs],
+                    # Ctrl-C comes to the launcher alone, which passes it on.
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(life)
+            raise
+        finally:
+            os.close(theirs)
+        began = time.monotonic()
+
+        def wait():
+            returncode = process.wait()
+            self._events.put(Ended(index, returncode, time.monotonic() - began))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        return _Worker(process, life, waiting)
+
+
+@contextlib.contextmanager
+def signals_as_events(events: queue.SimpleQueue):
+    """Puts the number of each SIGTERM, SIGINT and SIGHUP into a queue meanwhile.
+
+    What is ignored already, as SIGHUP under `nohup`, stays so.
+    """
+    before = {
+        number: signal.signal(number, lambda received, _: events.put(received))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,138 @@
+"""A small process that each worker runs under, so that nothing of it is ever left behind.
+
+It is a program of its own and imports no other module of this package: it starts in milliseconds,
+and is there even where the launcher is killed. Its file descriptor `life` is closed by the kernel
+when the launcher is gone, or by the launcher: then the worker and all that it has started, in
+whatever session, are killed. When the worker ends by itself the same is done with what it has left.
+SIGTERM and SIGINT are passed on to the worker alone.
+"""
+
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+_HANDLED = (*_FORWARDED, signal.SIGCHLD)
+# Python ignores these two; a program that it becomes would do so too.
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_NOT_FOUND = 127
+
+
+def main(life: int, command: list[str]) -> int:
+    """Runs a command until it ends or `life` closes, and ends as it did.
+
+    Args:
+        life: A file descriptor whose other end is the launcher's.
+        command: The program and its arguments.
+
+    Returns:
+        The exit code; where a signal ended the worker, the same signal ends this process.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    for number in _HANDLED:
+        signal.signal(number, lambda *_: None)
+    worker = _start(command, life)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+    status = _wait(worker, life, woken)
+    _kill_all(worker)
+    if os.WIFSIGNALED(status):
+        _end_by(os.WTERMSIG(status))
+    return os.WEXITSTATUS(status)
+
+
+def _start(command, life) -> int:
+    guard = os.getpid()
+    worker = os.fork()
+    if worker:
+        return worker
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (*_HANDLED, *_IGNORED):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(life)
+        if os.getppid() == guard:
+            os.execvp(command[0], command)
+    except OSError as error:
+        message = f"error: The command must be a program that can be run. Received: {command[0]}: "
+        os.write(2, f"{message}{error.strerror}. Correct the path.\n".encode())
+    finally:
+        os._exit(_NOT_FOUND)
+
+
+def _wait(worker, life, woken) -> int:
+    while True:
+        ready, _, _ = select.select([life, woken], [], [])
+        if life in ready:
+            os.kill(worker, signal.SIGKILL)
+            return os.waitpid(worker, 0)[1]
+        for number in os.read(woken, 4096):
+            if number in _FORWARDED:
+                os.kill(worker, number)
+        while True:
+            # What the worker's children have left is this process's to collect.
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child == worker:
+                return status
+            if not child:
+                break
+
+
+def _kill_all(worker):
+    """Kills what the worker has left; as each one dies, its children become this process's own."""
+    _kill(-worker)
+    while True:
+        for child in _children():
+            _kill(child)
+        try:
+            child, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not child:
+            time.sleep(0.005)
+
+
+def _kill(number):
+    try:
+        os.kill(number, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    try:
+        with open(f"/proc/{own}/task/{own}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def _prctl(option, value):
+    """Asks the Linux kernel; elsewhere only the worker's own group is ended."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
+
+
+def _end_by(number):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

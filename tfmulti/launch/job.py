@@ -1,0 +1,217 @@
+"""A job: all workers started together, and started again where that can help."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfmulti.cluster import environment
+from tfmulti.launch import failure, hosts
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.failure import Ended
+from tfmulti.launch.group import Group, signals_as_events
+from tfmulti.launch.logs import open_logs
+
+PEERS_GRACE_S = 5.0
+"""Seconds at most for the others to end after one has failed: they can do nothing together."""
+
+CAUSE_S = 5.0
+"""Seconds to wait for the cause where workers say that they have lost a peer."""
+
+FIRST_DELAY_S = 1.0
+"""Seconds until the first restart; each further one waits twice as long."""
+
+_LOOK_S = 0.05
+_LONGEST_DELAY_S = 30.0
+# Errors of the program or the user: nothing is better the next time.
+_PERMANENT = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one start of all workers ended.
+
+    Attributes:
+        ended: The workers, in the order in which they ended.
+        first: The one that failed first; None where none did, or after a signal.
+        signalled: The signal that ended the launcher's work, or None.
+    """
+
+    ended: list[Ended]
+    first: Ended | None
+    signalled: int | None
+
+
+class Job:
+    """A command on several workers, with restarts.
+
+    Args:
+        config: The settings.
+        command: The program and its arguments.
+        tell: Function that takes a line of text for the user.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        command: Sequence[str],
+        tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ):
+        self.config, self.command, self.tell = config, command, tell
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._restarts = self._counted = 0
+        self._has_progress = False
+
+    def run(self) -> int:
+        """Starts the workers, restarts them after failures, and tells what went wrong.
+
+        Returns:
+            0 where all workers are done, else the first failure's exit code, or 128 and the
+            number of the signal that ended the launcher.
+
+        Raises:
+            ValueError: For a hosts file that cannot be used.
+        """
+        first_start = hosts.tf_configs_here(self.config)
+        names = {index: f"worker {index}" for index in first_start}
+        kept = self.config.log_dir is not None
+        folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
+        code = None
+        try:
+            with (
+                signals_as_events(self._events),
+                open_logs(folder, names, self.config.all_output) as self._logs,
+            ):
+                code = self._run_until_done(first_start)
+            return code
+        finally:
+            if code == 0 and not kept:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif not kept:
+                self.tell(f"The logs of all workers are in {folder}")
+
+    def _run_until_done(self, configs) -> int:
+        while True:
+            with tempfile.TemporaryDirectory(prefix="tfmulti_progress_") as progress:
+                outcome = self._run_once(configs, Path(progress))
+                self._has_progress |= any(Path(progress).iterdir())
+            if outcome.signalled is not None:
+                done = not any(each.returncode for each in outcome.ended)
+                return 0 if done else 128 + outcome.signalled
+            if outcome.first is None:
+                return 0
+            self._tell_failure(outcome.first)
+            delay = self._delay_of_restart(outcome.first)
+            if delay is None:
+                return outcome.first.exit_code
+            signalled = self._rest(delay)
+            if signalled is not None:
+                return 128 + signalled
+            configs = hosts.tf_configs_here(self.config)
+
+    def _run_once(self, configs, progress) -> Outcome:
+        token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
+        common = {environment.RESTARTS: str(self._restarts), "PYTHONUNBUFFERED": "1"}
+        if token:
+            common[environment.TOKEN] = token
+        if self.config.start_timeout is not None:
+            common[environment.START_TIMEOUT] = str(self.config.start_timeout)
+        environments = {
+            index: {
+                **common,
+                "TF_CONFIG": tf_config,
+                environment.PROGRESS: str(progress / f"worker_{index}"),
+            }
+            for index, tf_config in configs.items()
+        }
+        heading = f"--- restart {self._restarts} ---" if self._restarts else ""
+        with Group(self.command, environments, self._logs, self._events, heading) as group:
+            return self._watch(group)
+
+    def _watch(self, group) -> Outcome:
+        ended: list[Ended] = []
+        first, signalled, failed_at, kill_at = None, None, None, None
+        while len(ended) < len(group):
+            event = self._next_event(_LOOK_S)
+            if isinstance(event, Ended):
+                ended.append(event)
+            elif event is not None:
+                # Who asks twice does not want to wait.
+                wait_s = self.config.grace if signalled is None else 0.0
+                signalled = signalled or int(event)
+                kill_at = time.monotonic() + wait_s
+                group.send(signal.SIGTERM if event == signal.SIGHUP else event)
+            now = time.monotonic()
+            if kill_at is None and (found := failure.first_failure(ended)):
+                failed_at = now if failed_at is None else failed_at
+                waits = found.returncode == environment.PEER_LOST and now - failed_at < CAUSE_S
+                if not waits:
+                    first, kill_at = found, now + min(self.config.grace, PEERS_GRACE_S)
+                    self._tell_who_hangs(found, ended)
+                    group.send(signal.SIGTERM)
+            if kill_at is not None and now >= kill_at:
+                group.kill()
+        self._next_event(0.0)
+        first = None if signalled else first or failure.first_failure(ended)
+        return Outcome(ended, first, signalled)
+
+    def _next_event(self, wait_s):
+        """Returns the next event, or None; shows what the workers have written meanwhile."""
+        try:
+            return self._events.get(timeout=wait_s) if wait_s else None
+        except queue.Empty:
+            return None
+        finally:
+            for log in self._logs.values():
+                log.show_new()
+
+    def _delay_of_restart(self, first) -> float | None:
+        """Returns the seconds until the restart; None where there is none. Counts it."""
+        preempted = first.exit_code == environment.PREEMPTED
+        if not preempted:
+            if first.returncode in _PERMANENT and not self._has_progress:
+                if self.config.max_restarts:
+                    self.tell("Not restarted: it failed before any training step was done.")
+                return None
+            if self._counted >= self.config.max_restarts:
+                return None
+            self._counted += 1
+        delay = min(FIRST_DELAY_S * 2.0**self._restarts, _LONGEST_DELAY_S)
+        self._restarts += 1
+        why = "preempted, not counted" if preempted else f"of {self.config.max_restarts}"
+        count = self._restarts if preempted else self._counted
+        self.tell(f"Restart {count} ({why}) of all workers in {delay:g} s")
+        return delay
+
+    def _rest(self, seconds) -> int | None:
+        """Waits; returns the signal that came meanwhile, or None."""
+        limit = time.monotonic() + seconds
+        while (left := limit - time.monotonic()) > 0:
+            event = self._next_event(left)
+            if isinstance(event, int):
+                return event
+        return None
+
+    def _tell_who_hangs(self, first, ended):
+        """Names those that still run when others have lost a peer: it is one of them."""
+        running = sorted(set(self._logs) - {each.index for each in ended})
+        if first.returncode == environment.PEER_LOST and running:
+            names = ", ".join(f"worker {index}" for index in running)
+            self.tell(f"No other has failed by itself; still running: {names}")
+
+    def _tell_failure(self, first):
+        log = self._logs[first.index]
+        log.show_rest()
+        self.tell(f"worker {first.index} {first.describe()} (log: {log.path})")
+        words = failure.last_words(log.since_start())
+        if words:
+            self.tell("\n".join(f"[worker {first.index}] {line}" for line in words.splitlines()))

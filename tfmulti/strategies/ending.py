@@ -1,0 +1,59 @@
+"""A worker that fails tells the others why; one that lost another says whom."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from tfmulti import command_line, keras_compat
+from tfmulti.cluster import endings
+from tfmulti.cluster.task import Cluster
+
+_REPORT_LENGTH = 1_000
+
+
+def tell_others(error: BaseException) -> None:
+    """Tells all workers that this one fails, so that they need not wait for its silence."""
+    cause = " ".join(command_line.cause_of(error).split())
+    keras_compat.report_error(f"{endings.REPORT}{cause}"[:_REPORT_LENGTH])
+
+
+def end_worker(error: BaseException, cluster: Cluster | None) -> endings.Ending | None:
+    """Finds out whether an error came from another worker; if not, tells the others of it.
+
+    Returns:
+        What to tell people and the exit code, or None for an error of this worker's own.
+    """
+    ending = endings.find_ending(error, cluster)
+    if cluster is not None and cluster.num_workers > 1:
+        if ending is None or ending.exit_code == endings.ERROR:
+            tell_others(error)
+    return ending
+
+
+def watch_uncaught(cluster: Cluster) -> None:
+    """Has errors that nobody catches end this worker so that others and a launcher know why.
+
+    One that came from another worker ends it with exit code 144 and that worker's name.
+    """
+    previous = sys.excepthook
+
+    def hook(kind, error, traceback):
+        ending = end_worker(error, cluster) if isinstance(error, Exception) else None
+        previous(kind, error, traceback)
+        if ending is not None:
+            print(f"error: {ending.text}", file=sys.stderr)
+            leave(ending.exit_code)
+
+    sys.excepthook = hook
+
+
+def leave(exit_code: int) -> None:
+    """Ends the process, after its own threads have done what they are at."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
