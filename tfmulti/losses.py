@@ -41,7 +41,7 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if numbers is not None and tf.convert_to_tensor(values).shape.rank == 0:
         numbers.append(values)
     share = shares.current_share()
-    if share is not None and share.is_padded:
+    if _is_padded(share):
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
     context = tf.distribute.get_replica_context()
@@ -65,6 +65,13 @@ def noting_single_numbers():
         yield _local.numbers
     finally:
         _local.numbers = None
+
+
+def _is_padded(share) -> bool:
+    if share is not None:
+        return share.is_padded
+    # Keras tries a loss while it builds a model, with no share.
+    return getattr(tf.distribute.get_strategy(), "marks_padding", False)
 
 
 def _refuse_weights_of_rows(values, sample_weight):

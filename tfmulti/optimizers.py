@@ -118,40 +118,9 @@ def _apply(self, grads, trainable_variables=None):
     if share is not None and share.averages:
         grads = _weigh_gradients(self, grads, share)
     present = [grad for grad in grads if grad is not None]
-    reduced = iter(_add_up(present, context))
+    reduced = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present) if present else [])
     grads = [None if grad is None else next(reduced) for grad in grads]
     return plain_apply(self, grads, trainable_variables)
-
-
-def _add_up(grads, context) -> list:
-    """Adds gradients up over all replicas; sparse ones stay sparse.
-
-    Workers would gather the rows of sparse ones, and their gathers take one shape for all steps
-    ("Shape mismatch in the collective instance"). So they add them up whole, and which rows
-    have a gradient too.
-    """
-    strategy = context.strategy
-    several_workers = len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync
-    sparse = [several_workers and isinstance(grad, tf.IndexedSlices) for grad in grads]
-    parts = []
-    for grad, is_sparse in zip(grads, sparse):
-        parts += [tf.convert_to_tensor(grad), _count_rows(grad)] if is_sparse else [grad]
-    added = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, parts) if parts else [])
-    return [
-        _rows_of(next(added), next(added)) if is_sparse else next(added) for is_sparse in sparse
-    ]
-
-
-def _count_rows(grad):
-    rows = tf.cast(grad.dense_shape[0], grad.indices.dtype)
-    ones = tf.ones_like(grad.indices, grad.values.dtype)
-    return tf.math.unsorted_segment_sum(ones, grad.indices, rows)
-
-
-def _rows_of(dense, counts) -> tf.IndexedSlices:
-    indices = tf.where(counts > 0)[:, 0]
-    shape = tf.shape(dense, out_type=tf.int64)
-    return tf.IndexedSlices(tf.gather(dense, indices), indices, shape)
 
 
 def _weigh_gradients(self, grads, share):

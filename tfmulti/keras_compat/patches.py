@@ -13,6 +13,8 @@ from tensorflow.python.distribute import cross_device_utils
 
 # What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
 _SEED_STEP = 0x9E3779B1
+# Keys of collectives are 32 bits: which gather, and its rows.
+_MAX_ROWS, _MAX_GATHERS = 2**20, 2**10
 
 
 def install(first_local_value, before_pass, once_built) -> None:
@@ -27,13 +29,39 @@ def install(first_local_value, before_pass, once_built) -> None:
             `evaluate`, called before a pass is begun.
         once_built: Function of a strategy, a model that is built, and some of its rows.
     """
-    cross_device_utils.CollectiveReplicaLauncher._prefer_unique_instance_key = False
+    launcher = cross_device_utils.CollectiveReplicaLauncher
+    launcher._prefer_unique_instance_key = False
+    if not hasattr(launcher._all_gather, "__wrapped__"):
+        launcher._all_gather = _gather_by_shape(launcher._all_gather)
     trainer = keras_trainer.TensorFlowTrainer
     if not hasattr(trainer._maybe_symbolic_build, "__wrapped__"):
         functions = (first_local_value, before_pass, once_built)
         trainer._maybe_symbolic_build = _build_from_one_share(
             trainer._maybe_symbolic_build, *functions
         )
+
+
+def _gather_by_shape(original):
+    """Gives the gathers of workers a key for each number of rows.
+
+    Cures "Shape mismatch in the collective instance" where sparse gradients have other numbers
+    of rows from one step to the next: a key stands for one shape, and keys that are new at each
+    call do not reach into Keras's nested functions.
+    """
+
+    @functools.wraps(original)
+    def all_gather(self, input_tensor, options):
+        number = self._next_instance_key()
+        with tf.device("CPU:0"):
+            rows = tf.shape(input_tensor)[0] % _MAX_ROWS
+            key = (tf.cast(number, tf.int32) % _MAX_GATHERS + 1) * _MAX_ROWS + rows
+        self._next_instance_key = lambda: key
+        try:
+            return original(self, input_tensor, options)
+        finally:
+            del self._next_instance_key
+
+    return all_gather
 
 
 def _build_from_one_share(original, first_local_value, before_pass, once_built):
