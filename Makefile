@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-keras conformance lint install clean
+.PHONY: train test test-all test-keras conformance faults lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
@@ -19,6 +19,10 @@ test-all: install
 # Measures every promise under every strategy and on stock Keras; writes CONFORMANCE.md.
 conformance: install
 	PYTHONPATH=tests $(BIN)/python -m conformance
+
+# Puts faults into real workers and prints what comes of each.
+faults: install
+	PYTHONPATH=tests $(BIN)/python -m faults
 
 # Another version of Keras, in an environment of its own: make test-keras KERAS=3.12.0
 KERAS ?= 3.12.0

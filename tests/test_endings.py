@@ -29,6 +29,10 @@ TEXTS = {
         "The error could be from a previous operation.",
         "worker 2 at 10.0.0.3:2222 failed, and this worker with it: ValueError: bad record 7",
     ),
+    "told without a name": (
+        "Graph execution error:\nCollective ops is aborted by: this worker failed: ValueError: bad",
+        "another worker failed, and this worker with it: ValueError: bad",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from tfmulti.cluster.task import Cluster
 
 ERROR = 1
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
-_REPORTED = re.compile(r"Error reported from /job:(\w+)(?:/replica:\d+)?/task:(\d+): (.*)", re.S)
+_REPORTED = re.compile(r"Error reported from /job:(\w+)(?:/replica:\d+)?/task:(\d+): ")
 # What a worker tells the others when it fails; after it comes the error.
 REPORT = "this worker failed: "
 _LOST = (
@@ -72,13 +72,13 @@ def find_ending(error: BaseException, cluster: Cluster | None) -> Ending | None:
     unlike = [text.find(sign) for sign in _UNLIKE if sign in text]
     if unlike:
         return Ending(ERROR, _describe_unlike(text[min(unlike) :].splitlines()[0]))
+    if REPORT in text:
+        said = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
+        reported = _REPORTED.search(text)
+        who = _name(cluster, reported[1], int(reported[2])) if reported else "another worker"
+        return Ending(environment.PEER_LOST, f"{who} failed, and this worker with it: {said}")
     if not any(sign in text for sign in _LOST):
         return None
-    reported = _REPORTED.search(text)
-    if reported and REPORT in reported[3]:
-        said = reported[3].split(REPORT, 1)[1].split("\nThe error could be")[0].strip()
-        who = _name(cluster, reported[1], int(reported[2]))
-        return Ending(environment.PEER_LOST, f"{who} failed, and this worker with it: {said}")
     return Ending(environment.PEER_LOST, f"{_find_who(text, cluster)} is lost: {_reason(text)}")
 
 

@@ -1,0 +1,1 @@
+"""Faults put into real workers, and what comes of them: `make faults`."""

@@ -1,0 +1,240 @@
+"""Faults, and what must come of each. A scenario returns what was seen; it raises if wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from faults.workers import one_process, two_workers
+from tfmulti import processes
+
+HEALTHY = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "3000")
+RUN = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "6")
+SAVING = (*RUN, "--optimizer", "sgd", "--checkpoint_steps", "4")
+NOTICE_S = 15.0
+
+
+def expect(condition, *seen):
+    """Raises AssertionError with what was seen, unless a condition holds."""
+    if not condition:
+        raise AssertionError(" | ".join(map(str, seen)))
+
+
+def lost(number, victim):
+    """A worker is killed or frozen; the other names it and exits 144."""
+
+    def scenario(folder: Path):
+        with two_workers(folder, *HEALTHY) as workers:
+            workers[0].wait_for("Epoch 3/")
+            began = time.monotonic()
+            workers[victim].signal(number)
+            code = workers[1 - victim].wait()
+            seconds = time.monotonic() - began
+            error = workers[1 - victim].error
+        expect(code == 144 and f"worker {victim} at" in error, code, error)
+        expect(seconds < NOTICE_S, seconds)
+        return seconds, f"exit 144: {error}"
+
+    return scenario
+
+
+def missing(present):
+    """One worker never comes; the other names it at the deadline."""
+
+    def scenario(folder: Path):
+        configs = processes.tf_configs(2)
+        configs = [configs[present]]
+        began = time.monotonic()
+        flags = ("--start_timeout", "3")
+        with two_workers(folder, *HEALTHY, *flags, count=1, configs=configs) as workers:
+            code = workers[0].wait()
+            error = workers[0].error
+        expect(code == 1 and f"worker {1 - present}" in error, code, error)
+        return time.monotonic() - began, f"exit 1: {error}"
+
+    return scenario
+
+
+def fails(words, codes, *flags, each=((), ())):
+    """Something is wrong from the start or goes wrong on one worker; all end and say so."""
+
+    def scenario(folder: Path):
+        began = time.monotonic()
+        with two_workers(folder, *flags, each=each) as workers:
+            ended = [worker.wait() for worker in workers]
+            errors = [worker.error for worker in workers]
+        expect(ended == codes, ended, *errors)
+        for error in errors:
+            expect(words in error, error)
+        return time.monotonic() - began, f"exits {codes}: {errors[0]}"
+
+    return scenario
+
+
+def port_taken(folder: Path):
+    """Somebody else listens on a worker's port."""
+    configs = processes.tf_configs(2)
+    address = json.loads(configs[0])["cluster"]["worker"][0].split(":")
+    began = time.monotonic()
+    with socket.create_server((address[0], int(address[1]))):
+        with two_workers(folder, *HEALTHY, count=1, configs=configs) as workers:
+            code, error = workers[0].wait(), workers[0].error
+    expect(code == 1 and address[1] in error, code, error)
+    return time.monotonic() - began, f"exit 1: {error}"
+
+
+def weights(folder) -> list[np.ndarray]:
+    """The weights that a run has left."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras
+
+    return keras.models.load_model(Path(folder) / "model.keras").get_weights()
+
+
+def uninterrupted(folder: Path) -> str:
+    """The digest of a run that nothing happens to."""
+    with two_workers(folder, *SAVING, "--workdir", folder / "run") as workers:
+        expect([worker.wait() for worker in workers] == [0, 0], workers[0].text)
+        return workers[0].digest
+
+
+def interrupt(folder: Path, number, victims):
+    """Signals workers in the third epoch; returns exit codes and seconds to the last end."""
+    with two_workers(folder, *SAVING, "--workdir", folder / "run") as workers:
+        workers[0].wait_for("Epoch 3/")
+        began = time.monotonic()
+        for victim in victims:
+            workers[victim].signal(number)
+        codes = [worker.wait() for worker in workers]
+        return codes, time.monotonic() - began
+
+
+def resumed(number, victims, codes):
+    """Workers are told to end, or killed; started again, they end as if nothing had been."""
+
+    def scenario(folder: Path):
+        expected = uninterrupted(folder / "whole")
+        ended, seconds = interrupt(folder, number, victims)
+        expect(ended == codes, ended)
+        with two_workers(folder / "again", *SAVING, "--workdir", folder / "run") as workers:
+            expect([worker.wait() for worker in workers] == [0, 0], workers[0].text)
+            expect("resumed at step" in workers[0].text, workers[0].text)
+            expect(workers[0].digest == workers[1].digest == expected, workers[0].text)
+        return seconds, f"exits {codes}; resumed: same weights, bit for bit"
+
+    return scenario
+
+
+def elastic(folder: Path):
+    """Begun on two workers, gone on with on three logical CPUs."""
+    uninterrupted(folder / "whole")
+    _, seconds = interrupt(folder, signal.SIGTERM, [0])
+    flags = ("--strategy", "mirrored", "--logical_cpus", "3", "--workdir", folder / "run")
+    with one_process(folder / "again", "tfmulti.train", *SAVING, *flags) as process:
+        expect(process.wait() == 0 and "resumed at step" in process.text, process.text)
+    pairs = zip(weights(folder / "whole" / "run"), weights(folder / "run"), strict=True)
+    largest = max(float(np.abs(a - b).max()) for a, b in pairs)
+    expect(largest < 1e-5, largest)
+    return seconds, f"resumed with 3 replicas after 2: weights differ by {largest:.1e}"
+
+
+def damaged(folder: Path):
+    """The latest checkpoint has a flipped byte."""
+    expected = uninterrupted(folder / "whole")
+    interrupt(folder, signal.SIGKILL, [0, 1])
+    latest = max((folder / "run" / "checkpoints").glob("step_*"))
+    file = latest / "values.data-00000-of-00001"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    file.write_bytes(bytes(data))
+    with two_workers(folder / "again", *SAVING, "--workdir", folder / "run") as workers:
+        expect([worker.wait() for worker in workers] == [0, 0], workers[0].text)
+        expect(f"{latest.name} is damaged" in workers[0].text, workers[0].text)
+        expect(workers[0].digest == expected, workers[0].text)
+    return 0.0, "told; the generation before it taken: same weights, bit for bit"
+
+
+def restarted(folder: Path):
+    """The launcher starts all again after one was killed."""
+    expected = uninterrupted(folder / "whole")
+    train = (sys.executable, "-m", "tfmulti.train", "--strategy", "multi_worker", *SAVING)
+    logs = folder / "logs"
+    flags = ("--num_workers", "2", "--max_restarts", "1", "--log_dir", logs)
+    command = ("tfmulti.launch", *flags, "--", *train, "--workdir", folder / "run")
+    with one_process(folder, *command) as launcher:
+        launcher.wait_for("Epoch 3/")
+        began = time.monotonic()
+        os.kill(find_worker(folder / "run"), signal.SIGKILL)
+        launcher.wait_for("resumed at step")
+        seconds = time.monotonic() - began
+        expect(launcher.wait() == 0, launcher.text)
+        expect(launcher.digest == expected, launcher.text)
+    return seconds, "restarted by the launcher: same weights, bit for bit"
+
+
+def find_worker(workdir) -> int:
+    """The process of worker 1 that trains into a folder."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().decode()
+            environment = (path / "environ").read_bytes().decode()
+        except OSError:
+            continue
+        training = command.split("\0")[1:3] == ["-m", "tfmulti.train"]
+        if training and str(workdir) in command and '"index": 1' in environment:
+            return int(path.name)
+    raise AssertionError("worker 1 is not running")
+
+
+def full_disk(folder: Path):
+    """There is no room for a checkpoint."""
+    room = folder / "room"
+    room.mkdir(parents=True)
+    if os.system(f"mount -t tmpfs -o size=64k tmpfs {room} 2>/dev/null"):
+        return None
+    try:
+        flags = (*SAVING, "--strategy", "one_device", "--workdir", room)
+        with one_process(folder, "tfmulti.train", *flags) as process:
+            code, text, error = process.wait(), process.text, process.error
+    finally:
+        os.system(f"umount {room}")
+    expect(code == 1 and "No space left" in text, code, text)
+    return 0.0, f"exit 1: {error}"
+
+
+SCENARIOS = {
+    "a worker never comes": missing(0),
+    "the chief never comes": missing(1),
+    "a worker is killed": lost(signal.SIGKILL, 1),
+    "the chief is killed": lost(signal.SIGKILL, 0),
+    "a worker is frozen": lost(signal.SIGSTOP, 1),
+    "the chief is frozen": lost(signal.SIGSTOP, 0),
+    "a port is taken": port_taken,
+    "settings that differ": fails("seed", [1, 1], *RUN, each=(("--seed", "1"), ("--seed", "2"))),
+    "models that differ": fails(
+        "the same model", [1, 1], "--dataset", "faulty:healthy", "--model", "faulty:wider_on_one"
+    ),
+    "an exception in one pipeline": fails(
+        "bad record 300", [144, 1], "--dataset", "faulty:bad_record", "--model", "faulty:dense"
+    ),
+    "an exception in one step": fails(
+        "has had enough", [144, 1], "--dataset", "faulty:healthy", "--model", "faulty:failing"
+    ),
+    "a row that is not a number": fails(
+        "at step", [1, 1], "--dataset", "faulty:not_a_number", "--model", "faulty:dense"
+    ),
+    "SIGTERM to one worker": resumed(signal.SIGTERM, [1], [143, 143]),
+    "SIGTERM to all": resumed(signal.SIGTERM, [0, 1], [143, 143]),
+    "all are killed": resumed(signal.SIGKILL, [0, 1], [-9, -9]),
+    "killed under the launcher": restarted,
+    "resumed on another number of replicas": elastic,
+    "a flipped byte in the checkpoint": damaged,
+    "a full disk": full_disk,
+}

@@ -1,0 +1,109 @@
+"""Two real workers that can be killed, frozen and told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tfmulti import processes
+
+HERE = Path(__file__).parent
+PATIENCE_S = 120
+
+
+class Worker:
+    """A process whose output goes to a file, and is read while it runs."""
+
+    def __init__(self, arguments, log: Path, **variables):
+        self.log = log
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment.pop("TF_CONFIG", None)
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *map(str, arguments)],
+                env={**environment, **variables},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def text(self) -> str:
+        """All that it has written."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def error(self) -> str:
+        """The error that it has ended with."""
+        found = re.findall(r"^error: (.*)", self.text, re.M)
+        return found[-1] if found else ""
+
+    @property
+    def digest(self) -> str:
+        """The digest of its weights."""
+        return re.findall(r"weights_sha256=(\w+)", self.text)[-1]
+
+    def wait_for(self, words: str) -> None:
+        """Waits until it has written something."""
+        until = time.monotonic() + PATIENCE_S
+        while words not in self.text:
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise AssertionError(f"no {words!r} in:\n{self.text}")
+            time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to it."""
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Waits for its end; returns the exit code."""
+        return self.process.wait(timeout=PATIENCE_S)
+
+
+@contextlib.contextmanager
+def two_workers(folder: Path, *arguments, each=((), ()), count: int = 2, configs=None):
+    """Starts two workers of `tfmulti.train`; none is left at the end.
+
+    Args:
+        folder: Where their output goes.
+        *arguments: Flags of both.
+        each: Flags of each.
+        count: How many of them come.
+        configs: Their TF_CONFIGs, where they are not two alike.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    configs = configs or processes.tf_configs(2)
+    flags = ["tfmulti.train", "--strategy", "multi_worker", *arguments]
+    workers = [
+        Worker([*flags, *each[i]], folder / f"worker_{i}.txt", TF_CONFIG=configs[i])
+        for i in range(count)
+    ]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            if worker.process.poll() is None:
+                worker.signal(signal.SIGKILL)
+                worker.process.wait()
+
+
+@contextlib.contextmanager
+def one_process(folder: Path, *arguments):
+    """Starts one process of a module of tfmulti; it is not left at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    worker = Worker(arguments, folder / "process.txt")
+    try:
+        yield worker
+    finally:
+        if worker.process.poll() is None:
+            worker.signal(signal.SIGTERM)
+            try:
+                worker.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                worker.signal(signal.SIGKILL)
+                worker.process.wait()
