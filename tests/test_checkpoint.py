@@ -107,8 +107,17 @@ def whole_fixture(tmp_path_factory):
     return whole
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 11])
+@pytest.mark.parametrize(
+    ("num_replicas", "steps"),
+    [
+        (1, 4),
+        (2, 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (2, 11)]
+        ),
+    ],
+)
 def test_a_killed_run_ends_as_one_that_was_not(num_replicas, steps, whole, tmp_path):
     weights, history, _ = whole(num_replicas)
     with pytest.raises(Killed):
