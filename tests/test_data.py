@@ -95,8 +95,8 @@ def test_the_position_can_be_set_for_initial_epoch():
         model.fit(train, epochs=4, initial_epoch=2, verbose=0)
 
     assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, [2, 3])
-    with pytest.raises(ValueError, match="Received: epoch=0, step=3, with 3 steps per epoch"):
-        train.set_position(0, 3)
+    with pytest.raises(ValueError, match="Received: epoch=0, step=4, with 3 steps per epoch"):
+        train.set_position(0, 4)
 
 
 def test_the_position_can_be_set_within_an_epoch():

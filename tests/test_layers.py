@@ -15,12 +15,16 @@ def make_strategy(num_replicas):
     return tfmulti.create_strategy("mirrored", devices=names)
 
 
+def distributed():
+    return tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
 def fit(strategy, layers, optimizer, count=33, epochs=1):
     rng = np.random.RandomState(0)
     data = rng.randn(count, 4).astype("float32"), rng.randn(count, 2).astype("float32")
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(2)])
-        model.compile(optimizer, "mse")
+        model.compile(optimizer(), "mse")
     train = tfmulti.distribute_train(data, strategy, 16, seed=0)
     model.fit(train, epochs=epochs, verbose=0)
     return model
@@ -31,7 +35,7 @@ def fit(strategy, layers, optimizer, count=33, epochs=1):
 def test_moving_statistics_are_the_same_on_all_replicas(synchronized, num_replicas):
     strategy = make_strategy(num_replicas)
     layer = keras.layers.BatchNormalization(synchronized=synchronized)
-    optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer = distributed
     # 33 examples in batches of 16: the last batch leaves replicas without a row.
     fit(strategy, [layer], optimizer, epochs=2)
     for variable in (layer.moving_mean, layer.moving_variance):
@@ -65,7 +69,7 @@ class Masks(keras.layers.Layer):
 
 
 def masks_of(num_replicas):
-    optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer = distributed
     strategy = make_strategy(num_replicas)
     with strategy.scope():
         layer = Masks()
@@ -106,7 +110,7 @@ def test_a_bare_optimizer_is_told_once(optimizer, words):
     strategy = make_strategy(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = fit(strategy, [], optimizer(), count=32)
+        model = fit(strategy, [], optimizer, count=32)
         model.fit(np.zeros((4, 4)), np.zeros((4, 2)), verbose=0)
     told = [str(w.message) for w in caught if "DistributedOptimizer" in str(w.message)]
     assert len(told) == 1
@@ -116,5 +120,5 @@ def test_a_bare_optimizer_is_told_once(optimizer, words):
 def test_a_distributed_optimizer_is_not_warned_of():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(make_strategy(2), [], tfmulti.DistributedOptimizer(SGD(0.1)), count=32)
+        fit(make_strategy(2), [], distributed, count=32)
     assert not [w for w in caught if "DistributedOptimizer" in str(w.message)]

@@ -45,7 +45,9 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
     context = tf.distribute.get_replica_context()
-    if not keeps_means() or context is None or context.num_replicas_in_sync == 1:
+    if not keeps_means() or context is None:
+        return loss
+    if context.num_replicas_in_sync == 1 and not share.is_padded:
         return loss
     if reduction == "sum":
         return loss * tf.cast(_inverse(share.weight), loss.dtype)
