@@ -80,6 +80,16 @@ def test_it_changes_nothing_where_all_is_well(num_replicas):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_accumulated_gradients_are_looked_at_too(num_replicas):
+    def optimizer():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    train(num_replicas, tfmulti.callbacks.NonFinite(), rows(), optimizer)
+    with pytest.raises(tfmulti.callbacks.NonFiniteError, match="first/kernel"):
+        train(num_replicas, tfmulti.callbacks.NonFinite(), rows(2), optimizer)
+
+
 def test_an_overflow_that_loss_scaling_takes_care_of_is_no_error():
     def optimizer():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2e38)

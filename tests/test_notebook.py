@@ -33,6 +33,7 @@ def test_the_script_of_the_readme_runs_twice_in_one_kernel():
     assert float(again) > 0.9
 
 
+@pytest.mark.slow
 def test_two_replicas_in_a_kernel():
     script = SCRIPT.replace('"auto"', '"mirrored", logical_cpus=2')
     outputs, replicas = run_cells(script, "strategy.num_replicas_in_sync, strategy.why")

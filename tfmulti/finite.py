@@ -101,6 +101,9 @@ def _update(optimizer, grads, trainable_variables):
 
 
 def _local(variable) -> tf.Tensor:
+    if not isinstance(variable, keras.Variable):
+        # Under accumulation the iterations are computed.
+        return tf.convert_to_tensor(variable)
     value = variable.value
     if isinstance(value, tf.distribute.DistributedValues):
         value = tf.distribute.get_strategy().experimental_local_results(value)[0]

@@ -26,7 +26,9 @@ def one_device(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("num_workers", "logical_cpus"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("num_workers", "logical_cpus"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_workers_end_where_one_device_ends(
     run_workers, tmp_path, one_device, num_workers, logical_cpus
 ):
@@ -58,6 +60,7 @@ def test_workers_end_where_one_device_ends(
     ]
 
 
+@pytest.mark.slow
 def test_a_chief_with_workers(run_workers, tmp_path, free_ports):
     ports = free_ports(2)
     cluster = {"chief": [f"127.0.0.1:{ports[0]}"], "worker": [f"127.0.0.1:{ports[1]}"]}
