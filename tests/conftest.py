@@ -1,9 +1,7 @@
 """Four logical CPUs for the whole run, and real workers on loopback."""
 
 import contextlib
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +9,8 @@ import tempfile
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
+
+from tfmulti import processes
 
 WORKER_TIMEOUT_S = 240
 
@@ -26,7 +26,8 @@ def pytest_configure(config):
 def fresh_keras():
     import keras
 
-    keras.utils.clear_session()
+    # Collecting garbage takes a second of every test.
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     yield
     keras.mixed_precision.set_global_policy("float32")
@@ -34,25 +35,7 @@ def fresh_keras():
 
 @pytest.fixture(name="free_ports", scope="session")
 def free_ports_fixture():
-    return free_ports
-
-
-def free_ports(count):
-    """Ports that nothing listens on; all are held until all are known."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-def tf_configs(num_workers):
-    """The TF_CONFIG of each of `num_workers` local workers."""
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(num_workers)]}
-    return [
-        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in range(num_workers)
-    ]
+    return processes.free_ports
 
 
 @pytest.fixture
@@ -81,7 +64,7 @@ def runner_of_workers():
 
     def run(num_workers, arguments, *, env=None, check=True, configs=None):
         workers = []
-        for config in configs or tf_configs(num_workers):
+        for config in configs or processes.tf_configs(num_workers):
             # Files, not pipes: a worker must never wait for somebody to read what it writes.
             texts = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
             process = subprocess.Popen(

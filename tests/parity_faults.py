@@ -142,12 +142,6 @@ def hidden_optimizer(train):
     return compiled(HiddenOptimizer())
 
 
-def counting_calls(train):
-    model = CountingCalls()
-    model.compile(keras.optimizers.SGD(0.1))
-    return model
-
-
 def bfloat16(train):
     model = sequential(layers.Dense(16, "relu", dtype="mixed_bfloat16"))
     model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -284,22 +278,6 @@ class Contrastive(OwnStep):
 class NoisyStep(OwnStep):
     def loss_of(self, y, outputs):
         return super().loss_of(y, outputs + keras.random.normal(ops.shape(outputs)))
-
-
-class CountingCalls(OwnStep):
-    """The usual running mean of a loss, which counts a replica's mean as one."""
-
-    def __init__(self):
-        super().__init__()
-        self.tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-    def train_step(self, data):
-        self.tracker.update_state(super().train_step(data)["loss"])
-        return {"loss": self.tracker.result()}
 
 
 class HiddenOptimizer(OwnStep):

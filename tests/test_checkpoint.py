@@ -7,6 +7,7 @@ import signal
 import keras
 import numpy as np
 import pytest
+from replicas import create_strategy
 
 import tfmulti
 from tfmulti import checkpoint
@@ -39,12 +40,6 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def make_strategy(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    kind = "mirrored" if num_replicas > 1 else "one_device"
-    return tfmulti.create_strategy(kind, devices=names)
-
-
 def rows():
     rng = np.random.RandomState(0)
     return rng.randn(NUM_ROWS, 4).astype("float32"), rng.randn(NUM_ROWS, 1).astype("float32")
@@ -63,7 +58,7 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
     """Trains, from the start or from what the folder holds."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
-    strategy = make_strategy(num_replicas)
+    strategy = create_strategy(num_replicas)
     with strategy.scope():
         layers = [keras.layers.Dense(5, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
         layers += [keras.layers.Dropout(0.3)] * dropout
@@ -241,7 +236,7 @@ def test_a_run_without_a_dataset_is_saved_between_epochs(tmp_path):
 
     def fit(folder, *more):
         keras.utils.set_random_seed(1)
-        with make_strategy(2).scope():
+        with create_strategy(2).scope():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
             model.compile(tfmulti.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
         saver = tfmulti.callbacks.Checkpoint(folder)

@@ -2,18 +2,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import create_strategy
 
 import tfmulti
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.audit import compare
 from tfmulti.sharding import ShardPlan, epoch_order
-
-
-def mirrored(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    if num_replicas == 1:
-        return tfmulti.create_strategy("one_device", devices=names)
-    return tfmulti.create_strategy("mirrored", devices=names)
 
 
 def numbered(num_examples):
@@ -65,7 +59,7 @@ def expected_steps(num_examples, batch, seed, epochs):
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_fit_sees_the_order_of_seed_and_epoch(num_replicas):
-    strategy = mirrored(num_replicas)
+    strategy = create_strategy(num_replicas)
     train = distribute_train(numbered(43), strategy, 16, seed=7)
     test = distribute_eval(numbered(5), strategy, 4)
     seen = steps_seen(
@@ -76,7 +70,7 @@ def test_fit_sees_the_order_of_seed_and_epoch(num_replicas):
 
 
 def test_a_second_fit_goes_on_with_the_next_epoch():
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1)
 
     def fit(model):
@@ -87,7 +81,7 @@ def test_a_second_fit_goes_on_with_the_next_epoch():
 
 
 def test_the_position_can_be_set_for_initial_epoch():
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1)
     train.set_position(epoch=2)
 
@@ -100,7 +94,7 @@ def test_the_position_can_be_set_for_initial_epoch():
 
 
 def test_the_position_can_be_set_within_an_epoch():
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1)
     train.set_position(epoch=1, step=2)
     seen = steps_seen(strategy, lambda model: model.fit(train, epochs=2, verbose=0))
@@ -108,14 +102,14 @@ def test_the_position_can_be_set_within_an_epoch():
 
 
 def test_steps_per_epoch_walks_through_endless_passes():
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1, steps_per_epoch=2)
     seen = steps_seen(strategy, lambda model: model.fit(train, epochs=3, verbose=0))
     assert seen == expected_steps(10, 4, 1, range(2))
 
 
 def test_several_steps_a_call_take_the_same_steps():
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1)
 
     def fit(model):
@@ -127,7 +121,7 @@ def test_several_steps_a_call_take_the_same_steps():
 
 
 def test_by_hand_it_gives_global_batches_epoch_by_epoch():
-    train = distribute_train(numbered(10), mirrored(3), 4, seed=1)
+    train = distribute_train(numbered(10), create_strategy(3), 4, seed=1)
     rows = [y.numpy().tolist() for _ in range(2) for _, y in train]
     assert rows == expected_steps(10, 4, 1, range(2))
 
@@ -136,7 +130,7 @@ def test_keras_makes_more_iterators_than_epochs():
     # The canary: were it one each, the epoch could be counted by iterators.
     made = []
 
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1)
     distribute_to = train.distribute_to
 
@@ -156,7 +150,7 @@ def test_keras_makes_more_iterators_than_epochs():
 @pytest.mark.parametrize("remainder", ["uneven", "pad", "drop", "repeat_first"])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_streams_and_arrays_agree_without_shuffling(remainder, num_replicas):
-    strategy = mirrored(num_replicas)
+    strategy = create_strategy(num_replicas)
     data = numbered(10)
     arrays = distribute_eval(data, strategy, 4, remainder=remainder)
     stream = tf.data.Dataset.from_tensor_slices(data)
@@ -172,7 +166,7 @@ def test_a_stream_is_shuffled_by_the_seed_alone():
 
     def order(seed, tf_seed):
         keras.utils.set_random_seed(tf_seed)
-        train = distribute_train(stream, mirrored(2), 8, seed=seed)
+        train = distribute_train(stream, create_strategy(2), 8, seed=seed)
         return [np.concatenate([y for _, y in train]).tolist() for _ in range(2)]
 
     assert order(3, tf_seed=1) == order(3, tf_seed=2)
@@ -184,7 +178,7 @@ def test_a_stream_is_shuffled_by_the_seed_alone():
 
 def test_dicts_strings_and_weights_pass_through():
     data = ({"a": np.arange(5.0), "s": np.array(list("abcde"))}, np.arange(5), np.ones(5))
-    batch = next(iter(distribute_eval(data, mirrored(2), 4)))
+    batch = next(iter(distribute_eval(data, create_strategy(2), 4)))
     assert batch[0]["s"].numpy().tolist() == [b"a", b"b", b"c", b"d"]
     assert [t.shape[0] for t in tf.nest.flatten(batch)] == [4] * 4
 
@@ -219,23 +213,23 @@ def test_each_worker_reads_its_own_rows_only():
 )
 def test_data_that_cannot_be_laid_out_is_refused(data, words):
     with pytest.raises(ValueError) as caught:
-        distribute_train(data, mirrored(2), 2, seed=0)
+        distribute_train(data, create_strategy(2), 2, seed=0)
     assert all(word in str(caught.value) for word in ["Received: ", *words])
 
 
 @pytest.mark.parametrize("seed", [-1, None, 1.5, True])
 def test_a_seed_must_be_a_number_that_all_workers_can_share(seed):
     with pytest.raises(ValueError, match="`seed` must be an integer from 0"):
-        distribute_train(numbered(4), mirrored(2), 2, seed=seed)
+        distribute_train(numbered(4), create_strategy(2), 2, seed=seed)
 
 
 def test_pad_needs_a_place_for_weights():
     with pytest.raises(ValueError, match='remainder="pad"'):
-        distribute_train(np.zeros((5, 2)), mirrored(2), 4, seed=0, remainder="pad")
+        distribute_train(np.zeros((5, 2)), create_strategy(2), 4, seed=0, remainder="pad")
 
 
 def test_the_audit_tells_each_row_once():
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1, audit=True)
     lines = []
     callback = tfmulti.callbacks.ShardAuditLog(train, lines.append)

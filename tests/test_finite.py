@@ -3,17 +3,12 @@
 import keras
 import numpy as np
 import pytest
+from replicas import create_strategy
 
 import tfmulti
 from tfmulti.sharding import epoch_order
 
 NUM_ROWS, BATCH_SIZE = 40, 8  # Five steps.
-
-
-def make_strategy(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    kind = "mirrored" if num_replicas > 1 else "one_device"
-    return tfmulti.create_strategy(kind, devices=names)
 
 
 def rows(bad_step=None):
@@ -27,7 +22,7 @@ def rows(bad_step=None):
 
 def train(num_replicas, callback, data, optimizer=None, **compiled):
     keras.utils.set_random_seed(1)
-    strategy = make_strategy(num_replicas)
+    strategy = create_strategy(num_replicas)
     with strategy.scope():
         # relu hides what is not a number from the loss.
         layers = [keras.layers.Dense(5, "relu", name="first"), keras.layers.Dense(1)]

@@ -38,18 +38,8 @@ ORDER = [
     "launch",
     "parity",
 ]
-PURE = [
-    "cluster",
-    "sharding",
-    "config",
-    "files",
-    "meeting",
-    "processes",
-    "command_line",
-    "train",
-    "launch",
-    "parity",
-]
+# What runs before TensorFlow, or without it.
+PURE = [*ORDER[: ORDER.index("devices")], "train", "launch", "parity"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

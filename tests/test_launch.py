@@ -197,6 +197,21 @@ def test_who_lost_a_peer_is_not_the_first(run_job, tmp_path):
     assert "worker 0" not in told
 
 
+def test_who_ended_early_is_told(run_job, tmp_path):
+    code = f"""
+        path = {str(tmp_path / "ended")!r}
+        if index == 1:
+            Path(path).touch()
+            sys.exit(0)
+        wait_for(path)
+        time.sleep(0.5)
+        sys.exit({environment.PEER_LOST})
+    """
+    done, told = run_job(code)
+    assert done == environment.PEER_LOST
+    assert "worker 1 ended early, without an error" in told
+
+
 def test_a_peer_that_hangs_is_not_waited_for(run_job):
     code = f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

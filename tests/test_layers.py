@@ -6,13 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import create_strategy
 
 import tfmulti
-
-
-def make_strategy(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    return tfmulti.create_strategy("mirrored", devices=names)
 
 
 def distributed():
@@ -33,7 +29,7 @@ def fit(strategy, layers, optimizer, count=33, epochs=1):
 @pytest.mark.parametrize("synchronized", [False, True])
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_moving_statistics_are_the_same_on_all_replicas(synchronized, num_replicas):
-    strategy = make_strategy(num_replicas)
+    strategy = create_strategy(num_replicas)
     layer = keras.layers.BatchNormalization(synchronized=synchronized)
     optimizer = distributed
     # 33 examples in batches of 16: the last batch leaves replicas without a row.
@@ -70,7 +66,7 @@ class Masks(keras.layers.Layer):
 
 def masks_of(num_replicas):
     optimizer = distributed
-    strategy = make_strategy(num_replicas)
+    strategy = create_strategy(num_replicas)
     with strategy.scope():
         layer = Masks()
     fit(strategy, [layer], optimizer, count=32)
@@ -107,7 +103,7 @@ SGD = keras.optimizers.SGD
     ids=["plain", "clipnorm", "loss_scale"],
 )
 def test_a_bare_optimizer_is_told_once(optimizer, words):
-    strategy = make_strategy(2)
+    strategy = create_strategy(2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = fit(strategy, [], optimizer, count=32)
@@ -120,5 +116,5 @@ def test_a_bare_optimizer_is_told_once(optimizer, words):
 def test_a_distributed_optimizer_is_not_warned_of():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(make_strategy(2), [], distributed, count=32)
+        fit(create_strategy(2), [], distributed, count=32)
     assert not [w for w in caught if "DistributedOptimizer" in str(w.message)]

@@ -2,21 +2,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import create_strategy
 
 import tfmulti
-
-
-def make_strategy(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    if num_replicas == 1:
-        return tfmulti.create_strategy("one_device", devices=names)
-    return tfmulti.create_strategy("mirrored", devices=names)
 
 
 def train(num_replicas, make_model, data, remainder="uneven", **compiled):
     """Two epochs of 33 examples in batches of 16; gives weights and history."""
     keras.utils.set_random_seed(1)
-    strategy = make_strategy(num_replicas)
+    strategy = create_strategy(num_replicas)
     with strategy.scope():
         model = make_model()
         model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
@@ -31,11 +25,10 @@ def train(num_replicas, make_model, data, remainder="uneven", **compiled):
 
 def assert_one_devices_result(make_model, data, **compiled):
     weights, history = train(1, make_model, data, **compiled)
-    for num_replicas in (2, 3):
-        others, logs = train(num_replicas, make_model, data, **compiled)
-        np.testing.assert_allclose(others, weights, rtol=0, atol=1e-6)
-        for name, values in history.items():
-            np.testing.assert_allclose(logs[name], values, rtol=1e-6, atol=1e-6, err_msg=name)
+    others, logs = train(3, make_model, data, **compiled)
+    np.testing.assert_allclose(others, weights, rtol=0, atol=1e-6)
+    for name, values in history.items():
+        np.testing.assert_allclose(logs[name], values, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def rows(count=33):
@@ -81,7 +74,14 @@ def test_a_keras_loss_on_outputs_without_a_last_axis():
     assert_one_devices_result(flat, (x, y[:, 0]), loss="mse")
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        "mean_with_sample_weight",
+        pytest.param("sum", marks=pytest.mark.slow),
+        pytest.param("sum_over_batch_size", marks=pytest.mark.slow),
+    ],
+)
 def test_masks(reduction):
     rng = np.random.RandomState(0)
     x = rng.randint(1, 9, (33, 6))
@@ -160,7 +160,7 @@ def test_a_bare_optimizer_keeps_keras_scaling():
     # Whole, even batches: a bare optimizer is right too, as in stock Keras.
     def fit(num_replicas):
         keras.utils.set_random_seed(1)
-        strategy = make_strategy(num_replicas)
+        strategy = create_strategy(num_replicas)
         with strategy.scope():
             model = dense()
             model.compile(keras.optimizers.SGD(0.1), "mse")

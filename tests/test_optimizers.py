@@ -1,6 +1,7 @@
 import keras
 import numpy as np
 import pytest
+from replicas import create_strategy
 
 import tfmulti
 
@@ -14,13 +15,6 @@ OPTIMIZERS = {
     "ema": lambda: SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=8.0),
 }
-
-
-def make_strategy(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    if num_replicas == 1:
-        return tfmulti.create_strategy("one_device", devices=names)
-    return tfmulti.create_strategy("mirrored", devices=names)
 
 
 def images(count):
@@ -46,7 +40,7 @@ def layers(kind):
 def train(num_replicas, optimizer, *, count=33, kind="dense", remainder="uneven", eager=False):
     """Three epochs in batches of 16; gives weights and history."""
     keras.utils.set_random_seed(1)
-    strategy = make_strategy(num_replicas)
+    strategy = create_strategy(num_replicas)
     with strategy.scope():
         model = keras.Sequential([keras.Input((6, 6, 1)), *layers(kind)])
         model.compile(
@@ -79,7 +73,7 @@ def test_every_setting_gives_one_devices_result(name):
 
 
 @pytest.mark.parametrize("kind", ["conv", "batch_norm", "gru"])
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_empty_share_leaves_no_trace(kind, num_replicas):
     # 33 examples in batches of 16: the last batch has one row for several replicas.
     reference = train(1, OPTIMIZERS["sgd"], kind=kind)
@@ -107,7 +101,7 @@ def test_without_it_uneven_batches_are_wrong(monkeypatch):
 
 
 def test_the_class_and_the_file_stay_the_users(tmp_path):
-    strategy = make_strategy(2)
+    strategy = create_strategy(2)
     with strategy.scope():
         model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
         optimizer = tfmulti.DistributedOptimizer(SGD(0.1, clipnorm=1.0))
@@ -137,7 +131,7 @@ def test_a_loss_scale_optimizer_is_right_wherever_it_is(wrapped):
 
     def fit(num_replicas):
         keras.utils.set_random_seed(1)
-        strategy = make_strategy(num_replicas)
+        strategy = create_strategy(num_replicas)
         x, y = images(43)
         x[-1] *= 1000.0
         with strategy.scope():
@@ -170,7 +164,7 @@ def test_a_loaded_model_is_distributed_again(tmp_path):
     """Saved on two replicas; goes on on one, on three, and on one again, as if never stopped."""
 
     def go_on(num_replicas, path, weights=None):
-        strategy = make_strategy(num_replicas)
+        strategy = create_strategy(num_replicas)
         with strategy.scope():
             model = keras.models.load_model(path)
         data = tfmulti.distribute_train(images(43), strategy, 16, seed=3)
@@ -178,7 +172,7 @@ def test_a_loaded_model_is_distributed_again(tmp_path):
         assert int(model.optimizer.iterations.numpy()) == 6
         return model
 
-    strategy = make_strategy(2)
+    strategy = create_strategy(2)
     with strategy.scope():
         model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.AdamW(0.01, clipnorm=0.3))

@@ -190,16 +190,10 @@ def test_no_fault_is_named_where_there_is_none(model):
     assert diagnose(model, 3, []) == []
 
 
-@pytest.mark.parametrize(
-    ("model", "cause", "where"),
-    [
-        ("counting_calls", causes.COUNTS, "loss"),
-        ("bfloat16", causes.COARSE, "bfloat16, float32"),
-    ],
-)
-def test_what_is_shown_can_differ_alone(model, cause, where):
-    found = diagnose(model, 3, [])
-    assert [(finding["cause"], finding["where"]) for finding in found] == [(cause, where)]
+def test_coarse_rounding_is_named_where_no_variable_differs():
+    found = diagnose("bfloat16", 3, [])
+    named = [(finding["cause"], finding["where"]) for finding in found]
+    assert named == [(causes.COARSE, "bfloat16, float32")]
 
 
 def test_several_faults_are_all_named():
@@ -240,6 +234,7 @@ def test_a_clean_model_gives_one_devices_result(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_a_fault_is_told_with_what_to_write_instead():
     done = run("local_normalization", "--replicas=2", "--workers=0")
     assert done.returncode == command_line.ERROR

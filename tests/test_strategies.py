@@ -1,5 +1,6 @@
 """Strategies: stock Keras under each of them, how one is chosen, and what is refused."""
 
+import itertools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from replicas import create_strategy
 
 import tfmulti
 
@@ -33,29 +35,35 @@ print(json.dumps(messages))
 """
 
 
-def mirrored(num_replicas):
-    return tfmulti.create_strategy("mirrored", devices=[f"CPU:{i}" for i in range(num_replicas)])
+# The others are in the slow tests.
+IN_EVERY_RUN = [
+    ("sequential", "distributed"),
+    ("functional", "distributed"),
+    ("subclassed", "arrays"),
+    ("string_lookup", "distributed"),
+    ("hashing", "arrays"),
+]
+CASES = [
+    pytest.param(*case, marks=[] if case in IN_EVERY_RUN else pytest.mark.slow)
+    for case in itertools.product(behaviour.CASES, behaviour.PATHS)
+]
 
 
-def one_device():
-    return tfmulti.create_strategy("one_device", devices=["CPU:0"])
-
-
-@pytest.mark.parametrize("path", behaviour.PATHS)
-@pytest.mark.parametrize("name", behaviour.CASES)
+@pytest.mark.parametrize(("name", "path"), CASES)
 def test_two_replicas_do_as_one_device(name, path):
-    result = behaviour.run_case(name, mirrored(2), path)
+    result = behaviour.run_case(name, create_strategy(2), path)
     behaviour.assert_same(result, behaviour.on_one_device(name, path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "path"), [("hashing", "arrays"), ("subclassed", "distributed")])
 def test_three_replicas_do_as_one_device(name, path):
-    result = behaviour.run_case(name, mirrored(3), path)
+    result = behaviour.run_case(name, create_strategy(3), path)
     behaviour.assert_same(result, behaviour.on_one_device(name, path))
 
 
 def test_predict_keeps_the_order_of_the_data():
-    strategy = mirrored(3)
+    strategy = create_strategy(3)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Rescaling(2.0)])
     model.compile()
@@ -68,7 +76,7 @@ def test_predict_keeps_the_order_of_the_data():
 def test_strategies_of_different_sizes_live_in_one_process():
     x, y = behaviour.plain(12)
     models = []
-    for strategy in (mirrored(2), mirrored(3)):
+    for strategy in (create_strategy(2), create_strategy(3)):
         keras.utils.set_random_seed(0)
         with strategy.scope():
             optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -82,10 +90,10 @@ def test_strategies_of_different_sizes_live_in_one_process():
 
 def test_a_dataset_for_another_strategy_is_refused():
     x, y = behaviour.plain(12)
-    strategy = mirrored(2)
+    strategy = create_strategy(2)
     with strategy.scope():
         model = behaviour.sequential(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    data = tfmulti.distribute_train((x, y), one_device(), 6)
+    data = tfmulti.distribute_train((x, y), create_strategy(1), 6)
     with pytest.raises(ValueError, match="Received: a dataset for 1 replicas, a model on 2"):
         model.fit(data, verbose=0)
 

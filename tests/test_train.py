@@ -172,6 +172,7 @@ def nothing(train):
 """
 
 
+@pytest.mark.slow
 def test_a_users_compiled_model_and_data(tmp_path):
     (tmp_path / "theirs.py").write_text(USERS_CODE)
     flags = ["--strategy=mirrored", "--logical_cpus=2", "--model=theirs:model", "--epochs=2"]

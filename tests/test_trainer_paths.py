@@ -4,16 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import create_strategy
 
 import tfmulti
 
 NUM_ROWS, BATCH_SIZE = 33, 16  # The last batch has one row.
-
-
-def make_strategy(num_replicas):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    kind = "mirrored" if num_replicas > 1 else "one_device"
-    return tfmulti.create_strategy(kind, devices=names)
 
 
 def rows(count=NUM_ROWS):
@@ -29,7 +24,7 @@ def dense():
 
 def build(num_replicas, layers=dense, **compiled):
     keras.utils.set_random_seed(1)
-    with make_strategy(num_replicas).scope():
+    with create_strategy(num_replicas).scope():
         model = keras.Sequential(layers())
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=0.5))
         compiled = {k: v() if callable(v) else v for k, v in compiled.items()}
@@ -86,8 +81,12 @@ class RaggedSum(keras.layers.Layer):
 
 @pytest.mark.parametrize(
     ("data", "layers"),
-    [(ragged_rows, lambda: [RaggedSum(), *dense()]), (sparse_rows, dense)],
-    ids=["ragged", "sparse"],
+    [
+        pytest.param(
+            ragged_rows, lambda: [RaggedSum(), *dense()], id="ragged", marks=pytest.mark.slow
+        ),
+        pytest.param(sparse_rows, dense, id="sparse"),
+    ],
 )
 def test_composite_inputs(data, layers):
     def train(num_replicas):
@@ -185,7 +184,7 @@ def test_what_is_made_outside_of_the_scope_is_refused(made):
         "layer": keras.layers.Dense(1),
     }
     outside["layer"].build((None, 4))
-    strategy = make_strategy(2)
+    strategy = create_strategy(2)
     with strategy.scope():
         inside = {
             "optimizer": keras.optimizers.SGD(0.1),

@@ -10,20 +10,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from replicas import create_strategy
 
 import tfmulti
 
 NUM_REPLICAS = 2
 
 
-def make_strategy(num_replicas=NUM_REPLICAS):
-    names = [f"CPU:{i}" for i in range(num_replicas)]
-    return tfmulti.create_strategy("mirrored", devices=names)
-
-
 @pytest.fixture(name="strategy")
 def strategy_fixture():
-    return make_strategy()
+    return create_strategy(NUM_REPLICAS)
 
 
 def test_a_layers_variables_are_mirrored(strategy):
@@ -173,7 +169,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["recurrent", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "recurrent")],
+)
 def test_networks_do_as_without_a_strategy(strategy, name):
     create, load, loss = MODELS[name]
     x, y = load(27)

@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dataclasses
 import os
 import re
 import sys
 import tempfile
+import threading
+import time
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from absl import flags
 
 ERROR = 1
 BAD_USAGE = 2
+INTERRUPTED = 130
 MESSAGE_LINES = 12
+# How names of this package's threads begin.
+OWN_THREADS = "tfmulti"
+_THREADS_S = 5.0
 _PYTHON_ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt): [^\n]+)")
 _NODE = re.compile(r"\{\{[^}]*\}\} ?")
 
 
-def define(values: flags.FlagValues, field) -> None:
-    """Defines the flag of one dataclass field, which has `help` and `choices` as metadata."""
+def define_flags(settings: type) -> flags.FlagValues:
+    """Returns one flag for each field of a dataclass, made by `config.setting`."""
+    values = flags.FlagValues()
+    for field in dataclasses.fields(settings):
+        _define(values, field)
+    return values
+
+
+def define_traceback(values: flags.FlagValues) -> None:
+    """Adds `--traceback`."""
+    text = "Show the whole traceback of an error."
+    flags.DEFINE_bool("traceback", False, text, flag_values=values)
+
+
+def read_settings(settings: type, values: flags.FlagValues):
+    """Returns the dataclass with the values of its flags.
+
+    Raises:
+        ValueError: For a value that cannot be.
+    """
+    return settings(
+        **{field.name: values[field.name].value for field in dataclasses.fields(settings)}
+    )
+
+
+def _define(values, field):
     text, choices = field.metadata["help"], field.metadata["choices"]
     default, kind = field.default, str(field.type)
     if choices:
@@ -87,6 +121,46 @@ def import_tensorflow(environ=os.environ) -> None:
 
         if not Path("/dev/nvidiactl").exists():
             tf.config.list_physical_devices()
+
+
+def run_and_leave(main) -> NoReturn:
+    """Ends the process with what `main` returns, or with its SystemExit's number; see `leave`."""
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = INTERRUPTED
+    leave(code if isinstance(code, int) else ERROR)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process, without Python taking itself apart first.
+
+    A thread of TensorFlow's data pipeline that calls Python stops for ever when that has begun,
+    and whoever destroys the pipeline waits for it. Exit functions are called, and threads waited
+    for: those of this package until they are done, others for some seconds.
+    """
+    until = time.monotonic() + _THREADS_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            ours = thread.name.startswith(OWN_THREADS)
+            thread.join(None if ours else max(0.0, until - time.monotonic()))
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def leave_at_exit(exit_code: int) -> None:
+    """Has the process end by `leave` when Python comes to its end."""
+
+    def end():
+        atexit.unregister(end)
+        leave(exit_code)
+
+    atexit.register(end)
 
 
 @contextlib.contextmanager

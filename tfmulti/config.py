@@ -16,9 +16,32 @@ DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 
 
-def _setting(default, text, choices=None, at_least=None):
+def setting(default, text: str, choices=None, at_least=None):
+    """Returns a dataclass field that becomes a flag, with what its value must be."""
     metadata = {"help": text, "choices": choices, "at_least": at_least}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_settings(config) -> None:
+    """Raises ValueError for the first setting of a dataclass whose value cannot be."""
+    for field in dataclasses.fields(config):
+        _check_value(field, getattr(config, field.name))
+
+
+def _check_value(field, value):
+    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
+    if value is None:
+        return
+    if choices and value not in choices:
+        raise ValueError(
+            f"`{field.name}` must be one of {', '.join(choices)}. "
+            f"Received: {field.name}={value!r}. See --help."
+        )
+    if at_least is not None and not value >= at_least:
+        raise ValueError(
+            f"`{field.name}` must be at least {at_least}. "
+            f"Received: {field.name}={value!r}. Use a larger number."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,77 +56,76 @@ class TrainConfig:
     3
     """
 
-    strategy: str = _setting("auto", "Where to train.", STRATEGIES)
-    tf_config: str | None = _setting(
+    strategy: str = setting("auto", "Where to train.", STRATEGIES)
+    tf_config: str | None = setting(
         None, "File or folder with the cluster; by default the variable TF_CONFIG."
     )
-    model: str = _setting("cnn", "cnn, mlp, or package.module:function.")
-    dataset: str = _setting(
+    model: str = setting("cnn", "cnn, mlp, or package.module:function.")
+    dataset: str = setting(
         "digits", "digits, a tensorflow-datasets name, or package.module:function."
     )
-    per_replica_batch_size: int | None = _setting(
+    per_replica_batch_size: int | None = setting(
         None, "Examples per step of one replica; instead of --global_batch_size.", at_least=1
     )
-    global_batch_size: int | None = _setting(
+    global_batch_size: int | None = setting(
         None,
         f"Examples per step over all replicas. By default {DEFAULT_GLOBAL_BATCH_SIZE}.",
         at_least=1,
     )
-    epochs: int = _setting(20, "Passes over the data.", at_least=1)
-    steps_per_epoch: int | None = _setting(
+    epochs: int = setting(20, "Passes over the data.", at_least=1)
+    steps_per_epoch: int | None = setting(
         None, "Steps per epoch; by default one pass over the data.", at_least=1
     )
-    optimizer: str | None = _setting(
+    optimizer: str | None = setting(
         None, "Optimizer; momentum is SGD with momentum 0.9. By default adam.", OPTIMIZERS
     )
-    learning_rate: float | None = _setting(
+    learning_rate: float | None = setting(
         None, "Rate for the base batch size. By default the optimizer's own.", at_least=0.0
     )
-    learning_rate_scaling: str = _setting(
+    learning_rate_scaling: str = setting(
         "none", "How the rate grows with the global batch size.", SCALING_RULES
     )
-    base_batch_size: int = _setting(
+    base_batch_size: int = setting(
         256, "Batch size for which the learning rate was tuned.", at_least=1
     )
-    warmup_epochs: float = _setting(0.0, "Epochs of gradual warm-up.", at_least=0.0)
-    dtype_policy: str = _setting("float32", "Keras dtype policy.", DTYPE_POLICIES)
-    gradient_accumulation_steps: int = _setting(
+    warmup_epochs: float = setting(0.0, "Epochs of gradual warm-up.", at_least=0.0)
+    dtype_policy: str = setting("float32", "Keras dtype policy.", DTYPE_POLICIES)
+    gradient_accumulation_steps: int = setting(
         1, "Steps whose gradients make one update.", at_least=1
     )
-    steps_per_execution: int = _setting(1, "Steps per call of the compiled function.", at_least=1)
-    remainder: str = _setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
-    communication: str = _setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
-    start_timeout: float | None = _setting(
+    steps_per_execution: int = setting(1, "Steps per call of the compiled function.", at_least=1)
+    remainder: str = setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
+    communication: str = setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
+    start_timeout: float | None = setting(
         None,
         "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
         at_least=0.001,
     )
-    peer_timeout: float | None = _setting(
+    peer_timeout: float | None = setting(
         None, "Seconds of silence after which a worker counts as lost; by default 10.", at_least=1.0
     )
-    logical_cpus: int = _setting(
+    logical_cpus: int = setting(
         0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
     )
-    seed: int = _setting(0, "Seed of weights, order and randomness.", at_least=0)
-    on_nonfinite: str = _setting(
+    seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
+    on_nonfinite: str = setting(
         "stop", "When a gradient is infinite or not a number.", ON_NONFINITE
     )
-    resume: str = _setting("auto", "Whether to go on from --workdir's checkpoints.", RESUME)
-    checkpoint_steps: int | None = _setting(
+    resume: str = setting("auto", "Whether to go on from --workdir's checkpoints.", RESUME)
+    checkpoint_steps: int | None = setting(
         None, "Steps from one checkpoint to the next within an epoch.", at_least=1
     )
-    checkpoint_minutes: float | None = _setting(
+    checkpoint_minutes: float | None = setting(
         None, "Minutes from one checkpoint to the next within an epoch.", at_least=0.001
     )
-    audit_shards: bool = _setting(False, "Tell which rows each replica received.")
-    workdir: str | None = _setting(
+    audit_shards: bool = setting(False, "Tell which rows each replica received.")
+    workdir: str | None = setting(
         None, "Folder for model.keras, history.csv, result.json and logs/."
     )
-    deterministic: bool = _setting(False, "Use deterministic operations only; slower.")
+    deterministic: bool = setting(False, "Use deterministic operations only; slower.")
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            _check_value(field, getattr(self, field.name))
+        check_settings(self)
         if self.global_batch_size and self.per_replica_batch_size:
             raise ValueError(
                 "`global_batch_size` and `per_replica_batch_size` exclude each other. Received: "
@@ -138,19 +160,3 @@ class TrainConfig:
         if self.per_replica_batch_size:
             return self.per_replica_batch_size * num_replicas
         return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
-
-
-def _check_value(field, value):
-    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
-    if value is None:
-        return
-    if choices and value not in choices:
-        raise ValueError(
-            f"`{field.name}` must be one of {', '.join(choices)}. "
-            f"Received: {field.name}={value!r}. See --help."
-        )
-    if at_least is not None and not value >= at_least:
-        raise ValueError(
-            f"`{field.name}` must be at least {at_least}. "
-            f"Received: {field.name}={value!r}. Use a larger number."
-        )

@@ -70,6 +70,11 @@ class FiniteGuard:
         self._found.assign(np.zeros(3, "int64"))
 
 
+def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
+    """Returns the guard that `watch` has put into an optimizer, or None."""
+    return getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_guard", None)
+
+
 def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
     """Puts a guard into an optimizer, or into the inner one of a `LossScaleOptimizer`.
 
@@ -77,10 +82,6 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
     outer one's everyday work.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    guard = getattr(inner, "tfmulti_guard", None)
-    if guard is not None:
-        guard.reset()
-        return guard
     guard = FiniteGuard()
     object.__setattr__(inner, "tfmulti_guard", guard)
     if not getattr(inner, "tfmulti_distributed", False):
@@ -91,9 +92,7 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
 def update_of(optimizer: keras.optimizers.Optimizer):
     """Returns the function that applies reduced gradients: the guard's, or the class's own."""
     guard = getattr(optimizer, "tfmulti_guard", None)
-    if guard is None:
-        return type(optimizer).apply
-    return guard.apply
+    return type(optimizer).apply if guard is None else guard.apply
 
 
 def _update(optimizer, grads, trainable_variables):

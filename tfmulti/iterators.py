@@ -49,7 +49,7 @@ def _worker(strategy) -> tuple[int, int]:
 
 def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of this worker's replicas."""
-    return len(strategy.extended.worker_devices)
+    return max(len(strategy.extended.worker_devices), 1)
 
 
 class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):

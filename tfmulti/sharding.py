@@ -144,9 +144,9 @@ class ShardPlan:
         rows = min(self.global_batch_size, self.num_examples - start)
         return rows + (-rows % self.num_replicas if self.remainder == "repeat_first" else 0)
 
-    def count_epoch(self, epoch: int) -> int:
-        """Returns how many rows an epoch has, without filler."""
-        return sum(self.count(epoch, step) for step in range(self.steps_per_epoch))
+    def count_epoch(self, epoch: int, first_step: int = 0) -> int:
+        """Returns how many rows an epoch has from a step on, without filler."""
+        return sum(self.count(epoch, step) for step in range(first_step, self.steps_per_epoch))
 
     def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
         """Returns one global batch.

@@ -5,11 +5,8 @@ Imports no TensorFlow until the flags and the cluster have been checked.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import traceback
-
-from absl import flags
 
 from tfmulti import cluster, command_line
 from tfmulti.config import TrainConfig
@@ -17,27 +14,16 @@ from tfmulti.config import TrainConfig
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
 
 
-def define_flags() -> flags.FlagValues:
-    """Returns one flag for each setting of `TrainConfig`, and `--traceback`."""
-    values = flags.FlagValues()
-    for field in dataclasses.fields(TrainConfig):
-        command_line.define(values, field)
-    flags.DEFINE_bool(
-        "traceback", False, "Show the whole traceback of an error.", flag_values=values
-    )
-    return values
-
-
 def main(argv: list[str] | None = None) -> int:
     """Parses the flags, trains, and shows a table. Returns the exit code."""
     argv = sys.argv if argv is None else argv
-    values = define_flags()
+    values = command_line.define_flags(TrainConfig)
+    command_line.define_traceback(values)
     code = command_line.parse(values, argv, USAGE)
     if code is not None:
         return code
     try:
-        names = [field.name for field in dataclasses.fields(TrainConfig)]
-        config = TrainConfig(**{name: getattr(values, name) for name in names})
+        config = command_line.read_settings(TrainConfig, values)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE
@@ -98,4 +84,4 @@ def _show(result, workdir):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command_line.run_and_leave(main)

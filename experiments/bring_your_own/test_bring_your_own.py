@@ -24,7 +24,7 @@ def train(name, folder, *flags):
     return json.loads((folder / "result.json").read_text())["metrics"]
 
 
-@pytest.mark.parametrize("name", ["regression", "two_inputs"])
+@pytest.mark.parametrize("name", ["two_inputs", pytest.param("regression", marks=pytest.mark.slow)])
 def test_three_replicas_end_where_one_device_ends(name, tmp_path):
     one = train(name, tmp_path / "one", "--strategy=one_device")
     three = train(name, tmp_path / "three", "--strategy=mirrored", "--logical_cpus=3")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import json
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 
 from conformance import worker
 from conformance.compare import WAITS
+from tfmulti import processes
 
 # Of one promise, in one place. A run of several seconds that takes this long waits for ever.
 TIMEOUT_S = 100
@@ -35,13 +34,13 @@ def create_server():
     return context
 
 
-def run_all(tasks, folder: Path, processes: int, report=lambda count: None) -> dict:
+def run_all(tasks, folder: Path, num_groups: int, report=lambda count: None) -> dict:
     """Runs tasks, each a column and the name of a promise.
 
     Args:
         tasks: The tasks.
         folder: Where processes leave their files.
-        processes: How many groups of processes to have at a time.
+        num_groups: How many groups of processes to have at a time.
         report: Is told how many tasks are done, now and then.
 
     Returns:
@@ -49,7 +48,7 @@ def run_all(tasks, folder: Path, processes: int, report=lambda count: None) -> d
     """
     context = create_server()
     found = {}
-    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+    with concurrent.futures.ThreadPoolExecutor(num_groups) as pool:
         futures = [pool.submit(run, context, *chunk, folder) for chunk in chunks(tasks)]
         for future in concurrent.futures.as_completed(futures):
             found |= future.result()
@@ -81,9 +80,11 @@ def run(context, column, names: list[str], folder: Path) -> dict:
 
 def run_until_trouble(context, column, names, folder: Path) -> dict:
     """Tries promises in order, up to one that ends or stops the processes."""
+    several = column.workers > 1
+    configs = processes.tf_configs(column.workers) if several else [""]
     started = [
         context.Process(target=worker.main, args=(column, names, index, config, str(folder)))
-        for index, config in enumerate(tf_configs(column.workers))
+        for index, config in enumerate(configs)
     ]
     for process in started:
         process.start()
@@ -129,22 +130,6 @@ def read(path: Path):
     with contextlib.suppress(FileNotFoundError):
         return path.with_suffix(".txt").read_text()
     return None
-
-
-def tf_configs(workers: int) -> list[str]:
-    """Returns the TF_CONFIG of each worker on this machine; none for one."""
-    if workers == 1:
-        return [""]
-    with contextlib.ExitStack() as held:
-        sockets = [
-            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(workers)
-        ]
-        ports = [s.getsockname()[1] for s in sockets]
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-    return [
-        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in range(workers)
-    ]
 
 
 def num_processes() -> int:

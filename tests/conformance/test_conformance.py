@@ -1,8 +1,9 @@
 """The matrix, as far as a test run has time for it; `make conformance` measures all of it."""
 
+import numpy as np
 import pytest
+from replicas import create_strategy
 
-import tfmulti
 from conformance import columns, compare, matrix, processes, promises, training
 from conformance.promise import Place
 
@@ -21,7 +22,6 @@ STOCK_IS_WRONG = [
 ]
 # One or two of each kind; the slow tests try all.
 IN_EVERY_RUN = [
-    "33 examples in batches of 16",
     "padded, with weights of its own",
     "global_clipnorm",
     "one replica overflows, as compile() has it",
@@ -61,9 +61,7 @@ def judge(promise, run, several=True):
 
 def try_on_replicas(name, num_replicas):
     promise = BY_NAME[name]
-    devices = [f"CPU:{index}" for index in range(num_replicas)]
-    strategy = tfmulti.create_strategy("mirrored", devices=devices)
-    cell = judge(promise, attempt(promise, Place(strategy)))
+    cell = judge(promise, attempt(promise, Place(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
 
 
@@ -117,11 +115,15 @@ def test_canary_stock_keras_is_still_wrong(tmp_path):
 
 def test_a_difference_is_seen():
     promise = BY_NAME["43 examples in batches of 16"]
-    run = training.train(promise, Place())
-    assert judge(promise, run).ok
-    run["weight/0"] = run["weight/0"] + 1e-5
-    assert judge(promise, run).where == "weight/0"
-    assert not judge(promise, run).ok
-    run["weight/0"][...] = float("nan")
-    assert judge(promise, run).text == "not finite"
-    assert not judge(promise, "ValueError: some words").ok
+    reference = training.train(promise, Place())
+
+    def judged(run):
+        return compare.judge(promise, [run], reference, 0.0, True)
+
+    run = dict(reference)
+    assert judged(run).ok
+    run["weight/0"] = reference["weight/0"] + 1e-5
+    assert (judged(run).ok, judged(run).where) == (False, "weight/0")
+    run["weight/0"] = np.full_like(reference["weight/0"], np.nan)
+    assert judged(run).text == "not finite"
+    assert not judged("ValueError: some words").ok

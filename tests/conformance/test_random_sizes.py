@@ -4,8 +4,8 @@ import hypothesis
 import keras
 import pytest
 from hypothesis import strategies as st
+from replicas import create_strategy
 
-import tfmulti
 from conformance.promise import Place
 from conformance.promises import sizes
 from conformance.test_conformance import attempt, judge
@@ -29,10 +29,7 @@ def cases(draw):
 
 def try_case(case):
     num_replicas, promise = case
-    devices = [f"CPU:{index}" for index in range(num_replicas)]
-    kind = "mirrored" if num_replicas > 1 else "one_device"
-    strategy = tfmulti.create_strategy(kind, devices=devices)
-    cell = judge(promise, attempt(promise, Place(strategy)))
+    cell = judge(promise, attempt(promise, Place(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
     keras.utils.clear_session()
 

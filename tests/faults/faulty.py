@@ -55,6 +55,21 @@ def wider_on_one(train):
     return keras.Sequential([keras.Input((8,)), *layers])
 
 
+def deeper_on_one(train):
+    """Worker 1 has one more layer."""
+    return deeper_where(worker() == 1)
+
+
+def deeper_on_the_first(train):
+    """Worker 0 has one more layer."""
+    return deeper_where(worker() == 0)
+
+
+def deeper_where(here):
+    sizes = [6, 3, 3] if here else [6, 3]
+    return keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(size) for size in sizes)])
+
+
 class FailsInTheMidst(keras.layers.Layer):
     """Raises in the step of worker 1."""
 

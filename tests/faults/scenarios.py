@@ -12,19 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from faults.workers import one_process, two_workers
+from faults import links, own
+from faults.random_kills import find_worker, kill_many
+from faults.workers import HEALTHY, NOTICE_S, RUN, SAVING, expect, one_process, two_workers
 from tfmulti import processes
-
-HEALTHY = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "3000")
-RUN = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "6")
-SAVING = (*RUN, "--optimizer", "sgd", "--checkpoint_steps", "4")
-NOTICE_S = 15.0
-
-
-def expect(condition, *seen):
-    """Raises AssertionError with what was seen, unless a condition holds."""
-    if not condition:
-        raise AssertionError(" | ".join(map(str, seen)))
 
 
 def lost(number, victim):
@@ -74,6 +65,22 @@ def fails(words, codes, *flags, each=((), ())):
         for error in errors:
             expect(words in error, error)
         return time.monotonic() - began, f"exits {codes}: {errors[0]}"
+
+    return scenario
+
+
+def unlike(model, *words):
+    """Workers build unlike models: both sides' variables are told by name, on both."""
+
+    def scenario(folder: Path):
+        began = time.monotonic()
+        with two_workers(folder, *RUN[:2], "--model", model) as workers:
+            ended = [worker.wait() for worker in workers]
+            errors = [worker.error for worker in workers]
+        expect(ended == [144, 1], ended, *errors)
+        for error in errors:
+            expect("same model" in error and all(word in error for word in words), error)
+        return time.monotonic() - began, f"exits {ended}: {errors[1]}"
 
     return scenario
 
@@ -171,26 +178,12 @@ def restarted(folder: Path):
     with one_process(folder, *command) as launcher:
         launcher.wait_for("Epoch 3/")
         began = time.monotonic()
-        os.kill(find_worker(folder / "run"), signal.SIGKILL)
+        os.kill(find_worker(folder / "run", 1), signal.SIGKILL)
         launcher.wait_for("resumed at step")
         seconds = time.monotonic() - began
         expect(launcher.wait() == 0, launcher.text)
         expect(launcher.digest == expected, launcher.text)
     return seconds, "restarted by the launcher: same weights, bit for bit"
-
-
-def find_worker(workdir) -> int:
-    """The process of worker 1 that trains into a folder."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes().decode()
-            environment = (path / "environ").read_bytes().decode()
-        except OSError:
-            continue
-        training = command.split("\0")[1:3] == ["-m", "tfmulti.train"]
-        if training and str(workdir) in command and '"index": 1' in environment:
-            return int(path.name)
-    raise AssertionError("worker 1 is not running")
 
 
 def full_disk(folder: Path):
@@ -209,6 +202,13 @@ def full_disk(folder: Path):
     return 0.0, f"exit 1: {error}"
 
 
+def killed_many_times(folder: Path):
+    """Twenty runs under the launcher, each killed at a random moment."""
+    right = kill_many(folder, 20)
+    expect(right == 20, right)
+    return 0.0, "20 of 20 restarted and ended with the same weights, bit for bit"
+
+
 SCENARIOS = {
     "a worker never comes": missing(0),
     "the chief never comes": missing(1),
@@ -216,11 +216,16 @@ SCENARIOS = {
     "the chief is killed": lost(signal.SIGKILL, 0),
     "a worker is frozen": lost(signal.SIGSTOP, 1),
     "the chief is frozen": lost(signal.SIGSTOP, 0),
+    "the link is down for 3 s": links.down_for_a_while,
+    "the link is down for ever": links.down_for_ever,
     "a port is taken": port_taken,
     "settings that differ": fails("seed", [1, 1], *RUN, each=(("--seed", "1"), ("--seed", "2"))),
-    "models that differ": fails(
-        "the same model", [1, 1], "--dataset", "faulty:healthy", "--model", "faulty:wider_on_one"
-    ),
+    "models that differ": unlike("faulty:wider_on_one", "(8, 6)", "(8, 7)"),
+    "a model with one more layer": unlike("faulty:deeper_on_one", "dense_2/kernel"),
+    "a model with one layer less": unlike("faulty:deeper_on_the_first", "dense_2/kernel"),
+    "the chief alone evaluates": own.script("chief evaluates", [144, 1], "a call of evaluate"),
+    "the chief alone saves": own.script("chief saves", [0, 0], "done"),
+    "a worker ends early": own.script("leaves early", [144, 0], "worker 1 at"),
     "an exception in one pipeline": fails(
         "bad record 300", [144, 1], "--dataset", "faulty:bad_record", "--model", "faulty:dense"
     ),
@@ -234,6 +239,7 @@ SCENARIOS = {
     "SIGTERM to all": resumed(signal.SIGTERM, [0, 1], [143, 143]),
     "all are killed": resumed(signal.SIGKILL, [0, 1], [-9, -9]),
     "killed under the launcher": restarted,
+    "twenty kills at random moments": killed_many_times,
     "resumed on another number of replicas": elastic,
     "a flipped byte in the checkpoint": damaged,
     "a full disk": full_disk,

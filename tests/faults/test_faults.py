@@ -4,7 +4,7 @@ import pytest
 
 from faults.scenarios import SCENARIOS
 
-IN_EVERY_RUN = ["an exception in one pipeline", "SIGTERM to one worker"]
+IN_EVERY_RUN = ["an exception in one pipeline", "models that differ"]
 
 
 @pytest.mark.parametrize(

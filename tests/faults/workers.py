@@ -15,18 +15,28 @@ from tfmulti import processes
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120
+HEALTHY = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "3000")
+RUN = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "6")
+SAVING = (*RUN, "--optimizer", "sgd", "--checkpoint_steps", "4")
+NOTICE_S = 15.0
+
+
+def expect(condition, *seen):
+    """Raises AssertionError with what was seen, unless a condition holds."""
+    if not condition:
+        raise AssertionError(" | ".join(map(str, seen)))
 
 
 class Worker:
     """A process whose output goes to a file, and is read while it runs."""
 
-    def __init__(self, arguments, log: Path, **variables):
+    def __init__(self, arguments, log: Path, prefix=(), **variables):
         self.log = log
         environment = {**os.environ, "PYTHONPATH": str(HERE), "TF_CPP_MIN_LOG_LEVEL": "3"}
         environment.pop("TF_CONFIG", None)
         with open(log, "w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *map(str, arguments)],
+                [*prefix, sys.executable, "-m", *map(str, arguments)],
                 env={**environment, **variables},
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -66,7 +76,7 @@ class Worker:
 
 
 @contextlib.contextmanager
-def two_workers(folder: Path, *arguments, each=((), ()), count: int = 2, configs=None):
+def two_workers(folder, *arguments, each=((), ()), count=2, configs=None, prefixes=((), ())):
     """Starts two workers of `tfmulti.train`; none is left at the end.
 
     Args:
@@ -74,14 +84,22 @@ def two_workers(folder: Path, *arguments, each=((), ()), count: int = 2, configs
         *arguments: Flags of both.
         each: Flags of each.
         count: How many of them come.
-        configs: Their TF_CONFIGs, where they are not two alike.
+        configs: Their TF_CONFIGs, where they are not two on loopback.
+        prefixes: What comes before the command of each.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    configs = configs or processes.tf_configs(2)
     flags = ["tfmulti.train", "--strategy", "multi_worker", *arguments]
+    commands = [[*flags, *each[index]] for index in range(count)]
+    with started(commands, folder, configs or processes.tf_configs(2), prefixes) as workers:
+        yield workers
+
+
+@contextlib.contextmanager
+def started(commands, folder: Path, configs, prefixes):
+    """Starts a module of Python for each command; none is left at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
     workers = [
-        Worker([*flags, *each[i]], folder / f"worker_{i}.txt", TF_CONFIG=configs[i])
-        for i in range(count)
+        Worker(command, folder / f"worker_{i}.txt", prefixes[i], TF_CONFIG=configs[i])
+        for i, command in enumerate(commands)
     ]
     try:
         yield workers

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-import tfmulti
+from replicas import create_strategy
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -19,19 +18,13 @@ import vae
 SCRIPTS = [image_classifier, text_transformer, dcgan, vae]
 
 
-def create_strategy(num_replicas):
-    names = [f"CPU:{index}" for index in range(num_replicas)]
-    kind = "mirrored" if num_replicas > 1 else "one_device"
-    return tfmulti.create_strategy(kind, devices=names)
-
-
 def assert_two_finite_epochs(history):
     assert {len(values) for values in history.values()} == {2}
     for name, values in history.items():
         assert np.all(np.isfinite(values)), name
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script_runs_on_one_machine(script, num_replicas):
     strategy = create_strategy(num_replicas)
@@ -54,6 +47,7 @@ def test_a_vae_with_call_can_predict():
     np.testing.assert_allclose(together, rows, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scripts_run_on_two_workers(run_workers, tmp_path):
     """Every worker ends with the same weights, and has seen the same losses."""
     environment = {"PYTHONPATH": str(HERE.parents[1])}

@@ -24,7 +24,8 @@ PAIRS = [
 @pytest.mark.parametrize(
     ("num_workers", "logical_cpus", "names"),
     [
-        pytest.param(2, 0, PAIRS, id="2x1"),
+        pytest.param(2, 0, ["functional/distributed"], id="2x1"),
+        pytest.param(2, 0, PAIRS, id="2x1, more", marks=pytest.mark.slow),
         pytest.param(
             3,
             2,

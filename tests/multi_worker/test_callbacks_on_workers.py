@@ -85,7 +85,6 @@ def test_unequal_datasets_end_together(workers):
     x, y = callback_worker.rows(32)
     model = callback_worker.build(tfmulti.create_strategy("one_device", devices=["CPU:0"]))
     batches = [np.r_[4 * i : 4 * i + 4, 20 + 4 * i : min(24 + 4 * i, 32)] for i in range(5)]
-    losses = []
     for _ in range(2):
         model.reset_metrics()
         for rows in batches:

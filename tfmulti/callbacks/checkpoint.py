@@ -12,10 +12,11 @@ from pathlib import Path
 import keras
 from absl import logging
 
-from tfmulti import keras_compat
+from tfmulti import checkpoint, command_line, keras_compat
 from tfmulti.callbacks import resuming
 from tfmulti.cluster import environment
 from tfmulti.strategies import agreement
+from tfmulti.strategies.signals import signals_of
 
 
 class Preempted(SystemExit):
@@ -23,6 +24,7 @@ class Preempted(SystemExit):
 
     def __init__(self):
         super().__init__(environment.PREEMPTED)
+        command_line.leave_at_exit(environment.PREEMPTED)
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -41,7 +43,7 @@ class Checkpoint(keras.callbacks.Callback):
         every_steps: Steps from one checkpoint to the next; None for none within an epoch.
         every_minutes: Minutes from one to the next, by the chief's clock; None for none.
         keep: Generations to keep.
-        resume: Whether to go on from what the folder holds.
+        resume: Whether to go on from what the folder holds; else what it holds is removed.
         tell: Function of one line of text.
         clock: Returns seconds.
 
@@ -79,12 +81,17 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Puts the latest whole checkpoint back, where there is one."""
         self._strategy = self.model.distribute_strategy
-        self._signals = resuming.signals_of(self._strategy)
+        self._signals = signals_of(self._strategy)
+        self._signals.reset()
+        resuming.check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
         self._previous_handler = None
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed = None
+        if not self._resume and agreement.is_chief(self._strategy):
+            # Of an earlier run; their numbers would keep them before this one's.
+            checkpoint.remove_all(self._folder)
         if self._resume:
             self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._tell)
         if self._resumed is not None:

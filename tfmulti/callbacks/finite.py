@@ -54,7 +54,10 @@ class NonFinite(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Puts the guard into the optimizer, before the step is traced."""
         self._epoch, self._calls, self.skipped = 0, 0, 0
-        if self.model.optimizer is not None:
+        self._guard = finite.guard_of(self.model.optimizer)
+        if self._guard is not None:
+            self._guard.reset()
+        elif self.model.optimizer is not None:
             self._guard = finite.watch(self.model.optimizer)
             self.model.make_train_function(force=True)
         on_gpu = bool(tf.config.list_logical_devices("GPU"))
@@ -92,8 +95,8 @@ class NonFinite(keras.callbacks.Callback):
 
     def _check_weights(self):
         for variable in self.model.variables:
-            value = keras.ops.convert_to_numpy(variable)
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
+            floating = keras.backend.is_float_dtype(variable.dtype)
+            if floating and not keras.ops.all(keras.ops.isfinite(variable)):
                 self._stop(f"the weight {variable.path}")
 
     def _stop(self, what):

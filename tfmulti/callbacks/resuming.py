@@ -11,9 +11,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfmulti import checkpoint, keras_compat
+from tfmulti import checkpoint, command_line, keras_compat
 from tfmulti.strategies import agreement
-from tfmulti.strategies.signals import signals_of as signals_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,16 @@ def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
         raise ValueError(
             "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
             "Received: dataset=None. Give what distribute_train returned."
+        )
+
+
+def check_steps(dataset, steps: int | None) -> None:
+    """Raises ValueError where `fit` takes other epochs than the data's own."""
+    if dataset is not None and steps != dataset.plan.steps_per_epoch:
+        raise ValueError(
+            "`fit` must take whole epochs of `dataset`, or the position in it is not known. "
+            f"Received: {steps} steps, and {dataset.plan.steps_per_epoch} per epoch of the data. "
+            "Give steps_per_epoch to distribute_train instead."
         )
 
 
@@ -112,7 +121,11 @@ class Writer:
     def write(self, folder: Path, number: int, snapshot: checkpoint.Snapshot, keep: int) -> None:
         """Begins to write, after what is being written has ended."""
         self.finish()
-        self._thread = threading.Thread(target=self._work, args=(folder, number, snapshot, keep))
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(folder, number, snapshot, keep),
+            name=f"{command_line.OWN_THREADS}: checkpoint",
+        )
         self._thread.start()
 
     def _work(self, folder, number, snapshot, keep):

@@ -57,7 +57,11 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock, but for the first epoch, whose first call compiles."""
-        self._last_step = -1
+        self._first_step = 0
+        if self._dataset is not None:
+            # Not 0 where training goes on within an epoch.
+            self._first_step = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
+        self._last_step = self._first_step - 1
         self._began = self._clock() if self.steps else None
 
     def on_train_batch_end(self, batch, logs=None):
@@ -82,7 +86,7 @@ class Throughput(keras.callbacks.Callback):
         if self._dataset is None:
             seen = _examples_seen(self.model)
         else:
-            seen = self._dataset.plan.count_epoch(self._dataset.position[0])
+            seen = self._dataset.plan.count_epoch(self._dataset.position[0], self._first_step)
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
 

@@ -12,6 +12,7 @@ from tfmulti.checkpoint.generations import CheckpointError as CheckpointError
 from tfmulti.checkpoint.generations import Generation as Generation
 from tfmulti.checkpoint.generations import latest_good as latest_good
 from tfmulti.checkpoint.generations import load as load
+from tfmulti.checkpoint.generations import remove_all as remove_all
 from tfmulti.checkpoint.generations import write as write
 from tfmulti.checkpoint.state import Snapshot as Snapshot
 from tfmulti.checkpoint.state import metric_variables as metric_variables

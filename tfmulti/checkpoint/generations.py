@@ -122,6 +122,12 @@ def latest_good(
     return None
 
 
+def remove_all(folder: str | os.PathLike[str]) -> None:
+    """Removes all generations in a folder."""
+    for path in _numbered(Path(folder)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def load(generation: Generation) -> dict[str, tf.Tensor]:
     """Reads all tensors of a generation.
 

@@ -99,10 +99,11 @@ def _name(cluster, task_type, index) -> str:
 
 
 def _reason(text) -> str:
+    silent = "it has stopped sending heartbeats (ended, frozen or cut off)"
     reasons = {
-        "stopped sending heartbeats": "it has stopped sending heartbeats",
-        "unhealthy": "it has stopped sending heartbeats",
-        "eartbeat": "it no longer answers heartbeats",
+        "stopped sending heartbeats": silent,
+        "unhealthy": silent,
+        "eartbeat": "it no longer answers heartbeats (frozen or cut off)",
     }
     found = [words for sign, words in reasons.items() if sign in text]
     return f"{found[0] if found else 'its connection has closed'}. Start all workers again."

@@ -7,6 +7,8 @@ for each: it fails when upstream no longer needs the cure.
 
 from tfmulti.keras_compat.hooks import after_loading as after_loading
 from tfmulti.keras_compat.hooks import around_callbacks as around_callbacks
+from tfmulti.keras_compat.hooks import before_calls as before_calls
+from tfmulti.keras_compat.hooks import before_variables as before_variables
 from tfmulti.keras_compat.hooks import follow_position as follow_position
 from tfmulti.keras_compat.hooks import logs_without_steps as logs_without_steps
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
@@ -20,7 +22,9 @@ from tfmulti.keras_compat.names import heartbeats as heartbeats
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import own_losses as own_losses
+from tfmulti.keras_compat.names import publish as publish
 from tfmulti.keras_compat.names import random_layers as random_layers
+from tfmulti.keras_compat.names import read_published as read_published
 from tfmulti.keras_compat.names import report_error as report_error
 from tfmulti.keras_compat.names import set_global_seed_state as set_global_seed_state
 from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
@@ -33,3 +37,4 @@ from tfmulti.keras_compat.patches import install as install
 from tfmulti.keras_compat.patches import reduce_losses_by as reduce_losses_by
 from tfmulti.keras_compat.patches import vary_seeds_by_replica as vary_seeds_by_replica
 from tfmulti.keras_compat.versions import check_versions as check_versions
+from tfmulti.keras_compat.versions import installed_versions as installed_versions

@@ -62,6 +62,52 @@ def after_loading(distribute) -> None:
     keras.Model.compile_from_config = compile_from_config
 
 
+def before_variables(compare) -> None:
+    """Lets every variable be looked at before it is created.
+
+    Cures "Shape mismatch in the collective instance", and waiting for ever, where workers build
+    unlike models: under several workers creating a variable is a collective.
+
+    Args:
+        compare: Function of a variable's path, its shape or None, and its type.
+    """
+    original = keras.Variable._initialize
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def initialize(self, value):
+        shape = self._shape if self._shape is not None else getattr(value, "shape", None)
+        compare(self.path, None if shape is None else tuple(shape), self.dtype)
+        return original(self, value)
+
+    keras.Variable._initialize = initialize
+
+
+def before_calls(compare) -> None:
+    """Lets every `fit`, `evaluate` and `predict` be looked at before it begins.
+
+    Cures waiting for ever, and results of two things mixed, where workers call them unlike.
+
+    Args:
+        compare: Function of a strategy and the name of the method.
+    """
+    for name in ("fit", "evaluate", "predict"):
+        original = getattr(keras.Model, name)
+        if not hasattr(original, "tfmulti_compares"):
+            setattr(keras.Model, name, _compared(original, name, compare))
+
+
+def _compared(original, name, compare):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        compare(self.distribute_strategy, name)
+        return original(self, *args, **kwargs)
+
+    call.tfmulti_compares = True
+    return call
+
+
 def weigh_single_numbers(weigh) -> None:
     """Has a running mean count a step once over all replicas where it is given one number.
 
@@ -144,8 +190,11 @@ def follow_position(epoch_iterator) -> None:
     are left, and numbers them as if it had taken the others.
     """
     dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
-    if not hasattr(dataset, "steps_left") or epoch_iterator.steps_per_epoch is not None:
+    if not hasattr(dataset, "steps_left"):
         return
+    if epoch_iterator.steps_per_epoch not in (None, dataset.plan.steps_per_epoch):
+        return
+    epoch_iterator.steps_per_epoch = None
     enumerate_whole = type(epoch_iterator)._enumerate_iterator
 
     def enumerate_rest():

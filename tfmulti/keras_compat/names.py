@@ -168,6 +168,16 @@ def report_error(text: str) -> None:
         here.report_error_to_cluster(_INTERNAL, text)
 
 
+def publish(key: str, value: str) -> None:
+    """Lets all workers of the cluster read a text; a key can be used once."""
+    context.context().set_config_key_value(key, value)
+
+
+def read_published(key: str) -> str:
+    """Returns what another worker has published, and waits for it while the job lives."""
+    return context.context().get_config_key_value(key)
+
+
 @contextlib.contextmanager
 def heartbeats(timeout_s: float | None):
     """Has a cluster that is begun within notice a silent worker after `timeout_s` seconds.

@@ -41,6 +41,7 @@ NAMES = (
     ),
     (epoch_iterator.EpochIterator, "reset", ()),
     (keras.random.SeedGenerator, "next", ()),
+    (keras.Variable, "_initialize", ("value",)),
     (keras.callbacks.CallbackList, "set_model", ("model",)),
     (keras.callbacks.CallbackList, "on_epoch_end", ("epoch", "logs")),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
@@ -48,6 +49,11 @@ NAMES = (
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
     (cross_device_utils.CollectiveReplicaLauncher, "_prefer_unique_instance_key", None),
 )
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of Keras and TensorFlow."""
+    return {"keras": keras.__version__, "tensorflow": tf.__version__}
 
 
 def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
@@ -60,7 +66,7 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
     Raises:
         RuntimeError: For a Keras or TensorFlow that the cures do not fit.
     """
-    versions = versions or {"keras": keras.__version__, "tensorflow": tf.__version__}
+    versions = versions or installed_versions()
     tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in TRIED.items())
     have = ", ".join(f"{name} {version}" for name, version in versions.items())
     missing = [name for owner, name, arguments in names if not _fits(owner, name, arguments)]

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-
-from absl import flags
 
 from tfmulti import command_line
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
 
 USAGE = "python -m tfmulti.launch [flags] -- COMMAND: runs a command on all workers of this host."
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns one flag for each setting of `LaunchConfig`."""
-    values = flags.FlagValues()
-    for field in dataclasses.fields(LaunchConfig):
-        command_line.define(values, field)
-    return values
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv if argv is None else argv
     own, _, command = _split(argv)
-    values = define_flags()
+    values = command_line.define_flags(LaunchConfig)
     code = command_line.parse(values, own, USAGE)
     if code is not None:
         return code
@@ -44,8 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return command_line.BAD_USAGE
     try:
-        names = [field.name for field in dataclasses.fields(LaunchConfig)]
-        config = LaunchConfig(**{name: getattr(values, name) for name in names})
+        config = command_line.read_settings(LaunchConfig, values)
         return Job(config, command).run()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

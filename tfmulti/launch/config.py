@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-
-def _setting(default, text, at_least=None):
-    metadata = {"help": text, "choices": None, "at_least": at_least}
-    return dataclasses.field(default=default, metadata=metadata)
+from tfmulti.config import check_settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,38 +19,32 @@ class LaunchConfig:
     0
     """
 
-    num_workers: int | None = _setting(None, "Workers to start on this machine.", at_least=1)
-    max_restarts: int = _setting(
+    num_workers: int | None = setting(None, "Workers to start on this machine.", at_least=1)
+    max_restarts: int = setting(
         0, "Restarts after a failure at most; preempted workers do not count.", at_least=0
     )
-    start_timeout: float | None = _setting(
+    start_timeout: float | None = setting(
         None, "Seconds that workers wait for one another; by default their own 60.", at_least=0.001
     )
-    grace: float = _setting(
+    grace: float = setting(
         30.0, "Seconds from SIGTERM or Ctrl-C to the end of workers that still run.", at_least=0.0
     )
-    log_dir: str | None = _setting(
+    log_dir: str | None = setting(
         None, "Folder for worker_0.log and so on; by default a temporary one."
     )
-    all_output: bool = _setting(False, "Show the output of all workers, not the chief's only.")
-    hosts: str | None = _setting(
+    all_output: bool = setting(False, "Show the output of all workers, not the chief's only.")
+    hosts: str | None = setting(
         None, "File with one `host[:port] [slots=N]` per line, the same for every host's launcher."
     )
-    host_index: int | None = _setting(
+    host_index: int | None = setting(
         None,
         "Which line of --hosts this is, from 0; by default from Slurm, MPI or Kubernetes.",
         at_least=0,
     )
-    base_port: int = _setting(2222, "First port of a host in --hosts that names none.", at_least=1)
+    base_port: int = setting(2222, "First port of a host in --hosts that names none.", at_least=1)
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, at_least = getattr(self, field.name), field.metadata["at_least"]
-            if value is not None and at_least is not None and not value >= at_least:
-                raise ValueError(
-                    f"`{field.name}` must be at least {at_least}. "
-                    f"Received: {field.name}={value!r}. Use a larger number."
-                )
+        check_settings(self)
         if (self.num_workers is None) == (self.hosts is None):
             raise ValueError(
                 "Either `num_workers` (on this machine) or `hosts` (on several) must be given. "

@@ -202,9 +202,14 @@ class Job:
         return None
 
     def _tell_who_hangs(self, first, ended):
-        """Names those that still run when others have lost a peer: it is one of them."""
+        """Names those that others can have lost, where none has failed by itself."""
+        if first.returncode != environment.PEER_LOST:
+            return
+        for each in ended:
+            if not each.returncode:
+                self.tell(f"worker {each.index} ended early, without an error")
         running = sorted(set(self._logs) - {each.index for each in ended})
-        if first.returncode == environment.PEER_LOST and running:
+        if running:
             names = ", ".join(f"worker {index}" for index in running)
             self.tell(f"No other has failed by itself; still running: {names}")
 

@@ -8,23 +8,10 @@ import signal
 import sys
 import traceback
 
-from absl import flags
-
 from tfmulti import command_line, files
 from tfmulti.parity.config import ParityConfig
 
 USAGE = "python -m tfmulti.parity [flags]: proves that many devices give one device's result."
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns one flag for each setting of `ParityConfig`, and `--traceback`."""
-    values = flags.FlagValues()
-    for field in dataclasses.fields(ParityConfig):
-        command_line.define(values, field)
-    flags.DEFINE_bool(
-        "traceback", False, "Show the whole traceback of an error.", flag_values=values
-    )
-    return values
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,13 +22,13 @@ def main(argv: list[str] | None = None) -> int:
         fails, 2 for a wrong command line.
     """
     argv = sys.argv if argv is None else argv
-    values = define_flags()
+    values = command_line.define_flags(ParityConfig)
+    command_line.define_traceback(values)
     code = command_line.parse(values, argv, USAGE)
     if code is not None:
         return code
     try:
-        names = [field.name for field in dataclasses.fields(ParityConfig)]
-        config = ParityConfig(**{name: getattr(values, name) for name in names})
+        config = command_line.read_settings(ParityConfig, values)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE

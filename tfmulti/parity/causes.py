@@ -17,7 +17,6 @@ SUM_STEP = "a train_step whose gradient sums over the batch"
 BATCH_STEP = "a train_step that depends on the whole batch at once"
 BARE = "an optimizer that is not distributed"
 STATE = "state made from local rows"
-COUNTS = "a metric that counts calls, not rows"
 COARSE = "coarse rounding"
 WORKERS = "workers disagree"
 REPLICAS = "replicas disagree"
@@ -38,7 +37,6 @@ _ORDER = [
     SUM_STEP,
     BATCH_STEP,
     STATE,
-    COUNTS,
     COARSE,
     WORKERS,
     REPLICAS,
@@ -74,8 +72,6 @@ ADVICE = {
     BARE: "Wrap it: tfmulti.DistributedOptimizer(optimizer), and update variables through it only.",
     STATE: "Update it with a mean over all replicas' rows: "
     "tf.distribute.get_replica_context().all_reduce('SUM', ...) of sums and of counts.",
-    COUNTS: "Only what is shown differs: a replica's mean counts as one, however many rows it "
-    "has. Give the metric one value for each row, or the mean with sample_weight=number of rows.",
     COARSE: "The model computes with so few digits that sums over fewer rows round to other "
     "numbers. Compare under the dtype policy float32, or with a larger --tolerance.",
     WORKERS: "Each worker must do the same: look for random numbers without a seed, for files or "

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfmulti.config import OPTIMIZERS
-
-DEFAULT_GLOBAL_BATCH_SIZE = 64
-
-
-def _setting(default, text, choices=None, at_least=None):
-    metadata = {"help": text, "choices": choices, "at_least": at_least}
-    return dataclasses.field(default=default, metadata=metadata)
+from tfmulti.config import DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZERS, check_settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,34 +19,33 @@ class ParityConfig:
     (('replicas', 2), ('replicas', 3), ('workers', 2))
     """
 
-    model: str = _setting("cnn", "cnn, mlp, or package.module:function.")
-    dataset: str = _setting(
+    model: str = setting("cnn", "cnn, mlp, or package.module:function.")
+    dataset: str = setting(
         "digits", "digits, a tensorflow-datasets name, or package.module:function."
     )
-    replicas: str = _setting("2,3", "Numbers of replicas on logical CPUs; 0 for none.")
-    workers: str = _setting("2", "Numbers of worker processes on this machine; 0 for none.")
-    steps: int = _setting(20, "Steps to train, in two or more short epochs.", at_least=1)
-    global_batch_size: int | None = _setting(
+    replicas: str = setting("2,3", "Numbers of replicas on logical CPUs; 0 for none.")
+    workers: str = setting("2", "Numbers of worker processes on this machine; 0 for none.")
+    steps: int = setting(20, "Steps to train, in two or more short epochs.", at_least=1)
+    global_batch_size: int | None = setting(
         None,
         f"Examples per step; by default {DEFAULT_GLOBAL_BATCH_SIZE}, less for few data.",
         at_least=1,
     )
-    optimizer: str | None = _setting(
+    optimizer: str | None = setting(
         None, "Optimizer of a model that is not compiled. By default adam.", OPTIMIZERS
     )
-    learning_rate: float | None = _setting(
+    learning_rate: float | None = setting(
         None, "Learning rate of a model that is not compiled.", at_least=0.0
     )
-    seed: int = _setting(0, "Seed of weights, order and randomness.", at_least=0)
-    tolerance: float = _setting(
+    seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
+    tolerance: float = setting(
         1e-6, "Difference allowed, absolute or relative to one device's value.", at_least=0.0
     )
-    timeout: int = _setting(600, "Seconds for each set-up.", at_least=1)
-    json: str | None = _setting(None, "File to write the result to, with every difference.")
+    timeout: int = setting(600, "Seconds for each set-up.", at_least=1)
+    json: str | None = setting(None, "File to write the result to, with every difference.")
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
+        check_settings(self)
         if not self.setups:
             raise ValueError(
                 "`replicas` and `workers` must name at least one set-up. "
@@ -85,19 +77,3 @@ def _numbers(name, text) -> list[int]:
             f"Received: {name}={text!r}. Use for example --{name} 2,3."
         )
     return sorted({int(part) for part in parts})
-
-
-def _check(field, value):
-    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
-    if value is None:
-        return
-    if choices and value not in choices:
-        raise ValueError(
-            f"`{field.name}` must be one of {', '.join(choices)}. "
-            f"Received: {field.name}={value!r}. See --help."
-        )
-    if at_least is not None and not value >= at_least:
-        raise ValueError(
-            f"`{field.name}` must be at least {at_least}. "
-            f"Received: {field.name}={value!r}. Use a larger number."
-        )

@@ -11,7 +11,6 @@ from tfmulti.parity import causes
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.probes import (
     probe_calls,
-    probe_metrics,
     probe_rounding,
     probe_state,
     probe_steps,
@@ -38,8 +37,8 @@ def diagnose(config: ParityConfig, num_shares: int, differing: list[str]) -> lis
         if causes.RANDOMNESS not in {finding.cause for finding in found}:
             found += probe_steps(bench, lambda: Bench(case, num_shares, pretend=num_shares))
         # State differs where anything does: it is a cause only where nothing else is.
-        if not found:
-            found = probe_state(bench, differing) if differing else probe_metrics(bench)
+        if not found and differing:
+            found = probe_state(bench, differing)
         if not found:
             found = probe_rounding(bench)
     return [dataclasses.asdict(finding) for finding in causes.in_order(found)]

@@ -186,31 +186,6 @@ def probe_state(bench: Bench, differing: list[str]) -> list[Finding]:
     return [causes.find(causes.STATE, *names)] if names else []
 
 
-def probe_metrics(bench: Bench) -> list[Finding]:
-    """Looks for metrics that are given one number for all rows of a step, and no weight."""
-    counted = {}
-
-    def watch(metric):
-        update_state = metric.update_state
-
-        def watched(values, *args, sample_weight=None, **kwargs):
-            if not args and sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-                counted[metric.name] = metric
-            return update_state(values, *args, sample_weight=sample_weight, **kwargs)
-
-        object.__setattr__(metric, "update_state", watched)
-
-    means = [m for m in bench.model.metrics if type(m) is keras.metrics.Mean]
-    for metric in means:
-        watch(metric)
-    try:
-        bench.step()
-    finally:
-        for metric in means:
-            object.__delattr__(metric, "update_state")
-    return [causes.find(causes.COUNTS, *counted)] if counted else []
-
-
 def probe_rounding(bench: Bench) -> list[Finding]:
     """Tells of a model that computes with fewer digits than float32 has."""
     dtypes = sorted({layer.compute_dtype for layer in keras_compat.all_layers(bench.model)})

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat
+from tfmulti import iterators, keras_compat
 
 _UNKNOWN = -1
 _DIGIT = 2**20
@@ -15,8 +15,7 @@ _CHUNK = 2**18
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Returns the workers of the job; 1 where a strategy knows of none."""
-    num_local = max(len(strategy.extended.worker_devices), 1)
-    return strategy.num_replicas_in_sync // num_local
+    return strategy.num_replicas_in_sync // iterators.num_local_replicas(strategy)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
@@ -78,7 +77,7 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
 
 
 def _create_add_function(strategy):
-    num_local = len(strategy.extended.worker_devices)
+    num_local = iterators.num_local_replicas(strategy)
 
     def add(chunk):
         context = tf.distribute.get_replica_context()
@@ -105,7 +104,11 @@ def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
     Keras counts each worker's own batches, so that one stops while another waits for it. A
     worker without data takes part with empty shares until all are done.
     """
-    number = keras_compat.number_of_batches(epoch_iterator, len(strategy.extended.worker_devices))
+    if getattr(epoch_iterator, "tfmulti_agreed", False):
+        # Of validation, which `fit` begins anew after every epoch.
+        return
+    epoch_iterator.tfmulti_agreed = True
+    number = keras_compat.number_of_batches(epoch_iterator, iterators.num_local_replicas(strategy))
     least, most = compare(strategy, _UNKNOWN if number is None else number)
     if least != most:
         logging.warning(

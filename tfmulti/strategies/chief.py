@@ -33,7 +33,7 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
-    if strategy.extended.should_checkpoint:
+    if agreement.is_chief(strategy):
         return
     for kind, name in _PLACES:
         place = getattr(callback, name, None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 
 from tfmulti import command_line, keras_compat
 from tfmulti.cluster import endings
@@ -44,16 +42,10 @@ def watch_uncaught(cluster: Cluster) -> None:
         previous(kind, error, traceback)
         if ending is not None:
             print(f"error: {ending.text}", file=sys.stderr)
-            leave(ending.exit_code)
+        if hasattr(sys, "ps1") and ending is None:
+            # Somebody types.
+            return
+        own = endings.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED
+        command_line.leave(own if ending is None else ending.exit_code)
 
     sys.excepthook = hook
-
-
-def leave(exit_code: int) -> None:
-    """Ends the process, after its own threads have done what they are at."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

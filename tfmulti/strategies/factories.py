@@ -10,10 +10,10 @@ from absl import logging
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, losses, shares
+from tfmulti import iterators, keras_compat, losses, shares
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
-from tfmulti.strategies import agreement, chief, probes, progress
+from tfmulti.strategies import agreement, chief, probes, progress, together
 from tfmulti.strategies.multi_worker import Patience, create_multi_worker
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
@@ -88,7 +88,7 @@ def create_strategy(
         strategy = create_mirrored(devices, logical_cpus)
     else:
         strategy = create_one_device(devices, logical_cpus)
-    num_local = max(len(strategy.extended.worker_devices), 1)
+    num_local = iterators.num_local_replicas(strategy)
     strategy.signals = Signals(strategy.num_replicas_in_sync, num_local)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.why = f"{name} on {names} ({reason})"
@@ -104,6 +104,8 @@ def _repair_keras():
     keras_compat.around_callbacks(
         chief.prepare_callback, agreement.agree_on_stopping, progress.callbacks_for
     )
+    keras_compat.before_variables(together.compare_variable)
+    keras_compat.before_calls(together.compare_call)
     keras_compat.after_loading(distribute_loaded)
     keras_compat.logs_without_steps()
     keras_compat.weigh_single_numbers(shares.weigh_mean)

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-import keras
 import tensorflow as tf
 
 from tfmulti import cluster as cluster_lib
@@ -62,11 +61,13 @@ def create_multi_worker(
     )
     try:
         with keras_compat.heartbeats(patience.peer_timeout):
-            return MultiWorkerMirroredStrategy(resolver, options, logical_cpus or 1)
+            strategy = MultiWorkerMirroredStrategy(resolver, options, logical_cpus or 1)
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
         raise _too_late_error(error) from error
+    strategy.compares_acts = cluster.num_workers > 1
+    return strategy
 
 
 def _meet(cluster, start_timeout, must_agree):
@@ -78,8 +79,8 @@ def _meet(cluster, start_timeout, must_agree):
         raise _too_late_error(error) from error
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     network.warn_of_public_addresses(cluster)
-    versions = {"tensorflow": tf.__version__, "keras": keras.__version__}
-    meeting.meet(cluster, {**versions, **must_agree}, timeout_s=start_timeout)
+    notes = {**keras_compat.installed_versions(), **must_agree}
+    meeting.meet(cluster, notes, timeout_s=start_timeout)
 
 
 def _too_late_error(error) -> RuntimeError:

@@ -50,7 +50,7 @@ class _ForKeras:
             fn = shares.guard(
                 fn, kind, model, fill=fill, padded=self.marks_padding, averages=averages
             )
-            num_local_replicas = len(self.extended.worker_devices)
+            num_local_replicas = iterators.num_local_replicas(self)
             if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
                 fn = shares.share_whole_batch(fn, num_local_replicas)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
@@ -153,6 +153,8 @@ class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
 
 class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
     """One or more replicas on each worker of a cluster."""
+
+    compares_acts = False
 
     def __init__(self, cluster_resolver, communication_options, num_cpus=1):
         if devices_lib.has_gpu() or num_cpus <= 1:

@@ -21,11 +21,15 @@ class Signals:
     def __init__(self, num_replicas: int, num_local_replicas: int):
         self._alone = num_replicas == 1
         self._num_local_replicas = num_local_replicas
-        self._asked = dict.fromkeys(NAMES, False)
-        self._agreed = dict.fromkeys(NAMES, False)
+        self._asked, self._sent, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(3))
         with tf.init_scope(), tf.device("CPU:0"):
             self._wanted = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
             self._heard = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
+
+    def reset(self) -> None:
+        """Forgets all wishes; called when a `fit` begins, before any step."""
+        self._asked, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(2))
+        self._heard.assign(np.zeros(len(NAMES), "float32"))
 
     def ask(self, name: str) -> None:
         """Wants something of all workers."""
@@ -33,9 +37,10 @@ class Signals:
 
     def send(self) -> None:
         """Makes the next step carry what was asked; called before it."""
-        if self._alone:
+        if self._alone or self._sent == self._asked:
             return
-        self._wanted.assign([float(asked) for asked in self._asked.values()])
+        self._sent = dict(self._asked)
+        self._wanted.assign([float(asked) for asked in self._sent.values()])
 
     def receive(self) -> bool:
         """Looks at what the last step has brought; returns whether all shall save now."""

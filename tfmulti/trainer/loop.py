@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import callbacks
+from tfmulti import callbacks, keras_compat
 from tfmulti.cluster import environment
 from tfmulti.config import TrainConfig
 from tfmulti.data import distribute_eval, distribute_train
@@ -110,8 +110,7 @@ def _describe(config, worker, train, throughput, history, seconds) -> dict:
         "restarts": int(os.environ.get(environment.RESTARTS, 0)),
         "versions": {
             "python": platform.python_version(),
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
+            **keras_compat.installed_versions(),
             "numpy": np.__version__,
         },
     }

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import callbacks, files
+from tfmulti.strategies import agreement
 
 
 class Worker:
@@ -23,10 +24,8 @@ class Worker:
         several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self.strategy = strategy
         self.name = f"{resolver.task_type} {resolver.task_id}" if several else None
-        spec = resolver.cluster_spec().as_dict() if several else {"worker": [""]}
-        self.num_workers = len(spec.get("chief", [])) + len(spec.get("worker", []))
-        first = "chief" if "chief" in spec else "worker"
-        self.is_chief = not several or (resolver.task_type, resolver.task_id) == (first, 0)
+        self.num_workers = agreement.num_workers(strategy)
+        self.is_chief = agreement.is_chief(strategy)
         self.workdir = Path(workdir) if workdir else None
         self.tell = tell
 

@@ -1,0 +1,47 @@
+"""A user's own script, with the fault that is named on the command line."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import tfmulti
+
+
+def main(fault, folder):
+    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    strategy = tfmulti.create_strategy("multi_worker")
+    keras.utils.set_random_seed(0)
+    rng = np.random.RandomState(0)
+    x, y = rng.randn(64, 8).astype("float32"), rng.randint(0, 3, 64)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(6, "relu"),
+                keras.layers.BatchNormalization(synchronized=True),
+                keras.layers.Dense(3),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.Adam())
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    data = tfmulti.distribute_train((x, y), strategy, 16, seed=0)
+    early = fault == "leaves early" and worker == 1
+    model.fit(data, epochs=3 if early else 6, verbose=0)
+    if early:
+        return
+    if fault == "chief saves" and worker == 0:
+        model.save(Path(folder) / "model.keras")
+        model.save_weights(Path(folder) / "model.weights.h5")
+    if fault == "chief evaluates" and worker == 0:
+        model.evaluate(x, y, verbose=0)
+    model.fit(data, epochs=2000 if fault == "leaves early" else 3, verbose=0)
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,53 @@
+"""The end of a process."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+BEGIN = """
+import atexit, sys, threading, time
+from tfmulti import command_line
+atexit.register(print, "exit functions are called")
+"""
+WAITS_FOR_EVER = "threading.Thread(target=threading.Event().wait).start()\n"
+WRITES = """
+def write():
+    time.sleep(7)
+    print("written")
+threading.Thread(target=write, name="tfmulti: checkpoint").start()
+"""
+
+
+def run(code):
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True)
+    return done, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [
+        ("command_line.leave(3)", 3),
+        ("command_line.run_and_leave(lambda: 4)", 4),
+        ("command_line.run_and_leave(lambda: sys.exit(143))", 143),
+        ("command_line.run_and_leave(lambda: sys.exit('words'))", 1),
+        ("command_line.leave_at_exit(5)", 5),
+    ],
+)
+def test_the_exit_code_and_exit_functions(end, exit_code):
+    done, _ = run(end)
+    assert done.returncode == exit_code
+    assert done.stdout == "exit functions are called\n"
+
+
+def test_a_thread_that_never_ends_holds_nothing_up():
+    done, seconds = run(WAITS_FOR_EVER + "command_line.leave(1)")
+    assert done.returncode == 1
+    assert seconds < 15
+
+
+def test_our_own_threads_are_waited_for():
+    done, _ = run(WRITES + "command_line.leave(0)")
+    assert done.stdout == "written\nexit functions are called\n"
