@@ -209,7 +209,7 @@ def test_who_ended_early_is_told(run_job, tmp_path):
     """
     done, told = run_job(code)
     assert done == environment.PEER_LOST
-    assert "worker 1 ended early, without an error" in told
+    assert "worker 1 ended early, with exit code 0" in told
 
 
 def test_a_peer_that_hangs_is_not_waited_for(run_job):

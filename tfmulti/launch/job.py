@@ -109,7 +109,7 @@ class Job:
                 return 0 if done else 128 + outcome.signalled
             if outcome.first is None:
                 return 0
-            self._tell_failure(outcome.first)
+            self._tell_failure(outcome.first, outcome.ended)
             delay = self._delay_of_restart(outcome.first)
             if delay is None:
                 return outcome.first.exit_code
@@ -205,15 +205,15 @@ class Job:
         """Names those that others can have lost, where none has failed by itself."""
         if first.returncode != environment.PEER_LOST:
             return
-        for each in ended:
-            if not each.returncode:
-                self.tell(f"worker {each.index} ended early, without an error")
         running = sorted(set(self._logs) - {each.index for each in ended})
         if running:
             names = ", ".join(f"worker {index}" for index in running)
             self.tell(f"No other has failed by itself; still running: {names}")
 
-    def _tell_failure(self, first):
+    def _tell_failure(self, first, ended):
+        if first.returncode == environment.PEER_LOST:
+            for each in ended[: ended.index(first)]:
+                self.tell(f"worker {each.index} ended early, with exit code {each.returncode}")
         log = self._logs[first.index]
         log.show_rest()
         self.tell(f"worker {first.index} {first.describe()} (log: {log.path})")
