@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-from faults.network import cable
-from faults.workers import HEALTHY, NOTICE_S, RUN, expect, two_workers
+from faults.network import cable, listening_ports, namespace
+from faults.random_kills import find_worker
+from faults.workers import HEALTHY, NOTICE_S, RUN, expect, one_process, two_workers
 
 
 def down_for_ever(folder: Path):
@@ -48,3 +52,28 @@ def down_for_a_while(folder: Path):
             seconds = time.monotonic() - began
             expect(workers[0].digest == workers[1].digest == expected, workers[0].text)
     return seconds, "went on by itself: same weights, bit for bit"
+
+
+def strangers_kept_out(folder: Path):
+    """A job in a network namespace of its own, as the README has it."""
+    train = (sys.executable, "-m", "tfmulti.train", "--strategy", "multi_worker", *HEALTHY)
+    command = ("tfmulti.launch", "--num_workers", "2", "--", *train, "--workdir", folder)
+    with namespace() as name:
+        if name is None:
+            return None
+        inside = ("ip", "netns", "exec", name)
+        with one_process(folder, *command, prefix=inside) as launcher:
+            launcher.wait_for("Epoch 3/")
+            ports = listening_ports(find_worker(folder, 1))
+            expect(len(ports) >= 2, ports)
+            for port in ports:
+                code = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+                subprocess.run([*inside, sys.executable, "-c", code], check=True)
+                expect(not answers(port), f"port {port} answers a stranger")
+    return 0.0, f"{len(ports)} ports answer within the namespace, none outside of it"
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens on a port here."""
+    with socket.socket() as stranger:
+        return stranger.connect_ex(("127.0.0.1", port)) == 0

@@ -56,6 +56,31 @@ def ip(*arguments) -> None:
 
 
 @contextlib.contextmanager
+def namespace():
+    """Gives a namespace with nothing but a loopback, or None where the machine allows none."""
+    name = f"tfm{os.getpid()}n"
+    try:
+        try:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError):
+            yield None
+            return
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which anybody listens where a process lives."""
+    lines = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/{pid}/net/{table}") as file:
+            lines += [line.split() for line in file][1:]
+    return {int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A"}
+
+
+@contextlib.contextmanager
 def cable():
     """Gives a cable, or None where this machine allows no network namespaces."""
     made = Cable()

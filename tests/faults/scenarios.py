@@ -12,9 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from faults import links, own
-from faults.random_kills import find_worker, kill_many
-from faults.workers import HEALTHY, NOTICE_S, RUN, SAVING, expect, one_process, two_workers
+from faults import links, own, random_kills
+from faults.random_kills import find_worker
+from faults.workers import (
+    BY_THE_CLOCK,
+    HEALTHY,
+    NOTICE_S,
+    RUN,
+    SAVING,
+    expect,
+    one_process,
+    two_workers,
+)
 from tfmulti import processes
 
 
@@ -105,16 +114,16 @@ def weights(folder) -> list[np.ndarray]:
     return keras.models.load_model(Path(folder) / "model.keras").get_weights()
 
 
-def uninterrupted(folder: Path) -> str:
+def uninterrupted(folder: Path, flags=SAVING) -> str:
     """The digest of a run that nothing happens to."""
-    with two_workers(folder, *SAVING, "--workdir", folder / "run") as workers:
+    with two_workers(folder, *flags, "--workdir", folder / "run") as workers:
         expect([worker.wait() for worker in workers] == [0, 0], workers[0].text)
         return workers[0].digest
 
 
-def interrupt(folder: Path, number, victims):
+def interrupt(folder: Path, number, victims, flags=SAVING):
     """Signals workers in the third epoch; returns exit codes and seconds to the last end."""
-    with two_workers(folder, *SAVING, "--workdir", folder / "run") as workers:
+    with two_workers(folder, *flags, "--workdir", folder / "run") as workers:
         workers[0].wait_for("Epoch 3/")
         began = time.monotonic()
         for victim in victims:
@@ -123,14 +132,14 @@ def interrupt(folder: Path, number, victims):
         return codes, time.monotonic() - began
 
 
-def resumed(number, victims, codes):
+def resumed(number, victims, codes, flags=SAVING):
     """Workers are told to end, or killed; started again, they end as if nothing had been."""
 
     def scenario(folder: Path):
-        expected = uninterrupted(folder / "whole")
-        ended, seconds = interrupt(folder, number, victims)
+        expected = uninterrupted(folder / "whole", flags)
+        ended, seconds = interrupt(folder, number, victims, flags)
         expect(ended == codes, ended)
-        with two_workers(folder / "again", *SAVING, "--workdir", folder / "run") as workers:
+        with two_workers(folder / "again", *flags, "--workdir", folder / "run") as workers:
             expect([worker.wait() for worker in workers] == [0, 0], workers[0].text)
             expect("resumed at step" in workers[0].text, workers[0].text)
             expect(workers[0].digest == workers[1].digest == expected, workers[0].text)
@@ -202,13 +211,6 @@ def full_disk(folder: Path):
     return 0.0, f"exit 1: {error}"
 
 
-def killed_many_times(folder: Path):
-    """Twenty runs under the launcher, each killed at a random moment."""
-    right = kill_many(folder, 20)
-    expect(right == 20, right)
-    return 0.0, "20 of 20 restarted and ended with the same weights, bit for bit"
-
-
 SCENARIOS = {
     "a worker never comes": missing(0),
     "the chief never comes": missing(1),
@@ -218,6 +220,7 @@ SCENARIOS = {
     "the chief is frozen": lost(signal.SIGSTOP, 0),
     "the link is down for 3 s": links.down_for_a_while,
     "the link is down for ever": links.down_for_ever,
+    "a stranger, and a namespace": links.strangers_kept_out,
     "a port is taken": port_taken,
     "settings that differ": fails("seed", [1, 1], *RUN, each=(("--seed", "1"), ("--seed", "2"))),
     "models that differ": unlike("faulty:wider_on_one", "(8, 6)", "(8, 7)"),
@@ -238,8 +241,9 @@ SCENARIOS = {
     "SIGTERM to one worker": resumed(signal.SIGTERM, [1], [143, 143]),
     "SIGTERM to all": resumed(signal.SIGTERM, [0, 1], [143, 143]),
     "all are killed": resumed(signal.SIGKILL, [0, 1], [-9, -9]),
+    "all are killed, saved by the clock": resumed(signal.SIGKILL, [0, 1], [-9, -9], BY_THE_CLOCK),
     "killed under the launcher": restarted,
-    "twenty kills at random moments": killed_many_times,
+    "twenty kills at random moments": random_kills.kill_many,
     "resumed on another number of replicas": elastic,
     "a flipped byte in the checkpoint": damaged,
     "a full disk": full_disk,

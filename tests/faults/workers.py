@@ -18,6 +18,7 @@ PATIENCE_S = 120
 HEALTHY = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "3000")
 RUN = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "6")
 SAVING = (*RUN, "--optimizer", "sgd", "--checkpoint_steps", "4")
+BY_THE_CLOCK = (*RUN, "--optimizer", "sgd", "--checkpoint_minutes", "0.001")
 NOTICE_S = 15.0
 
 
@@ -111,10 +112,10 @@ def started(commands, folder: Path, configs, prefixes):
 
 
 @contextlib.contextmanager
-def one_process(folder: Path, *arguments):
+def one_process(folder: Path, *arguments, prefix=()):
     """Starts one process of a module of tfmulti; it is not left at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    worker = Worker(arguments, folder / "process.txt")
+    worker = Worker(arguments, folder / "process.txt", prefix)
     try:
         yield worker
     finally:
