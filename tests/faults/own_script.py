@@ -31,7 +31,13 @@ def main(fault, folder):
         model.compile(optimizer, loss, metrics=["accuracy"])
     data = tfmulti.distribute_train((x, y), strategy, 16, seed=0)
     early = fault == "leaves early" and worker == 1
-    model.fit(data, epochs=3 if early else 6, verbose=0)
+
+    def fail(epoch, logs):
+        if fault == "callback fails" and worker == 1 and epoch == 2:
+            raise ValueError("bad callback")
+
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=fail)]
+    model.fit(data, epochs=3 if early else 6, verbose=0, callbacks=callbacks)
     if early:
         return
     if fault == "chief saves" and worker == 0:

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from faults import links, own, random_kills
-from faults.random_kills import find_worker
 from faults.workers import (
     BY_THE_CLOCK,
     HEALTHY,
@@ -187,7 +186,7 @@ def restarted(folder: Path):
     with one_process(folder, *command) as launcher:
         launcher.wait_for("Epoch 3/")
         began = time.monotonic()
-        os.kill(find_worker(folder / "run", 1), signal.SIGKILL)
+        os.kill(random_kills.find_worker(folder / "run", 1), signal.SIGKILL)
         launcher.wait_for("resumed at step")
         seconds = time.monotonic() - began
         expect(launcher.wait() == 0, launcher.text)
@@ -232,6 +231,7 @@ SCENARIOS = {
     "an exception in one pipeline": fails(
         "bad record 300", [144, 1], "--dataset", "faulty:bad_record", "--model", "faulty:dense"
     ),
+    "an exception in one callback": own.script("callback fails", [144, 1], "bad callback"),
     "an exception in one step": fails(
         "has had enough", [144, 1], "--dataset", "faulty:healthy", "--model", "faulty:failing"
     ),
