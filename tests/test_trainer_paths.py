@@ -203,3 +203,27 @@ def test_a_batch_with_a_number_that_belongs_to_no_row_is_refused():
     model = build(2)
     with pytest.raises(ValueError, match="Every tensor of a batch must have rows"):
         model.distribute_strategy.run(model.train_step, args=((tf.constant(1.0), rows()[1]),))
+
+
+@pytest.mark.parametrize(("distributed", "reductions"), [(True, 2), (False, 3)])
+def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, monkeypatch):
+    """Gradients, and metrics with the workers' wishes; the rows where the data do not tell."""
+    seen = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def all_reduce(self, *args, **kwargs):
+        seen.append(args)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", all_reduce)
+    strategy = create_strategy(2)
+    x, y, _ = rows(20)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.Adam(global_clipnorm=1.0))
+        model.compile(optimizer, "mse", metrics=["mae"])
+    if distributed:
+        model.fit(tfmulti.distribute_train((x, y), strategy, 8, seed=0), verbose=0)
+    else:
+        model.fit(x, y, batch_size=8, verbose=0)
+    assert len(seen) == 2 * reductions

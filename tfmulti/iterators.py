@@ -68,7 +68,7 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
         return _owner(self).element_spec
 
     def get_next(self):
-        """Draws the next step and counts it as taken."""
+        """Draws the next step and counts it as taken; tells Keras's steps its rows."""
         return _owner(self).take(next(self.iterator))
 
     def get_next_as_optional(self):
@@ -77,14 +77,14 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
 
     def look(self):
         """Draws a step to see its shapes, without counting it as taken."""
-        return _owner(self).look(next(self.iterator))
+        return rows.without_count(_owner(self).look(next(self.iterator)))
 
     def __iter__(self):
         return self
 
     def __next__(self):
         try:
-            return self.get_next()
+            return rows.without_count(self.get_next())
         except tf.errors.OutOfRangeError as error:
             raise StopIteration from error
 

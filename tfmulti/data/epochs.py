@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfmulti import iterators, keras_compat
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
+from tfmulti.shares import Counted
 
 
 class Position:
@@ -157,8 +158,8 @@ class EpochDataset(tf.data.Dataset):
             epoch, step = tf.numpy_function(self._position.begin, [], [tf.int64] * 2)
             return tf.ensure_shape(epoch, []), tf.ensure_shape(step, [])
 
-        def finish(*shares):
-            return tuple(self._finish(batch, weights) for batch, weights in shares)
+        def finish(count, shares):
+            return count, tuple(self._finish(batch, weights) for batch, weights in shares)
 
         start = tf.data.Dataset.range(1).map(begin)
         dataset = self._source.batches(self.plan, numbers, start, log).map(finish)
@@ -186,23 +187,28 @@ class Pass:
         _ = self._position.taken
         return iterators.create_iterator(self, self._number, self._shares)
 
-    def take(self, shares: tuple):
+    def take(self, step: tuple):
         """Counts a step as taken, and returns its shares as one distributed value."""
-        tensors = tf.nest.flatten(shares, expand_composites=True)
+        tensors = tf.nest.flatten(step, expand_composites=True)
         with tf.control_dependencies([t for t in tensors if isinstance(t, tf.Tensor)]):
             self._position.taken.assign_add(1)
-        return self.look(shares)
+        return self.look(step)
 
-    def look(self, shares: tuple):
+    def look(self, step: tuple):
         """Returns a step's shares as one distributed value."""
-        return shares[0] if self.strategy is None else iterators.to_replicas(self.strategy, shares)
+        if self.strategy is None:
+            return step[0]
+        count, shares = step
+        if self.strategy.num_replicas_in_sync > 1:
+            shares = tuple(Counted(share, count) for share in shares)
+        return iterators.to_replicas(self.strategy, shares)
 
 
 def _forget(epoch, step, replica, rows):
     """Keeps no record of the rows."""
 
 
-def _join(*shares):
+def _join(count, shares):
     return (tf.nest.map_structure(lambda *rows: tf.concat(rows, axis=0), *shares),)
 
 

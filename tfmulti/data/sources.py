@@ -29,12 +29,12 @@ class ArraySource:
         return tf.nest.map_structure(_spec_of_rows, self.arrays)
 
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
-        """Returns a dataset of steps: for each share its rows and their weights."""
+        """Returns a dataset of steps: the rows that count, and each share's rows and weights."""
         leaves = tf.nest.flatten(self.arrays)
         dtypes = [tf.as_dtype(_spec_of_rows(leaf).dtype) for leaf in leaves]
 
         def read(epoch, step):
-            values = []
+            values = [np.int32(plan.count(int(epoch), int(step)))]
             for number in numbers:
                 rows, weights = plan.share(int(epoch), int(step), number)
                 log(int(epoch), int(step), number, rows[weights > 0])
@@ -42,9 +42,10 @@ class ArraySource:
             return values
 
         def shares_of_step(epoch, step):
-            types = [*dtypes, tf.float32] * len(numbers)
-            values = tf.numpy_function(read, [epoch, step], types, stateful=False)
-            return tuple(self._pack(plan, values, i) for i in range(len(numbers)))
+            types = [tf.int32, *[*dtypes, tf.float32] * len(numbers)]
+            count, *values = tf.numpy_function(read, [epoch, step], types, stateful=False)
+            shares = tuple(self._pack(plan, values, i) for i in range(len(numbers)))
+            return tf.ensure_shape(count, []), shares
 
         def steps(epoch, first):
             counts = tf.data.Dataset.range(first, plan.steps_per_epoch)
@@ -83,7 +84,7 @@ class StreamSource:
         return self.dataset.batch(1).element_spec
 
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
-        """Returns a dataset of steps: for each share its rows and their weights."""
+        """Returns a dataset of steps: the rows that count, and each share's rows and weights."""
         first_rows = None
         if plan.remainder == "repeat_first":
             first = self.dataset.repeat().take(plan.num_replicas).batch(plan.num_replicas)
@@ -102,7 +103,8 @@ class StreamSource:
         def split(*batch):
             batch = batch if isinstance(self.element_spec, tuple) else batch[0]
             batch, num_real = _fill_batch(batch, plan, first_rows)
-            return tuple(_share_of(batch, num_real, plan, number) for number in numbers)
+            shares = tuple(_share_of(batch, num_real, plan, number) for number in numbers)
+            return num_real, shares
 
         return start.flat_map(steps).map(split, num_parallel_calls=2)
 

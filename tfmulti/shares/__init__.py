@@ -7,7 +7,9 @@ synchronized batch statistics in `keras_compat`.
 """
 
 from tfmulti.shares.logs import weigh_mean as weigh_mean
+from tfmulti.shares.rows import Counted as Counted
 from tfmulti.shares.rows import fill_if_empty as fill_if_empty
+from tfmulti.shares.rows import without_count as without_count
 from tfmulti.shares.share import Share as Share
 from tfmulti.shares.share import current_share as current_share
 from tfmulti.shares.share import regularization as regularization

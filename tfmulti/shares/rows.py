@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import tensorflow as tf
 
 _NEGATIVE_ZERO = -(2**31)
 _KINDS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+
+
+class Counted(NamedTuple):
+    """A share of a step, and what the data pipeline knows of the whole step.
+
+    Attributes:
+        share: The rows of one replica.
+        num_global: The rows of all replicas that count, int32 scalar.
+    """
+
+    share: Any
+    num_global: tf.Tensor
+
+
+def without_count(data):
+    """Returns the rows alone."""
+    return data.share if isinstance(data, Counted) else data
 
 
 def parts_of(data) -> list | None:

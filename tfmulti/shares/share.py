@@ -26,6 +26,7 @@ class Share:
             `DistributedOptimizer` does; else Keras divides each by the number of replicas.
         weighed: The ids of the optimizers whose loss has been weighed in this step.
         penalty: The penalties of the model before its update, where they were needed.
+        num_global: The rows of all replicas that count, float32 scalar, once they are known.
     """
 
     num_rows: tf.Tensor
@@ -36,19 +37,22 @@ class Share:
     averages: bool = False
     weighed: set[int] = dataclasses.field(default_factory=set)
     penalty: tf.Tensor | None = None
-    _num_global: tf.Tensor | None = None
+    num_global: tf.Tensor | None = None
 
     def count_globally(self) -> tf.Tensor:
-        """Returns the rows of all replicas that count, float32 scalar; reduces once a step."""
+        """Returns the rows of all replicas that count, float32 scalar.
+
+        Reduces once a step, where the data pipeline does not know them.
+        """
         # Not a cached_property: its lock, before Python 3.12, keeps one replica's thread waiting
         # for another that waits for it in the reduction.
-        if self._num_global is None:
+        if self.num_global is None:
             context = tf.distribute.get_replica_context()
             num_real = tf.cast(self.num_real, tf.float32)
             if context.num_replicas_in_sync > 1:
                 num_real = context.all_reduce(tf.distribute.ReduceOp.SUM, num_real)
-            self._num_global = num_real
-        return self._num_global
+            self.num_global = num_real
+        return self.num_global
 
     @property
     def weight(self) -> tf.Tensor:

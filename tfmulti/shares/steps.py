@@ -27,12 +27,17 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool,
     """
 
     def step(data):
+        num_global = None
+        if isinstance(data, rows_lib.Counted):
+            data, num_global = data
         share = _measure(data, model, fill, padded)
         if share is None:
             if averages and kind == "train":
                 _refuse_without_rows(data)
             return fn(data)
         share.averages = averages
+        if num_global is not None:
+            share.num_global = tf.cast(num_global, tf.float32)
         if averages and kind == "train":
             # Here and now, not within a branch of the step's own.
             share.count_globally()

@@ -53,6 +53,8 @@ class _ForKeras:
             num_local_replicas = iterators.num_local_replicas(self)
             if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
                 fn = shares.share_whole_batch(fn, num_local_replicas)
+        else:
+            args = tuple(shares.without_count(value) for value in args)
         return super().run(fn, args=args, kwargs=kwargs, options=options)
 
     def _warn_of_bare_optimizer(self, model):
