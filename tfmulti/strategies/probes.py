@@ -17,6 +17,7 @@ from absl import logging
 from tfmulti import keras_compat, losses
 
 _TOLERANCE = 1e-3
+_ADDED = "`add_loss` (or an `activity_regularizer`, which before Keras 3.14 is a sum)"
 
 
 def probe_once_built(strategy, model: keras.Model, batch) -> None:
@@ -62,6 +63,8 @@ def _has_own_terms(model) -> bool:
     if any(_is_own(fn if hasattr(fn, "__name__") else type(fn)) for fn in fns):
         return True
     layers = [model, *keras_compat.all_layers(model)]
+    if any(getattr(layer, "activity_regularizer", None) is not None for layer in layers):
+        return True
     return any(_adds_losses(kind) for layer in layers for kind in type(layer).__mro__)
 
 
@@ -81,7 +84,7 @@ def _terms(model, x, y) -> list[tuple[str, float]]:
         for variables in (model.trainable_variables, model.non_trainable_variables)
     ]
     prediction, _, added = model.stateless_call(*states, x, training=True, return_losses=True)
-    terms = [("`add_loss`", float(loss)) for loss in added if loss.shape.rank == 0]
+    terms = [(_ADDED, float(loss)) for loss in added if loss.shape.rank == 0]
     if y is None or not keras_compat.compiled_losses(model):
         return terms
     with losses.noting_single_numbers() as numbers:

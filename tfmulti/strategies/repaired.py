@@ -137,7 +137,8 @@ def _is_distributed(data) -> bool:
 def _is_scalar(value) -> bool:
     if isinstance(value, tf.distribute.DistributedValues):
         return all(getattr(v, "shape", None) == () for v in getattr(value, "values", [None]))
-    return isinstance(value, tf.Tensor) and value.shape.rank == 0
+    # Eager steps of older versions give numbers.
+    return tf.TensorShape(getattr(value, "shape", ())).rank == 0
 
 
 def _has_distributed_optimizer(model) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 from keras import layers
 
 NUM_CLASSES = 3
+KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 
 def random(num_rows, salt=0):

@@ -146,7 +146,12 @@ PROMISES = [
         rows="A7",
     ),
     promise("add_loss of a mean", common.classifier(body=(common.hidden, MeanPenalty)), rows="A8"),
-    promise("activity regularizer", common.classifier(body=(activity,))),
+    # Before, Keras sums it over the rows.
+    promise(
+        "activity regularizer",
+        common.classifier(body=(activity,)),
+        refused="" if common.KERAS >= (3, 14) else "must be a mean over the rows",
+    ),
     promise("kernel and bias regularizers", common.classifier(body=(kernel,))),
     promise("mean_with_sample_weight", reduced(weighted_mean), common.weighted, rows="A16"),
     promise(

@@ -25,7 +25,8 @@ MAKERS = {
     "Ftrl": lambda: optimizers.Ftrl(0.1, l2_regularization_strength=0.01),
 }
 # Not in every version of Keras.
-if hasattr(optimizers, "Muon"):
+# Before, it fails on one device too: a variable has no path.
+if common.KERAS >= (3, 13):
     MAKERS["Muon"] = lambda: optimizers.Muon(0.01)
     MAKERS["Muon, weight decay"] = lambda: optimizers.Muon(0.01, weight_decay=0.1)
 if hasattr(optimizers, "ScheduleFreeAdamW"):
