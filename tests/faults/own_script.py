@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -10,11 +11,18 @@ import numpy as np
 
 import tfmulti
 
+# Seconds that the chief takes before it builds the model.
+WAITS = {"chief is slow": 12, "chief freezes": 600}
+
 
 def main(fault, folder):
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     strategy = tfmulti.create_strategy("multi_worker")
     keras.utils.set_random_seed(0)
+    if worker == 0 and fault in WAITS:
+        print("the chief waits", flush=True)
+        time.sleep(WAITS[fault])
+    print("builds the model", flush=True)
     rng = np.random.RandomState(0)
     x, y = rng.randn(64, 8).astype("float32"), rng.randint(0, 3, 64)
     with strategy.scope():

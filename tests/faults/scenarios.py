@@ -22,6 +22,7 @@ from faults.workers import (
     expect,
     one_process,
     two_workers,
+    weights,
 )
 from tfmulti import processes
 
@@ -103,14 +104,6 @@ def port_taken(folder: Path):
             code, error = workers[0].wait(), workers[0].error
     expect(code == 1 and address[1] in error, code, error)
     return time.monotonic() - began, f"exit 1: {error}"
-
-
-def weights(folder) -> list[np.ndarray]:
-    """The weights that a run has left."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import keras
-
-    return keras.models.load_model(Path(folder) / "model.keras").get_weights()
 
 
 def uninterrupted(folder: Path, flags=SAVING) -> str:
@@ -225,6 +218,8 @@ SCENARIOS = {
     "models that differ": unlike("faulty:wider_on_one", "(8, 6)", "(8, 7)"),
     "a model with one more layer": unlike("faulty:deeper_on_one", "dense_2/kernel"),
     "a model with one layer less": unlike("faulty:deeper_on_the_first", "dense_2/kernel"),
+    "the chief is frozen before the model": own.frozen_before_the_model,
+    "the chief is slow": own.script("chief is slow", [0, 0], "done"),
     "the chief alone evaluates": own.script("chief evaluates", [144, 1], "a call of evaluate"),
     "the chief alone saves": own.script("chief saves", [0, 0], "done"),
     "a worker ends early": own.script("leaves early", [144, 0], "worker 1 at"),

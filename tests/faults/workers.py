@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from tfmulti import processes
 
 HERE = Path(__file__).parent
@@ -126,3 +128,11 @@ def one_process(folder: Path, *arguments, prefix=()):
             except subprocess.TimeoutExpired:
                 worker.signal(signal.SIGKILL)
                 worker.process.wait()
+
+
+def weights(folder) -> list[np.ndarray]:
+    """The weights that a run has left."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    import keras
+
+    return keras.models.load_model(Path(folder) / "model.keras").get_weights()

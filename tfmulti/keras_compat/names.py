@@ -16,6 +16,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.eager import context
 
 _INTERNAL = 13
+_LOOK_MS, _HEALTH_MS = 2_000, 8_000
 STEP_KINDS = {"train_step": "train", "test_step": "test"}
 
 
@@ -173,9 +174,28 @@ def publish(key: str, value: str) -> None:
     context.context().set_config_key_value(key, value)
 
 
-def read_published(key: str) -> str:
-    """Returns what another worker has published, and waits for it while the job lives."""
-    return context.context().get_config_key_value(key)
+def read_published(key: str, job: str, index: int) -> str:
+    """Returns what another worker has published; waits for it as long as that worker answers.
+
+    Args:
+        key: The key.
+        job: The type of the task that publishes it.
+        index: Its index.
+
+    Raises:
+        RuntimeError: Where that worker does not answer.
+    """
+    here = context.context()
+    task = f"/job:{job}/replica:0/task:{index}"
+    while True:
+        try:
+            return here.get_config_key_value(key, timeout_in_ms=_LOOK_MS)
+        except tf.errors.DeadlineExceededError:
+            pass
+        try:
+            here.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
+        except tf.errors.OpError as error:
+            raise RuntimeError(f"{task} does not answer heartbeats: {error}") from error
 
 
 @contextlib.contextmanager

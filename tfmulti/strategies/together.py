@@ -50,9 +50,10 @@ def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
     if strategy.extended.should_checkpoint:
         keras_compat.publish(key, doing)
         return
-    theirs = keras_compat.read_published(key)
+    resolver = strategy.cluster_resolver
+    first = "chief" if "chief" in resolver.cluster_spec().jobs else "worker"
+    theirs = keras_compat.read_published(key, first, 0)
     if _COUNTER.sub("", theirs) != _COUNTER.sub("", doing):
-        resolver = strategy.cluster_resolver
         here = f"{resolver.task_type} {resolver.task_id}"
         raise ValueError(
             "All workers must build the same model and train and evaluate it alike. "
