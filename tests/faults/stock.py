@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -15,9 +16,10 @@ from tfmulti import processes
 
 # Twice what tfmulti promises, and the start.
 WHILE_S = 30
+ERROR = re.compile(r"\w+Error: ")
 
 
-def describe(workers, since, watched=(0, 1)) -> str:
+def describe(workers, since, watched=(0, 1), first=0) -> str:
     """What has become of workers, after waiting for them for a while."""
     words = []
     for index, worker in enumerate(workers):
@@ -26,11 +28,12 @@ def describe(workers, since, watched=(0, 1)) -> str:
         try:
             code = worker.process.wait(timeout=max(0.0, since + WHILE_S - time.monotonic()))
         except subprocess.TimeoutExpired:
-            words.append(f"worker {index} still runs or waits after {WHILE_S} s")
+            words.append(f"worker {first + index} still runs or waits after {WHILE_S} s")
             continue
-        lines = [line for line in worker.text.splitlines() if line.strip()]
-        said = lines[-1][:150] if lines else "no word"
-        words.append(f"worker {index} ended with {code} ({said})")
+        lines = [line.strip() for line in worker.text.splitlines() if line.strip()]
+        errors = [line for line in lines if ERROR.search(line)]
+        said = [*lines, *errors][-1][:150] if lines else "no word"
+        words.append(f"worker {first + index} ended with {code} ({said})")
     return "; ".join(words)
 
 
@@ -58,7 +61,7 @@ def alone(index):
 
     def scenario(folder: Path):
         with start(folder, count=1, configs=[processes.tf_configs(2)[index]]) as workers:
-            return describe(workers, time.monotonic())
+            return describe(workers, time.monotonic(), first=index)
 
     return scenario
 
