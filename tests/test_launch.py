@@ -204,7 +204,7 @@ def test_who_ended_early_is_told(run_job, tmp_path):
             Path(path).touch()
             sys.exit(0)
         wait_for(path)
-        time.sleep(0.5)
+        time.sleep(2)
         sys.exit({environment.PEER_LOST})
     """
     done, told = run_job(code)
