@@ -8,7 +8,7 @@ from tfmulti.sharding import REMAINDERS
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
-COMMUNICATIONS = ("auto", "ring", "nccl")
+COMMUNICATIONS = ("auto", "ring", "nccl", "mpi")
 SCALING_RULES = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "skip")
 RESUME = ("auto", "never")

@@ -16,6 +16,7 @@ class Column:
         devices: Logical CPUs of each process.
         workers: Processes.
         stock: Whether tfmulti has no part in it.
+        communication: How workers add their gradients.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Column:
     devices: int = 1
     workers: int = 1
     stock: bool = False
+    communication: str = "auto"
 
     @property
     def replicas(self) -> int:
@@ -39,6 +41,7 @@ TFMULTI = (
     Column("mirrored 4", "mirrored", 4),
     Column("2 workers", "multi_worker", 1, 2),
     Column("2 workers, 2 devices each", "multi_worker", 2, 2),
+    Column("2 workers, MPI", "multi_worker", 1, 2, communication="mpi"),
 )
 STOCK = (
     Column("stock mirrored 2", "mirrored", 2, stock=True),

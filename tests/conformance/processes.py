@@ -15,6 +15,7 @@ import numpy as np
 from conformance import worker
 from conformance.compare import WAITS
 from tfmulti import processes
+from tfmulti.launch.pmi import ProcessManager
 
 # Of one promise, in one place. A run of several seconds that takes this long waits for ever.
 TIMEOUT_S = 100
@@ -81,14 +82,16 @@ def run(context, column, names: list[str], folder: Path) -> dict:
 def run_until_trouble(context, column, names, folder: Path) -> dict:
     """Tries promises in order, up to one that ends or stops the processes."""
     several = column.workers > 1
-    configs = processes.tf_configs(column.workers) if several else [""]
-    started = [
-        context.Process(target=worker.main, args=(column, names, index, config, str(folder)))
-        for index, config in enumerate(configs)
-    ]
-    for process in started:
-        process.start()
-    ending = wait(started, folder)
+    configs = processes.tf_configs(column.workers) if several else [None]
+    with ProcessManager(column.workers) as manager:
+        started = []
+        for index, config in enumerate(configs):
+            environ = {"TF_CONFIG": config} if several else {}
+            environ |= manager.variables(index) if column.communication == "mpi" else {}
+            arguments = (column, names, index, environ, str(folder))
+            started.append(context.Process(target=worker.main, args=arguments))
+            started[-1].start()
+        ending = wait(started, folder)
     found = {}
     for number, name in enumerate(names):
         left = [read(folder / f"{number}_{index}") for index in range(column.workers)]

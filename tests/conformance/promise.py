@@ -80,13 +80,13 @@ class Place:
         """The scope to make models in."""
         return self.strategy.scope() if self.strategy else contextlib.nullcontext()
 
-    def wrap(self, optimizer):
+    def wrap(self, optimizer, **settings):
         """Makes an optimizer distributed, where the place is tfmulti's."""
         if self.stock or self.strategy is None:
             return optimizer
         import tfmulti
 
-        return tfmulti.DistributedOptimizer(optimizer)
+        return tfmulti.DistributedOptimizer(optimizer, **settings)
 
     def local_values(self, variable) -> list:
         """The values that this process's replicas have of a Keras variable."""

@@ -26,6 +26,7 @@ IN_EVERY_RUN = [
     "global_clipnorm",
     "one replica overflows, as compile() has it",
     "optimizer of the user's own",
+    "gradients sent as bfloat16",
     "Nadam",
     "loss that gives one number",
     "mean_with_sample_weight",
@@ -95,6 +96,13 @@ def broken(rows):
 @pytest.mark.parametrize("place", columns.TFMULTI[4:], ids=lambda place: place.name)
 def test_two_workers_do_as_one_device(place, tmp_path):
     rows = matrix.measure(BY_NAME, [place], tmp_path, processes.num_processes())
+    assert not broken(rows)
+
+
+def test_two_workers_over_mpi_do_as_one_device(tmp_path):
+    names = ["global_clipnorm", "gradients sent as float16", "batch normalization, synchronized"]
+    [place] = [column for column in columns.TFMULTI if column.communication == "mpi"]
+    rows = matrix.measure(names, [place], tmp_path, 1)
     assert not broken(rows)
 
 

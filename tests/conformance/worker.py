@@ -25,7 +25,7 @@ from conformance.promise import Place
 ORDERS = 3
 
 
-def main(column, names: list[str], index: int, tf_config: str, folder: str) -> None:
+def main(column, names: list[str], index: int, environ: dict[str, str], folder: str) -> None:
     """Tries promises as worker `index` of a column.
 
     Leaves `NUMBER_INDEX.npz` in the folder for each, or `NUMBER_INDEX.txt` with the error. An
@@ -35,8 +35,7 @@ def main(column, names: list[str], index: int, tf_config: str, folder: str) -> N
     silence(Path(folder) / f"{index}.log")
     # A process that is ended leaves its files behind.
     tempfile.tempdir = folder
-    if tf_config:
-        os.environ["TF_CONFIG"] = tf_config
+    os.environ.update(environ)
     strategy = None
     for number, name in enumerate(names):
         path = Path(folder) / f"{number}_{index}"
@@ -85,5 +84,7 @@ def create_strategy(column):
     import tfmulti
 
     if column.kind == "multi_worker":
-        return tfmulti.create_strategy("multi_worker", logical_cpus=column.devices)
+        return tfmulti.create_strategy(
+            "multi_worker", logical_cpus=column.devices, communication=column.communication
+        )
     return tfmulti.create_strategy(column.kind, devices=names, logical_cpus=column.devices)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmulti.cluster import network
+from tfmulti.cluster import mpi, network
 from tfmulti.cluster.errors import ClusterError, show, suggest, tf_config_error
 from tfmulti.cluster.parsing import ENVIRONMENT, from_tf_config, parse_index
 from tfmulti.cluster.task import TRAINING_TYPES, Cluster
@@ -30,7 +31,8 @@ def resolve_cluster(
     Args:
         tf_config: the path of a file with the text of a `TF_CONFIG`; or of a folder with one
             such file for each task, `worker_0.json` and so on; or what the text would parse to.
-            None reads the environment variable `TF_CONFIG`.
+            None reads the environment variable `TF_CONFIG`; without one, in a job that `mpiexec`
+            has started, the processes find one another through MPI.
         task_index: the index of this task. It chooses the file in a folder (None reads the
             environment variable `TASK_INDEX`), and the `task` that is read must agree with it.
         task_type: likewise its type (None reads `TASK_TYPE`, and otherwise takes `"worker"`).
@@ -41,8 +43,9 @@ def resolve_cluster(
         resolve_host: looks one host name up, raising `OSError` where it has no address.
 
     Returns:
-        The cluster; None only where no `tf_config` is given and the environment has no
-        `TF_CONFIG` at all. An empty one is an error: nobody trains alone by mistake.
+        The cluster; None only where no `tf_config` is given, the environment has no
+        `TF_CONFIG` at all, and MPI has not started this process. An empty one is an error:
+        nobody trains alone by mistake.
 
     Raises:
         ClusterError: for the first mistake, with its place, what was received and what to do.
@@ -54,9 +57,12 @@ def resolve_cluster(
         >>> cluster.num_workers, cluster.is_chief
         (2, True)
     """
+    given = environ
     environ = os.environ if environ is None else environ
     if tf_config is None and task_index is task_type is None and "TF_CONFIG" not in environ:
-        return None
+        if given is not None or not mpi.size_in_environment(environ):
+            return None
+        tf_config = json.loads(mpi.tf_config())
     asked = {"type": task_type, "index": task_index}
     if tf_config is None:
         config, source = _read_environment(environ, asked), ENVIRONMENT

@@ -5,6 +5,11 @@ Each entry says which message or wrong result it cures and on which versions it 
 for each: it fails when upstream no longer needs the cure.
 """
 
+from tfmulti.keras_compat.coordination import check_peers as check_peers
+from tfmulti.keras_compat.coordination import heartbeats as heartbeats
+from tfmulti.keras_compat.coordination import publish as publish
+from tfmulti.keras_compat.coordination import read_published as read_published
+from tfmulti.keras_compat.coordination import report_error as report_error
 from tfmulti.keras_compat.hooks import after_loading as after_loading
 from tfmulti.keras_compat.hooks import around_callbacks as around_callbacks
 from tfmulti.keras_compat.hooks import before_calls as before_calls
@@ -14,18 +19,15 @@ from tfmulti.keras_compat.hooks import logs_without_steps as logs_without_steps
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
 from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_batches
 from tfmulti.keras_compat.hooks import weigh_single_numbers as weigh_single_numbers
+from tfmulti.keras_compat.names import AddedElsewhere as AddedElsewhere
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses
 from tfmulti.keras_compat.names import global_seed_state as global_seed_state
-from tfmulti.keras_compat.names import heartbeats as heartbeats
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import own_losses as own_losses
-from tfmulti.keras_compat.names import publish as publish
 from tfmulti.keras_compat.names import random_layers as random_layers
-from tfmulti.keras_compat.names import read_published as read_published
-from tfmulti.keras_compat.names import report_error as report_error
 from tfmulti.keras_compat.names import set_global_seed_state as set_global_seed_state
 from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
 from tfmulti.keras_compat.names import step_of as step_of

@@ -45,6 +45,7 @@ NAMES = (
     (keras.callbacks.CallbackList, "set_model", ("model",)),
     (keras.callbacks.CallbackList, "on_epoch_end", ("epoch", "logs")),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
+    (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
     (cross_device_utils.CollectiveReplicaLauncher, "_all_gather", ("input_tensor", "options")),
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
     (cross_device_utils.CollectiveReplicaLauncher, "_prefer_unique_instance_key", None),

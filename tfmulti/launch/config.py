@@ -6,6 +6,8 @@ import dataclasses
 
 from tfmulti.config import check_settings, setting
 
+ALLOCATORS = ("keep", "default")
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
@@ -43,6 +45,17 @@ class LaunchConfig:
     )
     base_port: int = setting(2222, "First port of a host in --hosts that names none.", at_least=1)
 
+    mpi: bool = setting(False, "Make the workers one MPI job, as mpiexec does.")
+    pin: bool = setting(False, "Pin each worker to its share of this machine's cores.")
+    threads: int | None = setting(
+        None,
+        "Threads of an operation in each worker; by default its share of the cores.",
+        at_least=0,
+    )
+    allocator: str = setting(
+        "keep", "Whether workers keep memory that they have freed, for the next step.", ALLOCATORS
+    )
+
     def __post_init__(self):
         check_settings(self)
         if (self.num_workers is None) == (self.hosts is None):
@@ -50,6 +63,12 @@ class LaunchConfig:
                 "Either `num_workers` (on this machine) or `hosts` (on several) must be given. "
                 f"Received: num_workers={self.num_workers}, hosts={self.hosts}. "
                 "Use for example --num_workers 2."
+            )
+        if self.mpi and self.hosts is not None:
+            raise ValueError(
+                "`mpi` goes with num_workers, on this machine. "
+                f"Received: mpi={self.mpi}, hosts={self.hosts}. "
+                "Start a job on several hosts with mpiexec, without this launcher."
             )
         if self.host_index is not None and self.hosts is None:
             raise ValueError(

@@ -18,6 +18,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 _HANDLED = (*_FORWARDED, signal.SIGCHLD)
 # Python ignores these two; a program that it becomes would do so too.
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
+_CORES = "TFMULTI_CORES"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_FOUND = 127
 
@@ -61,6 +62,9 @@ def _start(command, life) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(life)
+        cores = os.environ.get(_CORES)
+        if cores:
+            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
         if os.getppid() == guard:
             os.execvp(command[0], command)
     except OSError as error:

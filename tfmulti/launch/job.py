@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -15,11 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfmulti.cluster import environment
-from tfmulti.launch import failure, hosts
+from tfmulti.launch import failure, hosts, resources
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.failure import Ended
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import open_logs
+from tfmulti.launch.pmi import ProcessManager
 
 PEERS_GRACE_S = 5.0
 """Seconds at most for the others to end after one has failed: they can do nothing together."""
@@ -128,14 +130,20 @@ class Job:
         environments = {
             index: {
                 **common,
+                **resources.variables(self.config, place, len(configs)),
                 "TF_CONFIG": tf_config,
                 environment.PROGRESS: str(progress / f"worker_{index}"),
             }
-            for index, tf_config in configs.items()
+            for place, (index, tf_config) in enumerate(configs.items())
         }
         heading = f"--- restart {self._restarts} ---" if self._restarts else ""
-        with Group(self.command, environments, self._logs, self._events, heading) as group:
-            return self._watch(group)
+        with contextlib.ExitStack() as stack:
+            if self.config.mpi:
+                manager = stack.enter_context(ProcessManager(len(configs)))
+                for index, variables in environments.items():
+                    variables |= manager.variables(index)
+            group = Group(self.command, environments, self._logs, self._events, heading)
+            return self._watch(stack.enter_context(group))
 
     def _watch(self, group) -> Outcome:
         ended: list[Ended] = []

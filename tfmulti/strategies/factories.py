@@ -48,7 +48,9 @@ def create_strategy(
             as it is. With `mirrored` and `multi_worker` each becomes a replica.
         tf_config: Path of a file or a folder with the cluster, or a mapping; by default the
             environment variable TF_CONFIG.
-        communication: `"auto"`, `"ring"` or `"nccl"`, for `multi_worker`.
+        communication: How workers add their gradients, for `multi_worker`: `"nccl"` between
+            GPUs, `"mpi"` between CPUs where MPI has started the job, `"ring"` for TensorFlow's
+            own; `"auto"` chooses in this order.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
         peer_timeout: Seconds after which a worker that is silent counts as lost; by default
@@ -92,6 +94,8 @@ def create_strategy(
     strategy.signals = Signals(strategy.num_replicas_in_sync, num_local)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.why = f"{name} on {names} ({reason})"
+    if name == "multi_worker":
+        strategy.why += f", over {strategy.communication}"
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
 

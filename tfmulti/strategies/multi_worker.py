@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import threading
 from collections.abc import Mapping
 
 import tensorflow as tf
 
 from tfmulti import cluster as cluster_lib
-from tfmulti import keras_compat, meeting
-from tfmulti.cluster import network
+from tfmulti import command_line, keras_compat, meeting
+from tfmulti.cluster import environment, mpi, network
 from tfmulti.strategies import ending
 from tfmulti.strategies.repaired import MultiWorkerMirroredStrategy
+from tfmulti.transport import Transport
 
 _RPC_LAYER = "grpc"
+_SIGTERM_S = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,10 @@ def create_multi_worker(
             "Received: no TF_CONFIG in the environment and no `tf_config`. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
+    communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
+    communicator = None
+    if communication == "mpi":
+        communicator = mpi.communicator(cluster.num_workers, cluster.worker_index)
     if cluster.num_workers > 1:
         _meet(cluster, patience.start_timeout, must_agree or {})
         ending.watch_uncaught(cluster)
@@ -57,17 +65,56 @@ def create_multi_worker(
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
+        implementation=tf.distribute.experimental.CommunicationImplementation(
+            "RING" if communication == "mpi" else communication.upper()
+        )
     )
     try:
         with keras_compat.heartbeats(patience.peer_timeout):
-            strategy = MultiWorkerMirroredStrategy(resolver, options, logical_cpus or 1)
+            strategy = MultiWorkerMirroredStrategy(
+                resolver, options, logical_cpus or 1, elsewhere=communicator is not None
+            )
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
         raise _too_late_error(error) from error
+    _end_after_sigterm()
     strategy.compares_acts = cluster.num_workers > 1
+    strategy.communication = f"{communication} ({reason})"
+    if communicator is not None:
+        me = (cluster.task_type, cluster.task_index)
+        others = [f"/job:{k}/replica:0/task:{i}" for k, i in cluster.tasks if (k, i) != me]
+        transport = Transport(communicator, lambda: keras_compat.check_peers(others))
+        strategy.extended.add = transport.add
     return strategy
+
+
+def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) -> tuple[str, str]:
+    """Returns how workers add their gradients, and why.
+
+    Args:
+        asked: `"auto"`, `"ring"`, `"nccl"` or `"mpi"`.
+        num_workers: Workers of the cluster.
+        logical_cpus: Logical CPUs of each worker; 0 or 1 for one replica.
+
+    Raises:
+        ValueError: For MPI with several replicas in a worker.
+    """
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    several = logical_cpus > 1 or num_gpus > 1
+    if asked == "mpi" and several:
+        raise ValueError(
+            "`communication` 'mpi' goes with one replica in each worker. "
+            f"Received: logical_cpus={logical_cpus}, {num_gpus} GPUs. "
+            "Start a worker for each: mpiexec -n N, or python -m tfmulti.launch --mpi."
+        )
+    if asked != "auto":
+        return asked, "as asked"
+    if num_gpus:
+        return "nccl", "there are GPUs"
+    if mpi.size_in_environment() == num_workers and num_workers > 1 and not several:
+        return "mpi", "MPI has started the job"
+    return "ring", "there is no GPU, and MPI has not started the job"
 
 
 def _meet(cluster, start_timeout, must_agree):
@@ -81,6 +128,22 @@ def _meet(cluster, start_timeout, must_agree):
     network.warn_of_public_addresses(cluster)
     notes = {**keras_compat.installed_versions(), **must_agree}
     meeting.meet(cluster, notes, timeout_s=start_timeout)
+
+
+def _end_after_sigterm():
+    """TensorFlow's service takes SIGTERM for itself: a worker told to end would train on.
+
+    It has some seconds, in which it can hear why another one has failed.
+    """
+
+    def end(*_):
+        timer = threading.Timer(_SIGTERM_S, command_line.leave, [environment.PREEMPTED])
+        timer.daemon = True
+        timer.start()
+
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, end)
 
 
 def _too_late_error(error) -> RuntimeError:

@@ -159,11 +159,15 @@ class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredSt
 
     compares_acts = False
 
-    def __init__(self, cluster_resolver, communication_options, num_cpus=1):
-        if devices_lib.has_gpu() or num_cpus <= 1:
-            super().__init__(cluster_resolver, communication_options)
+    def __init__(self, cluster_resolver, communication_options, num_cpus=1, elsewhere=False):
+        setting = (self, cluster_resolver, communication_options)
+        if elsewhere:
+            extended = keras_compat.AddedElsewhere(*setting)
+        elif num_cpus > 1 and not devices_lib.has_gpu():
+            extended = keras_compat.LocalCPUs(*setting, num_cpus)
+        else:
+            super().__init__(*setting[1:])
             return
-        extended = keras_compat.LocalCPUs(self, cluster_resolver, communication_options, num_cpus)
         tf.distribute.Strategy.__init__(self, extended)
 
 

@@ -43,6 +43,18 @@ def loss_scale():
     return keras.optimizers.LossScaleOptimizer(SGD(0.01), initial_scale=2.0**15)
 
 
+def sent_as(compression):
+    """Rounds what replicas send, and their sum."""
+
+    def create(wrap):
+        def compress(optimizer):
+            return wrap(optimizer, compression=compression)
+
+        return common.classifier(lambda: SGD(0.1, global_clipnorm=0.5))(compress)
+
+    return create
+
+
 def schedule():
     return SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))
 
@@ -113,6 +125,14 @@ PROMISES = [
         rows="A3 B8",
     ),
     promise("mixed_bfloat16", with_sgd(), **BFLOAT16),
+    promise("gradients sent as bfloat16", sent_as("bfloat16"), tolerance=2.0**-8),
+    promise("gradients sent as float16", sent_as("float16"), tolerance=2.0**-11),
+    promise(
+        "gradients sent as bfloat16, loss scaled",
+        sent_as("bfloat16"),
+        policy="mixed_float16",
+        tolerance=2.0**-8,
+    ),
     promise("optimizer of the user's own", common.classifier(lambda: OwnOptimizer(0.1))),
     promise(
         "own optimizer, clipped and averaged",

@@ -1,0 +1,81 @@
+"""A job that MPI has started: its size, its communicator, and its cluster.
+
+`mpiexec -n 4 python train.py` tells each process its number; where the others listen they tell
+one another through MPI itself. mpi4py is imported when it is needed, and starts MPI then.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+from collections.abc import Mapping
+
+# Which variable tells the number of processes: MPICH, Intel MPI and this package's launcher; Open
+# MPI.
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+
+def size_in_environment(environ: Mapping[str, str] | None = None) -> int:
+    """Returns the number of processes that MPI has started together; 0 where it started none.
+
+    >>> size_in_environment({"PMI_SIZE": "4"}), size_in_environment({})
+    (4, 0)
+    """
+    environ = os.environ if environ is None else environ
+    sizes = [environ.get(name, "") for name in _SIZES]
+    return next((int(size) for size in sizes if size.isdecimal()), 0)
+
+
+@functools.cache
+def world():
+    """Returns MPI's communicator of all processes; starts MPI when called first.
+
+    Raises:
+        RuntimeError: Without mpi4py, or without an MPI that it can load.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            "`communication` 'mpi' needs mpi4py and an MPI library. "
+            f"Received: {type(error).__name__}: {str(error).splitlines()[0]} "
+            "Install both with: pip install 'tfmulti[mpi]', or use the MPI of the cluster "
+            "with: pip install mpi4py."
+        ) from error
+    return MPI.COMM_WORLD
+
+
+@functools.cache
+def tf_config() -> str:
+    """Returns the TF_CONFIG of this process in the job that MPI has started; all must call it.
+
+    Raises:
+        RuntimeError: Where MPI cannot be started.
+    """
+    here = world()
+    with socket.create_server(("", 0)) as server:
+        place = (socket.gethostname(), server.getsockname()[1])
+        # Held until all have theirs, so that no two processes of a host get the same.
+        places = here.allgather(place)
+    one_host = len({host for host, _ in places}) == 1
+    workers = [f"{'127.0.0.1' if one_host else host}:{port}" for host, port in places]
+    task = {"type": "worker", "index": here.rank}
+    return json.dumps({"cluster": {"worker": workers}, "task": task})
+
+
+def communicator(num_workers: int, index: int):
+    """Returns a communicator of all workers, in which this one has its index.
+
+    Raises:
+        RuntimeError: Where MPI was started with another number of processes.
+    """
+    here = world()
+    if here.size != num_workers:
+        raise RuntimeError(
+            "`communication` 'mpi' needs as many MPI processes as the cluster has workers. "
+            f"Received: {here.size} MPI processes, {num_workers} workers. "
+            f"Start the job with mpiexec -n {num_workers}, or python -m tfmulti.launch --mpi."
+        )
+    return here.Split(0, index)

@@ -1,0 +1,102 @@
+"""TensorFlow's coordination service: what workers tell one another beside their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+_INTERNAL = 13
+_TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
+_LOOK_MS, _HEALTH_MS = 2_000, 8_000
+
+
+def report_error(text: str) -> None:
+    """Tells all workers of an error on this one; nothing happens where there is no cluster.
+
+    Else they learn of it by missing heartbeats, ten seconds later, and without the reason.
+    """
+    here = context.context()
+    if here.coordination_service is None:
+        return
+    with contextlib.suppress(tf.errors.OpError, ValueError):
+        here.report_error_to_cluster(_INTERNAL, text)
+
+
+def publish(key: str, value: str) -> None:
+    """Lets all workers of the cluster read a text; a key can be used once."""
+    context.context().set_config_key_value(key, value)
+
+
+def read_published(key: str, job: str, index: int) -> str:
+    """Returns what another worker has published; waits for it as long as that worker answers.
+
+    Args:
+        key: The key.
+        job: The type of the task that publishes it.
+        index: Its index.
+
+    Raises:
+        RuntimeError: Where that worker does not answer.
+    """
+    here = context.context()
+    task = f"/job:{job}/replica:0/task:{index}"
+    while True:
+        try:
+            return here.get_config_key_value(key, timeout_in_ms=_LOOK_MS)
+        except tf.errors.DeadlineExceededError:
+            pass
+        check_peers([task])
+
+
+def check_peers(tasks: list[str]) -> None:
+    """Raises RuntimeError where another worker does not answer, or has told of an error.
+
+    Args:
+        tasks: The others, as `/job:worker/replica:0/task:1`.
+    """
+    here = context.context()
+    for task in tasks:
+        told = _told_by(task, here)
+        if told:
+            raise RuntimeError(f"Error reported from {task}: {told}")
+        try:
+            here.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
+        except tf.errors.DeadlineExceededError as error:
+            raise RuntimeError(f"{task} does not answer heartbeats: {error}") from error
+        except tf.errors.OpError as error:
+            raise RuntimeError(f"failed to connect to {task}: {error}") from error
+
+
+def _told_by(task, here) -> str:
+    """Returns what a worker has told the service of its error, or nothing."""
+    job, index = _TASK.fullmatch(task).groups()
+    with contextlib.suppress(tf.errors.OpError):
+        state = here.get_task_states([(job, int(index) + 1)])[int(index)]
+        if isinstance(state, tf.errors.OpError):
+            return state.message or str(state)
+    return ""
+
+
+@contextlib.contextmanager
+def heartbeats(timeout_s: float | None):
+    """Has a cluster that is begun within notice a silent worker after `timeout_s` seconds.
+
+    `MultiWorkerMirroredStrategy` sets up TensorFlow's coordination service without asking.
+    """
+    here = context.context()
+    if timeout_s is None:
+        yield
+        return
+    original = here.configure_coordination_service
+    milliseconds = int(timeout_s * 1000)
+    here.configure_coordination_service = functools.partial(
+        original, heartbeat_timeout_in_ms=milliseconds
+    )
+    try:
+        yield
+    finally:
+        del here.configure_coordination_service

@@ -1,0 +1,213 @@
+"""Adds tensors of all workers through MPI, while TensorFlow goes on with what follows.
+
+A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
+all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
+asked for together have been started: so the backward pass overlaps with the sums of the layers
+behind it. Large tensors go to MPI where they lie, without a copy; small ones are packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+DEFAULT_BUCKET_BYTES = 4 * 2**20
+# TensorFlow takes over an array without a copy where it begins at a multiple of this.
+_ALIGNMENT = 64
+# A tensor above this share of a bucket is not worth a copy.
+_ALONE = 8
+_LOOK_S = 0.3
+_HALF = (tf.float16, tf.bfloat16)
+
+
+class _Call:
+    """One call of MPI that is under way."""
+
+    def __init__(self, kind, array):
+        self.kind, self.array = kind, array
+        self.done = threading.Event()
+        self.result, self.error = None, None
+
+
+class Transport:
+    """Adds tensors over all workers of a job.
+
+    Args:
+        communicator: mpi4py's communicator of all workers.
+        check_peers: Called each second while a sum is waited for; raises where another worker
+            does not answer.
+        bucket_bytes: Bytes of the small tensors that are sent together.
+    """
+
+    def __init__(
+        self, communicator, check_peers: Callable[[], None], bucket_bytes=DEFAULT_BUCKET_BYTES
+    ):
+        self._communicator, self._check_peers = communicator, check_peers
+        self._bucket_bytes = bucket_bytes
+        self._size = communicator.size
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._held: queue.SimpleQueue = queue.SimpleQueue()
+        self._overlaps = len(os.sched_getaffinity(0)) > 1
+        with tf.init_scope(), tf.device("CPU:0"):
+            # What makes TensorFlow keep the order of the program.
+            self._last = tf.Variable(0, dtype=tf.int64, trainable=False)
+        threading.Thread(target=self._serve, name="tfmulti-mpi", daemon=True).start()
+
+    def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the sums over all workers; float16 and bfloat16 travel as they are.
+
+        Args:
+            tensors: Dense tensors, of the same shapes on all workers.
+        """
+        sums: list = [None] * len(tensors)
+        buckets = _fill_buckets(tensors, self._bucket_bytes)
+        packed = [_pack([tensors[place] for place in bucket]) for bucket in buckets]
+        for bucket, added in zip(buckets, self._add_packed(packed)):
+            for place, part in zip(bucket, _unpack(added, [tensors[p] for p in bucket])):
+                sums[place] = part
+        return sums
+
+    def _add_packed(self, packed) -> list[tf.Tensor]:
+        """Halves are exchanged and added as float32 here, since few MPIs can add them."""
+        halves = [tensor.dtype in _HALF for tensor in packed]
+        sent = [
+            self._start("exchange", self._cut(tensor)) if half else self._start("add", tensor)
+            for tensor, half in zip(packed, halves)
+        ]
+        added = [self._fetch(*each, after=sent) for each in sent]
+        gathered = {
+            i: self._start("gather", _add_parts(added[i], packed[i].dtype))
+            for i, half in enumerate(halves)
+            if half
+        }
+        for i, each in gathered.items():
+            whole = self._fetch(*each, after=list(gathered.values()))
+            flat = tf.bitcast(tf.reshape(whole, [-1]), packed[i].dtype)[: tf.size(packed[i])]
+            added[i] = tf.reshape(flat, tf.shape(packed[i]))
+        for tensor, original in zip(added, packed):
+            if not tf.executing_eagerly():
+                tensor.set_shape(original.shape)
+        return added
+
+    def _cut(self, tensor):
+        """Cuts a tensor into a part for each worker, as bits that numpy knows."""
+        flat = tf.bitcast(tf.reshape(tensor, [-1]), tf.uint16)
+        missing = -tf.size(flat) % self._size
+        return tf.reshape(tf.pad(flat, [[0, missing]]), [self._size, -1])
+
+    def _start(self, kind, tensor):
+        with tf.control_dependencies([tensor]):
+            last = self._last.read_value()
+        ticket = tf.numpy_function(
+            lambda _, array: self._begin(kind, array), [last, tensor], tf.int64
+        )
+        ticket.set_shape([])
+        self._last.assign(ticket)
+        return ticket, tensor
+
+    def _fetch(self, ticket, tensor, after):
+        with tf.control_dependencies([started for started, _ in after]):
+            fetched = tf.numpy_function(self._finish, [ticket], tensor.dtype)
+        if not tf.executing_eagerly():
+            fetched.set_shape([None] * tensor.shape.rank if tensor.shape.rank else [])
+        return fetched
+
+    def _begin(self, kind, array) -> np.int64:
+        number = next(self._numbers)
+        self._calls[number] = call = _Call(kind, np.ascontiguousarray(array))
+        self._held.put(call)
+        if self._overlaps:
+            self._release()
+        return np.int64(number)
+
+    def _finish(self, number) -> np.ndarray:
+        call = self._calls.pop(int(number))
+        self._release()
+        while not call.done.wait(_LOOK_S):
+            self._check_peers()
+        if call.error is not None:
+            self._check_peers()
+            raise RuntimeError(f"Broken pipe to another worker: {call.error}")
+        return call.result
+
+    def _release(self):
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._work.put(self._held.get_nowait())
+
+    def _serve(self):
+        while True:
+            call = self._work.get()
+            try:
+                call.result = self._run(call.kind, call.array)
+            except Exception as error:
+                call.error = error
+            call.array = None
+            call.done.set()
+
+    def _run(self, kind, array):
+        if kind == "add":
+            result = _empty(array.shape, array.dtype)
+            self._communicator.Allreduce(array, result)
+        elif kind == "exchange":
+            result = _empty(array.shape, array.dtype)
+            self._communicator.Alltoall(array, result)
+        else:
+            result = _empty((self._size, *array.shape), array.dtype)
+            self._communicator.Allgather(array, result)
+            result = result.reshape(-1)
+        return result
+
+
+def _add_parts(parts, dtype):
+    """Adds what all workers have sent of this worker's part."""
+    values = tf.cast(tf.bitcast(parts, dtype), tf.float32)
+    return tf.bitcast(tf.cast(tf.reduce_sum(values, axis=0), dtype), tf.uint16)
+
+
+def _empty(shape, dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _fill_buckets(tensors, most_bytes: int) -> list[list[int]]:
+    """Returns places of tensors that are sent together, the last first: they are there first."""
+    buckets: list[list[int]] = []
+    filling: dict[tf.DType, tuple[list[int], int]] = {}
+    for place in reversed(range(len(tensors))):
+        tensor = tensors[place]
+        size = tensor.shape.num_elements()
+        size = most_bytes if size is None else size * tensor.dtype.size
+        if size * _ALONE >= most_bytes:
+            buckets.append([place])
+            continue
+        bucket, have = filling.pop(tensor.dtype, ([], 0))
+        if have + size > most_bytes:
+            buckets.append(bucket)
+            bucket, have = [], 0
+        filling[tensor.dtype] = ([*bucket, place], have + size)
+    return buckets + [bucket for bucket, _ in filling.values()]
+
+
+def _pack(tensors):
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def _unpack(packed, originals):
+    if len(originals) == 1:
+        return [packed]
+    parts = tf.split(packed, [tensor.shape.num_elements() for tensor in originals])
+    return [tf.reshape(part, original.shape) for part, original in zip(parts, originals)]
