@@ -9,6 +9,7 @@ from tfmulti.sharding import REMAINDERS
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
 COMMUNICATIONS = ("auto", "ring", "nccl", "mpi")
+COMPRESSIONS = ("bfloat16", "float16")
 SCALING_RULES = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "skip")
 RESUME = ("auto", "never")
@@ -96,6 +97,12 @@ class TrainConfig:
     steps_per_execution: int = setting(1, "Steps per call of the compiled function.", at_least=1)
     remainder: str = setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
     communication: str = setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
+    bucket_bytes: int | None = setting(
+        None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
+    )
+    compression: str | None = setting(
+        None, "Send gradients in half the bytes, rounded.", COMPRESSIONS
+    )
     start_timeout: float | None = setting(
         None,
         "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",

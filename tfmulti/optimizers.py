@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import finite, keras_compat, shares
-
-COMPRESSIONS = (None, "bfloat16", "float16")
+from tfmulti.config import COMPRESSIONS
 
 
 def DistributedOptimizer(
@@ -47,9 +46,9 @@ def DistributedOptimizer(
             "`optimizer` must be a Keras 3 optimizer. "
             f"Received: optimizer={optimizer!r}. Use for example keras.optimizers.Adam()."
         )
-    if compression not in COMPRESSIONS:
+    if compression not in (None, *COMPRESSIONS):
         raise ValueError(
-            f"`compression` must be one of {COMPRESSIONS}. "
+            f"`compression` must be None or one of {', '.join(COMPRESSIONS)}. "
             f"Received: compression={compression!r}. Use 'bfloat16' for half the bytes."
         )
     if compression is not None:
@@ -66,11 +65,11 @@ def DistributedOptimizer(
     return optimizer
 
 
-def distribute_optimizers(model: keras.Model) -> None:
+def distribute_optimizers(model: keras.Model, compression: str | None = None) -> None:
     """Makes every optimizer that a model holds distributed, as a GAN's two."""
     for value in [*vars(model).values(), getattr(model, "optimizer", None)]:
         if isinstance(value, keras.optimizers.Optimizer):
-            DistributedOptimizer(value)
+            DistributedOptimizer(value, compression=compression)
 
 
 def distribute_loaded(model: keras.Model) -> None:

@@ -123,7 +123,7 @@ class Transport:
 
     def _begin(self, kind, array) -> np.int64:
         number = next(self._numbers)
-        self._calls[number] = call = _Call(kind, np.ascontiguousarray(array))
+        self._calls[number] = call = _Call(kind, np.asarray(array, order="C"))
         self._held.put(call)
         if self._overlaps:
             self._release()

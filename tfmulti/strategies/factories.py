@@ -14,7 +14,7 @@ from tfmulti import iterators, keras_compat, losses, shares
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
 from tfmulti.strategies import agreement, chief, probes, progress, together
-from tfmulti.strategies.multi_worker import Patience, create_multi_worker
+from tfmulti.strategies.multi_worker import Patience, Sending, create_multi_worker
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
     OneDeviceStrategy,
@@ -31,6 +31,7 @@ def create_strategy(
     logical_cpus: int = 0,
     tf_config=None,
     communication: str = "auto",
+    bucket_bytes: int | None = None,
     start_timeout: float | None = None,
     peer_timeout: float | None = None,
     must_agree: Mapping[str, object] | None = None,
@@ -51,6 +52,8 @@ def create_strategy(
         communication: How workers add their gradients, for `multi_worker`: `"nccl"` between
             GPUs, `"mpi"` between CPUs where MPI has started the job, `"ring"` for TensorFlow's
             own; `"auto"` chooses in this order.
+        bucket_bytes: Bytes of small gradients that workers send together; by default 4 MiB over
+            MPI, and all of them over TensorFlow's ring and NCCL.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
         peer_timeout: Seconds after which a worker that is silent counts as lost; by default
@@ -85,7 +88,8 @@ def create_strategy(
         strategy = create_tpu()
     elif name == "multi_worker":
         patience = Patience(start_timeout, peer_timeout)
-        strategy = create_multi_worker(cluster, communication, logical_cpus, patience, must_agree)
+        sending = Sending(communication, bucket_bytes)
+        strategy = create_multi_worker(cluster, sending, logical_cpus, patience, must_agree)
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
     else:

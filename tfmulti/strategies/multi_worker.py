@@ -35,9 +35,22 @@ class Patience:
     peer_timeout: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """How workers add their gradients.
+
+    Attributes:
+        communication: `"auto"`, `"ring"`, `"nccl"` or `"mpi"`.
+        bucket_bytes: Bytes of small gradients that are sent together; None for the default.
+    """
+
+    communication: str = "auto"
+    bucket_bytes: int | None = None
+
+
 def create_multi_worker(
     cluster: cluster_lib.Cluster | None,
-    communication: str = "auto",
+    sending: Sending = Sending(),
     logical_cpus: int = 0,
     patience: Patience = Patience(),
     must_agree: Mapping[str, object] | None = None,
@@ -49,13 +62,16 @@ def create_multi_worker(
             "Received: no TF_CONFIG in the environment and no `tf_config`. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
-    communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
-    communicator = None
-    if communication == "mpi":
-        communicator = mpi.communicator(cluster.num_workers, cluster.worker_index)
+    communication, reason = choose_communication(
+        sending.communication, cluster.num_workers, logical_cpus
+    )
     if cluster.num_workers > 1:
         _meet(cluster, patience.start_timeout, must_agree or {})
         ending.watch_uncaught(cluster)
+    communicator = None
+    if communication == "mpi":
+        # After the meeting: it has a deadline, and MPI has none.
+        communicator = mpi.communicator(cluster.num_workers, cluster.worker_index)
     os.environ["TF_CONFIG"] = cluster.to_json()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({kind: list(tasks) for kind, tasks in cluster.spec.items()}),
@@ -64,10 +80,10 @@ def create_multi_worker(
         rpc_layer=_RPC_LAYER,
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
+    engine = "RING" if communication == "mpi" else communication.upper()
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation(
-            "RING" if communication == "mpi" else communication.upper()
-        )
+        bytes_per_pack=sending.bucket_bytes or 0,
+        implementation=tf.distribute.experimental.CommunicationImplementation(engine),
     )
     try:
         with keras_compat.heartbeats(patience.peer_timeout):
@@ -82,11 +98,15 @@ def create_multi_worker(
     strategy.compares_acts = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
-        me = (cluster.task_type, cluster.task_index)
-        others = [f"/job:{k}/replica:0/task:{i}" for k, i in cluster.tasks if (k, i) != me]
-        transport = Transport(communicator, lambda: keras_compat.check_peers(others))
-        strategy.extended.add = transport.add
+        strategy.extended.add = _create_transport(communicator, cluster, sending.bucket_bytes).add
     return strategy
+
+
+def _create_transport(communicator, cluster, bucket_bytes) -> Transport:
+    me = (cluster.task_type, cluster.task_index)
+    others = [f"/job:{k}/replica:0/task:{i}" for k, i in cluster.tasks if (k, i) != me]
+    settings = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    return Transport(communicator, lambda: keras_compat.check_peers(others), **settings)
 
 
 def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) -> tuple[str, str]:

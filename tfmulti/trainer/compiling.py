@@ -47,10 +47,12 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> None:
                 f"{given[0]}={getattr(config, given[0])!r}, and --model {config.model} is "
                 f"compiled. Leave --{given[0]} out, or return the model uncompiled."
             )
-        distribute_optimizers(model)
+        distribute_optimizers(model, config.compression)
         return
     model.compile(
-        optimizer=DistributedOptimizer(_create_optimizer(config, train)),
+        optimizer=DistributedOptimizer(
+            _create_optimizer(config, train), compression=config.compression
+        ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=None if config.remainder == "pad" else ["accuracy"],
         weighted_metrics=["accuracy"] if config.remainder == "pad" else None,

@@ -46,6 +46,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         logical_cpus=config.logical_cpus,
         tf_config=config.tf_config,
         communication=config.communication,
+        bucket_bytes=config.bucket_bytes,
         start_timeout=config.start_timeout,
         peer_timeout=config.peer_timeout,
         must_agree=_settings_of_all(config),
