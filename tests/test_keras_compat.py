@@ -9,9 +9,11 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from tensorflow.python.data.ops import multi_device_iterator_ops
 
 import tfmulti
 from tfmulti import keras_compat
+from tfmulti.keras_compat import without_tuning
 
 
 def stock(num_replicas=2):
@@ -186,6 +188,51 @@ def test_canary_stock_callbacks_know_no_chief(name):
 
 def test_canary_stock_workers_take_one_cpu():
     assert tf.distribute.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
+
+
+def tuned_by(datasets):
+    return [dataset.options().autotune.enabled for dataset in datasets]
+
+
+def test_no_dataset_keeps_fit_waiting_for_its_tuning_thread(monkeypatch):
+    """The user's own, and those that the strategy adds for its devices."""
+    made, given = [], []
+    strategy = ours()
+    create, distribute = multi_device_iterator_ops._create_device_dataset, without_tuning
+
+    def note(function, kept):
+        def call(*args, **kwargs):
+            kept.append(function(*args, **kwargs))
+            return kept[-1]
+
+        return call
+
+    name = "_create_device_dataset"
+    monkeypatch.setattr(multi_device_iterator_ops, name, note(create, made))
+    monkeypatch.setattr(keras_compat, "without_tuning", note(distribute, given))
+    data = tf.data.Dataset.from_tensor_slices(rows(8)).repeat().batch(4)
+    compiled(strategy, keras.optimizers.SGD).fit(data, steps_per_epoch=2, verbose=0)
+    assert len(made) >= 2 and set(tuned_by(made)) == {False}
+    assert given and set(tuned_by(given)) == {False}
+
+
+def test_whoever_asks_for_tuning_has_it():
+    options = tf.data.Options()
+    options.autotune.enabled = True
+    assert tuned_by([without_tuning(tf.data.Dataset.range(3).with_options(options))]) == [True]
+
+
+def test_canary_datasets_of_devices_are_tuned():
+    ours()
+    create = inspect.unwrap(multi_device_iterator_ops._create_device_dataset)
+    assert "autotune" not in inspect.getsource(create)
+
+
+def test_canary_workers_add_by_tensorflows_collectives_alone():
+    options = inspect.signature(tf.distribute.MultiWorkerMirroredStrategy.__init__).parameters
+    assert set(options) == {"self", "cluster_resolver", "communication_options"}
+    implementations = tf.distribute.experimental.CommunicationImplementation
+    assert {each.name for each in implementations} == {"AUTO", "RING", "NCCL"}
 
 
 def test_the_private_names_are_there():

@@ -3,12 +3,12 @@
 A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
 all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
 asked for together have been started: so the backward pass overlaps with the sums of the layers
-behind it. Large tensors go to MPI where they lie, without a copy; small ones are packed.
+behind it, where the worker has more than one core. Large tensors go to MPI where they lie,
+without a copy; small ones are packed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import queue
@@ -55,7 +55,7 @@ class Transport:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._work: queue.SimpleQueue = queue.SimpleQueue()
-        self._held: queue.SimpleQueue = queue.SimpleQueue()
+        # With one core, a sum and the backward pass would only take turns.
         self._overlaps = len(os.sched_getaffinity(0)) > 1
         with tf.init_scope(), tf.device("CPU:0"):
             # What makes TensorFlow keep the order of the program.
@@ -78,23 +78,16 @@ class Transport:
 
     def _add_packed(self, packed) -> list[tf.Tensor]:
         """Halves are exchanged and added as float32 here, since few MPIs can add them."""
-        halves = [tensor.dtype in _HALF for tensor in packed]
-        sent = [
-            self._start("exchange", self._cut(tensor)) if half else self._start("add", tensor)
-            for tensor, half in zip(packed, halves)
-        ]
-        added = [self._fetch(*each, after=sent) for each in sent]
-        gathered = {
-            i: self._start("gather", _add_parts(added[i], packed[i].dtype))
-            for i, half in enumerate(halves)
-            if half
-        }
-        for i, each in gathered.items():
-            whole = self._fetch(*each, after=list(gathered.values()))
-            flat = tf.bitcast(tf.reshape(whole, [-1]), packed[i].dtype)[: tf.size(packed[i])]
+        halves = [i for i, tensor in enumerate(packed) if tensor.dtype in _HALF]
+        kinds = ["exchange" if i in halves else "add" for i in range(len(packed))]
+        sent = [self._cut(tensor) if i in halves else tensor for i, tensor in enumerate(packed)]
+        added = self._send(kinds, sent)
+        parts = [_add_parts(added[i], packed[i].dtype) for i in halves]
+        for i, whole in zip(halves, self._send(["gather"] * len(parts), parts)):
+            flat = tf.bitcast(whole, packed[i].dtype)[: tf.size(packed[i])]
             added[i] = tf.reshape(flat, tf.shape(packed[i]))
-        for tensor, original in zip(added, packed):
-            if not tf.executing_eagerly():
+        if not tf.executing_eagerly():
+            for tensor, original in zip(added, packed):
                 tensor.set_shape(original.shape)
         return added
 
@@ -104,45 +97,59 @@ class Transport:
         missing = -tf.size(flat) % self._size
         return tf.reshape(tf.pad(flat, [[0, missing]]), [self._size, -1])
 
-    def _start(self, kind, tensor):
-        with tf.control_dependencies([tensor]):
-            last = self._last.read_value()
-        ticket = tf.numpy_function(
-            lambda _, array: self._begin(kind, array), [last, tensor], tf.int64
-        )
-        ticket.set_shape([])
-        self._last.assign(ticket)
-        return ticket, tensor
+    def _send(self, kinds, tensors) -> list[tf.Tensor]:
+        """Makes a call for each tensor; in one go where nothing could be done meanwhile."""
+        if not tensors:
+            return []
+        if len(tensors) == 1 or not self._overlaps:
+            fetched = self._call(
+                lambda _, *arrays: self._begin_and_finish(kinds, arrays),
+                tensors,
+                [tensor.dtype for tensor in tensors],
+            )
+        else:
+            tickets = [
+                self._call(lambda _, array, kind=kind: [self._begin(kind, array)], [tensor], [])
+                for kind, tensor in zip(kinds, tensors)
+            ]
+            with tf.control_dependencies([ticket for [ticket] in tickets]):
+                fetched = [None] + [
+                    tf.numpy_function(self._finish, ticket, tensor.dtype)
+                    for ticket, tensor in zip(tickets, tensors)
+                ]
+        ranks = [1 if kind == "gather" else t.shape.rank for kind, t in zip(kinds, tensors)]
+        return [_of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
 
-    def _fetch(self, ticket, tensor, after):
-        with tf.control_dependencies([started for started, _ in after]):
-            fetched = tf.numpy_function(self._finish, [ticket], tensor.dtype)
-        if not tf.executing_eagerly():
-            fetched.set_shape([None] * tensor.shape.rank if tensor.shape.rank else [])
-        return fetched
+    def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
+        """Calls a function that returns a number first, after all such calls before it."""
+        with tf.control_dependencies(tensors):
+            last = self._last.read_value()
+        # TensorFlow unwraps a single result.
+        results = tf.nest.flatten(
+            tf.numpy_function(function, [last, *tensors], [tf.int64, *dtypes])
+        )
+        results[0].set_shape([])
+        self._last.assign(results[0])
+        return results
 
     def _begin(self, kind, array) -> np.int64:
         number = next(self._numbers)
         self._calls[number] = call = _Call(kind, np.asarray(array, order="C"))
-        self._held.put(call)
-        if self._overlaps:
-            self._release()
+        self._work.put(call)
         return np.int64(number)
+
+    def _begin_and_finish(self, kinds, arrays) -> list:
+        numbers = [self._begin(kind, array) for kind, array in zip(kinds, arrays)]
+        return [numbers[-1], *(self._finish(number) for number in numbers)]
 
     def _finish(self, number) -> np.ndarray:
         call = self._calls.pop(int(number))
-        self._release()
         while not call.done.wait(_LOOK_S):
             self._check_peers()
         if call.error is not None:
             self._check_peers()
             raise RuntimeError(f"Broken pipe to another worker: {call.error}")
         return call.result
-
-    def _release(self):
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._work.put(self._held.get_nowait())
 
     def _serve(self):
         while True:
@@ -166,6 +173,12 @@ class Transport:
             self._communicator.Allgather(array, result)
             result = result.reshape(-1)
         return result
+
+
+def _of_rank(tensor, rank) -> tf.Tensor:
+    if not tf.executing_eagerly():
+        tensor.set_shape([None] * rank)
+    return tensor
 
 
 def _add_parts(parts, dtype):

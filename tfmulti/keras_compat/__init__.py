@@ -35,8 +35,10 @@ from tfmulti.keras_compat.names import synchronized_variables as synchronized_va
 from tfmulti.keras_compat.names import update_replicas_alike as update_replicas_alike
 from tfmulti.keras_compat.names import variant_tensor as variant_tensor
 from tfmulti.keras_compat.patches import count_shares_in_moments as count_shares_in_moments
+from tfmulti.keras_compat.patches import end_with_their_reader as end_with_their_reader
 from tfmulti.keras_compat.patches import install as install
 from tfmulti.keras_compat.patches import reduce_losses_by as reduce_losses_by
 from tfmulti.keras_compat.patches import vary_seeds_by_replica as vary_seeds_by_replica
+from tfmulti.keras_compat.patches import without_tuning as without_tuning
 from tfmulti.keras_compat.versions import check_versions as check_versions
 from tfmulti.keras_compat.versions import installed_versions as installed_versions

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
+from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import cross_device_utils
 
 # What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
@@ -39,6 +40,34 @@ def install(first_local_value, before_pass, once_built) -> None:
         trainer._maybe_symbolic_build = _build_from_one_share(
             trainer._maybe_symbolic_build, *functions
         )
+
+
+def end_with_their_reader() -> None:
+    """Lets datasets that a strategy adds for its devices end when nobody reads them any more.
+
+    Cures `fit` and `evaluate` that return seconds after their last step: each such dataset has a
+    thread that tunes it, and whoever destroys it waits for that thread's next look.
+    """
+    create = multi_device_iterator_ops._create_device_dataset
+    if not hasattr(create, "__wrapped__"):
+
+        @functools.wraps(create)
+        def create_untuned(*args, **kwargs):
+            return without_tuning(create(*args, **kwargs))
+
+        multi_device_iterator_ops._create_device_dataset = create_untuned
+
+
+def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset without tf.data's tuning thread, unless its author has asked for it.
+
+    Parallel maps that are left to it then take a thread for each core.
+    """
+    if dataset.options().autotune.enabled is not None:
+        return dataset
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _gather_by_shape(original):

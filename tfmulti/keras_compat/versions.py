@@ -13,6 +13,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
+from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
 
@@ -46,6 +47,7 @@ NAMES = (
     (keras.callbacks.CallbackList, "on_epoch_end", ("epoch", "logs")),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
+    (multi_device_iterator_ops, "_create_device_dataset", ("prefetch_buffer_size",)),
     (cross_device_utils.CollectiveReplicaLauncher, "_all_gather", ("input_tensor", "options")),
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
     (cross_device_utils.CollectiveReplicaLauncher, "_prefer_unique_instance_key", None),

@@ -107,6 +107,7 @@ def create_strategy(
 def _repair_keras():
     keras_compat.install(first_local_value, agreement.before_pass, probes.probe_once_built)
     keras_compat.count_shares_in_moments(shares.current_share)
+    keras_compat.end_with_their_reader()
     keras_compat.vary_seeds_by_replica()
     keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
     keras_compat.around_callbacks(

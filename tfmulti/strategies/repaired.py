@@ -86,6 +86,7 @@ class _ForKeras:
         distribute_to = getattr(dataset, "distribute_to", None)
         if distribute_to is not None:
             return distribute_to(self)
+        dataset = keras_compat.without_tuning(dataset)
         specs = tf.nest.flatten(dataset.element_spec)
         uneven = any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
         if uneven and self.num_replicas_in_sync > 1:
