@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-keras conformance faults lint install clean
+.PHONY: train test test-all test-keras conformance faults bench lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
@@ -23,6 +23,11 @@ conformance: install
 # Puts faults into real workers and prints what comes of each.
 faults: install
 	PYTHONPATH=tests $(BIN)/python -m faults
+
+# Measures steps, all-reduce and start on this machine, with PyTorch where it is installed; writes
+# BENCHMARKS.md.
+bench: install
+	$(BIN)/python -m tfmulti.bench --peers --project 1024 --write_markdown BENCHMARKS.md
 
 # Another version of Keras, in an environment of its own: make test-keras KERAS=3.12.0. The whole
 # matrix, on three replicas and on two workers.

@@ -21,6 +21,7 @@ ORDER = [
     "command_line",
     "devices",
     "keras_compat",
+    "transport",
     "shares",
     "iterators",
     "losses",
@@ -37,9 +38,10 @@ ORDER = [
     "train",
     "launch",
     "parity",
+    "bench",
 ]
 # What runs before TensorFlow, or without it.
-PURE = [*ORDER[: ORDER.index("devices")], "train", "launch", "parity"]
+PURE = [*ORDER[: ORDER.index("devices")], "train", "launch", "parity", "bench"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -60,8 +60,8 @@ def weigh_mean(metric, value):
     return part, tf.math.divide_no_nan(real, share.count_globally())
 
 
-def make_global(logs, share, signals=None):
-    """Makes a step's logs those of all replicas.
+def make_global(logs, share, signals=None, beside=()):
+    """Makes a step's logs those of all replicas, and adds other tensors on the way.
 
     The metrics' are computed from the metrics' states added up over all replicas, as Keras
     does at the end of an epoch; so a callback that decides on a batch's logs decides the same on
@@ -71,22 +71,27 @@ def make_global(logs, share, signals=None):
         logs: What the step returned.
         share: The replica's share of it.
         signals: What workers want of one another, which goes with the same reduction; or None.
+        beside: Tensors to add over all replicas with the same reduction.
+
+    Returns:
+        The logs, and the sums of `beside`.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
-        return logs
+        return logs, list(beside)
     result = _result_of_metrics(logs, share) if isinstance(logs, dict) else None
     variables = [] if result is None else share.model.metrics_variables
     variables = [v for v in variables if v.aggregation == "sum"]
     states = [variable.value.read_value() for variable in variables]
     wishes = [] if signals is None else [signals.part_of_step()]
-    added = _add_by_dtype([*states, *wishes])
+    added = _add_by_dtype([*states, *beside, *wishes])
     if signals is not None:
         signals.note(added.pop())
+    sums = added[len(states) :]
     if result is None:
-        return _average(logs, share) if isinstance(logs, dict) else logs
+        return (_average(logs, share) if isinstance(logs, dict) else logs), sums
     with keras.StatelessScope(state_mapping=list(zip(variables, added))):
-        return result()
+        return result(), sums
 
 
 def _result_of_metrics(logs, share):

@@ -67,11 +67,16 @@ def _learn(fn, data, share, kind):
         _follow_others(share)
     for tracker, total in zip(trackers, totals):
         logs_lib.count_once(tracker, total, share)
-    if kind == "train":
-        _average_statistics(share)
     strategy = tf.distribute.get_strategy()
-    signals = getattr(strategy, "signals", None) if kind == "train" else None
-    return logs_lib.make_global(logs, share, signals)
+    if kind != "train":
+        return logs_lib.make_global(logs, share)[0]
+    statistics = _statistics(share)
+    parts = [v.value * tf.cast(share.weight, v.dtype) for v in statistics]
+    signals = getattr(strategy, "signals", None)
+    logs, means = logs_lib.make_global(logs, share, signals, parts)
+    for variable, mean in zip(statistics, means):
+        variable.value.assign(mean)
+    return logs
 
 
 def share_whole_batch(step, num_local_replicas: int):
@@ -156,20 +161,15 @@ def _own_states(model) -> list:
     return [v for v in own if v.path not in shared]
 
 
-def _average_statistics(share):
-    """Keeps the moving statistics of all replicas alike: their mean, by rows.
+def _statistics(share) -> list:
+    """Returns moving statistics whose mean over all replicas, by rows, each replica is to keep.
 
-    Each replica normalizes with the statistics of its own rows, and what it learned of them is
-    averaged at once, so that no replica evaluates or saves another model than the others.
+    Each normalizes with the statistics of its own rows, and what it learned of them is averaged
+    at once, so that no replica evaluates or saves another model than the others.
     """
-    statistics = keras_compat.local_statistics(share.model) if share.model else []
-    if not statistics or tf.distribute.get_strategy().num_replicas_in_sync == 1:
-        return
-    parts = [v.value * tf.cast(share.weight, v.dtype) for v in statistics]
-    for variable, mean in zip(
-        statistics, tf.distribute.get_replica_context().all_reduce("SUM", parts)
-    ):
-        variable.value.assign(mean)
+    if share.model is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return []
+    return keras_compat.local_statistics(share.model)
 
 
 def _cut(part, share):

@@ -41,16 +41,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         ValueError: For a model, data or settings that do not go together.
         RuntimeError: Where the devices or the cluster are not there.
     """
-    strategy = create_strategy(
-        config.strategy,
-        logical_cpus=config.logical_cpus,
-        tf_config=config.tf_config,
-        communication=config.communication,
-        bucket_bytes=config.bucket_bytes,
-        start_timeout=config.start_timeout,
-        peer_timeout=config.peer_timeout,
-        must_agree=_settings_of_all(config),
-    )
+    strategy = _create_strategy(config)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -87,6 +78,12 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
     result["weights_sha256"] = digest_weights(model)
     worker.finish(model, result)
     return result
+
+
+def _create_strategy(config):
+    names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
+    settings = {name: getattr(config, name) for name in (*names, "peer_timeout")}
+    return create_strategy(config.strategy, must_agree=_settings_of_all(config), **settings)
 
 
 def _settings_of_all(config) -> dict:

@@ -1,0 +1,64 @@
+"""The command line: `python -m tfmulti.bench`. Imports no TensorFlow: other processes do."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+
+from tfmulti import command_line
+from tfmulti.bench.config import BenchConfig
+
+_WIDTH = 120
+USAGE = "python -m tfmulti.bench [flags]: measures steps, where their time goes, and all-reduces."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures, shows tables, and writes files.
+
+    Returns:
+        The exit code: 0 where something was measured, also where a set-up does not run; 1 where
+        nothing was; 2 for a wrong command line.
+    """
+    argv = sys.argv if argv is None else argv
+    values = command_line.define_flags(BenchConfig)
+    command_line.define_traceback(values)
+    code = command_line.parse(values, argv, USAGE)
+    if code is not None:
+        return code
+    try:
+        config = command_line.read_settings(BenchConfig, values)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return command_line.BAD_USAGE
+    # So that what was started is ended when this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
+    try:
+        return _measure(config)
+    except Exception as error:
+        if values.traceback:
+            traceback.print_exc()
+        else:
+            print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
+            print("(--traceback shows where it came from)", file=sys.stderr)
+        return command_line.ERROR
+
+
+def _measure(config) -> int:
+    from rich.console import Console
+
+    from tfmulti.bench import record, results, run, table
+
+    # Without a terminal rich takes 80 columns, in which no table fits.
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    found = run.run_bench(config, tell=lambda line: console.print(line, style="dim"))
+    table.show(found, console)
+    for line in record.write_all(found, config):
+        console.print(line, style="dim")
+    rows = [row for workload in found["workloads"].values() for row in workload["rows"]]
+    ran = any(row["status"] == results.OK for row in rows)
+    return 0 if ran else command_line.ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
