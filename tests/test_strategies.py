@@ -130,7 +130,7 @@ def test_too_late_is_said(free_ports):
     ("arguments", "message"),
     [
         ({"name": "mirror"}, r"`name` must be one of .* Received: name='mirror'\. Use"),
-        ({"communication": "mpi"}, r"`communication` must be .* Received: communication='mpi'\."),
+        ({"communication": "gloo"}, r"`communication` must be .* Received: communication='gloo'\."),
         ({"name": "multi_worker", "devices": ["CPU:0"]}, r"`devices` goes with .* Leave it out"),
         ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` goes with .* name='tpu'"),
         ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
