@@ -207,7 +207,7 @@ def test_a_batch_with_a_number_that_belongs_to_no_row_is_refused():
 
 @pytest.mark.parametrize(("distributed", "reductions"), [(True, 2), (False, 3)])
 def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, monkeypatch):
-    """Gradients, and metrics with the workers' wishes; the rows where the data do not tell."""
+    """Gradients; metrics, wishes and statistics; the rows where the data do not tell."""
     seen = []
     original = tf.distribute.ReplicaContext.all_reduce
 
@@ -219,7 +219,8 @@ def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, monkeypat
     strategy = create_strategy(2)
     x, y, _ = rows(20)
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
         optimizer = tfmulti.DistributedOptimizer(keras.optimizers.Adam(global_clipnorm=1.0))
         model.compile(optimizer, "mse", metrics=["mae"])
     if distributed:

@@ -170,7 +170,7 @@ def count_shares_in_moments(current_share) -> None:
         keep = functools.partial(tf.reduce_sum, axis=axes, keepdims=True)
         sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]
         sums = [tf.where(counted, value, tf.zeros_like(value)) for value in sums]
-        total, squares, count = (context.all_reduce("SUM", value) for value in sums)
+        total, squares, count = context.all_reduce("SUM", sums)
         mean = tf.math.divide_no_nan(total, count)
         variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
         if keepdims:
