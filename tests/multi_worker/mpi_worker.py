@@ -13,17 +13,27 @@ import tfmulti
 
 
 class Harm(keras.callbacks.Callback):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 1 and strategy.cluster_resolver.task_id == 1:
-            if sys.argv[1] == "kill":
+        if batch == 1 and self.model.distribute_strategy.cluster_resolver.task_id == 1:
+            if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("its own mistake")
 
 
-strategy = tfmulti.create_strategy("multi_worker")
-print(strategy.why, flush=True)
-data = (np.ones((64, 3), "float32"), np.ones((64, 1), "float32"))
-with strategy.scope():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-model.fit(tfmulti.distribute_train(data, strategy, 8), verbose=0, callbacks=[Harm()])
+def main(how):
+    strategy = tfmulti.create_strategy("multi_worker")
+    print(strategy.why, flush=True)
+    rows = (np.ones((64, 3), "float32"), np.ones((64, 1), "float32"))
+    data = tfmulti.distribute_train(rows, strategy, 8)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    model.fit(data, verbose=0, callbacks=[Harm(how)])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
