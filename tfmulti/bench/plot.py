@@ -90,14 +90,14 @@ def _draw_parts(axis, name, parts):
         below = [base + value for base, value in zip(below, values)]
     for place, (total, each) in enumerate(zip(below, parts)):
         axis.annotate(
-            f"{total:.1f} ms\n{each['bound_by']}-bound",
+            f"{total:.1f} ms\n{each['bound_by']}",
             (place, total),
             (0, 3),
             textcoords="offset points",
             ha="center",
-            fontsize=8,
+            fontsize=7,
         )
-    axis.margins(y=0.18)
+    axis.set_ylim(0, 1.3 * max(below, default=1.0))
     axis.set_ylabel("milliseconds of a step, 1 a call")
     axis.tick_params(axis="x", labelsize=8, rotation=15)
     axis.set_title(f"{name}: where a step's time goes")

@@ -172,6 +172,9 @@ class Rounds:
                     by_hand = job.setup.kind in (setups.PLAIN, setups.ONE_REPLICA)
                     order |= {"autotune": True} if by_hand else {}
                     series.long_block = self._train(job, series, -1, order)
+                    if not by_hand:
+                        # The same steps as in a round; with several a call it has most of them.
+                        series.blocks.append(series.long_block)
             except JobFailed as error:
                 self._fail(job, error)
 
@@ -183,7 +186,9 @@ class Rounds:
                 self._tell(f"{self._workload}: time is over after {number} rounds")
                 break
             self._tell(f"{self._workload}: round {number + 1} of {self._config.rounds}")
-            for job, series in self._running()[:: -1 if number % 2 else 1]:
+            # The long blocks were a round in the first order.
+            forth = number % 2 == (self._workload == _TAIL_WORKLOAD)
+            for job, series in self._running()[:: 1 if forth else -1]:
                 if series.failure:
                     continue
                 order = _order(self._steps[id(series)], series.steps_per_execution)
