@@ -143,11 +143,16 @@ def test_mpiexec_needs_no_tf_config():
 def test_a_launched_job_speaks_mpi_and_tells_who_is_lost(tmp_path):
     launch = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--mpi"]
     command = [*launch, f"--log_dir={tmp_path}", "--", sys.executable, str(SCRIPT)]
-    for how, expected in (("raise", "its own mistake"), ("kill", "is lost")):
+    cases = (
+        ("raise", 1, "its own mistake"),
+        ("raise", 0, "its own mistake"),
+        ("kill", 1, "is lost"),
+    )
+    for how, failing, expected in cases:
         done = subprocess.run(
-            [*command, how], capture_output=True, text=True, timeout=240, env={**os.environ}
+            [*command, how, str(failing)], capture_output=True, text=True, timeout=240
         )
         assert done.returncode not in (0, 2), done.stdout
-        text = (tmp_path / "worker_0.log").read_text()
+        text = (tmp_path / f"worker_{1 - failing}.log").read_text()
         assert "over mpi" in text
         assert expected in [line for line in text.splitlines() if line.startswith("error: ")][-1]

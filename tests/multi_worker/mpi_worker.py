@@ -1,4 +1,4 @@
-"""One worker of a job over MPI that comes to harm: `python mpi_worker.py raise|kill`."""
+"""One worker of a job over MPI that comes to harm: `python mpi_worker.py raise|kill INDEX`."""
 
 import os
 import signal
@@ -13,18 +13,18 @@ import tfmulti
 
 
 class Harm(keras.callbacks.Callback):
-    def __init__(self, how):
+    def __init__(self, how, index):
         super().__init__()
-        self.how = how
+        self.how, self.index = how, index
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 1 and self.model.distribute_strategy.cluster_resolver.task_id == 1:
+        if batch == 1 and self.model.distribute_strategy.cluster_resolver.task_id == self.index:
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("its own mistake")
 
 
-def main(how):
+def main(how, index):
     strategy = tfmulti.create_strategy("multi_worker")
     print(strategy.why, flush=True)
     rows = (np.ones((64, 3), "float32"), np.ones((64, 1), "float32"))
@@ -32,8 +32,8 @@ def main(how):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    model.fit(data, verbose=0, callbacks=[Harm(how)])
+    model.fit(data, verbose=0, callbacks=[Harm(how, int(index))])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

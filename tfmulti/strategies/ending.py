@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from tfmulti import command_line, keras_compat
 from tfmulti.cluster import endings
 from tfmulti.cluster.task import Cluster
 
 _REPORT_LENGTH = 1_000
+_HEARD_S = 1.0
 
 
 def tell_others(error: BaseException) -> None:
@@ -27,6 +29,9 @@ def end_worker(error: BaseException, cluster: Cluster | None) -> endings.Ending 
     if cluster is not None and cluster.num_workers > 1:
         if ending is None or ending.exit_code == endings.ERROR:
             tell_others(error)
+            if cluster.is_chief:
+                # The service ends with it; who waits for MPI looks there now and then.
+                time.sleep(_HEARD_S)
     return ending
 
 
