@@ -70,6 +70,14 @@ def test_small_tensors_are_packed_and_large_ones_go_alone_the_last_first():
     assert communicator.sent == [4 * 4, 4 * 7, 200_000, 4, 4 * 12]
 
 
+def test_large_tensors_go_in_pieces_where_that_is_asked_for():
+    communicator = Communicator()
+    sender = transport.Transport(communicator, lambda: None, 1, piece_bytes=80_000)
+    for added, value in zip(sender.add(values()), values()):
+        np.testing.assert_array_equal(added, value * 2)
+    assert communicator.sent == [16, 28, 80_000, 80_000, 40_000, 4, 48]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
     communicator = Communicator()

@@ -19,6 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
+CACHED_PIECE_BYTES = 2**20
+"""Workers of one host add through memory that they share: such pieces stay in the cache."""
 # TensorFlow takes over an array without a copy where it begins at a multiple of this.
 _ALIGNMENT = 64
 # A tensor above this share of a bucket is not worth a copy.
@@ -44,14 +46,20 @@ class Transport:
         check_peers: Called each second while a sum is waited for; raises where another worker
             does not answer.
         bucket_bytes: Bytes of the small tensors that are sent together.
+        piece_bytes: Bytes of a large tensor that MPI adds in one call; None for all of it.
     """
 
     def __init__(
-        self, communicator, check_peers: Callable[[], None], bucket_bytes=DEFAULT_BUCKET_BYTES
+        self,
+        communicator,
+        check_peers: Callable[[], None],
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        piece_bytes: int | None = None,
     ):
         self._communicator, self._check_peers = communicator, check_peers
         self._bucket_bytes = bucket_bytes
         self._size = communicator.size
+        self._piece_bytes = piece_bytes
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._work: queue.SimpleQueue = queue.SimpleQueue()
@@ -164,7 +172,8 @@ class Transport:
     def _run(self, kind, array):
         if kind == "add":
             result = _empty(array.shape, array.dtype)
-            self._communicator.Allreduce(array, result)
+            for sent, received in zip(self._pieces(array), self._pieces(result)):
+                self._communicator.Allreduce(sent, received)
         elif kind == "exchange":
             result = _empty(array.shape, array.dtype)
             self._communicator.Alltoall(array, result)
@@ -173,6 +182,12 @@ class Transport:
             self._communicator.Allgather(array, result)
             result = result.reshape(-1)
         return result
+
+    def _pieces(self, array) -> list[np.ndarray]:
+        if self._piece_bytes is None or array.nbytes <= self._piece_bytes:
+            return [array]
+        flat, step = array.reshape(-1), self._piece_bytes // array.dtype.itemsize
+        return [flat[begin : begin + step] for begin in range(0, flat.size, step)]
 
 
 def _of_rank(tensor, rank) -> tf.Tensor:

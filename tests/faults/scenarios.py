@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from faults import links, own, random_kills
+from faults import links, over_mpi, own, random_kills
 from faults.workers import (
     BY_THE_CLOCK,
     HEALTHY,
@@ -210,6 +210,7 @@ SCENARIOS = {
     "the chief is killed": lost(signal.SIGKILL, 0),
     "a worker is frozen": lost(signal.SIGSTOP, 1),
     "the chief is frozen": lost(signal.SIGSTOP, 0),
+    **over_mpi.SCENARIOS,
     "the link is down for 3 s": links.down_for_a_while,
     "the link is down for ever": links.down_for_ever,
     "a stranger, and a namespace": links.strangers_kept_out,

@@ -14,8 +14,8 @@ from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.setups import Setup
 from tfmulti.bench.statistics import step_seconds
 
-_BLOCK_S = 2.0
-_STEPS = (8, 30)
+_BLOCK_S = 1.2
+_STEPS = (6, 30)
 _WARM_UP_STEPS = 4
 _TAIL_STEPS = 100
 _INPUT_STEPS = 30

@@ -79,3 +79,8 @@ def communicator(num_workers: int, index: int):
             f"Start the job with mpiexec -n {num_workers}, or python -m tfmulti.launch --mpi."
         )
     return here.Split(0, index)
+
+
+def on_one_host(communicator) -> bool:
+    """Returns whether all its processes run on one host; all must call it."""
+    return len(set(communicator.allgather(socket.gethostname()))) == 1

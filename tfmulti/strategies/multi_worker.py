@@ -15,7 +15,7 @@ from tfmulti import command_line, keras_compat, meeting
 from tfmulti.cluster import environment, mpi, network
 from tfmulti.strategies import ending
 from tfmulti.strategies.repaired import MultiWorkerMirroredStrategy
-from tfmulti.transport import Transport
+from tfmulti.transport import CACHED_PIECE_BYTES, Transport
 
 _RPC_LAYER = "grpc"
 _SIGTERM_S = 4.0
@@ -106,6 +106,8 @@ def _create_transport(communicator, cluster, bucket_bytes) -> Transport:
     me = (cluster.task_type, cluster.task_index)
     others = [f"/job:{k}/replica:0/task:{i}" for k, i in cluster.tasks if (k, i) != me]
     settings = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    if mpi.on_one_host(communicator):
+        settings["piece_bytes"] = CACHED_PIECE_BYTES
     return Transport(communicator, lambda: keras_compat.check_peers(others), **settings)
 
 

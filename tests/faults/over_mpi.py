@@ -1,0 +1,71 @@
+"""Faults of workers whose gradients go through MPI, under the launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+from faults.random_kills import find_worker
+from faults.workers import HEALTHY, NOTICE_S, expect, one_process
+
+
+def _started(folder: Path, *flags):
+    train = (sys.executable, "-m", "tfmulti.train", "--strategy", "multi_worker", *flags)
+    launch = ("tfmulti.launch", "--num_workers", "2", "--mpi", "--log_dir", folder / "logs", "--")
+    return one_process(folder, *launch, *train, "--workdir", folder / "run")
+
+
+def _error_of(folder: Path, index: int) -> str:
+    [log] = (folder / "logs").rglob(f"worker_{index}*")
+    found = re.findall(r"^error: (.*)", log.read_text(errors="replace"), re.M)
+    return found[-1] if found else ""
+
+
+def lost(number, victim):
+    """A worker is killed or frozen; the other names it, and the launcher ends."""
+
+    def scenario(folder: Path):
+        with _started(folder, *HEALTHY) as launcher:
+            launcher.wait_for("Epoch 3/")
+            expect("mpi (MPI has started the job)" in launcher.text, launcher.text)
+            pids = [find_worker(folder / "run", index) for index in range(2)]
+            began = time.monotonic()
+            os.kill(pids[victim], number)
+            _wait_until_gone(pids[1 - victim])
+            seconds = time.monotonic() - began
+            error = _error_of(folder, 1 - victim)
+            code = launcher.wait()
+        expect(f"worker {victim} at" in error, error, launcher.text)
+        expect(seconds < NOTICE_S and code != 0, seconds, code)
+        return seconds, f"the other ends: {error}"
+
+    return scenario
+
+
+def _wait_until_gone(pid):
+    until = time.monotonic() + 2 * NOTICE_S
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def bad_record(folder: Path):
+    """One worker's pipeline fails; both say why."""
+    began = time.monotonic()
+    with _started(folder, "--dataset", "faulty:bad_record", "--model", "faulty:dense") as launcher:
+        code = launcher.wait()
+        errors = [_error_of(folder, index) for index in range(2)]
+    expect(code != 0 and all("bad record 300" in error for error in errors), code, *errors)
+    return time.monotonic() - began, f"both end: {errors[0]}"
+
+
+SCENARIOS = {
+    "a worker is killed, over MPI": lost(signal.SIGKILL, 1),
+    "the chief is killed, over MPI": lost(signal.SIGKILL, 0),
+    "a worker is frozen, over MPI": lost(signal.SIGSTOP, 1),
+    "the chief is frozen, over MPI": lost(signal.SIGSTOP, 0),
+    "an exception in one pipeline, over MPI": bad_record,
+}
