@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
+import threading
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 
 _INTERNAL = 13
-_TASK = re.compile(r"/job:(\w+)/replica:0/task:(\d+)")
+_FAILURE = "tfmulti/failure"
 _LOOK_MS, _HEALTH_MS = 2_000, 8_000
 
 
-def report_error(text: str) -> None:
+def report_error(text: str, task: str) -> None:
     """Tells all workers of an error on this one; nothing happens where there is no cluster.
 
     Else they learn of it by missing heartbeats, ten seconds later, and without the reason.
+
+    Args:
+        text: The error.
+        task: This worker, as `/job:worker/replica:0/task:1`.
     """
     here = context.context()
     if here.coordination_service is None:
         return
+    with contextlib.suppress(tf.errors.OpError, ValueError):
+        # Refused where another worker was the first.
+        publish(_FAILURE, f"Error reported from {task}: {text}")
     with contextlib.suppress(tf.errors.OpError, ValueError):
         here.report_error_to_cluster(_INTERNAL, text)
 
@@ -59,26 +66,35 @@ def check_peers(tasks: list[str]) -> None:
         tasks: The others, as `/job:worker/replica:0/task:1`.
     """
     here = context.context()
+    told = _listen_for_failure()
     for task in tasks:
-        told = _told_by(task, here)
-        if told:
-            raise RuntimeError(f"Error reported from {task}: {told}")
         try:
             here.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
-        except tf.errors.DeadlineExceededError as error:
-            raise RuntimeError(f"{task} does not answer heartbeats: {error}") from error
         except tf.errors.OpError as error:
-            raise RuntimeError(f"failed to connect to {task}: {error}") from error
+            silent = isinstance(error, tf.errors.DeadlineExceededError)
+            found = (
+                f"{task} does not answer heartbeats" if silent else f"failed to connect to {task}"
+            )
+            raise RuntimeError(told[0] if told else f"{found}: {error}") from error
+    if told:
+        raise RuntimeError(told[0])
 
 
-def _told_by(task, here) -> str:
-    """Returns what a worker has told the service of its error, or nothing."""
-    job, index = _TASK.fullmatch(task).groups()
-    with contextlib.suppress(tf.errors.OpError):
-        state = here.get_task_states([(job, int(index) + 1)])[int(index)]
-        if isinstance(state, tf.errors.OpError):
-            return state.message or str(state)
-    return ""
+@functools.cache
+def _listen_for_failure() -> list[str]:
+    """Returns a list that will hold what the first worker that fails tells the others.
+
+    A thread waits for it: to ask the service for the states of workers has no deadline, and
+    stops all of Python where the chief, whose service it is, is frozen.
+    """
+    told: list[str] = []
+
+    def listen():
+        with contextlib.suppress(tf.errors.OpError):
+            told.append(context.context().get_config_key_value(_FAILURE))
+
+    threading.Thread(target=listen, name="tfmulti-listen", daemon=True).start()
+    return told
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ _REPORT_LENGTH = 1_000
 _HEARD_S = 1.0
 
 
-def tell_others(error: BaseException) -> None:
+def tell_others(error: BaseException, cluster: Cluster) -> None:
     """Tells all workers that this one fails, so that they need not wait for its silence."""
     cause = " ".join(command_line.cause_of(error).split())
-    keras_compat.report_error(f"{endings.REPORT}{cause}"[:_REPORT_LENGTH])
+    task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
+    keras_compat.report_error(f"{endings.REPORT}{cause}"[:_REPORT_LENGTH], task)
 
 
 def end_worker(error: BaseException, cluster: Cluster | None) -> endings.Ending | None:
@@ -28,7 +29,7 @@ def end_worker(error: BaseException, cluster: Cluster | None) -> endings.Ending 
     ending = endings.find_ending(error, cluster)
     if cluster is not None and cluster.num_workers > 1:
         if ending is None or ending.exit_code == endings.ERROR:
-            tell_others(error)
+            tell_others(error, cluster)
             if cluster.is_chief:
                 # The service ends with it; who waits for MPI looks there now and then.
                 time.sleep(_HEARD_S)
