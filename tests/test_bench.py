@@ -11,7 +11,7 @@ import pytest
 
 from tfmulti.bench import projection, ratios, results, setups, tables, transports
 from tfmulti.bench.breakdown import break_down
-from tfmulti.bench.config import BenchConfig
+from tfmulti.bench.config import SWITCHED, BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.schedule import Block, Series
 from tfmulti.bench.setups import Setup
@@ -195,6 +195,17 @@ def script(code, processes=1):
     text = f"import os, sys, time\nfrom tfmulti.bench import control\n{code}"
     environments = tuple({"NUMBER": str(index)} for index in range(processes))
     return Setup("control", processes, 1, (sys.executable, "-c", text), environments, processes)
+
+
+def test_switches_of_a_launcher_are_measured_where_they_are_named():
+    assert not set(SWITCHED) & set(BenchConfig().kinds)
+    config = BenchConfig(setups=",".join(SWITCHED))
+    unpinned, all_threads, *allocators = setups.create_setups("communication", config)
+    assert '"pin": false' in unpinned.command[-1]
+    assert "--threads=1" in unpinned.command and "--threads=0" in all_threads.command
+    assert all("--allocator=default" in each.command for each in allocators)
+    assert [each.kind for each in (unpinned, all_threads, *allocators)] == list(SWITCHED)
+    assert set(SWITCHED) <= set(setups.MEANINGS)
 
 
 def test_all_processes_of_a_job_do_an_order(tmp_path):

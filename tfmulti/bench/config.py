@@ -21,6 +21,8 @@ KINDS = (
     "stock_mirrored",
     "stock_multi_worker",
 )
+# What a launcher's switches do; measured where they are named.
+SWITCHED = ("mpi_unpinned", "mpi_all_threads", "mpi_allocator_default", "ring_allocator_default")
 _BATCH_SIZES = {"compute": 100, "communication": 16, "resnet50": 8, "transformer": 16, "own": 32}
 
 
@@ -52,7 +54,9 @@ class BenchConfig:
         False, "Also measure PyTorch DDP and stock Keras, by the scripts of experiments/scaling."
     )
     setups: str | None = setting(
-        None, f"Only these of {', '.join(KINDS)}; by default all, the last three with --peers."
+        None,
+        f"Only these of {', '.join((*KINDS, *SWITCHED))}; by default all but the last four, "
+        "and the three before them with --peers.",
     )
     allreduce: bool = setting(True, "Measure the all-reduce alone too.")
     pin: bool = setting(True, "Keep each worker on cores of its own, with a thread for each.")
@@ -98,9 +102,9 @@ class BenchConfig:
                 f"Received: model={self.model!r}, workloads={self.workloads!r}. "
                 "Use --model package.module:function --workloads own."
             )
-        if set(self.kinds) - set(KINDS):
+        if set(self.kinds) - {*KINDS, *SWITCHED}:
             raise ValueError(
-                f"`setups` must be of {', '.join(KINDS)}, with commas between. "
+                f"`setups` must be of {', '.join((*KINDS, *SWITCHED))}, with commas between. "
                 f"Received: setups={self.setups!r}. Use for example --setups one_worker,ring."
             )
         numbers = [part.strip() for part in self.replicas.split(",")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tfmulti
 from tfmulti import processes
-from tfmulti.bench.config import KINDS, BenchConfig
+from tfmulti.bench.config import KINDS, SWITCHED, BenchConfig
 
 INDEX = "TFMULTI_BENCH_INDEX"
 """Which process of its set-up a process is, where TF_CONFIG does not say it."""
@@ -20,7 +20,14 @@ FOLDER = "{folder}"
 
 (PLAIN, ONE_REPLICA, ONE_WORKER, CONTROL, MIRRORED, RING, MPI, MPI_BFLOAT16, *PEERS) = KINDS
 DDP, STOCK_MIRRORED, STOCK_MULTI_WORKER = PEERS
-MULTI_WORKER = (RING, MPI, MPI_BFLOAT16)
+MULTI_WORKER = (RING, MPI, MPI_BFLOAT16, *SWITCHED)
+# The set-up whose environment is switched, its setting of the bench, and the launcher's flag.
+_SWITCHES = {
+    "mpi_unpinned": (MPI, {"pin": False}, "--threads=1"),
+    "mpi_all_threads": (MPI, {"pin": False}, "--threads=0"),
+    "mpi_allocator_default": (MPI, {}, "--allocator=default"),
+    "ring_allocator_default": (RING, {}, "--allocator=default"),
+}
 OURS = (ONE_REPLICA, ONE_WORKER, CONTROL, MIRRORED, *MULTI_WORKER)
 LAUNCHED = (ONE_WORKER, CONTROL, MIRRORED, *MULTI_WORKER)
 WEAK, STRONG = "weak", "strong"
@@ -36,6 +43,10 @@ MEANINGS = {
     DDP: "PyTorch DistributedDataParallel, gloo",
     STOCK_MIRRORED: "stock MirroredStrategy on logical CPUs",
     STOCK_MULTI_WORKER: "stock MultiWorkerMirroredStrategy",
+    "mpi_unpinned": "mpi, a thread each, not pinned",
+    "mpi_all_threads": "mpi, a thread for each core of the machine, not pinned",
+    "mpi_allocator_default": "mpi, with the C library's own way of keeping memory",
+    "ring_allocator_default": "ring, with the C library's own way of keeping memory",
 }
 _SCRIPTS = {
     DDP: "pytorch_ddp.py",
@@ -101,12 +112,13 @@ def _ours(kind, count, workload, config, scaling=WEAK) -> Setup:
     batch_size = config.resolve_batch_size(workload)
     if scaling == STRONG:
         batch_size = max(1, batch_size // count)
+    base, changed, *_ = _SWITCHES.get(kind, (kind, {}))
     task = {
-        "kind": kind,
+        "kind": base,
         "workload": workload,
         "replicas": count,
         "batch_size": batch_size,
-        "config": dataclasses.asdict(config),
+        "config": dataclasses.asdict(config) | changed,
     }
     command = (sys.executable, "-m", "tfmulti.bench.worker", json.dumps(task))
     environments: tuple[Mapping[str, str], ...] = ({},)
@@ -142,7 +154,8 @@ def launcher(count: int, kind: str, config: BenchConfig, replicas: int) -> tuple
     """
     threads = config.cores_each * (replicas if kind == MIRRORED else 1)
     flags = (f"--num_workers={count}", f"--threads={threads if config.pin else 0}")
-    flags += ("--mpi",) if kind in (MPI, MPI_BFLOAT16) else ()
+    base, _, *switched = _SWITCHES.get(kind, (kind, {}))
+    flags += ("--mpi", *switched) if base in (MPI, MPI_BFLOAT16) else tuple(switched)
     # The many launchers of the control would write to the same folder.
     flags += () if kind == CONTROL else (f"--log_dir={FOLDER}",)
     return (sys.executable, "-m", "tfmulti.launch", *flags, "--")
