@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from concurrent import futures
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -12,6 +13,7 @@ from tensorflow.python.eager import context
 _INTERNAL = 13
 _FAILURE = "tfmulti/failure"
 _LOOK_MS, _HEALTH_MS = 2_000, 8_000
+_WORD_S = 1.0
 
 
 def report_error(text: str, task: str) -> None:
@@ -66,35 +68,36 @@ def check_peers(tasks: list[str]) -> None:
         tasks: The others, as `/job:worker/replica:0/task:1`.
     """
     here = context.context()
-    told = _listen_for_failure()
+    told = _failure_of_another()
     for task in tasks:
         try:
             here.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
         except tf.errors.OpError as error:
+            # Who fails tells it before it goes, and the word may still be on its way.
+            with contextlib.suppress(TimeoutError, futures.TimeoutError):
+                raise RuntimeError(told.result(_WORD_S)) from error
             silent = isinstance(error, tf.errors.DeadlineExceededError)
-            found = (
-                f"{task} does not answer heartbeats" if silent else f"failed to connect to {task}"
-            )
-            raise RuntimeError(told[0] if told else f"{found}: {error}") from error
-    if told:
-        raise RuntimeError(told[0])
+            what = "does not answer heartbeats" if silent else "is gone: failed to connect"
+            raise RuntimeError(f"{task} {what}: {error}") from error
+    if told.done():
+        raise RuntimeError(told.result())
 
 
 @functools.cache
-def _listen_for_failure() -> list[str]:
-    """Returns a list that will hold what the first worker that fails tells the others.
+def _failure_of_another() -> futures.Future[str]:
+    """Returns what will hold the words of the first worker that fails.
 
-    A thread waits for it: to ask the service for the states of workers has no deadline, and
+    A thread waits for them: to ask the service for the states of workers has no deadline, and
     stops all of Python where the chief, whose service it is, is frozen.
     """
-    told: list[str] = []
+    words: futures.Future[str] = futures.Future()
 
     def listen():
         with contextlib.suppress(tf.errors.OpError):
-            told.append(context.context().get_config_key_value(_FAILURE))
+            words.set_result(context.context().get_config_key_value(_FAILURE))
 
     threading.Thread(target=listen, name="tfmulti-listen", daemon=True).start()
-    return told
+    return words
 
 
 @contextlib.contextmanager
