@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import tensorflow as tf
 
 
@@ -32,6 +34,27 @@ def grow_gpu_memory() -> None:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:
             return
+
+
+def see_gpus(names: str, environ=os.environ) -> None:
+    """Lets this process see some of the GPUs only, where TensorFlow has not asked for them yet.
+
+    Args:
+        names: What CUDA_VISIBLE_DEVICES is to be, such as `"2,3"`.
+        environ: The environment.
+
+    Raises:
+        RuntimeError: Where TensorFlow has found more GPUs already.
+    """
+    before, environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES"), names
+    found = len(tf.config.list_physical_devices("GPU"))
+    if found > len(names.split(",")):
+        raise RuntimeError(
+            "A worker's GPUs must be chosen before TensorFlow has looked for them. "
+            f"Received: {found} GPUs in use, CUDA_VISIBLE_DEVICES={before}, {names} to be this "
+            "worker's. Call create_strategy first, or start the tasks with "
+            "srun --gpus-per-task=1."
+        )
 
 
 def set_logical_cpus(num_cpus: int) -> None:

@@ -1,7 +1,11 @@
 """Variables by which a launcher and its workers speak to one another.
 
-`python -m tfmulti.launch` sets them; another launcher may do the same.
+`python -m tfmulti.launch` sets them; another launcher, or a manifest, may do the same.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
 
 TOKEN = "TFMULTI_TOKEN"
 """The secret of one job: only who knows it may come to the meeting of its workers."""
@@ -11,6 +15,18 @@ START_TIMEOUT = "TFMULTI_START_TIMEOUT"
 
 RESTARTS = "TFMULTI_RESTARTS"
 """How often the workers of this job have been restarted, from "0"."""
+
+SLURM_RESTARTS = "SLURM_RESTART_COUNT"
+"""How often Slurm has begun this job again; it sets it from the second time on."""
+
+BASE_PORT = "TFMULTI_BASE_PORT"
+"""The first port of a job's workers on each host, the same for all; where a scheduler starts it."""
+
+NUM_WORKERS = "TFMULTI_NUM_WORKERS"
+"""How many pods of a Kubernetes Job train together; its manifest sets it."""
+
+SERVICE = "TFMULTI_SERVICE"
+"""The headless Service that gives the pods of a Kubernetes Job their names."""
 
 PROGRESS = "TFMULTI_PROGRESS"
 """A file of this worker's own, to be made once a training step is done.
@@ -23,3 +39,13 @@ PREEMPTED = 143
 
 PEER_LOST = 144
 """Exit code of a worker that ends because another one has gone."""
+
+
+def count_restarts(environ: Mapping[str, str]) -> int:
+    """Returns how often this job has been started again, by the launcher or by Slurm.
+
+    Example:
+        >>> count_restarts({"SLURM_RESTART_COUNT": "2"}), count_restarts({})
+        (2, 0)
+    """
+    return int(environ.get(RESTARTS, 0)) + int(environ.get(SLURM_RESTARTS, 0))

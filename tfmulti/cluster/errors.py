@@ -33,6 +33,26 @@ def tf_config_error(
     return ClusterError(f"`{place}` {rule}. Received: {received} (from {source}). {advice}")
 
 
+def variable_error(
+    name: str, rule: str, *, received: str, source: str, advice: str
+) -> ClusterError:
+    """Returns (does not raise) the error for an environment variable of a scheduler.
+
+    Args:
+        name: the variable.
+        rule: what must hold, as the rest of a sentence that begins with the name.
+        received: what was found.
+        source: whose variable it is, such as `"Slurm"`.
+        advice: what to do instead, one or more sentences.
+
+    Example:
+        >>> print(variable_error("SLURM_PROCID", "must be a number", received="SLURM_PROCID=x",
+        ...                      source="Slurm", advice="Use srun."))
+        `SLURM_PROCID` must be a number. Received: SLURM_PROCID=x (from Slurm). Use srun.
+    """
+    return tf_config_error(name, rule, received=received, source=source, advice=advice)
+
+
 def show(value: object) -> str:
     """Returns a value as JSON writes it, shortened, so that "0" and 0 look different.
 

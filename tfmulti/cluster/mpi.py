@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+SOURCE = "MPI"
 # Which variable tells the number of processes: MPICH, Intel MPI and this package's launcher; Open
 # MPI.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -20,10 +21,19 @@ _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 def size_in_environment(environ: Mapping[str, str] | None = None) -> int:
     """Returns the number of processes that MPI has started together; 0 where it started none.
 
+    `srun --mpi=pmi2`, at many sites the default, sets PMI_SIZE for every program, with MPI or
+    without. It is told by PMI_JOBID, which is Slurm's number of the step then.
+
     >>> size_in_environment({"PMI_SIZE": "4"}), size_in_environment({})
     (4, 0)
+    >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"}
+    >>> size_in_environment({"PMI_SIZE": "4", **step})
+    0
     """
     environ = os.environ if environ is None else environ
+    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    if environ.get("PMI_JOBID") == step:
+        return 0
     sizes = [environ.get(name, "") for name in _SIZES]
     return next((int(size) for size in sizes if size.isdecimal()), 0)
 

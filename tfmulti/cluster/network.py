@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from absl import logging
 
+from tfmulti.cluster import environment
 from tfmulti.cluster.address import is_ip_address, split_address
 from tfmulti.cluster.errors import show, tf_config_error
 from tfmulti.cluster.task import Cluster
@@ -75,7 +76,7 @@ def check_hosts(
     places: dict[str, tuple[str, str]] = {}
     for task_type, index in cluster.tasks:
         address = cluster.spec[task_type][index]
-        place = f'TF_CONFIG["cluster"]["{task_type}"][{index}]'
+        place = _place(cluster, task_type, index)
         places.setdefault(split_address(address)[0], (place, address))
     names = [host for host in places if not is_ip_address(host)]
     faults = _find_faults(names, timeout, resolve)
@@ -108,21 +109,31 @@ def check_port(cluster: Cluster, *, source: str, bind: Callable[[int], None] = b
         bind(port)
     except OSError as error:
         fault = error.strerror or str(error)
-        if error.errno == errno.EACCES:
-            advice = "Write a port from 1024 up: those below are for the administrator."
-        else:
-            advice = (
-                "See who holds it with `ss -ltnp`: an earlier run, or a second process with the"
-                " same task index? End it, or write another port for this task in every"
-                " worker's TF_CONFIG."
-            )
         raise tf_config_error(
-            f'TF_CONFIG["cluster"]["{cluster.task_type}"][{cluster.task_index}]',
+            _place(cluster, cluster.task_type, cluster.task_index),
             "must have a port on which this process can listen",
             received=f"port {port} of {cluster.describe()}: {fault}",
             source=source,
-            advice=advice,
+            advice=_port_advice(cluster, error),
         ) from error
+
+
+def _place(cluster, task_type, index) -> str:
+    if cluster.source != "TF_CONFIG":
+        return f"{task_type} {index}"
+    return f'TF_CONFIG["cluster"]["{task_type}"][{index}]'
+
+
+def _port_advice(cluster, error) -> str:
+    if error.errno == errno.EACCES:
+        return "Write a port from 1024 up: those below are for the administrator."
+    other = "write another port for this task in every worker's TF_CONFIG."
+    if cluster.source != "TF_CONFIG":
+        other = f"set {environment.BASE_PORT} to another port, the same for all workers."
+    return (
+        "See who holds it with `ss -ltnp`: an earlier run, or a second process with the"
+        f" same task index? End it, or {other}"
+    )
 
 
 def warn_of_public_addresses(cluster: Cluster) -> None:

@@ -51,6 +51,10 @@ def from_tf_config(config: str | Mapping[str, Any], *, source: str = ENVIRONMENT
     fail = partial(tf_config_error, source=source)
     fields = _load_json(config, fail) if isinstance(config, str) else config
     _check_object(fields, "TF_CONFIG", f"Write {_EXAMPLE}.", fail)
+    if "sparseCluster" in fields:
+        rule = "must be a cluster of fixed size; this one may grow"
+        advice = 'Write "enableDynamicWorker: false" in the TFJob, or leave it out.'
+        raise fail('TF_CONFIG["sparseCluster"]', rule, received=show(fields), advice=advice)
     for key in fields:
         if key not in (*_KEYS, *_HARMLESS_KEYS):
             rule = 'has an unknown key; its keys are "cluster" and "task"'
@@ -58,7 +62,9 @@ def from_tf_config(config: str | Mapping[str, Any], *, source: str = ENVIRONMENT
             raise fail(f"TF_CONFIG[{show(key)}]", rule, received=show(key), advice=advice)
     _check_has(fields, _KEYS, "TF_CONFIG", f"Write {_EXAMPLE}.", fail)
     spec = _parse_spec(fields["cluster"], fail)
-    return Cluster(spec, *_parse_task(fields["task"], spec, fail))
+    # Kubeflow and Vertex AI write it, and start the tasks one after the other.
+    late = fields.get("environment") == "cloud"
+    return Cluster(spec, *_parse_task(fields["task"], spec, fail), names_come_late=late)
 
 
 def parse_index(value: object) -> int | None:

@@ -1,14 +1,13 @@
-"""Where a `TF_CONFIG` may lie: the environment, a file, a folder of files, a mapping."""
+"""Where a cluster is found: a `TF_CONFIG` (variable, file, folder, mapping), or a scheduler."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmulti.cluster import mpi, network
+from tfmulti.cluster import network, schedulers
 from tfmulti.cluster.errors import ClusterError, show, suggest, tf_config_error
 from tfmulti.cluster.parsing import ENVIRONMENT, from_tf_config, parse_index
 from tfmulti.cluster.task import TRAINING_TYPES, Cluster
@@ -31,12 +30,14 @@ def resolve_cluster(
     Args:
         tf_config: the path of a file with the text of a `TF_CONFIG`; or of a folder with one
             such file for each task, `worker_0.json` and so on; or what the text would parse to.
-            None reads the environment variable `TF_CONFIG`; without one, in a job that `mpiexec`
-            has started, the processes find one another through MPI.
+            None reads the environment variable `TF_CONFIG`; without one the variables of MPI,
+            Slurm, Kubernetes and SageMaker are asked, in this order, and the first that has
+            started this process decides. `Cluster.source` says which one it was.
         task_index: the index of this task. It chooses the file in a folder (None reads the
             environment variable `TASK_INDEX`), and the `task` that is read must agree with it.
         task_type: likewise its type (None reads `TASK_TYPE`, and otherwise takes `"worker"`).
-        environ: the environment; None takes this process's own.
+        environ: the environment; None takes this process's own. Only in that one the processes
+            of an MPI job find one another, which starts MPI.
         check_network: whether every host must resolve and this task's port must be free. Pass
             False once the strategy is built: from then on this process holds the port itself.
         network_timeout: seconds that looking all hosts up may take.
@@ -44,8 +45,9 @@ def resolve_cluster(
 
     Returns:
         The cluster; None only where no `tf_config` is given, the environment has no
-        `TF_CONFIG` at all, and MPI has not started this process. An empty one is an error:
-        nobody trains alone by mistake.
+        `TF_CONFIG` at all, and no scheduler has started this process. An empty one is an error,
+        and so is a scheduler's job of several tasks in which this process is none of them: nobody
+        trains alone by mistake. A scheduler's job of one task is a cluster of one worker.
 
     Raises:
         ClusterError: for the first mistake, with its place, what was received and what to do.
@@ -60,9 +62,10 @@ def resolve_cluster(
     given = environ
     environ = os.environ if environ is None else environ
     if tf_config is None and task_index is task_type is None and "TF_CONFIG" not in environ:
-        if given is not None or not mpi.size_in_environment(environ):
-            return None
-        tf_config = json.loads(mpi.tf_config())
+        cluster = schedulers.find_cluster(environ, may_start_mpi=given is None)
+        if cluster is not None and check_network:
+            _check_network(cluster, cluster.source, network_timeout, resolve_host)
+        return cluster
     asked = {"type": task_type, "index": task_index}
     if tf_config is None:
         config, source = _read_environment(environ, asked), ENVIRONMENT
@@ -77,9 +80,14 @@ def resolve_cluster(
     cluster = from_tf_config(config, source=source)
     _check_asked(cluster, asked, source)
     if check_network:
-        network.check_hosts(cluster, source=source, timeout=network_timeout, resolve=resolve_host)
-        network.check_port(cluster, source=source)
+        _check_network(cluster, source, network_timeout, resolve_host)
     return cluster
+
+
+def _check_network(cluster, source, timeout, resolve):
+    if not cluster.names_come_late:
+        network.check_hosts(cluster, source=source, timeout=timeout, resolve=resolve)
+    network.check_port(cluster, source=source)
 
 
 def _read_environment(environ: Mapping[str, str], asked: Mapping[str, object]) -> str:

@@ -22,6 +22,10 @@ class Cluster:
         spec: task type -> the addresses of its tasks, by index.
         task_type: the type of this task, `"chief"` or `"worker"`.
         task_index: the index of this task among those of its type.
+        source: who told of it: `"TF_CONFIG"`, or the scheduler's name. Clusters are equal without.
+        visible_gpus: what CUDA_VISIBLE_DEVICES must become for this task to have GPUs of its own
+            where several tasks of a host see the same ones; None leaves it.
+        names_come_late: whether the hosts' names appear only when their tasks start.
 
     Example:
         >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
@@ -33,6 +37,9 @@ class Cluster:
     spec: Mapping[str, tuple[str, ...]] = field(hash=False)
     task_type: str
     task_index: int
+    source: str = field(default="TF_CONFIG", compare=False)
+    visible_gpus: str | None = field(default=None, compare=False)
+    names_come_late: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Copies the spec, so that nobody changes it from outside."""
@@ -41,7 +48,9 @@ class Cluster:
 
     def __reduce__(self) -> tuple:
         """Lets a plain dict travel: a read-only view cannot be pickled or deep-copied."""
-        return Cluster, (dict(self.spec), self.task_type, self.task_index)
+        late = self.names_come_late
+        mine = (self.task_type, self.task_index, self.source, self.visible_gpus, late)
+        return Cluster, (dict(self.spec), *mine)
 
     @property
     def tasks(self) -> tuple[tuple[str, int], ...]:

@@ -9,15 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfmulti import processes
+from tfmulti.cluster import schedulers
 from tfmulti.cluster.address import address_fault, split_address
 from tfmulti.launch.config import LaunchConfig
 
-HOST_INDEX_VARIABLES = (
-    "SLURM_NODEID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "JOB_COMPLETION_INDEX",
-)
 _SLOTS = re.compile(r"slots=([1-9][0-9]{0,4})")
 
 
@@ -110,14 +105,13 @@ def find_host_index(
     """
     name, given = "host_index", config.host_index
     if given is None:
-        name = next((each for each in HOST_INDEX_VARIABLES if environ.get(each)), name)
-        given = environ.get(name)
+        name, given = schedulers.find_host_index(environ) or (name, None)
     if given is None and num_hosts == 1:
         return 0
     if given is None or not str(given).isdecimal() or int(given) >= num_hosts:
         raise ValueError(
             f"`{name}` must say which line of `hosts` this is, from 0 to {num_hosts - 1}. "
             f"Received: {name}={given}. Use --host_index, or one of the variables "
-            f"{', '.join(HOST_INDEX_VARIABLES)}."
+            f"{', '.join(schedulers.HOST_INDEX_VARIABLES)}."
         )
     return int(given)

@@ -40,9 +40,10 @@ def create_strategy(
 
     Args:
         name: `"one_device"`, `"mirrored"` (all local GPUs; without a GPU two logical
-            CPUs), `"multi_worker"` (the cluster of TF_CONFIG), `"tpu"`, or `"auto"`: a TPU
-            where there is one, else a cluster in the environment, else several GPUs, else
-            one device. The log says what was chosen and why.
+            CPUs), `"multi_worker"` (the cluster of TF_CONFIG, or of the scheduler: see
+            `resolve_cluster`), `"tpu"`, or `"auto"`: a TPU where there is one, else a cluster
+            in the environment, else several GPUs, else one device. The log says what was
+            chosen and why.
         devices: TensorFlow's names, such as `["GPU:0", "GPU:1"]`; for `one_device` and
             `mirrored`.
         logical_cpus: Number of logical CPUs to split this machine's CPU into; 0 leaves it
@@ -79,8 +80,12 @@ def create_strategy(
     blank = not os.environ.get("TF_CONFIG", "absent").strip()
     if name in ("auto", "multi_worker") or blank:
         cluster = cluster_lib.resolve_cluster(tf_config)
+    if cluster is not None and cluster.visible_gpus is not None:
+        devices_lib.see_gpus(cluster.visible_gpus)
     if name == "auto":
         name, reason = _choose(cluster, devices, logical_cpus)
+    elif cluster is not None:
+        reason = f"as asked, {_origin(cluster)}"
     devices_lib.grow_gpu_memory()
     if logical_cpus:
         devices_lib.set_logical_cpus(logical_cpus)
@@ -151,13 +156,17 @@ def _choose(cluster, devices, logical_cpus) -> tuple[str, str]:
         name, why = ("mirrored" if len(devices) > 1 else "one_device"), f"devices={devices}"
     elif devices_lib.has_tpu() or cluster_lib.tpu_in_environment():
         name, why = "tpu", "there is a TPU"
-    elif cluster is not None:
-        name, why = "multi_worker", f"TF_CONFIG names a cluster: {cluster.describe()}"
+    elif cluster is not None and (cluster.num_workers > 1 or cluster.source == "TF_CONFIG"):
+        name, why = "multi_worker", _origin(cluster)
     elif num_gpus > 1 or logical_cpus > 1:
         name, why = "mirrored", f"there are {num_gpus} GPUs, logical_cpus={logical_cpus}"
     else:
         name, why = "one_device", f"no TPU, no TF_CONFIG, {num_gpus} GPUs"
     return name, f"chosen because {why}"
+
+
+def _origin(cluster) -> str:
+    return f"{cluster.source} names a cluster: {cluster.describe()}"
 
 
 def create_one_device(devices=None, logical_cpus=0) -> OneDeviceStrategy:

@@ -59,7 +59,8 @@ def create_multi_worker(
     if cluster is None:
         raise RuntimeError(
             "`multi_worker` needs a cluster in TF_CONFIG. "
-            "Received: no TF_CONFIG in the environment and no `tf_config`. "
+            "Received: no TF_CONFIG in the environment and no `tf_config`, and no MPI, Slurm, "
+            "Kubernetes or SageMaker has started this process. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
     communication, reason = choose_communication(

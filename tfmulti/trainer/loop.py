@@ -105,7 +105,7 @@ def _describe(config, worker, train, throughput, history, seconds) -> dict:
         "seconds": round(seconds, 3),
         "examples_per_second": rate,
         "metrics": metrics,
-        "restarts": int(os.environ.get(environment.RESTARTS, 0)),
+        "restarts": environment.count_restarts(os.environ),
         "versions": {
             "python": platform.python_version(),
             **keras_compat.installed_versions(),

@@ -1,0 +1,146 @@
+"""Runs the example under a real Slurm on this machine, and checks what comes of it.
+
+    python experiments/slurm/one_host.py
+
+Needs Debian's packages slurm-wlm and munge. Exits with 0 where all holds, 1 where something does
+not, 2 where the packages lack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from slurm_here import SlurmHere, find_missing
+
+HERE = Path(__file__).resolve().parent
+TRAIN = ["-m", "tfmulti.train", "--strategy", "multi_worker"]
+DIGEST = re.compile(r"worker (\d+): weights_sha256=([0-9a-f]{64})")
+RESOLVE = """
+import json, os, tfmulti
+cluster = tfmulti.resolve_cluster(check_network=False)
+print(json.dumps([cluster.source, cluster.worker_index, cluster.spec["worker"]]))
+"""
+
+
+class Report:
+    """Prints what was seen, line by line, and remembers whether all held."""
+
+    def __init__(self):
+        self.all_hold = True
+
+    def tell(self, what: str, holds: bool, seen: object) -> None:
+        """Prints one line."""
+        self.all_hold &= bool(holds)
+        print(f"{'ok  ' if holds else 'FAIL'} {what}: {seen}", flush=True)
+
+
+def main() -> int:
+    """Runs all of it; returns the exit code."""
+    missing = find_missing()
+    if missing:
+        print(
+            f"error: This experiment needs Slurm and munge. Received: no {', '.join(missing)}. "
+            "Install them with: apt-get install slurm-wlm munge",
+            file=sys.stderr,
+        )
+        return 2
+    report = Report()
+    slurm = SlurmHere()
+    with slurm, tempfile.TemporaryDirectory(prefix="slurm-runs-") as runs:
+        slurm.environ |= {"PYTHON": sys.executable, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        report.tell("Slurm", True, slurm.run(["srun", "--version"]).stdout.strip())
+        check_clusters(slurm, report)
+        check_without_srun(slurm, report)
+        digest = check_training(slurm, report, Path(runs))
+        check_requeue(slurm, report, Path(runs), digest)
+    report.tell("processes left behind", not slurm.left_behind, len(slurm.left_behind))
+    return 0 if report.all_hold else 1
+
+
+def check_clusters(slurm: SlurmHere, report: Report) -> None:
+    """All tasks of a step find the same cluster, each its own place in it."""
+    for options in (
+        ["--nodes=2", "--ntasks=3"],
+        ["--nodes=2", "--ntasks=3", "--distribution=cyclic"],
+        ["--nodes=1", "--ntasks=3", "--mpi=pmi2"],
+    ):
+        done = slurm.run(["srun", *options, sys.executable, "-c", RESOLVE])
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        clusters = {json.dumps(workers) for _, _, workers in found}
+        places = sorted(index for _, index, _ in found)
+        alike = len(clusters) == 1 and {source for source, _, _ in found} == {"Slurm"}
+        seen = f"workers {places} of {' and '.join(sorted(clusters))}{done.stderr}"
+        report.tell(f"srun {' '.join(options)}", alike and places == [0, 1, 2], seen)
+
+
+def check_without_srun(slurm: SlurmHere, report: Report) -> None:
+    """The script of a job of several tasks does not train alone; that of one task may."""
+    for tasks, holds in ((2, lambda text: "with srun" in text), (1, lambda text: "Slurm" in text)):
+        code = f"exec {sys.executable} -c '{RESOLVE}'"
+        options = [f"--ntasks={tasks}", "--wait", f"--output={slurm.folder}/alone-{tasks}"]
+        slurm.run(["sbatch", *options, "--wrap", code])
+        text = (slurm.folder / f"alone-{tasks}").read_text().strip().splitlines()[-1]
+        report.tell(f"sbatch --ntasks={tasks} without srun", holds(text), text)
+
+
+def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:
+    """Two tasks train together; returns the digest of their weights."""
+    command = ["srun", "--ntasks=2", sys.executable, *TRAIN, *flags_of(runs / "whole")]
+    done = slurm.run(command)
+    chosen = [line for line in done.stdout.splitlines() if "names a cluster" in line]
+    report.tell("srun --ntasks=2", done.returncode == 0, f"exit code {done.returncode}")
+    report.tell("where the cluster came from", bool(chosen), *(chosen or [done.stderr]))
+    digests = dict(DIGEST.findall(done.stdout))
+    same = len(digests) == 2 and len(set(digests.values())) == 1
+    report.tell("weights_sha256 of both workers", same, sorted(set(digests.values())))
+    return digests.get("0", "")
+
+
+def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> None:
+    """A job that is told to end saves, is requeued, and comes to the same weights."""
+    workdir, log = runs / "requeued", runs / "requeued.log"
+    size = ["--nodes=1", "--ntasks=2", f"--output={log}"]
+    submitted = slurm.run(
+        ["sbatch", "--parsable", *size, str(HERE / "train.sbatch"), *flags_of(workdir)], cwd=runs
+    )
+    job = submitted.stdout.strip()
+
+    def text():
+        return log.read_text() if log.exists() else ""
+
+    # After the first epoch it has something to lose.
+    slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", 200)
+    slurm.run(["scancel", "--signal=TERM", job])
+    slurm.wait_for(lambda: "exit code" in text(), "the workers to end", 200)
+    [first] = re.findall("exit code ([0-9]+), restarts so far: 0", text())
+    report.tell("scancel --signal=TERM", first == "143", f"exit code {first}")
+    slurm.wait_for(lambda: "restarts so far: 1" in text(), "the second start to end", 200)
+    [second] = re.findall("exit code ([0-9]+), restarts so far: 1", text())
+    report.tell("scontrol requeue, from the script", second == "0", f"exit code {second}")
+    resumed = [line for line in text().splitlines() if "esum" in line or "goes on" in line]
+    report.tell("it goes on from the checkpoint", bool(resumed), *(resumed[:1] or ["nothing"]))
+    if second != "0":
+        print(text())
+        return
+    result = json.loads((workdir / "result.json").read_text())
+    report.tell("restarts in result.json", result["restarts"] == 1, result["restarts"])
+    same = result["weights_sha256"] == digest
+    report.tell("same weights as uninterrupted", same, result["weights_sha256"])
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    """Whether the run has saved something."""
+    return any((workdir / "checkpoints").glob("*"))
+
+
+def flags_of(workdir: Path) -> list[str]:
+    """Returns the flags of a run that takes some seconds."""
+    return ["--epochs=20", "--workdir", str(workdir)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Which scheduler has started this process, where no TF_CONFIG tells the cluster.
+
+One module for each; the first that knows this process decides. Whoever starts processes nearest to
+this one comes first: `mpiexec` within a Slurm job, srun within a pod.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tfmulti.cluster import kubernetes, mpi, sagemaker, slurm
+from tfmulti.cluster.parsing import from_tf_config
+from tfmulti.cluster.task import Cluster
+
+# Which of several hosts this is; of the first variable that is set.
+HOST_INDEX_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "SLURM_NODEID",
+    kubernetes.INDEX,
+)
+
+
+def find_cluster(environ: Mapping[str, str], *, may_start_mpi: bool = False) -> Cluster | None:
+    """Returns the cluster that a scheduler's variables tell, or None where there are none.
+
+    In this order: MPI, Slurm, Kubernetes, SageMaker. `Cluster.source` names which.
+
+    Args:
+        environ: the environment.
+        may_start_mpi: whether the processes of an MPI job shall find one another through MPI,
+            which starts it; without, such a job is as none.
+
+    Raises:
+        ClusterError: where the variables do not tell a cluster.
+        RuntimeError: where MPI cannot be started.
+
+    Example:
+        >>> find_cluster({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}).source
+        'SageMaker'
+        >>> find_cluster({}) is None
+        True
+    """
+    if mpi.size_in_environment(environ):
+        if not may_start_mpi:
+            return None
+        found = from_tf_config(mpi.tf_config(), source=mpi.SOURCE)
+        return dataclasses.replace(found, source=mpi.SOURCE)
+    for scheduler in (slurm, kubernetes, sagemaker):
+        cluster = scheduler.find_cluster(environ)
+        if cluster is not None:
+            return cluster
+    return None
+
+
+def find_host_index(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Returns which of a job's hosts this is, as (variable, value), or None where nothing tells.
+
+    Example:
+        >>> find_host_index({"SLURM_NODEID": "1"})
+        ('SLURM_NODEID', '1')
+    """
+    name = next((name for name in HOST_INDEX_VARIABLES if environ.get(name)), None)
+    return None if name is None else (name, environ[name])

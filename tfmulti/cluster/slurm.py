@@ -1,0 +1,185 @@
+"""The cluster of a job step of Slurm, from the variables that srun sets for each task.
+
+https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Nothing is asked of
+`scontrol`, and nothing of the other tasks. Workers are counted host by host: with srun's
+`--distribution=block`, its default, a worker's index is its SLURM_PROCID.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from tfmulti.cluster import gpus
+from tfmulti.cluster.errors import ClusterError, variable_error
+from tfmulti.cluster.task import Cluster
+from tfmulti.cluster.variables import (
+    alone_here,
+    expand_hosts,
+    list_addresses,
+    read_first_port,
+    read_number,
+)
+
+SOURCE = "Slurm"
+# Step numbers from here up are no steps: the shell of salloc, the script of sbatch (slurm.h).
+_SPECIAL_STEPS = 0xFFFFFFF0
+# Ports of a job begin in one of 600 blocks, below those that Linux gives to connections (32768
+# up): jobs that follow one another, and their steps, have others.
+_FIRST_PORT, _BLOCK, _NUM_BLOCKS, _STEP = 12000, 32, 600, 211
+_TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,6})\))?")
+
+
+def find_cluster(
+    environ: Mapping[str, str], count_gpus: Callable[[], int] = gpus.count_gpus
+) -> Cluster | None:
+    """Returns the cluster of this process's job step, or None outside of Slurm.
+
+    A step of one task, and a job of one task without a step, are a cluster of one worker.
+
+    Args:
+        environ: the environment.
+        count_gpus: returns the number of this host's GPUs.
+
+    Raises:
+        ClusterError: where the job has several tasks and srun has not started this process; for
+            variables that contradict one another.
+
+    Example:
+        >>> find_cluster({
+        ...     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3",
+        ...     "SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0",
+        ...     "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        ... }).spec["worker"]
+        ('a:12224', 'a:12225', 'b:12224')
+    """
+    if not environ.get("SLURM_JOB_ID"):
+        return None
+    if not is_step(environ):
+        _check_alone(environ)
+        return alone_here(SOURCE)
+    hosts, tasks = _read_layout(environ)
+    if sum(tasks) == 1:
+        return alone_here(SOURCE)
+    host = read_number(environ, "SLURM_NODEID", SOURCE)
+    place = read_number(environ, "SLURM_LOCALID", SOURCE)
+    if host >= len(hosts) or place >= tasks[host]:
+        raise variable_error(
+            "SLURM_NODEID",
+            "and SLURM_LOCALID must name a task of the step",
+            received=f"SLURM_NODEID={host}, SLURM_LOCALID={place}, {tasks} tasks on {hosts}",
+            source=SOURCE,
+            advice="Start each task with srun, and leave its SLURM_ variables as they are.",
+        )
+    here = sum(count for name, count in zip(hosts, tasks) if name == hosts[host])
+    place_here = place + sum(
+        count for name, count in zip(hosts[:host], tasks) if name == hosts[host]
+    )
+    workers = list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
+    return Cluster(
+        {"worker": workers},
+        "worker",
+        sum(tasks[:host]) + place,
+        SOURCE,
+        gpus.share_gpus(environ, place_here, here, count_gpus),
+    )
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun has started this process as a task of a job step.
+
+    The script of sbatch and the shell of salloc are none; nor is a script that was submitted
+    within a step and has its variables still, beside those of its own job.
+
+    Example:
+        >>> is_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+        False
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if not (step.isdecimal() and int(step) < _SPECIAL_STEPS):
+        return False
+    tasks = environ.get("SLURM_NTASKS")
+    return "SLURM_PROCID" in environ and tasks == environ.get("SLURM_STEP_NUM_TASKS", tasks)
+
+
+def first_port(environ: Mapping[str, str], hosts: Sequence[str], tasks: Sequence[int]) -> int:
+    """Returns the port of the first task on each host; all tasks come to the same one.
+
+    TFMULTI_BASE_PORT where it is set; else the ports that srun has reserved (`--resv-ports`);
+    else one made from the numbers of the job and of the step.
+
+    Args:
+        environ: the environment.
+        hosts: the hosts of the step.
+        tasks: how many tasks each has.
+
+    Example:
+        >>> first_port({"SLURM_JOB_ID": "7", "SLURM_STEP_RESV_PORTS": "13000-13003"}, ["a"], [4])
+        13000
+    """
+    most = max(sum(n for name, n in zip(hosts, tasks) if name == host) for host in set(hosts))
+    reserved = re.match("([0-9]{1,5})-([0-9]{1,5})", environ.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved and int(reserved[2]) - int(reserved[1]) + 1 >= most:
+        default = int(reserved[1])
+    else:
+        job = read_number(environ, "SLURM_JOB_ID", SOURCE)
+        block = (job + _STEP * read_number(environ, "SLURM_STEP_ID", SOURCE)) % _NUM_BLOCKS
+        default = _FIRST_PORT + _BLOCK * block
+    return read_first_port(environ, default, most, SOURCE)
+
+
+def read_tasks_per_node(text: str) -> list[int]:
+    """Returns the tasks of each host, from Slurm's short form.
+
+    Raises:
+        ClusterError: for what has another form.
+
+    Example:
+        >>> read_tasks_per_node("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts = []
+    for part in text.split(","):
+        found = _TASKS.fullmatch(part)
+        if not found:
+            raise variable_error(
+                "SLURM_STEP_TASKS_PER_NODE",
+                'must have numbers, as "2(x3),1"',
+                received=f"SLURM_STEP_TASKS_PER_NODE={text}",
+                source=SOURCE,
+                advice="Start each task with srun, and leave its SLURM_ variables as they are.",
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _read_layout(environ) -> tuple[list[str], list[int]]:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((environ[name] for name in names if environ.get(name)), "")
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts = next((environ[name] for name in names if environ.get(name)), "")
+    hosts, tasks = expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
+    if len(hosts) != len(tasks) or sum(tasks) != read_number(environ, "SLURM_NTASKS", SOURCE):
+        raise variable_error(
+            "SLURM_STEP_NODELIST",
+            "must name a host for each number of SLURM_STEP_TASKS_PER_NODE, SLURM_NTASKS in all",
+            received=f"{nodes}, {counts}, SLURM_NTASKS={environ.get('SLURM_NTASKS')}",
+            source=SOURCE,
+            advice="Start each task with srun, and leave its SLURM_ variables as they are.",
+        )
+    return hosts, tasks
+
+
+def _check_alone(environ) -> None:
+    """Refuses to train alone in a job that was made for several."""
+    for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+        number = environ.get(name)
+        if number:
+            break
+    if number not in (None, "", "1"):
+        raise ClusterError(
+            f"A Slurm job of several tasks must start each of them with srun. Received: {name}="
+            f"{number}, and a process that srun has not started. Write `srun` before `python`;"
+            " or, to train on this host alone, choose --strategy mirrored or one_device, or unset"
+            " SLURM_JOB_ID."
+        )

@@ -1,0 +1,114 @@
+"""What the schedulers' variables have in common: numbers, host lists, ports, one worker alone."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from tfmulti.cluster import environment
+from tfmulti.cluster.address import MAX_PORT
+from tfmulti.cluster.errors import ClusterError, variable_error
+from tfmulti.cluster.task import Cluster
+
+_MAX_DIGITS = 10
+
+
+def read_number(environ: Mapping[str, str], name: str, source: str, *, at_least: int = 0) -> int:
+    """Returns the whole number in a variable.
+
+    Raises:
+        ClusterError: where it is not there, or no number.
+
+    Example:
+        >>> read_number({"SLURM_PROCID": "3"}, "SLURM_PROCID", "Slurm")
+        3
+    """
+    text = environ.get(name, "")
+    if len(text) > _MAX_DIGITS or not re.fullmatch("[0-9]+", text) or int(text) < at_least:
+        raise variable_error(
+            name,
+            f"must be an integer from {at_least} up",
+            received=f"{name}={text}" if name in environ else f"no {name}",
+            source=source,
+            advice=f"It is set by {source}, or by the job's own script or manifest.",
+        )
+    return int(text)
+
+
+def expand_hosts(text: str, source: str) -> list[str]:
+    """Returns the hosts of a list such as `rack[1-2]n[1-2],login`, in its order.
+
+    Raises:
+        ClusterError: for a list with brackets that cannot be read, or without python-hostlist.
+
+    Example:
+        >>> expand_hosts("a,b", "Slurm")
+        ['a', 'b']
+    """
+    if "[" not in text and "]" not in text:
+        return [host for host in text.split(",") if host]
+    try:
+        import hostlist
+    except ImportError as error:
+        raise ClusterError(
+            "A list of hosts with brackets needs the package python-hostlist. "
+            f"Received: {text} (from {source}). Install it with: pip install 'tfmulti[slurm]'."
+        ) from error
+    try:
+        return hostlist.expand_hostlist(text, allow_duplicates=True)
+    except hostlist.BadHostlist as error:
+        raise ClusterError(
+            "A list of hosts must have brackets in pairs with numbers in them. "
+            f"Received: {text} (from {source}): {error}. Write for example: node[1-3,7]."
+        ) from error
+
+
+def list_addresses(hosts: Sequence[str], tasks: Sequence[int], first_port: int) -> list[str]:
+    """Returns the address of each task, host by host; those on one host have ports in a row.
+
+    On a single host the address is loopback's.
+
+    Example:
+        >>> list_addresses(["a", "b"], [2, 1], 5000)
+        ['a:5000', 'a:5001', 'b:5000']
+    """
+    alone = len(set(hosts)) == 1
+    so_far: Counter[str] = Counter()
+    addresses = []
+    for host, count in zip(hosts, tasks):
+        for port in range(first_port + so_far[host], first_port + so_far[host] + count):
+            addresses.append(f"{'127.0.0.1' if alone else host}:{port}")
+        so_far[host] += count
+    return addresses
+
+
+def read_first_port(environ: Mapping[str, str], default: int, num_ports: int, source: str) -> int:
+    """Returns the first port on each host: that of TFMULTI_BASE_PORT, else the default.
+
+    Raises:
+        ClusterError: where there are not as many ports from there on.
+
+    Example:
+        >>> read_first_port({"TFMULTI_BASE_PORT": "4000"}, 2222, 4, "Slurm")
+        4000
+    """
+    name = environment.BASE_PORT
+    first = read_number(environ, name, source, at_least=1) if name in environ else default
+    if first + num_ports - 1 > MAX_PORT:
+        raise variable_error(
+            name,
+            f"must leave a port below {MAX_PORT} for each worker of a host",
+            received=f"first port {first}, {num_ports} workers on a host",
+            source=source,
+            advice="Use for example 20000.",
+        )
+    return first
+
+
+def alone_here(source: str) -> Cluster:
+    """Returns a cluster of this process alone, at a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return Cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, source)
