@@ -103,11 +103,14 @@ def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:
 def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> None:
     """A job that is told to end saves, is requeued, and comes to the same weights."""
     workdir, log = runs / "requeued", runs / "requeued.log"
-    size = ["--nodes=1", "--ntasks=2", f"--output={log}"]
+    size = ["--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
     submitted = slurm.run(
         ["sbatch", "--parsable", *size, str(HERE / "train.sbatch"), *flags_of(workdir)], cwd=runs
     )
     job = submitted.stdout.strip()
+    report.tell("sbatch train.sbatch", job.isdecimal(), job or submitted.stderr)
+    if not job.isdecimal():
+        return
 
     def text():
         return log.read_text() if log.exists() else ""
