@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-keras conformance faults bench lint install clean
+.PHONY: train test test-all test-keras conformance faults bench slurm lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
@@ -28,6 +28,11 @@ faults: install
 # BENCHMARKS.md.
 bench: install
 	$(BIN)/python -m tfmulti.bench --peers --project 1024 --write_markdown BENCHMARKS.md
+
+# Starts a Slurm of its own on this machine and trains under it; needs the packages slurm-wlm and
+# munge of Debian or Ubuntu.
+slurm: install
+	$(BIN)/python experiments/slurm/one_host.py
 
 # Another version of Keras, in an environment of its own: make test-keras KERAS=3.12.0. The whole
 # matrix, on three replicas and on two workers.

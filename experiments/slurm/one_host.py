@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from slurm_here import SlurmHere, find_missing
@@ -30,12 +31,13 @@ class Report:
     """Prints what was seen, line by line, and remembers whether all held."""
 
     def __init__(self):
-        self.all_hold = True
+        self.all_hold, self._began = True, time.monotonic()
 
     def tell(self, what: str, holds: bool, seen: object) -> None:
         """Prints one line."""
         self.all_hold &= bool(holds)
-        print(f"{'ok  ' if holds else 'FAIL'} {what}: {seen}", flush=True)
+        seconds = time.monotonic() - self._began
+        print(f"{seconds:4.0f} s  {'ok  ' if holds else 'FAIL'} {what}: {seen}", flush=True)
 
 
 def main() -> int:
@@ -57,6 +59,7 @@ def main() -> int:
         check_without_srun(slurm, report)
         digest = check_training(slurm, report, Path(runs))
         check_requeue(slurm, report, Path(runs), digest)
+        check_cancel(slurm, report, Path(runs))
     report.tell("processes left behind", not slurm.left_behind, len(slurm.left_behind))
     return 0 if report.all_hold else 1
 
@@ -73,7 +76,7 @@ def check_clusters(slurm: SlurmHere, report: Report) -> None:
         clusters = {json.dumps(workers) for _, _, workers in found}
         places = sorted(index for _, index, _ in found)
         alike = len(clusters) == 1 and {source for source, _, _ in found} == {"Slurm"}
-        seen = f"workers {places} of {' and '.join(sorted(clusters))}{done.stderr}"
+        seen = f"workers {places} of {' and '.join(sorted(clusters)) or done.stderr}"
         report.tell(f"srun {' '.join(options)}", alike and places == [0, 1, 2], seen)
 
 
@@ -103,18 +106,11 @@ def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:
 def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> None:
     """A job that is told to end saves, is requeued, and comes to the same weights."""
     workdir, log = runs / "requeued", runs / "requeued.log"
-    size = ["--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
-    submitted = slurm.run(
-        ["sbatch", "--parsable", *size, str(HERE / "train.sbatch"), *flags_of(workdir)], cwd=runs
-    )
-    job = submitted.stdout.strip()
-    report.tell("sbatch train.sbatch", job.isdecimal(), job or submitted.stderr)
-    if not job.isdecimal():
-        return
 
     def text():
         return log.read_text() if log.exists() else ""
 
+    job = submit(slurm, report, log, flags_of(workdir))
     # After the first epoch it has something to lose.
     slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", 200)
     slurm.run(["scancel", "--signal=TERM", job])
@@ -135,6 +131,34 @@ def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> 
     report.tell("same weights as uninterrupted", same, result["weights_sha256"])
 
 
+def check_cancel(slurm: SlurmHere, report: Report, runs: Path) -> None:
+    """A job that is cancelled saves before Slurm's patience (KillWait) is over."""
+    workdir, log = runs / "cancelled", runs / "cancelled.log"
+    job = submit(slurm, report, log, ["--epochs=100000", *flags_of(workdir)[1:]])
+    slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", 200)
+    began = time.monotonic()
+    slurm.run(["scancel", job])
+
+    def is_over():
+        shown = slurm.run(["scontrol", "show", "job", job]).stdout
+        return "JobState=CANCELLED" in shown and "COMPLETING" not in shown
+
+    slurm.wait_for(is_over, "the job to end", 100)
+    seconds = time.monotonic() - began
+    saved = [line for line in log.read_text().splitlines() if "saved step" in line]
+    report.tell("scancel", saved, f"{' '.join(saved[:1])} after at most {seconds:.0f} s")
+
+
+def submit(slurm: SlurmHere, report: Report, log: Path, flags: list[str]) -> str:
+    """Submits the example with two tasks on one host; returns the job's number."""
+    size = ["--nodes=1", "--ntasks-per-node=2", f"--output={log}"]
+    script = [str(HERE / "train.sbatch"), *flags]
+    submitted = slurm.run(["sbatch", "--parsable", *size, *script], cwd=log.parent)
+    job = submitted.stdout.strip()
+    report.tell("sbatch train.sbatch", job.isdecimal(), job or submitted.stderr)
+    return job
+
+
 def has_checkpoint(workdir: Path) -> bool:
     """Whether the run has saved something."""
     return any((workdir / "checkpoints").glob("*"))
@@ -142,7 +166,7 @@ def has_checkpoint(workdir: Path) -> bool:
 
 def flags_of(workdir: Path) -> list[str]:
     """Returns the flags of a run that takes some seconds."""
-    return ["--epochs=20", "--workdir", str(workdir)]
+    return ["--epochs=20", "--model=mlp", "--workdir", str(workdir)]
 
 
 if __name__ == "__main__":
