@@ -37,11 +37,12 @@ ORDER = [
     "trainer",
     "train",
     "launch",
+    "notebook",
     "parity",
     "bench",
 ]
 # What runs before TensorFlow, or without it.
-PURE = [*ORDER[: ORDER.index("devices")], "train", "launch", "parity", "bench"]
+PURE = [*ORDER[: ORDER.index("devices")], "train", "launch", "notebook", "parity", "bench"]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -19,6 +19,7 @@ _HOMES = {
     "load_dataset": "datasets",
     "TrainConfig": "trainer",
     "train_and_evaluate": "trainer",
+    "notebook_launch": "notebook",
 }
 
 __all__ = [*_HOMES, "callbacks"]

@@ -119,8 +119,12 @@ class Group:
 def signals_as_events(events: queue.SimpleQueue):
     """Puts the number of each SIGTERM, SIGINT and SIGHUP into a queue meanwhile.
 
-    What is ignored already, as SIGHUP under `nohup`, stays so.
+    What is ignored already, as SIGHUP under `nohup`, stays so. Python gives signals to its main
+    thread alone; in another one nothing comes.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {
         number: signal.signal(number, lambda received, _: events.put(received))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tfmulti.cluster import environment
@@ -20,7 +20,7 @@ from tfmulti.launch import failure, hosts, resources
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.failure import Ended
 from tfmulti.launch.group import Group, signals_as_events
-from tfmulti.launch.logs import open_logs
+from tfmulti.launch.logs import Log, open_logs
 from tfmulti.launch.pmi import ProcessManager
 
 PEERS_GRACE_S = 5.0
@@ -60,6 +60,11 @@ class Job:
         config: The settings.
         command: The program and its arguments.
         tell: Function that takes a line of text for the user.
+        variables: For each worker's index, variables to set besides the launcher's own.
+        create_log: What makes the log of a worker, as `logs.Log`.
+
+    Attributes:
+        outcome: How the last start of all workers ended; None before.
     """
 
     def __init__(
@@ -67,8 +72,13 @@ class Job:
         config: LaunchConfig,
         command: Sequence[str],
         tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        *,
+        variables: Mapping[int, Mapping[str, str]] | None = None,
+        create_log: Callable[..., Log] = Log,
     ):
         self.config, self.command, self.tell = config, command, tell
+        self.outcome: Outcome | None = None
+        self._variables, self._create_log = variables or {}, create_log
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._restarts = self._counted = 0
         self._has_progress = False
@@ -91,7 +101,9 @@ class Job:
         try:
             with (
                 signals_as_events(self._events),
-                open_logs(folder, names, self.config.all_output) as self._logs,
+                open_logs(
+                    folder, names, self.config.all_output, self._create_log
+                ) as self._logs,
             ):
                 code = self._run_until_done(first_start)
             return code
@@ -104,7 +116,7 @@ class Job:
     def _run_until_done(self, configs) -> int:
         while True:
             with tempfile.TemporaryDirectory(prefix="tfmulti_progress_") as progress:
-                outcome = self._run_once(configs, Path(progress))
+                self.outcome = outcome = self._run_once(configs, Path(progress))
                 self._has_progress |= any(Path(progress).iterdir())
             if outcome.signalled is not None:
                 done = not any(each.returncode for each in outcome.ended)
@@ -131,6 +143,7 @@ class Job:
             index: {
                 **common,
                 **resources.variables(self.config, place, len(configs)),
+                **self._variables.get(index, {}),
                 "TF_CONFIG": tf_config,
                 environment.PROGRESS: str(progress / f"worker_{index}"),
             }

@@ -76,17 +76,18 @@ class Log:
 
 
 @contextlib.contextmanager
-def open_logs(folder: Path, names: dict[int, str], all_output: bool):
+def open_logs(folder: Path, names: dict[int, str], all_output: bool, create=Log):
     """Opens the log of each worker; that of worker 0, the chief, is shown, or all are.
 
     Args:
         folder: Where `worker_0.log` and so on go.
         names: The workers' names, by index.
         all_output: Whether all are shown.
+        create: What makes one, as `Log`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = {
-        index: Log(folder / f"{name.replace(' ', '_')}.log", name, all_output or index == 0)
+        index: create(folder / f"{name.replace(' ', '_')}.log", name, all_output or index == 0)
         for index, name in names.items()
     }
     try:

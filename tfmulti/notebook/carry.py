@@ -1,0 +1,201 @@
+"""Takes functions, histories and models from one process to another, in the files of a folder.
+
+cloudpickle sends what a notebook defines by value. Keras models go as `.keras` files, with the
+classes that they are made of; a history goes without its model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+
+_FILE = "objects.pickle"
+# Making one of these begins TensorFlow, and afterwards it takes no cluster.
+_KERAS_KINDS = ("Layer", "Metric", "Optimizer", "Variable")
+_TENSORFLOW_KINDS = ("Tensor", "Variable", "data.Dataset", "distribute.Strategy")
+_MESSAGE_LENGTH = 300
+
+
+class CannotCarry(Exception):
+    """Something cannot go to another process; the message says what."""
+
+
+def save_call(folder: Path, function, args: tuple, kwargs: dict) -> None:
+    """Writes a call of a function, for processes whose TensorFlow has not begun yet.
+
+    What `keras.saving.register_keras_serializable` has registered and the function uses is
+    registered there too.
+
+    Raises:
+        CannotCarry: For what only this process can have.
+    """
+    with open(folder / _FILE, "wb") as file:
+        pickler = _CallPickler(file)
+        try:
+            pickler.dump((function, args, kwargs))
+            pickler.dump(pickler.registered)
+        except _FAILURES as error:
+            raise CannotCarry(_find_culprit(function, args, kwargs) or _describe(error)) from error
+
+
+def names_tensorflow(folder: Path) -> bool:
+    """Returns whether a call may import TensorFlow, as far as the names in it say."""
+    data = (folder / _FILE).read_bytes()
+    return any(name in data for name in (b"keras", b"tensorflow", b"tfmulti"))
+
+
+def load_call(folder: Path) -> tuple:
+    """Returns the function, its arguments and its keywords."""
+    with open(folder / _FILE, "rb") as file:
+        unpickler = pickle.Unpickler(file)
+        call = unpickler.load()
+        registered = unpickler.load()
+    for name, each in registered.items():
+        import keras
+
+        package, _, own = name.rpartition(">")
+        keras.saving.register_keras_serializable(package or "Custom", own)(each)
+    return call
+
+
+def save_result(folder: Path, result: object) -> None:
+    """Writes what a function has returned.
+
+    Raises:
+        ValueError: For what only this process can have.
+    """
+    with open(folder / _FILE, "wb") as file:
+        try:
+            _ResultPickler(file, folder).dump(result)
+        except _FAILURES as error:
+            raise ValueError(
+                "What `function` returns must be what another process can have. "
+                f"Received: {type(result).__qualname__} with {_describe(error)}. "
+                "Return the history, a keras.Model, arrays of numpy, or a tuple or dict of such."
+            ) from error
+
+
+def load_result(folder: Path) -> object:
+    """Returns what a function has returned in another process."""
+    with open(folder / _FILE, "rb") as file:
+        return _ResultUnpickler(file, folder).load()
+
+
+# pickle has no error of its own for most of what it cannot do.
+_FAILURES = (pickle.PicklingError, TypeError, ValueError, AttributeError, CannotCarry,
+             NotImplementedError, RecursionError)  # fmt: skip
+
+
+def _describe(error) -> str:
+    if isinstance(error, CannotCarry):
+        return str(error)
+    return f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]
+
+
+class _CallPickler(cloudpickle.Pickler):
+    def __init__(self, file):
+        super().__init__(file)
+        self.registered: dict[str, object] = {}
+        self._refused = tuple(_kinds_of_a_running_tensorflow())
+        keras = sys.modules.get("keras")
+        known = keras.saving.get_custom_objects() if keras else {}
+        self._names = {id(each): name for name, each in known.items()}
+
+    def persistent_id(self, obj):
+        if isinstance(obj, self._refused):
+            raise CannotCarry(f"an object of {type(obj).__module__}.{type(obj).__qualname__}")
+        if isinstance(obj, (type, types.FunctionType)) and id(obj) in self._names:
+            self.registered[self._names[id(obj)]] = obj
+        return None
+
+
+def _kinds_of_a_running_tensorflow() -> Iterator[type]:
+    keras, tensorflow = sys.modules.get("keras"), sys.modules.get("tensorflow")
+    for module, names in ((keras, _KERAS_KINDS), (tensorflow, _TENSORFLOW_KINDS)):
+        for name in names if module else ():
+            kind = module.optimizers if name == "Optimizer" else module
+            for part in name.split("."):
+                kind = getattr(kind, part)
+            yield kind
+
+
+class _ResultPickler(cloudpickle.Pickler):
+    def __init__(self, file, folder):
+        super().__init__(file)
+        self._folder, self._models = folder, {}
+        self._keras = sys.modules.get("keras")
+
+    def persistent_id(self, obj):
+        if self._keras is None:
+            return None
+        if isinstance(obj, self._keras.Model):
+            if id(obj) not in self._models:
+                self._models[id(obj)] = self._save(obj, f"model_{len(self._models)}.keras")
+            return ("model", *self._models[id(obj)])
+        if isinstance(obj, self._keras.callbacks.History):
+            return ("history", obj.history, obj.epoch, obj.params)
+        return None
+
+    def _save(self, model, name):
+        from tfmulti.notebook import custom
+
+        model.save(self._folder / name)
+        return name, custom.objects_of(model, self._folder / name)
+
+
+class _ResultUnpickler(pickle.Unpickler):
+    def __init__(self, file, folder):
+        super().__init__(file)
+        self._folder, self._models = folder, {}
+
+    def persistent_load(self, pid):
+        import keras
+
+        kind, *parts = pid
+        if kind == "history":
+            history = keras.callbacks.History()
+            history.history, history.epoch, params = parts
+            history.set_params(params)
+            return history
+        name, custom_objects = parts
+        if name not in self._models:
+            # It comes from the user's own function, not from a stranger: lambdas are welcome.
+            self._models[name] = keras.saving.load_model(
+                self._folder / name, custom_objects=custom_objects, safe_mode=False
+            )
+        return self._models[name]
+
+
+def _find_culprit(function, args, kwargs) -> str | None:
+    """Says by which name a function has what cannot go; None where that is not known."""
+    waiting = [*_variables_of(function), ("args", args), ("kwargs", kwargs)]
+    seen = set()
+    while waiting:
+        name, value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        try:
+            _CallPickler(io.BytesIO()).dump(value)
+        except _FAILURES as error:
+            # The function itself is not to blame for what it uses.
+            inner = _variables_of(value)
+            if not inner:
+                return f"`{name}`: {_describe(error)}"
+            waiting = inner + waiting
+    return None
+
+
+def _variables_of(function) -> list[tuple[str, object]]:
+    try:
+        found = inspect.getclosurevars(function)
+    except (TypeError, ValueError):
+        return []
+    return [*found.nonlocals.items(), *found.globals.items()]

@@ -1,0 +1,68 @@
+"""The cells of a notebook: their names, their source, and the output under them."""
+
+from __future__ import annotations
+
+import codecs
+import linecache
+import os
+import sys
+
+from tfmulti.launch.logs import Log
+
+_PIECE = 1 << 16
+
+
+def sources() -> dict[str, list[str]]:
+    """Returns the lines of all code that was typed and lies in no file, by its file's name.
+
+    With them a worker can show the lines of an error, and TensorFlow can read functions.
+    """
+    typed = {}
+    for name, entry in list(linecache.cache.items()):
+        # One of another length is a promise to read the file later.
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
+            typed[name] = entry[2]
+    return typed
+
+
+def add_sources(typed: dict[str, list[str]]) -> None:
+    """Makes code known that was typed in another process; see `sources`."""
+    for name, lines in typed.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+def names(typed: dict[str, list[str]]) -> dict[str, str]:
+    """Returns what the notebook calls its cells, `Cell In[3]`, by their files' names."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    compiler = getattr(get_shell(), "compile", None)
+    name_of = getattr(compiler, "format_code_name", lambda name: None)
+    found = {name: name_of(name) for name in typed}
+    return {name: " ".join(label) for name, label in found.items() if label}
+
+
+class CellTerminal:
+    """Python's standard output as a file of bytes: in a notebook it has text only."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, data: bytes) -> None:
+        """Writes text, all but a character that is not there as a whole yet."""
+        sys.stdout.write(self._decoder.decode(data))
+
+    def flush(self) -> None:
+        """Sends it to the cell."""
+        sys.stdout.flush()
+
+
+class CellLog(Log):
+    """The log file of a worker whose output appears as if it were the cell's own.
+
+    That is without a name in front, and as it comes: Keras's progress bar writes a line over.
+    """
+
+    def show_new(self) -> None:
+        """Shows what is new."""
+        while self.shown and (piece := self._reader.read(_PIECE)):
+            self._terminal.write(piece)
+            self._terminal.flush()

@@ -1,0 +1,186 @@
+"""`notebook_launch`: the notebook's side."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from tfmulti.launch import failure
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.job import Job
+from tfmulti.launch.logs import Log
+from tfmulti.notebook import carry, cells, gpus, worker
+
+GRACE_S = 5.0
+"""Seconds for the workers to end after the cell was interrupted."""
+
+_MESSAGE_LENGTH = 600
+_SETTINGS = (
+    "all_output",
+    "allocator",
+    "grace",
+    "log_dir",
+    "mpi",
+    "pin",
+    "start_timeout",
+    "threads",
+)
+
+
+def notebook_launch(
+    function: Callable,
+    num_workers: int,
+    *,
+    args: Sequence = (),
+    kwargs: Mapping[str, object] | None = None,
+    **settings,
+) -> object:
+    """Calls a function on several new workers of this host; returns what the chief's returned.
+
+    The workers are processes of their own, whatever TensorFlow has done in this one. The function
+    is what would be a script: it calls `create_strategy("auto")`, which finds the cluster, and
+    then makes its data and its model. It may use all that the notebook defines, except for what
+    belongs to this process's TensorFlow: models, optimizers, layers, metrics, tensors and datasets
+    are made inside of it.
+
+    The chief's output appears as it comes. When the cell is interrupted, or this process ends, so
+    do the workers. Where there are GPUs each worker gets its share of them; with fewer GPUs than
+    workers all train on the CPU.
+
+    Args:
+        function: What every worker calls. It returns, on every worker, what is to come back:
+            a `keras.Model` (with its optimizer, loss and metrics), the `History` that `fit`
+            returns (without its model), numbers and arrays, or a tuple, list or dict of such.
+        num_workers: Number of workers.
+        args: Arguments of the function.
+        kwargs: Keyword arguments of the function.
+        **settings: As the flags of `python -m tfmulti.launch`: `all_output`, `allocator`, `grace`
+            (by default 5 seconds), `log_dir` (then the logs are kept, with whole tracebacks),
+            `mpi`, `pin`, `start_timeout`, `threads`.
+
+    Raises:
+        ValueError: For a setting that cannot be, or a function that cannot go to another process.
+        RuntimeError: Where a worker has failed; the message begins with the worker's own error.
+        KeyboardInterrupt: Where the cell was interrupted; the workers have ended.
+
+    Example:
+    >>> base = 40
+    >>> notebook_launch(lambda number: base + number, 1, args=(2,))
+    42
+    """
+    config = _read_settings(function, num_workers, settings)
+    folder = Path(tempfile.mkdtemp(prefix="tfmulti_notebook_"))
+    keeps = False
+    try:
+        _write_call(folder, function, (tuple(args), dict(kwargs or {})), config)
+        job = _create_job(folder, config)
+        code = job.run()
+        if code == 0:
+            keeps = True  # Until the model has been loaded: training it took longer than a copy.
+            result = _load_result(folder)
+            keeps = False
+            return result
+        signalled = job.outcome.signalled
+        if signalled is None:
+            raise RuntimeError(_explain(folder, job, function))
+    finally:
+        if not keeps:
+            shutil.rmtree(folder, ignore_errors=True)
+    signal.raise_signal(signalled)
+    raise KeyboardInterrupt
+
+
+def _read_settings(function, num_workers, settings) -> LaunchConfig:
+    if not callable(function):
+        raise ValueError(
+            "`function` must be what every worker calls. "
+            f"Received: function={function!r}. Give its name, without brackets."
+        )
+    unknown = sorted(set(settings) - set(_SETTINGS))
+    if unknown:
+        raise ValueError(
+            f"A setting must be one of {', '.join(_SETTINGS)}. Received: {', '.join(unknown)}. "
+            "Give what is the function's by args=(...) or kwargs={...}."
+        )
+    if not isinstance(num_workers, int):
+        raise ValueError(
+            "`num_workers` must be a whole number. "
+            f"Received: num_workers={num_workers!r}. Use for example 2."
+        )
+    return LaunchConfig(num_workers=num_workers, **{"grace": GRACE_S, **settings})
+
+
+def _write_call(folder, function, arguments, config):
+    try:
+        carry.save_call(folder, function, *arguments)
+    except carry.CannotCarry as error:
+        raise ValueError(
+            "`function` must use only what can go to another process. "
+            f"Received: {_name(function)} with {error}. "
+            "Make datasets, models and all that is TensorFlow's inside of the function; give "
+            "arrays of numpy."
+        ) from error
+    typed = cells.sources()
+    settings = {
+        "path": sys.path,
+        "sources": typed,
+        "names": cells.names(typed),
+        "whole_traceback": config.log_dir is not None,
+    }
+    (folder / worker.SETTINGS).write_text(json.dumps(settings))
+
+
+def _create_job(folder, config) -> Job:
+    visible = dict(enumerate(gpus.variables(config.num_workers, gpus.list_visible())))
+    kind = Log if config.all_output else cells.CellLog
+    if config.log_dir is None:
+        # One that is kept until the error has been explained.
+        values = {**vars(config), "log_dir": str(folder / "logs")}
+        config = LaunchConfig(**values)
+    return Job(
+        config,
+        [sys.executable, "-c", worker.PROGRAM, str(folder)],
+        # The error that is raised says it.
+        tell=lambda line: None,
+        variables=visible,
+        create_log=partial(kind, terminal=cells.CellTerminal()),
+    )
+
+
+def _load_result(folder):
+    own = worker.folder_of(folder, 0)
+    try:
+        return carry.load_result(own)
+    except Exception as error:
+        # Keras begins with the configuration of the whole model, at each level.
+        text = str(error).rsplit("Exception encountered: ", 1)[-1][:_MESSAGE_LENGTH]
+        raise RuntimeError(
+            "What `function` returns must be what this process can load. "
+            f"Received: {type(error).__name__}: {text} "
+            "Give classes of your own a get_config, as keras.saving needs it. "
+            f"What was trained is kept in {own}"
+        ) from None
+
+
+def _explain(folder, job, function) -> str:
+    """Says why a worker has failed: its own error first, then where in the user's code."""
+    first, num_workers = job.outcome.first, job.config.num_workers
+    who = f"worker {first.index} of {num_workers}"
+    path = worker.folder_of(folder, first.index) / worker.ERROR
+    try:
+        what = json.loads(path.read_text())
+    except (OSError, ValueError):
+        log = Path(job.config.log_dir, f"worker_{first.index}.log")
+        words = failure.last_words(log.read_text(errors="replace"))
+        return f"{who} {first.describe()}.\n{words}".strip()
+    return f"{what['cause']}\nOn {who}, in {_name(function)}:\n{what['where']}".rstrip(" :\n")
+
+
+def _name(function) -> str:
+    return getattr(function, "__qualname__", repr(function))
