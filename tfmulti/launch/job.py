@@ -101,9 +101,7 @@ class Job:
         try:
             with (
                 signals_as_events(self._events),
-                open_logs(
-                    folder, names, self.config.all_output, self._create_log
-                ) as self._logs,
+                open_logs(folder, names, self.config.all_output, self._create_log) as self._logs,
             ):
                 code = self._run_until_done(first_start)
             return code
