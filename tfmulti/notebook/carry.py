@@ -16,6 +16,8 @@ from pathlib import Path
 
 import cloudpickle
 
+from tfmulti import command_line
+
 _FILE = "objects.pickle"
 # Making one of these begins TensorFlow, and afterwards it takes no cluster.
 _KERAS_KINDS = ("Layer", "Metric", "Optimizer", "Variable")
@@ -156,6 +158,8 @@ class _ResultUnpickler(pickle.Unpickler):
         self._folder, self._models = folder, {}
 
     def persistent_load(self, pid):
+        if "keras" not in sys.modules:
+            command_line.import_tensorflow()
         import keras
 
         kind, *parts = pid

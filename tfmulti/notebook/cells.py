@@ -20,7 +20,7 @@ def sources() -> dict[str, list[str]]:
     typed = {}
     for name, entry in list(linecache.cache.items()):
         # One of another length is a promise to read the file later.
-        if len(entry) == 4 and entry[1] is None and not os.path.exists(name):
+        if len(entry) == 4 and not os.path.exists(name):
             typed[name] = entry[2]
     return typed
 

@@ -99,7 +99,8 @@ def where(error: BaseException, names: dict[str, str]) -> str:
     for frame in frames:
         if not _is_installed(frame.filename):
             place = names.get(frame.filename, f'File "{frame.filename}"')
-            parts.append(f"  {place}, line {frame.lineno}, in {frame.name}\n    {frame.line}\n")
+            parts.append(f"  {place}, line {frame.lineno}, in {frame.name}\n")
+            parts.append(f"    {frame.line}\n" if frame.line else "")
     return "".join(parts)
 
 
@@ -107,4 +108,4 @@ def _is_installed(filename) -> bool:
     own = str(Path(__file__).parents[1])
     paths = sysconfig.get_paths()
     installed = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
-    return filename.startswith(("<frozen", "<string", own, *installed))
+    return filename.startswith(("<frozen", own, *installed))
