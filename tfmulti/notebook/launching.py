@@ -70,9 +70,12 @@ def notebook_launch(
         KeyboardInterrupt: Where the cell was interrupted; the workers have ended.
 
     Example:
-    >>> base = 40
-    >>> notebook_launch(lambda number: base + number, 1, args=(2,))
-    42
+        def train(epochs):
+            strategy = tfmulti.create_strategy("auto")
+            ...  # Data, model and fit, as in a script.
+            return history, model
+
+        history, model = tfmulti.notebook_launch(train, 2, args=(10,))
     """
     config = _read_settings(function, num_workers, settings)
     folder = Path(tempfile.mkdtemp(prefix="tfmulti_notebook_"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import site
 import sys
@@ -45,8 +46,9 @@ def _run(folder) -> int:
     cells.add_sources(settings["sources"])
     try:
         if carry.names_tensorflow(folder):
-            # Before the function does, and quietly.
-            command_line.import_tensorflow()
+            # Before the function does. It is quiet even where the notebook has set the variable.
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+            command_line.import_tensorflow({})
         function, args, kwargs = carry.load_call(folder)
         # Every worker writes its model, since reading one can need the others.
         carry.save_result(own, function(*args, **kwargs))
