@@ -40,9 +40,10 @@ ORDER = [
     "notebook",
     "parity",
     "bench",
+    "doctor",
 ]
 # What runs before TensorFlow, or without it.
-PURE = [*ORDER[: ORDER.index("devices")], "train", "launch", "notebook", "parity", "bench"]
+PURE = [*ORDER[: ORDER.index("devices")], *ORDER[ORDER.index("train") :]]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -136,18 +136,28 @@ def _port_advice(cluster, error) -> str:
     )
 
 
-def warn_of_public_addresses(cluster: Cluster) -> None:
-    """Warns of IP addresses that the whole internet may reach. Names are not looked up.
+def public_addresses(cluster: Cluster) -> list[str]:
+    """Returns the addresses that the whole internet may reach. Names are not looked up.
 
-    TensorFlow's gRPC port listens on every interface and asks nobody who he is.
+    Example:
+        >>> public_addresses(Cluster({"worker": ["10.0.0.1:2222", "8.8.8.8:2222"]}, "worker", 0))
+        ['8.8.8.8:2222']
     """
     addresses = [cluster.spec[task_type][index] for task_type, index in cluster.tasks]
     hosts = {address: split_address(address)[0] for address in addresses}
-    public = [
+    return [
         address
         for address, host in hosts.items()
         if is_ip_address(host) and ipaddress.ip_address(host).is_global
     ]
+
+
+def warn_of_public_addresses(cluster: Cluster) -> None:
+    """Warns of IP addresses that the whole internet may reach.
+
+    TensorFlow's gRPC port listens on every interface and asks nobody who he is.
+    """
+    public = public_addresses(cluster)
     if public:
         logging.warning(
             "TensorFlow's ports let whoever reaches them run operations and read files. "

@@ -1,0 +1,61 @@
+"""The command line: `python -m tfmulti.doctor`. Imports no TensorFlow: another process does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+
+from tfmulti import command_line
+from tfmulti.doctor.check import FAILURE
+from tfmulti.doctor.config import DoctorConfig
+
+USAGE = "python -m tfmulti.doctor [flags]: is this host, and this cluster, ready to train?"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Looks at this host, and shows what was found.
+
+    Returns:
+        The exit code: 0, or 1 where something will make training fail, 2 for a wrong command
+        line.
+    """
+    argv = sys.argv if argv is None else argv
+    values = command_line.define_flags(DoctorConfig)
+    code = command_line.parse(values, argv, USAGE)
+    if code is not None:
+        return code
+    try:
+        config = command_line.read_settings(DoctorConfig, values)
+        areas = _look(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return command_line.BAD_USAGE
+    checks = [check for _, found in areas for check in found]
+    if config.json:
+        print(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
+    else:
+        from rich.console import Console
+
+        from tfmulti.doctor import table
+
+        table.show(areas, Console())
+    return command_line.ERROR if any(check.status == FAILURE for check in checks) else 0
+
+
+def _look(config):
+    from rich.console import Console
+
+    from tfmulti.doctor import examination
+
+    console = Console(stderr=True)
+    waits = contextlib.nullcontext()
+    if console.is_terminal and not config.json:
+        waits = console.status("Looking; TensorFlow's import takes some seconds ...")
+    with waits:
+        return examination.examine(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""All that the doctor looks at, in the order in which it is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from tfmulti.doctor import addresses, disk, gpus, host, links, packages, peers, traps, variables
+from tfmulti.doctor.check import Check
+from tfmulti.doctor.commands import run
+from tfmulti.doctor.config import DoctorConfig
+from tfmulti.doctor.cuda import check_cuda
+from tfmulti.doctor.nvidia import read_driver
+from tfmulti.doctor.tensorflow_process import ask, check_import
+from tfmulti.meeting import find_timeout
+
+
+def examine(
+    config: DoctorConfig, environ: Mapping[str, str] = os.environ
+) -> list[tuple[str, list[Check]]]:
+    """Looks at everything, and returns it by area.
+
+    Args:
+        config: What to look at.
+        environ: The environment.
+
+    Raises:
+        ValueError: For a TFMULTI_START_TIMEOUT that is no number of seconds.
+    """
+    timeout_s = find_timeout(config.start_timeout, environ)
+    cluster, tf_config = addresses.read_cluster(config.tf_config)
+    # First the network: the workers have started at the same time, and nothing else runs yet.
+    cluster_checks = [tf_config, *addresses.check_addresses(cluster, environ)]
+    driver = read_driver()
+    asked = config.cluster
+    cluster_checks += peers.check_peers(cluster, asked, driver.gpus, timeout_s, environ)
+    report = ask(config.tensorflow_timeout)
+    num_gpus = len(driver.gpus)
+    nvlink = run(["nvidia-smi", "nvlink", "--status"]) if num_gpus else None
+    matrix = run(["nvidia-smi", "topo", "-m"]) if num_gpus else None
+    num_workers = cluster.num_workers if cluster else 1
+    return [
+        ("Programs", [*packages.check_packages(), check_import(report)]),
+        ("GPUs", gpus.check_gpus(driver, report, environ)),
+        (
+            "CUDA and links",
+            [
+                *check_cuda(driver, report),
+                links.check_nvlink(nvlink, num_gpus),
+                links.check_topology(matrix, num_gpus),
+            ],
+        ),
+        ("This host", host.check_host(host.read_host(), num_gpus, num_workers, environ)),
+        ("Work folder", disk.check_workdir(config.workdir)),
+        ("Cluster", cluster_checks),
+        ("Variables", variables.check_variables(environ, cluster)),
+        ("Traps", traps.check_traps(environ, cluster, num_gpus)),
+    ]

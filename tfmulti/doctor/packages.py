@@ -1,0 +1,176 @@
+"""Versions of Python and of packages, and packages that do not go together."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check
+
+# All of them write the same folder `tensorflow`.
+TENSORFLOWS = (
+    "tensorflow",
+    "tensorflow-cpu",
+    "tensorflow-gpu",
+    "tensorflow-rocm",
+    "tensorflow-macos",
+    "intel-tensorflow",
+    "tf-nightly",
+    "tf-nightly-cpu",
+)
+_KERASES = ("keras", "keras-nightly")
+_MPIS = ("impi-rt", "mpich", "openmpi")
+_OFTEN_HIDDEN = ("tensorflow", "keras", "numpy", "absl", "rich", "tfmulti")
+
+VersionOf = Callable[[str], "str | None"]
+
+
+def version_of(name: str) -> str | None:
+    """Returns the version of an installed package, or None.
+
+    >>> version_of("no-such-package") is None
+    True
+    """
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(name: str, extra: str = "") -> list[Requirement]:
+    """Returns what an installed package needs on this machine; empty where it is not installed.
+
+    Args:
+        name: The package.
+        extra: Name of an extra: then what this extra needs besides.
+    """
+    try:
+        lines = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = []
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        plain = marker is None or marker.evaluate({"extra": ""})
+        wanted = not plain and marker.evaluate({"extra": extra}) if extra else plain
+        if wanted:
+            found.append(requirement)
+    return found
+
+
+def check_packages(installed: VersionOf = version_of) -> list[Check]:
+    """Looks at all packages of this Python."""
+    wanted = {requirement.name: requirement for requirement in requirements_of("tfmulti")}
+    try:
+        pythons = importlib.metadata.metadata("tfmulti")["Requires-Python"] or ""
+    except importlib.metadata.PackageNotFoundError:
+        pythons = ""
+    return [
+        check_python(platform.python_version(), pythons),
+        check_version("TensorFlow", TENSORFLOWS, wanted.get("tensorflow"), installed),
+        check_version("Keras", _KERASES, wanted.get("keras"), installed),
+        check_needs(
+            {name: requirements_of(name) for name in ("tfmulti", "tensorflow", "keras")}, installed
+        ),
+        check_mpi(installed),
+        check_hidden(Path.cwd()),
+    ]
+
+
+def check_python(version: str, wanted: str) -> Check:
+    """Compares the version of Python with a range.
+
+    >>> check_python("3.9.1", "<3.14,>=3.10").status
+    'failure'
+    """
+    if not wanted:
+        return Check("Python", UNKNOWN, version, "Install tfmulti, so that its needs are known.")
+    if SpecifierSet(wanted).contains(version, prereleases=True):
+        return Check("Python", OK, f"{version} (wanted: {wanted})")
+    return Check("Python", FAILURE, f"{version} (wanted: {wanted})", "Use another Python.")
+
+
+def check_version(
+    title: str, names: Iterable[str], wanted: Requirement | None, installed: VersionOf
+) -> Check:
+    """Looks for one of several packages that stand for the same one, and at its version."""
+    found = {name: version for name in names if (version := installed(name))}
+    if not found:
+        return Check(title, FAILURE, "not installed", f"pip install '{wanted or title.lower()}'")
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    if len(found) > 1:
+        hint = f"pip uninstall {' '.join(found)}, then install one: they overwrite each other."
+        return Check(title, FAILURE, f"{text} are installed together", hint)
+    if wanted is None:
+        return Check(title, UNKNOWN, text, "Install tfmulti, so that its needs are known.")
+    [version] = found.values()
+    text = f"{text} (wanted: {wanted.specifier})"
+    if wanted.specifier.contains(version, prereleases=True):
+        return Check(title, OK, text)
+    return Check(title, FAILURE, text, f"pip install '{wanted.name}{wanted.specifier}'")
+
+
+def unmet(requirements: Iterable[Requirement], installed: VersionOf) -> list[str]:
+    """Returns the requirements that do not hold, each with what is there instead.
+
+    >>> unmet([Requirement("numpy>=2"), Requirement("rich")], {"numpy": "1.26", "rich": "15"}.get)
+    ['numpy>=2 (here: 1.26)']
+    """
+    found = []
+    for requirement in requirements:
+        version = installed(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            found.append(f"{wanted} (here: {version or 'not installed'})")
+    return found
+
+
+def check_needs(needs: dict[str, list[Requirement]], installed: VersionOf) -> Check:
+    """Looks whether what the packages need of others is there, as `pip check` does."""
+    others = [name for name in TENSORFLOWS[1:] if installed(name)]
+    faults = []
+    for name, requirements in needs.items():
+        # Another build of TensorFlow has another name; its version is looked at elsewhere.
+        kept = [each for each in requirements if not (others and each.name == "tensorflow")]
+        faults += [f"{name} needs {fault}" for fault in unmet(kept, installed)]
+    count = sum(len(requirements) for requirements in needs.values())
+    if faults:
+        return Check("their needs", FAILURE, "; ".join(faults), "pip install the versions needed.")
+    if not count:
+        return Check("their needs", UNKNOWN, "no package tells what it needs")
+    return Check("their needs", OK, f"{count} requirements hold")
+
+
+def check_mpi(installed: VersionOf) -> Check:
+    """Looks for two MPI libraries, of which a program may load the wrong one."""
+    found = [f"{name} {version}" for name in _MPIS if (version := installed(name))]
+    mpi4py = installed("mpi4py")
+    if len(found) > 1:
+        hint = "Keep one; mpiexec and the library that mpi4py loads must be of the same MPI."
+        return Check("MPI", WARNING, f"several: {', '.join(found)}", hint)
+    if not mpi4py:
+        return Check("MPI", OK, "mpi4py is not installed; only --communication mpi needs it")
+    library = found[0] if found else "the MPI of this system"
+    return Check("MPI", OK, f"mpi4py {mpi4py} with {library}")
+
+
+def check_hidden(folder: Path) -> Check:
+    """Looks for files in a folder that Python would take for a package.
+
+    Args:
+        folder: Where programs are started: it comes first when Python looks for modules.
+    """
+    found = [f"{name}.py" for name in _OFTEN_HIDDEN if (folder / f"{name}.py").is_file()]
+    if found:
+        return Check(
+            "file names",
+            FAILURE,
+            f"{', '.join(found)} in {folder} hides the package of that name",
+            "Rename the file, and remove __pycache__ beside it.",
+        )
+    return Check("file names", OK, f"no file in {folder} hides a package")

@@ -1,0 +1,190 @@
+"""One worker's open door while the doctors of all workers visit one another.
+
+The words are those of a meeting (`tfmulti.meeting.messages`): nobody is answered who does not know
+the job's token. Then the visitor may ask for the time, and send bytes that are thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+
+from tfmulti.cluster import Cluster
+from tfmulti.meeting import messages
+from tfmulti.meeting.listening import open_listeners
+from tfmulti.meeting.token import Token
+
+VISITOR, LISTENER = "doctor", "doctor's host"
+PING, LOAD, BYE = b"ping", b"load", b"bye"
+GO, BUSY, DONE = b"go", b"busy", b"done"
+MAX_LOAD_BYTES = 1 << 30
+LINE_S = 5.0
+"""Seconds for a stranger to say who it is."""
+
+_LOOK_S = 0.1
+_MARGIN_S = 5.0
+_CHUNK = 1 << 20
+_MAX_VISITORS = 4096
+
+
+class Listener:
+    """Listens at this worker's address, and answers visitors, until it is left.
+
+    Args:
+        cluster: The cluster, seen from this worker.
+        notes: What visitors are told.
+        token: The token.
+        loading: Held while this worker measures a speed, so that each measures alone.
+        deadline: `time.monotonic()` at which everything ends.
+
+    Attributes:
+        left: Positions in `cluster.tasks` of the visitors that are done.
+        twice: Position -> machines of those that say they are the same worker.
+    """
+
+    def __init__(
+        self, cluster: Cluster, notes: dict, token: Token, loading: threading.Lock, deadline: float
+    ):
+        self.cluster, self.notes, self.token = cluster, notes, token
+        self.left: set[int] = set()
+        self.twice: dict[int, set[str]] = {}
+        self.changed = threading.Condition()
+        self._loading, self._deadline = loading, deadline
+        self._seen: dict[int, tuple[str, str]] = {}
+        self._ended = threading.Event()
+        self._places = threading.Semaphore(_MAX_VISITORS)
+
+    def __enter__(self) -> Listener:
+        """Begins to listen.
+
+        Raises:
+            MeetingError: Where nothing can listen at this worker's address.
+        """
+        self._sockets = open_listeners(self.cluster)
+        for each in self._sockets:
+            each.settimeout(_LOOK_S)
+            threading.Thread(target=self._accept, args=(each,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Frees the port."""
+        self._ended.set()
+        for each in self._sockets:
+            each.close()
+
+    def _accept(self, listener):
+        while not self._ended.is_set():
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if self._places.acquire(blocking=False):
+                arguments = (connection, address[0])
+                threading.Thread(target=self._receive, args=arguments, daemon=True).start()
+            else:
+                connection.close()
+
+    def _receive(self, connection, machine):
+        faults = (OSError, EOFError, messages.BadMessage, ValueError)
+        try:
+            with contextlib.suppress(*faults), connection:
+                prepare(connection)
+                with connection.makefile("rb") as reader:
+                    index = self._admit(connection, reader, machine)
+                    if index is not None:
+                        left_s = max(0.0, self._deadline - time.monotonic())
+                        connection.settimeout(left_s + _MARGIN_S)
+                        self._answer(connection, reader, index)
+        finally:
+            self._places.release()
+
+    def _admit(self, connection, reader, machine) -> int | None:
+        """Returns the visitor's position; None where it is refused, and has been told why."""
+        connection.settimeout(LINE_S)
+        random = secrets.token_hex(16)
+        connection.sendall(messages.write_greeting(random))
+        line = read_line(reader)
+        try:
+            said = messages.read(line, self.token.secret, VISITOR, random)
+        except messages.BadMessage:
+            reason = {"token_is_given": self.token.is_given}
+            if not self.token.is_given:
+                reason["cluster"] = {kind: list(each) for kind, each in self.cluster.spec.items()}
+            connection.sendall(messages.write_refusal(reason))
+            return None
+        index, instance = said.get("index"), said.get("instance")
+        if type(index) is not int or not isinstance(instance, str):
+            raise messages.BadMessage("a message of another version")
+        answer = {"notes": self.notes}
+        context = random + instance
+        connection.sendall(messages.write(self.token.secret, LISTENER, context, answer))
+        self._remember(index, instance, machine)
+        return index
+
+    def _remember(self, index, instance, machine):
+        with self.changed:
+            first, where = self._seen.setdefault(index, (instance, machine))
+            if index == self.cluster.worker_index:
+                self.twice[index] = {"this host", machine}
+            elif first != instance:
+                self.twice[index] = {where, machine}
+            self.changed.notify_all()
+
+    def _answer(self, connection, reader, index):
+        while line := reader.readline(64):
+            word, _, rest = line.strip().partition(b" ")
+            if word == PING:
+                connection.sendall(f"{time.time():.9f}\n".encode())
+            elif word == LOAD:
+                self._load(connection, reader, int(rest))
+            elif word == BYE:
+                with self.changed:
+                    self.left.add(index)
+                    self.changed.notify_all()
+                connection.sendall(BYE + b"\n")
+                return
+
+    def _load(self, connection, reader, left):
+        if not 0 < left <= MAX_LOAD_BYTES:
+            raise messages.BadMessage("a load of another size")
+        if not self._loading.acquire(blocking=False):
+            connection.sendall(BUSY + b"\n")
+            return
+        try:
+            connection.sendall(GO + b"\n")
+            chunk = memoryview(bytearray(_CHUNK))
+            while left:
+                count = reader.readinto(chunk[: min(left, _CHUNK)])
+                if not count:
+                    raise EOFError
+                left -= count
+            connection.sendall(DONE + b"\n")
+        finally:
+            self._loading.release()
+
+
+def prepare(connection: socket.socket) -> None:
+    """Sends small messages at once, and leaves no port in TIME_WAIT."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def read_line(reader) -> bytes:
+    """Reads one line of a message.
+
+    Raises:
+        EOFError: Where the other side has ended.
+        BadMessage: Where it is too long.
+    """
+    line = reader.readline(messages.MAX_BYTES)
+    if not line:
+        raise EOFError
+    if not line.endswith(b"\n"):
+        raise messages.BadMessage("a message that is too long")
+    return line

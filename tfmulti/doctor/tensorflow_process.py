@@ -1,0 +1,123 @@
+"""What TensorFlow says of itself, in a process of its own: it may crash there, or hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Sequence
+
+from tfmulti.doctor.check import FAILURE, OK, Check
+from tfmulti.doctor.commands import Output, run
+
+_MARK = "tfmulti.doctor: "
+_LAST_LINES = 4
+_ABOUT_GPUS = ("dlopen", "Could not find cuda", "libcu", "CUDA_ERROR", "failed call to cuInit")
+
+SCRIPT = """
+import json, time
+began = time.perf_counter()
+import tensorflow as tf
+import keras
+facts = {"seconds": time.perf_counter() - began}
+facts["tensorflow"], facts["keras"] = tf.__version__, keras.__version__
+facts["backend"] = keras.backend.backend()
+facts["tf_keras"] = tf.keras.__name__ if hasattr(tf.keras, "__name__") else ""
+facts["build"] = {name: str(value) for name, value in tf.sysconfig.get_build_info().items()}
+facts["gpus"] = []
+for gpu in tf.config.list_physical_devices("GPU"):
+    details = {name: str(value) for name, value in
+               tf.config.experimental.get_device_details(gpu).items()}
+    try:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError:
+        pass
+    facts["gpus"].append({"name": gpu.name, "fault": "", **details})
+for index, gpu in enumerate(facts["gpus"]):
+    try:
+        with tf.device(f"GPU:{index}"):
+            ones = tf.ones((64, 64))
+            if float(tf.reduce_sum(ones @ ones)) != 64.0 ** 3:
+                gpu["fault"] = "a matrix product has a wrong sum"
+    except Exception as error:
+        gpu["fault"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+print("tfmulti.doctor: " + json.dumps(facts), flush=True)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What TensorFlow said.
+
+    Attributes:
+        facts: `seconds`, `tensorflow`, `keras`, `backend`, `build` and `gpus`; None where it
+            failed.
+        fault: How it failed; else empty.
+        words: Its last words where it failed; else what it wrote about GPUs.
+    """
+
+    facts: dict | None
+    fault: str = ""
+    words: str = ""
+
+
+def ask(timeout_s: float, command: Sequence[str] = (sys.executable, "-c", SCRIPT)) -> Report:
+    """Imports TensorFlow in another process, and lets each GPU compute something there.
+
+    Args:
+        timeout_s: Seconds that it has.
+        command: What to run.
+    """
+    return read_report(run(command, timeout_s, {"TF_CPP_MIN_LOG_LEVEL": "0"}))
+
+
+def read_report(output: Output) -> Report:
+    """Returns what the process said, or how it failed.
+
+    >>> read_report(Output(fault="exit code -11", returncode=-11)).fault
+    'it was ended by SIGSEGV'
+    """
+    marked = [line for line in output.text.splitlines() if line.startswith(_MARK)]
+    lines = [line.strip() for line in output.errors.splitlines() if line.strip()]
+    if marked:
+        # GPUs may fail when the process ends, after everything has been said.
+        facts = json.loads(marked[-1].removeprefix(_MARK))
+        about = [line for line in lines if any(sign in line for sign in _ABOUT_GPUS)]
+        return Report(facts, words="; ".join(dict.fromkeys(about)))
+    words = " | ".join(lines[-_LAST_LINES:])
+    if output.returncode is None:
+        return Report(None, output.fault, words)
+    if output.returncode < 0:
+        return Report(None, f"it was ended by {_signal(-output.returncode)}", words)
+    return Report(None, f"it ended with exit code {output.returncode}", words)
+
+
+def check_import(report: Report) -> Check:
+    """Judges the import of TensorFlow and Keras."""
+    name = "import of TensorFlow"
+    if report.facts is None:
+        last = f"; its last words: {report.words}" if report.words else ""
+        return Check(name, FAILURE, f"{report.fault}{last}", _hint(report))
+    facts = report.facts
+    text = f"TensorFlow {facts['tensorflow']} and Keras {facts['keras']}"
+    return Check(name, OK, f"{text} in {facts['seconds']:.1f} s")
+
+
+def _hint(report) -> str:
+    if "SIGILL" in report.fault:
+        return "The wheels need a processor with AVX: use another machine, or build TensorFlow."
+    if "no answer" in report.fault:
+        return "Look for a file system that hangs; --tensorflow_timeout gives it longer."
+    if "GLIBC" in report.words or "GLIBCXX" in report.words:
+        return "This system is too old for the wheel: use a newer system or container."
+    if "ModuleNotFoundError" in report.words or "ImportError" in report.words:
+        return "Install what is missing, or make the environment anew: pip install tfmulti."
+    return "Try python -c 'import tensorflow, keras'; make the environment anew."
+
+
+def _signal(number) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

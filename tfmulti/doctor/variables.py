@@ -1,0 +1,171 @@
+"""Environment variables that change how TensorFlow, NCCL and gRPC work, and what each does.
+
+Sources: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html,
+https://github.com/grpc/grpc/blob/master/doc/environment_variables.md, TensorFlow's source.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+
+from tfmulti.cluster import Cluster
+from tfmulti.cluster.address import split_address
+from tfmulti.doctor.check import FAILURE, OK, WARNING, Check
+
+MEANINGS = {
+    "NCCL_SOCKET_IFNAME": "network interfaces that NCCL speaks over",
+    "NCCL_SOCKET_FAMILY": "whether NCCL speaks IPv4 or IPv6",
+    "NCCL_SOCKET_NTHREADS": "threads of NCCL for each connection",
+    "NCCL_NSOCKS_PERTHREAD": "sockets of each of NCCL's threads",
+    "NCCL_DEBUG": "how much NCCL tells: VERSION, WARN, INFO or TRACE",
+    "NCCL_DEBUG_SUBSYS": "of which of its parts NCCL tells",
+    "NCCL_DEBUG_FILE": "where NCCL's messages go",
+    "NCCL_IB_DISABLE": "1 keeps NCCL off InfiniBand and RoCE: TCP sockets instead",
+    "NCCL_IB_HCA": "InfiniBand devices that NCCL uses",
+    "NCCL_IB_TIMEOUT": "how long InfiniBand waits for an answer",
+    "NCCL_IB_RETRY_CNT": "how often InfiniBand tries again",
+    "NCCL_IB_GID_INDEX": "which address of a RoCE device NCCL uses",
+    "NCCL_NET": "which network code of NCCL is used",
+    "NCCL_NET_GDR_LEVEL": "how far from the network card a GPU may be to send without the host",
+    "NCCL_P2P_DISABLE": "1 forbids GPUs to read each other's memory: everything by way of the host",
+    "NCCL_P2P_LEVEL": "how far apart GPUs may be to read each other's memory",
+    "NCCL_SHM_DISABLE": "1 forbids shared memory between the GPUs of a host: the network instead",
+    "NCCL_BUFFSIZE": "bytes of NCCL's buffers",
+    "NCCL_ALGO": "how NCCL adds: Ring, Tree and others; by default it chooses",
+    "NCCL_PROTO": "how NCCL sends: LL, LL128 or Simple; by default it chooses",
+    "NCCL_MIN_NCHANNELS": "the fewest channels of NCCL",
+    "NCCL_MAX_NCHANNELS": "the most channels of NCCL",
+    "NCCL_CROSS_NIC": "whether a ring may use different network cards on different hosts",
+    "NCCL_TOPO_FILE": "a file that tells NCCL the topology",
+    "NCCL_LAUNCH_MODE": "how NCCL starts its kernels",
+    "NCCL_BLOCKING_WAIT": "a variable of PyTorch's: TensorFlow does not read it",
+    "NCCL_ASYNC_ERROR_HANDLING": "a variable of PyTorch's: TensorFlow does not read it",
+    "GRPC_VERBOSITY": "how much gRPC tells: NONE, ERROR, INFO or DEBUG",
+    "GRPC_TRACE": "which of its parts gRPC follows closely; slow",
+    "GRPC_DNS_RESOLVER": "who looks names up for gRPC: native is the system, ares its own",
+    "GRPC_POLL_STRATEGY": "how gRPC waits for its sockets",
+    "GRPC_FAIL_FAST": "whether a call fails at once while its worker cannot be reached",
+    "GRPC_ENABLE_FORK_SUPPORT": "whether a process that uses gRPC may fork",
+    "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": "certificates for encrypted gRPC; workers do not encrypt",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true takes a GPU's memory as it is needed, not all at the start",
+    "TF_GPU_ALLOCATOR": "cuda_malloc_async lets CUDA manage memory: less is lost in pieces",
+    "TF_GPU_THREAD_MODE": "gpu_private gives each GPU threads of its own to start kernels from",
+    "TF_GPU_THREAD_COUNT": "number of those threads for each GPU",
+    "TF_NUM_INTRAOP_THREADS": "threads of one operation on the CPU",
+    "TF_NUM_INTEROP_THREADS": "operations at the same time on the CPU",
+    "TF_ENABLE_ONEDNN_OPTS": "0 switches Intel's oneDNN off: other rounding, often slower",
+    "TF_DETERMINISTIC_OPS": "1 allows operations only that give the same result every time",
+    "TF_CUDNN_USE_AUTOTUNE": "0 takes cuDNN's first algorithm instead of trying which is fastest",
+    "TF_CPP_MIN_LOG_LEVEL": "from which level TensorFlow's C++ speaks; 3 hides errors too",
+    "TF_CPP_MAX_VLOG_LEVEL": "how closely TensorFlow follows itself; slow above 0",
+    "TF_XLA_FLAGS": "how TensorFlow compiles with XLA",
+    "TF_DISABLE_MKL": "1 switches Intel's oneDNN off",
+    "XLA_FLAGS": "how XLA compiles",
+    "OMP_NUM_THREADS": "threads of OpenMP: of numpy's, and of parts of TensorFlow",
+    "CUDA_DEVICE_ORDER": "how CUDA counts GPUs: FASTEST_FIRST, or PCI_BUS_ID as nvidia-smi does",
+    "CUDA_LAUNCH_BLOCKING": "1 waits for each kernel: for debugging, slow",
+    "CUDA_CACHE_DISABLE": "1 compiles kernels anew in each process",
+    "NVIDIA_VISIBLE_DEVICES": "GPUs that the container was given",
+    "NVIDIA_TF32_OVERRIDE": "0 switches TF32 off on NVIDIA's GPUs: exact, and slower",
+}
+"""What each variable does."""
+
+_SLOWER = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "CUDA_CACHE_DISABLE": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_OTHERS = ("NCCL_", "GRPC_")
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXIES = ("no_grpc_proxy", "no_proxy")
+_PASSWORD = re.compile(r"//[^@/]*@")
+
+
+def check_variables(
+    environ: Mapping[str, str],
+    cluster: Cluster | None = None,
+    interfaces: Sequence[str] | None = None,
+) -> list[Check]:
+    """Explains each variable that is set, and says which do harm.
+
+    Args:
+        environ: The environment.
+        cluster: The cluster, or None.
+        interfaces: Names of this host's network interfaces; None asks the system.
+    """
+    interfaces = _interfaces() if interfaces is None else interfaces
+    checks = []
+    for name in sorted(environ):
+        if name == "NCCL_SOCKET_IFNAME":
+            checks.append(check_interfaces(environ[name], interfaces))
+        elif name in MEANINGS:
+            checks.append(_explain(name, environ[name]))
+        elif name.startswith(_OTHERS):
+            checks.append(Check(name, OK, f"={environ[name]}: not known here"))
+    checks += check_proxy(environ, cluster)
+    return checks or [Check("variables", OK, "none of NCCL, gRPC or TensorFlow is set")]
+
+
+def _explain(name, value) -> Check:
+    text = f"={value}: {MEANINGS[name]}"
+    if _SLOWER.get(name) == value:
+        hint = f"Unset {name} when what it was set for is solved."
+        return Check(name, WARNING, text, hint)
+    return Check(name, OK, text)
+
+
+def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
+    """Looks whether NCCL finds an interface.
+
+    >>> check_interfaces("=eth0,ib", ["lo", "ib0"]).status, check_interfaces("eth", ["lo"]).status
+    ('ok', 'failure')
+    """
+    name = "NCCL_SOCKET_IFNAME"
+    text = f"={value}: {MEANINGS[name]}"
+    if any(_is_chosen(each, value) for each in interfaces) or not interfaces:
+        return Check(name, OK, text)
+    hint = f"Name one of this host's: {', '.join(interfaces)}."
+    return Check(name, FAILURE, f"{text}; none of this host's has that name", hint)
+
+
+def _is_chosen(interface, value) -> bool:
+    """Prefixes with commas between; `=` asks for the whole name, `^` for all others."""
+    excludes, rest = value.startswith("^"), value.removeprefix("^")
+    exact, names = rest.startswith("="), rest.removeprefix("=").split(",")
+    found = any(interface == each if exact else interface.startswith(each) for each in names)
+    return found != excludes
+
+
+def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Check]:
+    """Looks for a proxy that gRPC would send the workers' words through; none for no proxy."""
+    found = [name for name in _PROXIES if environ.get(name)]
+    if not found:
+        return []
+    name = found[0]
+    text = f"={_PASSWORD.sub('//', environ[name])}: gRPC connects through this proxy"
+    if cluster is None or cluster.num_workers < 2:
+        return [Check(name, OK, f"{text}; it matters to workers of a cluster only")]
+    first = next((each for each in _NO_PROXIES if environ.get(each)), None)
+    around = [each.strip() for each in environ[first].split(",")] if first else []
+    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
+    through = sorted(host for host in hosts if not any(_goes_round(host, each) for each in around))
+    if not through:
+        return [Check(name, OK, f"{text}; {first} keeps the workers out of it")]
+    hint = f"Set no_grpc_proxy={','.join(through)}, or unset the proxy for training."
+    return [Check(name, WARNING, f"{text}, to other workers too: they may hang", hint)]
+
+
+def _goes_round(host, entry) -> bool:
+    return bool(entry) and (host == entry or host.endswith("." + entry.lstrip(".")))
+
+
+def _interfaces() -> list[str]:
+    try:
+        return [name for _, name in socket.if_nameindex()]
+    except (OSError, AttributeError):
+        return []
