@@ -28,20 +28,26 @@ def main(argv: list[str] | None = None) -> int:
         return code
     try:
         config = command_line.read_settings(DoctorConfig, values)
-        areas = _look(config)
+        found = _look(config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE
-    checks = [check for _, found in areas for check in found]
     if config.json:
-        print(json.dumps({"checks": [dataclasses.asdict(check) for check in checks]}, indent=2))
+        written = {"checks": [dataclasses.asdict(check) for check in found.checks]}
+        print(json.dumps(written, indent=2), flush=True)
     else:
         from rich.console import Console
 
         from tfmulti.doctor import table
 
-        table.show(areas, Console())
-    return command_line.ERROR if any(check.status == FAILURE for check in checks) else 0
+        table.show(found.areas, Console())
+        sys.stdout.flush()
+    if found.met:
+        from tfmulti.doctor import peers
+
+        peers.leave_together(found.met, found.timeout_s)
+    failed = any(check.status == FAILURE for check in found.checks)
+    return command_line.ERROR if failed else 0
 
 
 def _look(config):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 
+from tfmulti.cluster import Cluster
 from tfmulti.doctor import addresses, disk, gpus, host, links, packages, peers, traps, variables
 from tfmulti.doctor.check import Check
 from tfmulti.doctor.commands import run
@@ -15,10 +17,28 @@ from tfmulti.doctor.tensorflow_process import ask, check_import
 from tfmulti.meeting import find_timeout
 
 
-def examine(
-    config: DoctorConfig, environ: Mapping[str, str] = os.environ
-) -> list[tuple[str, list[Check]]]:
-    """Looks at everything, and returns it by area.
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        areas: The checks, by area.
+        met: The cluster, where all its workers have met; else None.
+        timeout_s: Seconds that they wait for one another.
+    """
+
+    areas: list[tuple[str, list[Check]]]
+    met: Cluster | None
+    timeout_s: float
+
+    @property
+    def checks(self) -> list[Check]:
+        """All checks."""
+        return [check for _, checks in self.areas for check in checks]
+
+
+def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Examination:
+    """Looks at everything.
 
     Args:
         config: What to look at.
@@ -32,14 +52,14 @@ def examine(
     # First the network: the workers have started at the same time, and nothing else runs yet.
     cluster_checks = [tf_config, *addresses.check_addresses(cluster, environ)]
     driver = read_driver()
-    asked = config.cluster
-    cluster_checks += peers.check_peers(cluster, asked, driver.gpus, timeout_s, environ)
+    found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
+    cluster_checks += found
     report = ask(config.tensorflow_timeout)
     num_gpus = len(driver.gpus)
     nvlink = run(["nvidia-smi", "nvlink", "--status"]) if num_gpus else None
     matrix = run(["nvidia-smi", "topo", "-m"]) if num_gpus else None
     num_workers = cluster.num_workers if cluster else 1
-    return [
+    areas = [
         ("Programs", [*packages.check_packages(), check_import(report)]),
         ("GPUs", gpus.check_gpus(driver, report, environ)),
         (
@@ -56,3 +76,4 @@ def examine(
         ("Variables", variables.check_variables(environ, cluster)),
         ("Traps", traps.check_traps(environ, cluster, num_gpus)),
     ]
+    return Examination(areas, cluster if met else None, timeout_s)

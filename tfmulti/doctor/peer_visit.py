@@ -68,7 +68,7 @@ class Visitor:
         token: The token.
         loading: Held while this worker measures a speed, so that each measures alone.
         deadline: `time.monotonic()` at which everything ends.
-        load_s: Seconds that measuring one speed should take.
+        load_s: Seconds that measuring one speed should take; 0 measures none.
         instance: A random name of this process.
     """
 
@@ -113,7 +113,8 @@ class Visitor:
                 connection.settimeout(max(1.0, self.deadline - time.monotonic()))
                 _measure_time(connection, reader, found)
                 found.fault = ""
-                self._measure_speed(connection, reader, found)
+                if self.load_s:
+                    self._measure_speed(connection, reader, found)
                 connection.sendall(BYE + b"\n")
                 with contextlib.suppress(OSError):
                     reader.readline(64)

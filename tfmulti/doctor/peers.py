@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -45,7 +46,11 @@ def describe_worker(
 
 
 def visit_all(
-    cluster: Cluster, notes: dict, timeout_s: float, environ: Mapping[str, str] = os.environ
+    cluster: Cluster,
+    notes: dict,
+    timeout_s: float,
+    environ: Mapping[str, str] = os.environ,
+    load_s: float = LOAD_S,
 ) -> tuple[list[Visit], Listener]:
     """Visits all other workers, and lets them visit this one, until all are done.
 
@@ -54,6 +59,7 @@ def visit_all(
         notes: What the others are told.
         timeout_s: Seconds that all have for everything.
         environ: The environment, with the token.
+        load_s: Seconds that one speed is measured for; 0 measures none.
 
     Returns:
         What was found at each other worker, and who has come to this one.
@@ -68,7 +74,7 @@ def visit_all(
         token = type(token)(token.secret, False)
     deadline, loading = time.monotonic() + timeout_s, threading.Lock()
     others = [index for index in range(cluster.num_workers) if index != cluster.worker_index]
-    load_s = min(LOAD_S, ALL_LOADS_S / (2 * len(others)))
+    load_s = min(load_s, ALL_LOADS_S / (2 * len(others)))
     visitor = Visitor(cluster, token, loading, deadline, load_s)
     visits = [Visit(index) for index in others]
     with Listener(cluster, notes, token, loading, deadline) as listener:
@@ -94,31 +100,43 @@ def check_peers(
     gpus: Sequence[Gpu],
     timeout_s: float,
     environ: Mapping[str, str] = os.environ,
-) -> list[Check]:
-    """Visits the other workers, and judges what was found; unknown where that is not asked for."""
+) -> tuple[list[Check], bool]:
+    """Visits the other workers, and judges what was found; unknown where that is not asked for.
+
+    Returns:
+        The checks, and whether all workers have met.
+    """
     name = "other workers"
     if cluster is None:
         status = FAILURE if is_asked else UNKNOWN
         hint = "Set TF_CONFIG, or start this with tfmulti.launch." if is_asked else ""
-        return [Check(name, status, "no cluster here", hint)]
+        return [Check(name, status, "no cluster here", hint)], False
     if cluster.num_workers == 1:
-        return [Check(name, OK, "none: the cluster has one worker")]
+        return [Check(name, OK, "none: the cluster has one worker")], False
     if not is_asked:
         hint = "Run it on every worker at the same time, with --cluster."
-        return [Check(name, UNKNOWN, f"{cluster.num_workers - 1}, not looked at", hint)]
+        return [Check(name, UNKNOWN, f"{cluster.num_workers - 1}, not looked at", hint)], False
     notes = describe_worker(cluster, gpus, environ)
     try:
         visits, listener = visit_all(cluster, notes, timeout_s, environ)
     except MeetingError as error:
         hint = "See who holds the port with `ss -ltnp`: an earlier run?"
-        return [Check(name, FAILURE, f"nobody can come in: {error.__cause__ or error}", hint)]
+        text = f"nobody can come in: {error.__cause__ or error}"
+        return [Check(name, FAILURE, text, hint)], False
     checks = [judge_visit(cluster, found, listener.left, timeout_s) for found in visits]
     for index, machines in listener.twice.items():
         text = f"{' and '.join(sorted(machines))} both say they are {name_worker(cluster, index)}"
         hint = "Give each worker another `index` in the `task` of its TF_CONFIG."
         checks.append(Check("tasks", FAILURE, text, hint))
     said = {found.index: found.notes for found in visits if found.notes is not None}
-    return [*checks, judge_clocks(cluster, visits), *compare(cluster, {**said}, notes)]
+    checks += [judge_clocks(cluster, visits), *compare(cluster, said, notes)]
+    return checks, len(said) == len(visits) == len(listener.left)
+
+
+def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
+    """Waits until all workers are here, so that a launcher ends none before it has spoken."""
+    with contextlib.suppress(MeetingError):
+        visit_all(cluster, {}, timeout_s, environ, load_s=0.0)
 
 
 def judge_visit(cluster: Cluster, found: Visit, left: set[int], timeout_s: float) -> Check:
@@ -168,10 +186,9 @@ def judge_clocks(cluster: Cluster, visits: Sequence[Visit]) -> Check:
     if not known:
         return Check(_SKEW, UNKNOWN, "no other worker could be asked")
     most = max(known, key=lambda found: abs(found.ahead_s))
-    text = f"{name_worker(cluster, most.index)} is {abs(most.ahead_s) * 1e3:.1f} ms "
-    text += f"{'ahead' if most.ahead_s > 0 else 'behind'}, the others are nearer"
-    if len(known) == 1:
-        text = text.removesuffix(", the others are nearer")
+    way = "ahead of" if most.ahead_s > 0 else "behind"
+    who = name_worker(cluster, most.index)
+    text = f"{who} is {abs(most.ahead_s) * 1e3:.1f} ms {way} this one: nobody more"
     if abs(most.ahead_s) > _LATE_S:
         hint = "Let NTP or chrony set the clocks: logs and the times of files are in no order."
         return Check(_SKEW, WARNING, text, hint)

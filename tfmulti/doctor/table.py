@@ -34,7 +34,8 @@ def show(areas: Areas, console: Console) -> None:
             console.print(area, highlight=False, soft_wrap=True)
             for check in checks:
                 console.print(Text(plain(check)), soft_wrap=True)
-    console.print(verdict([check for _, checks in areas for check in checks]))
+    last = verdict([check for _, checks in areas for check in checks])
+    console.print(last, soft_wrap=not console.is_terminal)
 
 
 def plain(check: Check) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from tfmulti.doctor.commands import Output, run
 
 _MARK = "tfmulti.doctor: "
 _LAST_LINES = 4
+_PYTHON_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 _ABOUT_GPUS = ("dlopen", "Could not find cuda", "libcu", "CUDA_ERROR", "failed call to cuInit")
 
 SCRIPT = """
@@ -69,7 +71,9 @@ def ask(timeout_s: float, command: Sequence[str] = (sys.executable, "-c", SCRIPT
         timeout_s: Seconds that it has.
         command: What to run.
     """
-    return read_report(run(command, timeout_s, {"TF_CPP_MIN_LOG_LEVEL": "0"}))
+    # Another backend of Keras is a trap with a line of its own; the rest can be asked meanwhile.
+    env = {"TF_CPP_MIN_LOG_LEVEL": "0", "KERAS_BACKEND": "tensorflow"}
+    return read_report(run(command, timeout_s, env))
 
 
 def read_report(output: Output) -> Report:
@@ -85,7 +89,8 @@ def read_report(output: Output) -> Report:
         facts = json.loads(marked[-1].removeprefix(_MARK))
         about = [line for line in lines if any(sign in line for sign in _ABOUT_GPUS)]
         return Report(facts, words="; ".join(dict.fromkeys(about)))
-    words = " | ".join(lines[-_LAST_LINES:])
+    is_error = lines and _PYTHON_ERROR.match(lines[-1])
+    words = lines[-1] if is_error else " | ".join(lines[-_LAST_LINES:])
     if output.returncode is None:
         return Report(None, output.fault, words)
     if output.returncode < 0:
