@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import os
 import socket
@@ -88,12 +87,13 @@ def check_own_address(cluster: Cluster) -> Check:
 
 
 def _is_ours(family, address) -> bool:
+    """What goes to an address of this host comes from the same; nothing is sent to find out."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0, *address[2:]))
-    except OSError as error:
-        return error.errno != errno.EADDRNOTAVAIL
-    return True
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address[0], 1, *address[2:]))
+            return _is_loopback(address[0]) or probe.getsockname()[0] == address[0]
+    except OSError:
+        return False
 
 
 def _is_loopback(host) -> bool:

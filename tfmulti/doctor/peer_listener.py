@@ -42,7 +42,8 @@ class Listener:
         deadline: `time.monotonic()` at which everything ends.
 
     Attributes:
-        left: Positions in `cluster.tasks` of the visitors that are done.
+        came: Positions in `cluster.tasks` of those that have come.
+        left: Positions of those that are done.
         twice: Position -> machines of those that say they are the same worker.
     """
 
@@ -50,6 +51,7 @@ class Listener:
         self, cluster: Cluster, notes: dict, token: Token, loading: threading.Lock, deadline: float
     ):
         self.cluster, self.notes, self.token = cluster, notes, token
+        self.came: set[int] = set()
         self.left: set[int] = set()
         self.twice: dict[int, set[str]] = {}
         self.changed = threading.Condition()
@@ -65,14 +67,22 @@ class Listener:
             MeetingError: Where nothing can listen at this worker's address.
         """
         self._sockets = open_listeners(self.cluster)
+        self._threads = [
+            threading.Thread(target=self._accept, args=(each,), daemon=True)
+            for each in self._sockets
+        ]
         for each in self._sockets:
             each.settimeout(_LOOK_S)
-            threading.Thread(target=self._accept, args=(each,), daemon=True).start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_) -> None:
         """Frees the port."""
         self._ended.set()
+        # A socket that somebody still waits at is not closed.
+        for thread in self._threads:
+            thread.join()
         for each in self._sockets:
             each.close()
 
@@ -117,6 +127,7 @@ class Listener:
             if not self.token.is_given:
                 reason["cluster"] = {kind: list(each) for kind, each in self.cluster.spec.items()}
             connection.sendall(messages.write_refusal(reason))
+            _wait_for_end(connection, reader)
             return None
         index, instance = said.get("index"), said.get("instance")
         if type(index) is not int or not isinstance(instance, str):
@@ -129,6 +140,7 @@ class Listener:
 
     def _remember(self, index, instance, machine):
         with self.changed:
+            self.came.add(index)
             first, where = self._seen.setdefault(index, (instance, machine))
             if index == self.cluster.worker_index:
                 self.twice[index] = {"this host", machine}
@@ -148,6 +160,7 @@ class Listener:
                     self.left.add(index)
                     self.changed.notify_all()
                 connection.sendall(BYE + b"\n")
+                _wait_for_end(connection, reader)
                 return
 
     def _load(self, connection, reader, left):
@@ -167,6 +180,12 @@ class Listener:
             connection.sendall(DONE + b"\n")
         finally:
             self._loading.release()
+
+
+def _wait_for_end(connection, reader):
+    # Who closes first throws away what the other has not read yet.
+    connection.settimeout(LINE_S)
+    reader.read(1)
 
 
 def prepare(connection: socket.socket) -> None:

@@ -123,14 +123,14 @@ def check_peers(
         hint = "See who holds the port with `ss -ltnp`: an earlier run?"
         text = f"nobody can come in: {error.__cause__ or error}"
         return [Check(name, FAILURE, text, hint)], False
-    checks = [judge_visit(cluster, found, listener.left, timeout_s) for found in visits]
+    checks = [judge_visit(cluster, found, listener.came, timeout_s) for found in visits]
     for index, machines in listener.twice.items():
         text = f"{' and '.join(sorted(machines))} both say they are {name_worker(cluster, index)}"
         hint = "Give each worker another `index` in the `task` of its TF_CONFIG."
         checks.append(Check("tasks", FAILURE, text, hint))
     said = {found.index: found.notes for found in visits if found.notes is not None}
     checks += [judge_clocks(cluster, visits), *compare(cluster, said, notes)]
-    return checks, len(said) == len(visits) == len(listener.left)
+    return checks, len(said) == len(visits) == len(listener.came)
 
 
 def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
@@ -139,24 +139,24 @@ def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> No
         visit_all(cluster, {}, timeout_s, environ, load_s=0.0)
 
 
-def judge_visit(cluster: Cluster, found: Visit, left: set[int], timeout_s: float) -> Check:
+def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float) -> Check:
     """Judges one other worker.
 
     Args:
         cluster: The cluster.
         found: What was found there.
-        left: The workers that have visited this one.
+        came: The workers that have come to this one.
         timeout_s: Seconds that it had.
     """
     name = name_worker(cluster, found.index)
     if found.notes is None:
-        return _missing(name, found, found.index in left, timeout_s)
+        return _missing(name, found, found.index in came, timeout_s)
     text = f"round trip {found.round_trip_s * 1e3:.2f} ms" if found.round_trip_s else "answers"
     if found.bytes_per_s:
         text += f", {megabytes(found.bytes_per_s)}/s to it"
     same = split_address(cluster.address)[0] == split_address(name.rpartition(" ")[2])[0]
     text += " (on this host)" if same else f" (host {found.notes.get('host')})"
-    if found.index not in left:
+    if found.index not in came:
         hint = "Look at its own doctor: can it reach this worker's port, or is a firewall between?"
         return Check(name, FAILURE, f"{text}; but it has not come to this worker", hint)
     if found.fault:

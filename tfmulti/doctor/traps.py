@@ -32,7 +32,7 @@ def check_traps(
         home: The home folder; None takes the user's.
         installed: Returns the version of a package, or None.
     """
-    folder = Path(environ.get("KERAS_HOME") or (home or Path.home()) / ".keras")
+    folder = Path(environ.get("KERAS_HOME", (home or Path.home()) / ".keras"))
     return [
         check_backend(environ, folder / "keras.json"),
         check_keras_file(folder / "keras.json"),
@@ -81,8 +81,11 @@ def check_keras_file(path: Path) -> Check:
     settings, fault = read_keras_file(path)
     if fault:
         return Check(name, WARNING, f"{fault}: Keras ignores it", "Correct it, or delete it.")
-    odd = [f"{key}={settings[key]}" for key in _DEFAULTS if settings.get(key, "") != _DEFAULTS[key]]
-    odd = [each for each in odd if each.split("=")[0] in settings]
+    odd = [
+        f"{key}={settings[key]}"
+        for key, usual in _DEFAULTS.items()
+        if settings.get(key, usual) != usual
+    ]
     if odd:
         hint = "Every worker must have the same; set it in the program instead."
         return Check(name, WARNING, f"{path} sets {', '.join(odd)}", hint)

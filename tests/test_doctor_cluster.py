@@ -1,0 +1,269 @@
+"""The doctor and a cluster: its description, its addresses, and visits among real processes."""
+
+import json
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from tfmulti import processes
+from tfmulti.cluster import Cluster, environment
+from tfmulti.doctor import addresses, peers
+from tfmulti.doctor.peer_visit import Visit
+
+QUICK = {"timeout_s": 20.0}
+
+
+@pytest.fixture(autouse=True)
+def fresh_keras():
+    """Instead of the one for tests with Keras: nothing here imports it."""
+
+
+def cluster_of(num_workers, index=0, ports=None):
+    ports = ports or processes.free_ports(num_workers)
+    return Cluster({"worker": [f"127.0.0.1:{port}" for port in ports]}, "worker", index)
+
+
+def named(checks):
+    return {check.name: check for check in checks}
+
+
+# What one worker can tell alone.
+
+
+@pytest.mark.parametrize(
+    ("tf_config", "words"),
+    [
+        ("{nope", "must be JSON"),
+        ('{"cluster": {"worker": ["a:1", "b"]}}', '`TF_CONFIG["task"]`'),
+        (
+            '{"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}}',
+            '`TF_CONFIG["cluster"]["worker"][1]` must be "host:port", and names no port',
+        ),
+        (
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
+            '`TF_CONFIG["task"]["index"]` must be 0',
+        ),
+    ],
+)
+def test_a_broken_tf_config_is_a_failure_that_names_the_place(tf_config, words):
+    cluster, check = addresses.read_cluster(None, {"TF_CONFIG": tf_config})
+    assert cluster is None
+    assert check.status == "failure"
+    assert words in check.detail or words == '`TF_CONFIG["task"]`'
+    assert check.hint
+
+
+def test_no_tf_config_is_no_fault():
+    cluster, check = addresses.read_cluster(None, {})
+    assert (cluster, check.status) == (None, "ok")
+    checks = addresses.check_addresses(None, {})
+    assert {each.status for each in checks} == {"unknown"}
+    [check], met = peers.check_peers(None, True, [], 1.0, {})
+    assert (check.status, met) == ("failure", False)
+
+
+def test_a_port_that_somebody_holds_is_a_failure():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster = cluster_of(1, ports=[server.getsockname()[1]])
+        check = addresses.check_own_port(cluster, "TF_CONFIG")
+        assert check.status == "failure"
+        assert 'TF_CONFIG["cluster"]["worker"][0]' in check.detail
+        assert "ss -ltnp" in check.hint
+    assert addresses.check_own_port(cluster, "TF_CONFIG").status == "ok"
+
+
+def test_addresses_that_cannot_work():
+    found = named(addresses.check_addresses(cluster_of(2), {}))
+    assert found["secret"].status == "warning"
+    assert {each.status for each in found.values()} == {"ok", "warning"}
+    token = {environment.TOKEN: "x"}
+    found = named(addresses.check_addresses(cluster_of(2), token))
+    assert {each.status for each in found.values()} == {"ok"}
+    mixed = Cluster({"worker": ["127.0.0.1:1234", "8.8.8.8:1234"]}, "worker", 0)
+    assert addresses.check_own_address(mixed).status == "failure"
+    assert addresses.check_private(mixed).status == "warning"
+    # An address that documentation has for itself (RFC 5737).
+    foreign = Cluster({"worker": ["192.0.2.1:1234", "192.0.2.2:1234"]}, "worker", 1)
+    check = addresses.check_own_address(foreign)
+    assert (check.status, "index" in check.hint) == ("warning", True)
+    unknown = Cluster({"worker": ["no-such-host.invalid:1234"]}, "worker", 0)
+    check = addresses.check_names(unknown, "TF_CONFIG")
+    assert check.status == "failure"
+    assert "no-such-host.invalid" in check.detail
+
+
+# Visits.
+
+
+def visit_together(clusters, notes=None, environs=None, **settings):
+    """What each of several workers finds, all in this process."""
+    found = {}
+
+    def run(index, cluster):
+        said = notes[index] if notes else peers.describe_worker(cluster, [], {})
+        environ = (environs or [{}] * len(clusters))[index]
+        visits, listener = peers.visit_all(cluster, said, environ=environ, **settings)
+        found[index] = ({visit.index: visit for visit in visits}, listener)
+
+    threads = [
+        threading.Thread(target=run, args=(index, cluster)) for index, cluster in clusters.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_three_workers_visit_one_another():
+    ports = processes.free_ports(3)
+    clusters = {index: cluster_of(3, index, ports) for index in range(3)}
+    found = visit_together(clusters, **QUICK)
+    for index, (visits, listener) in found.items():
+        others = {0, 1, 2} - {index}
+        assert set(visits) == listener.came == listener.left == others
+        assert not listener.twice
+        for visit in visits.values():
+            assert visit.fault == ""
+            assert 0 < visit.round_trip_s < 1
+            assert abs(visit.ahead_s) < 1
+            assert visit.bytes_per_s > 1e6
+            assert visit.notes["alike"]["cluster"] == {"worker": list(clusters[0].spec["worker"])}
+    # The ports are free again.
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_worker_that_does_not_come_is_named():
+    ports = processes.free_ports(3)
+    clusters = {index: cluster_of(3, index, ports) for index in range(2)}
+    began = time.monotonic()
+    found = visit_together(clusters, timeout_s=4.0)
+    assert time.monotonic() - began < 20
+    visits, listener = found[0]
+    missing = peers.judge_visit(clusters[0], visits[2], listener.came, 4.0)
+    assert missing.status == "failure"
+    assert missing.name == f"worker 2 at 127.0.0.1:{ports[2]}"
+    assert "did not answer within 4 s: connection refused" in missing.detail
+    there = peers.judge_visit(clusters[0], visits[1], listener.came, 4.0)
+    assert there.status == "ok"
+
+
+def test_another_program_on_the_port_is_no_worker():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster = cluster_of(2, 0, [processes.free_ports(1)[0], server.getsockname()[1]])
+        visits, listener = visit_together({0: cluster}, timeout_s=1.0)[0]
+    assert visits[1].notes is None
+    assert peers.judge_visit(cluster, visits[1], listener.came, 1.0).status == "failure"
+
+
+def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
+    ports = processes.free_ports(3)
+    clusters = {index: cluster_of(2, index, ports[:2]) for index in range(2)}
+    tokens = [{environment.TOKEN: "one"}, {environment.TOKEN: "other"}]
+    began = time.monotonic()
+    found = visit_together(clusters, environs=tokens, **QUICK)
+    assert time.monotonic() - began < 10
+    for index, (visits, listener) in found.items():
+        check = peers.judge_visit(clusters[index], visits[1 - index], listener.came, 20.0)
+        assert check.status == "failure"
+        assert "TFMULTI_TOKEN" in check.detail
+    clusters[1] = cluster_of(3, 1, ports)
+    visits, _ = visit_together({**clusters}, timeout_s=2.0)[0]
+    assert "another cluster" in visits[1].fault
+
+
+def test_two_workers_with_the_same_task_are_told():
+    ports = processes.free_ports(2)
+    first = cluster_of(2, 0, ports)
+    second = cluster_of(2, 1, ports)
+    found = {}
+
+    def run(key, cluster, environ):
+        try:
+            found[key] = peers.check_peers(cluster, True, [], 3.0, environ)[0]
+        except Exception as error:
+            found[key] = error
+
+    threads = [threading.Thread(target=run, args=(0, first, {}))]
+    threads += [threading.Thread(target=run, args=(key, second, {})) for key in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # One of the two has the port; whoever has not says so, and the first has seen both or one.
+    texts = [check.detail for key in (1, 2) for check in found[key]]
+    assert any("in use" in text for text in texts)
+
+
+def test_slow_far_and_lost_ways_are_judged():
+    cluster = cluster_of(2, 0)
+    notes = {"host": "h", "gpus": [], "alike": {}}
+
+    def judge(came=frozenset({1}), **facts):
+        usual = {"notes": notes, "round_trip_s": 1e-4, "ahead_s": 0.0, "bytes_per_s": 1e9}
+        return peers.judge_visit(cluster, Visit(1, **{**usual, **facts}), set(came), 5.0)
+
+    assert judge().status == "ok"
+    assert "round trip 0.10 ms, 1.0 GB/s to it" in judge().detail
+    assert judge(bytes_per_s=1e7).status == judge(round_trip_s=0.02).status == "warning"
+    assert judge(bytes_per_s=None, fault="no turn came to measure its speed").status == "warning"
+    assert "firewall" in judge(came=()).hint
+    assert judge(came=()).status == "failure"
+    assert "yet it came to this worker" in judge(notes=None, fault="no answer").detail
+
+
+def test_clocks_that_go_wrong_warn():
+    cluster = cluster_of(3, 0)
+    right = [Visit(1, ahead_s=1e-4), Visit(2, ahead_s=-2e-3)]
+    check = peers.judge_clocks(cluster, right)
+    assert check.status == "ok"
+    assert "2.0 ms behind" in check.detail
+    wrong = peers.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
+    assert (wrong.status, "90000.0 ms ahead of" in wrong.detail) == ("warning", True)
+    assert peers.judge_clocks(cluster, [Visit(1)]).status == "unknown"
+
+
+def test_versions_and_gpus_of_the_workers_are_compared():
+    cluster = cluster_of(2, 0)
+    mine = peers.describe_worker(cluster, [], {})
+    versions, gpus = peers.compare(cluster, {1: mine}, mine)
+    assert versions.status == gpus.status == "ok"
+    theirs = {**mine, "gpus": ["Tesla T4"], "alike": {**mine["alike"], "tensorflow": "2.20.0"}}
+    versions, gpus = peers.compare(cluster, {1: theirs}, mine)
+    assert (versions.status, gpus.status) == ("failure", "warning")
+    assert 'tensorflow is "2.21' in versions.detail
+    assert '"2.20.0" on worker 1' in versions.detail
+    assert peers.compare(cluster, {}, mine)[0].status == "unknown"
+
+
+def test_two_real_workers_examine_each_other(run_workers):
+    env = {environment.TOKEN: "of this test"}
+    # TensorFlow has no time to be imported: its line is a failure, and the others stay as they are.
+    arguments = ["-m", "tfmulti.doctor", "--cluster", "--json", "--tensorflow_timeout=1"]
+    for index, done in enumerate(run_workers(2, arguments, env=env, check=False)):
+        assert done.returncode == 1, done.stderr
+        found = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+        [other] = [each for name, each in found.items() if name.startswith("worker ")]
+        assert other["name"].startswith(f"worker {1 - index} at 127.0.0.1:")
+        assert other["status"] == "ok"
+        assert "round trip" in other["detail"]
+        for name in ("clocks of the workers", "versions of the workers", "GPUs of the workers"):
+            assert found[name]["status"] == "ok"
+        failed = [name for name, each in found.items() if each["status"] == "failure"]
+        assert failed == ["import of TensorFlow"]
+        assert "no answer in 1 s" in found["import of TensorFlow"]["detail"]
+
+
+def test_the_launcher_shows_the_first_workers_table():
+    command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--"]
+    command += [sys.executable, "-m", "tfmulti.doctor", "--cluster", "--tensorflow_timeout=1"]
+    [done] = processes.run_together(command, [{"KERAS_BACKEND": "jax"}], timeout_s=200.0)
+    # The traps are on both, and both have said all that they had to say.
+    assert done.returncode == 1
+    assert "Not ready: import of TensorFlow, backend of Keras. (2 failures" in done.stdout
+    assert "worker 1 at 127.0.0.1:" in done.stdout
+    assert "worker 1 failed with exit code 1" in done.stderr
