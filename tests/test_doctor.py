@@ -401,8 +401,9 @@ def test_a_proxy_between_workers_warns_and_hides_its_password():
     assert "no_grpc_proxy=10.0.0.1,10.0.0.2" in found.hint
     assert "secret" not in found.detail
     assert look_at(environ)["https_proxy"].status == "ok"
-    around = {**environ, "no_proxy": "localhost, 10.0.0.1,10.0.0.2"}
-    assert look_at(around, TWO)["https_proxy"].status == "ok"
+    for around in ("localhost, 10.0.0.1,10.0.0.2", "10.0.0.0/8"):
+        assert look_at({**environ, "no_proxy": around}, TWO)["https_proxy"].status == "ok"
+    assert look_at({**environ, "no_proxy": "192.168.0.0/16"}, TWO)["https_proxy"].hint
 
 
 def trapped(environ, cluster=None, num_gpus=0, home="/nowhere", **installed):

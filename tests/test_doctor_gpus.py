@@ -169,6 +169,8 @@ def test_gpus_that_tensorflow_does_not_see_are_a_failure_with_its_own_words():
     check = gpus.check_tensorflow(driver(*pair()), 2, report(0, is_cuda_build="False"))
     assert "tensorflow[and-cuda]" in check.hint
     assert gpus.check_tensorflow(driver(*pair()), 2, report(2)).status == "ok"
+    divided = gpus.check_gpus(driver(*pair()), report(1), {gpus.VISIBLE: "MIG-1"})
+    assert {check.name: check.status for check in divided}["GPUs of TensorFlow"] == "ok"
     assert gpus.check_tensorflow(driver(*pair()), 2, Report(None, "died")).status == "unknown"
 
 

@@ -24,7 +24,7 @@ def check_gpus(driver: Driver, report: Report, environ: Mapping[str, str]) -> li
     return [
         check_driver(driver),
         check_visible(environ.get(VISIBLE), indices, words, len(driver.gpus)),
-        check_tensorflow(driver, len(indices), report),
+        check_tensorflow(driver, None if "MIG" in words else len(indices), report),
         check_computing(report),
         check_alike(driver.gpus, environ),
         check_free(driver.gpus),
@@ -106,17 +106,19 @@ def check_visible(value: str | None, indices: list[int], fault: str, count: int)
     return Check(VISIBLE, OK, f"{text}: {', '.join(map(str, indices))}")
 
 
-def check_tensorflow(driver: Driver, expected: int, report: Report) -> Check:
-    """Compares the GPUs that TensorFlow sees with those that it should see."""
+def check_tensorflow(driver: Driver, expected: int | None, report: Report) -> Check:
+    """Compares the GPUs that TensorFlow sees with those that it should see, where that is known."""
     name = "GPUs of TensorFlow"
     if report.facts is None:
         return Check(name, UNKNOWN, "TensorFlow could not be asked")
     seen = len(report.facts["gpus"])
+    if expected is None:
+        return Check(name, OK if seen else UNKNOWN, f"TensorFlow sees {seen}")
     text = f"TensorFlow sees {seen}, the driver offers {expected}"
-    if seen == expected:
-        return Check(name, OK, text if seen else f"none, and {driver.fault or 'none is offered'}")
-    if seen > expected:
-        return Check(name, OK if not driver.gpus else WARNING, text)
+    if not seen and not expected:
+        return Check(name, OK, f"none, and {driver.fault or 'none is offered'}")
+    if seen >= expected:
+        return Check(name, OK, text)
     words = f"; it says: {report.words}" if report.words else ""
     if report.facts["build"].get("is_cuda_build") != "True":
         hint = "This TensorFlow is built without CUDA: pip install 'tensorflow[and-cuda]'."

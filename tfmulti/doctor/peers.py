@@ -23,7 +23,7 @@ from tfmulti.meeting.token import digest_cluster, find_token
 LOAD_S, ALL_LOADS_S = 0.5, 20.0
 """Seconds that one speed, and all of a worker's, are measured for."""
 
-_ALIKE = ("tfmulti", "tensorflow", "keras", "numpy")
+_ALIKE = ("tfmulti", "tensorflow", "keras", "numpy", "nvidia-nccl-cu12")
 _LATE_S = 1.0
 _FAR_S = 5e-3
 _SLOW_BYTES_PER_S = 50e6

@@ -6,12 +6,13 @@ https://github.com/grpc/grpc/blob/master/doc/environment_variables.md, TensorFlo
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.address import split_address
+from tfmulti.cluster.address import is_ip_address, split_address
 from tfmulti.doctor.check import FAILURE, OK, WARNING, Check
 
 MEANINGS = {
@@ -122,7 +123,7 @@ def _explain(name, value) -> Check:
 def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
     """Looks whether NCCL finds an interface.
 
-    >>> check_interfaces("=eth0,ib", ["lo", "ib0"]).status, check_interfaces("eth", ["lo"]).status
+    >>> check_interfaces("=eth0,ib0", ["lo", "ib0"]).status, check_interfaces("eth", ["lo"]).status
     ('ok', 'failure')
     """
     name = "NCCL_SOCKET_IFNAME"
@@ -161,6 +162,12 @@ def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Che
 
 
 def _goes_round(host, entry) -> bool:
+    """Whether an entry is the host, a domain that it is in, or a range of addresses with it."""
+    if is_ip_address(host) and "/" in entry:
+        try:
+            return ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False)
+        except ValueError:
+            return False
     return bool(entry) and (host == entry or host.endswith("." + entry.lstrip(".")))
 
 
