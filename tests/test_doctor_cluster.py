@@ -11,7 +11,9 @@ import pytest
 from tfmulti import processes
 from tfmulti.cluster import Cluster, environment
 from tfmulti.doctor import addresses, peers
-from tfmulti.doctor.peer_visit import Visit
+from tfmulti.doctor.peer_listener import Listener
+from tfmulti.doctor.peer_visit import Visit, Visitor
+from tfmulti.meeting.token import find_token
 
 QUICK = {"timeout_s": 20.0}
 
@@ -197,6 +199,19 @@ def test_two_workers_with_the_same_task_are_told():
     # One of the two has the port; whoever has not says so, and the first has seen both or one.
     texts = [check.detail for key in (1, 2) for check in found[key]]
     assert any("in use" in text for text in texts)
+
+
+def test_a_second_worker_with_the_same_task_is_noticed_where_it_comes():
+    cluster = cluster_of(2, 0)
+    twin = Cluster(cluster.spec, "worker", 1)
+    deadline, token = time.monotonic() + 20.0, find_token(cluster, "secret")
+    with Listener(cluster, {}, token, threading.Lock(), deadline) as listener:
+        for _ in range(2):
+            found = Visit(0)
+            Visitor(twin, token, threading.Lock(), deadline, load_s=0.0).visit(found)
+            assert found.notes == {}
+            assert found.bytes_per_s is None
+    assert listener.twice == {1: {"127.0.0.1"}}
 
 
 def test_slow_far_and_lost_ways_are_judged():

@@ -186,7 +186,7 @@ def test_a_gpu_that_computes_nothing_is_a_failure():
 
 
 def test_unlike_gpus_warn():
-    assert gpus.check_alike(pair(), {}).detail == "2 x Tesla T4, 15360 MiB each"
+    assert gpus.check_alike(pair(), {}).detail == "2 x Tesla T4 (15360 MiB)"
     mixed = [*pair(), Gpu(2, A100, memory_mib=81920)]
     check = gpus.check_alike(mixed, {})
     assert check.status == "warning"
@@ -205,7 +205,8 @@ def test_gpus_in_use_divided_or_for_one_process_warn():
     assert gpus.check_free([Gpu(0, T4)]).status == "unknown"
     assert gpus.check_modes(pair(compute_mode="Default", mig="Disabled")).status == "ok"
     for facts in ({"compute_mode": "Exclusive_Process"}, {"mig": "Enabled"}):
-        assert gpus.check_modes(pair(**facts)).status == "warning"
+        assert gpus.check_modes(pair(**{"compute_mode": "Default", **facts})).status == "warning"
+    assert gpus.check_modes(pair()).status == gpus.check_modes([]).status == "unknown"
 
 
 def test_nvlink():

@@ -148,14 +148,18 @@ def check_alike(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Check:
         return Check(name, UNKNOWN, NO_GPU)
     models = {gpu.name for gpu in gpus}
     sizes = [gpu.memory_mib for gpu in gpus if gpu.memory_mib]
-    text = ", ".join(f"{gpu.index}: {gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus)
+    text = ", ".join(f"{gpu.index}: {gpu.name}{_memory(gpu)}" for gpu in gpus)
     unequal = sizes and max(sizes) - min(sizes) > _MEMORY_DIFFERENCE * max(sizes)
     if len(models) == 1 and not unequal:
-        return Check(name, OK, f"{len(gpus)} x {gpus[0].name}, {gpus[0].memory_mib} MiB each")
+        return Check(name, OK, f"{len(gpus)} x {gpus[0].name}{_memory(gpus[0])}")
     hint = f"The slowest sets the pace, the smallest the batch size: choose with {VISIBLE}."
     if len(models) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         hint += " Set CUDA_DEVICE_ORDER=PCI_BUS_ID: CUDA else counts the fastest first."
     return Check(name, WARNING, text, hint)
+
+
+def _memory(gpu) -> str:
+    return f" ({gpu.memory_mib} MiB)" if gpu.memory_mib else ""
 
 
 def check_free(gpus: Sequence[Gpu]) -> Check:
@@ -175,8 +179,8 @@ def check_free(gpus: Sequence[Gpu]) -> Check:
 def check_modes(gpus: Sequence[Gpu]) -> Check:
     """Looks for GPUs that not every process may use, or that are divided."""
     name = "modes of the GPUs"
-    if not gpus:
-        return Check(name, UNKNOWN, NO_GPU)
+    if not any(gpu.compute_mode for gpu in gpus):
+        return Check(name, UNKNOWN, NO_GPU if not gpus else "the driver does not tell")
     odd = [
         f"GPU {gpu.index}: {gpu.compute_mode}"
         for gpu in gpus

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from tfmulti.doctor.check import OK, UNKNOWN, WARNING, Check
+from tfmulti.doctor.check import OK, UNKNOWN, WARNING, Check, plural
 from tfmulti.doctor.commands import Output
 from tfmulti.doctor.gpus import NO_GPU
 
@@ -104,7 +104,9 @@ def check_topology(answer: Output, num_gpus: int) -> Check:
     if answer.fault or not paths:
         return Check(name, UNKNOWN, f"nvidia-smi tells nothing: {answer.fault or 'no matrix'}")
     counts = Counter(paths.values())
-    text = ", ".join(f"{count} pairs over {_describe(path)}" for path, count in counts.items())
+    text = ", ".join(
+        f"{plural(count, 'pair')} over {_describe(path)}" for path, count in counts.items()
+    )
     if "SYS" in counts:
         near = near_gpus(paths, num_gpus)
         hint = "Gradients cross between processors."

@@ -88,7 +88,9 @@ def read_report(output: Output) -> Report:
         # GPUs may fail when the process ends, after everything has been said.
         facts = json.loads(marked[-1].removeprefix(_MARK))
         about = [line for line in lines if any(sign in line for sign in _ABOUT_GPUS)]
-        return Report(facts, words="; ".join(dict.fromkeys(about)))
+        # Without the time and the process, which each line begins with.
+        words = [line.partition("] ")[2] or line for line in about]
+        return Report(facts, words="; ".join(dict.fromkeys(words)))
     is_error = lines and _PYTHON_ERROR.match(lines[-1])
     words = lines[-1] if is_error else " | ".join(lines[-_LAST_LINES:])
     if output.returncode is None:
