@@ -12,6 +12,7 @@ from tfmulti import processes
 from tfmulti.cluster import Cluster, environment
 from tfmulti.doctor import addresses, peers
 from tfmulti.doctor.peer_listener import Listener
+from tfmulti.doctor.peer_round import Round
 from tfmulti.doctor.peer_visit import Visit, Visitor
 from tfmulti.meeting.token import find_token
 
@@ -204,18 +205,40 @@ def test_two_workers_with_the_same_task_are_told():
 def test_a_second_worker_with_the_same_task_is_noticed_where_it_comes():
     cluster = cluster_of(2, 0)
     twin = Cluster(cluster.spec, "worker", 1)
-    deadline, token = time.monotonic() + 20.0, find_token(cluster, "secret")
-    with Listener(cluster, {}, token, threading.Lock(), deadline) as listener:
+    token = find_token(cluster, "secret")
+
+    def round_of(seen_from, name="measure"):
+        return Round(name, seen_from, token, time.monotonic() + 20.0)
+
+    with Listener(round_of(cluster), {}) as listener:
         for _ in range(2):
             found = Visit(0)
-            Visitor(twin, token, threading.Lock(), deadline, load_s=0.0).visit(found)
+            Visitor(round_of(twin)).visit(found)
             assert found.notes == {}
             assert found.bytes_per_s is None
     assert listener.twice == {1: {"127.0.0.1"}}
 
 
-def test_slow_far_and_lost_ways_are_judged():
+def test_who_is_a_round_ahead_is_received_when_the_others_are_there_too():
     cluster = cluster_of(2, 0)
+    token = find_token(cluster, "secret")
+    ahead = Round("leave", Cluster(cluster.spec, "worker", 1), token, time.monotonic() + 20.0)
+    found = Visit(0)
+    visit = threading.Thread(target=Visitor(ahead).visit, args=(found,))
+    with Listener(Round("measure", cluster, token, time.monotonic() + 20.0), {}) as first:
+        visit.start()
+        until = time.monotonic() + 20.0
+        while not found.fault and time.monotonic() < until:
+            time.sleep(0.01)
+    assert found.fault
+    assert not first.came | first.left
+    with Listener(Round("leave", cluster, token, time.monotonic() + 20.0), {}) as second:
+        visit.join()
+    assert (second.left, found.notes) == ({1}, {})
+
+
+def test_slow_far_and_lost_ways_are_judged():
+    cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
     notes = {"host": "h", "gpus": [], "alike": {}}
 
     def judge(came=frozenset({1}), **facts):

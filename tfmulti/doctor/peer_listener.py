@@ -13,17 +13,21 @@ import struct
 import threading
 import time
 
-from tfmulti.cluster import Cluster
+from tfmulti.doctor.peer_round import (
+    BUSY,
+    BYE,
+    DONE,
+    GO,
+    LINE_S,
+    LISTENER,
+    LOAD,
+    MAX_LOAD_BYTES,
+    PING,
+    VISITOR,
+    Round,
+)
 from tfmulti.meeting import messages
 from tfmulti.meeting.listening import open_listeners
-from tfmulti.meeting.token import Token
-
-VISITOR, LISTENER = "doctor", "doctor's host"
-PING, LOAD, BYE = b"ping", b"load", b"bye"
-GO, BUSY, DONE = b"go", b"busy", b"done"
-MAX_LOAD_BYTES = 1 << 30
-LINE_S = 5.0
-"""Seconds for a stranger to say who it is."""
 
 _LOOK_S = 0.1
 _MARGIN_S = 5.0
@@ -35,11 +39,8 @@ class Listener:
     """Listens at this worker's address, and answers visitors, until it is left.
 
     Args:
-        cluster: The cluster, seen from this worker.
+        round_: The round.
         notes: What visitors are told.
-        token: The token.
-        loading: Held while this worker measures a speed, so that each measures alone.
-        deadline: `time.monotonic()` at which everything ends.
 
     Attributes:
         came: Positions in `cluster.tasks` of those that have come.
@@ -47,15 +48,12 @@ class Listener:
         twice: Position -> machines of those that say they are the same worker.
     """
 
-    def __init__(
-        self, cluster: Cluster, notes: dict, token: Token, loading: threading.Lock, deadline: float
-    ):
-        self.cluster, self.notes, self.token = cluster, notes, token
+    def __init__(self, round_: Round, notes: dict):
+        self.round, self.notes = round_, notes
         self.came: set[int] = set()
         self.left: set[int] = set()
         self.twice: dict[int, set[str]] = {}
         self.changed = threading.Condition()
-        self._loading, self._deadline = loading, deadline
         self._seen: dict[int, tuple[str, str]] = {}
         self._ended = threading.Event()
         self._places = threading.Semaphore(_MAX_VISITORS)
@@ -66,7 +64,7 @@ class Listener:
         Raises:
             MeetingError: Where nothing can listen at this worker's address.
         """
-        self._sockets = open_listeners(self.cluster)
+        self._sockets = open_listeners(self.round.cluster)
         self._threads = [
             threading.Thread(target=self._accept, args=(each,), daemon=True)
             for each in self._sockets
@@ -108,8 +106,7 @@ class Listener:
                 with connection.makefile("rb") as reader:
                     index = self._admit(connection, reader, machine)
                     if index is not None:
-                        left_s = max(0.0, self._deadline - time.monotonic())
-                        connection.settimeout(left_s + _MARGIN_S)
+                        connection.settimeout(self.round.left_s + _MARGIN_S)
                         self._answer(connection, reader, index)
         finally:
             self._places.release()
@@ -121,20 +118,25 @@ class Listener:
         connection.sendall(messages.write_greeting(random))
         line = read_line(reader)
         try:
-            said = messages.read(line, self.token.secret, VISITOR, random)
+            said = messages.read(line, self.round.token.secret, VISITOR, random)
         except messages.BadMessage:
-            reason = {"token_is_given": self.token.is_given}
-            if not self.token.is_given:
-                reason["cluster"] = {kind: list(each) for kind, each in self.cluster.spec.items()}
+            reason = {"token_is_given": self.round.token.is_given}
+            if not self.round.token.is_given:
+                reason["cluster"] = {
+                    kind: list(each) for kind, each in self.round.cluster.spec.items()
+                }
             connection.sendall(messages.write_refusal(reason))
             _wait_for_end(connection, reader)
             return None
         index, instance = said.get("index"), said.get("instance")
         if type(index) is not int or not isinstance(instance, str):
             raise messages.BadMessage("a message of another version")
+        if said.get("round") != self.round.name:
+            # It is ahead of this worker: it comes again.
+            raise messages.BadMessage("another round")
         answer = {"notes": self.notes}
         context = random + instance
-        connection.sendall(messages.write(self.token.secret, LISTENER, context, answer))
+        connection.sendall(messages.write(self.round.token.secret, LISTENER, context, answer))
         self._remember(index, instance, machine)
         return index
 
@@ -142,7 +144,7 @@ class Listener:
         with self.changed:
             self.came.add(index)
             first, where = self._seen.setdefault(index, (instance, machine))
-            if index == self.cluster.worker_index:
+            if index == self.round.cluster.worker_index:
                 self.twice[index] = {"this host", machine}
             elif first != instance:
                 self.twice[index] = {where, machine}
@@ -166,7 +168,7 @@ class Listener:
     def _load(self, connection, reader, left):
         if not 0 < left <= MAX_LOAD_BYTES:
             raise messages.BadMessage("a load of another size")
-        if not self._loading.acquire(blocking=False):
+        if not self.round.loading.acquire(blocking=False):
             connection.sendall(BUSY + b"\n")
             return
         try:
@@ -179,7 +181,7 @@ class Listener:
                 left -= count
             connection.sendall(DONE + b"\n")
         finally:
-            self._loading.release()
+            self.round.loading.release()
 
 
 def _wait_for_end(connection, reader):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import secrets
 import socket
-import threading
 import time
 
-from tfmulti.cluster import Cluster
 from tfmulti.cluster.address import split_address
-from tfmulti.doctor.peer_listener import (
+from tfmulti.doctor.peer_listener import prepare, read_line
+from tfmulti.doctor.peer_round import (
     BUSY,
     BYE,
     GO,
@@ -22,12 +20,10 @@ from tfmulti.doctor.peer_listener import (
     MAX_LOAD_BYTES,
     PING,
     VISITOR,
-    prepare,
-    read_line,
+    Round,
 )
 from tfmulti.meeting import messages
 from tfmulti.meeting.errors import describe_fault
-from tfmulti.meeting.token import Token
 
 _RETRY_S = 0.2
 _PINGS = 20
@@ -59,25 +55,15 @@ class Visit:
     refused: bool = False
 
 
-@dataclasses.dataclass
 class Visitor:
     """Visits other workers.
 
-    Attributes:
-        cluster: The cluster, seen from this worker.
-        token: The token.
-        loading: Held while this worker measures a speed, so that each measures alone.
-        deadline: `time.monotonic()` at which everything ends.
-        load_s: Seconds that measuring one speed should take; 0 measures none.
-        instance: A random name of this process.
+    Args:
+        round_: The round.
     """
 
-    cluster: Cluster
-    token: Token
-    loading: threading.Lock
-    deadline: float
-    load_s: float
-    instance: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
+    def __init__(self, round_: Round):
+        self.round = round_
 
     def visit(self, found: Visit) -> None:
         """Comes as often as needed until it has been received, or time is over.
@@ -85,7 +71,7 @@ class Visitor:
         Args:
             found: Where to write what is found.
         """
-        while time.monotonic() < self.deadline:
+        while self.round.left_s:
             try:
                 self._try(found)
                 return
@@ -95,12 +81,12 @@ class Visitor:
                 found.fault = describe_fault(error)
             if found.notes is not None or found.refused:
                 return
-            time.sleep(max(0.0, min(_RETRY_S, self.deadline - time.monotonic())))
+            time.sleep(min(_RETRY_S, self.round.left_s))
 
     def _try(self, found):
-        kind, number = self.cluster.tasks[found.index]
-        host, port = split_address(self.cluster.spec[kind][number])
-        limit = max(0.1, min(LINE_S, self.deadline - time.monotonic()))
+        kind, number = self.round.cluster.tasks[found.index]
+        host, port = split_address(self.round.cluster.spec[kind][number])
+        limit = max(0.1, min(LINE_S, self.round.left_s))
         with socket.create_connection((host, port), timeout=limit) as connection:
             # A connection from a port to itself succeeds where nobody listens.
             if connection.getsockname() == connection.getpeername():
@@ -110,10 +96,10 @@ class Visitor:
                 found.notes = self._introduce(connection, reader, found)
                 if found.notes is None:
                     return
-                connection.settimeout(max(1.0, self.deadline - time.monotonic()))
+                connection.settimeout(max(1.0, self.round.left_s))
                 _measure_time(connection, reader, found)
                 found.fault = ""
-                if self.load_s:
+                if self.round.load_s:
                     self._measure_speed(connection, reader, found)
                 connection.sendall(BYE + b"\n")
                 with contextlib.suppress(OSError):
@@ -121,18 +107,19 @@ class Visitor:
 
     def _introduce(self, connection, reader, found) -> dict | None:
         greeting = messages.read_greeting(read_line(reader))
-        said = {"index": self.cluster.worker_index, "instance": self.instance}
-        connection.sendall(messages.write(self.token.secret, VISITOR, greeting, said))
+        mine = self.round
+        said = {"index": mine.cluster.worker_index, "instance": mine.instance, "round": mine.name}
+        connection.sendall(messages.write(self.round.token.secret, VISITOR, greeting, said))
         line = read_line(reader)
         refusal = messages.read_refusal(line)
         if refusal is not None:
             found.refused, found.fault = True, self._why(refusal)
             return None
-        context = greeting + self.instance
-        return messages.read(line, self.token.secret, LISTENER, context)["notes"]
+        context = greeting + self.round.instance
+        return messages.read(line, self.round.token.secret, LISTENER, context)["notes"]
 
     def _why(self, refusal) -> str:
-        if self.token.is_given or refusal.get("token_is_given"):
+        if self.round.token.is_given or refusal.get("token_is_given"):
             return "it has another TFMULTI_TOKEN, or only one of the two has one"
         return f"it has another cluster: {refusal.get('cluster')}"
 
@@ -144,12 +131,12 @@ class Visitor:
                 found.fault = "no turn came to measure its speed"
                 return
             found.bytes_per_s = size / seconds
-            size = int(min(max(found.bytes_per_s * self.load_s, _FIRST_LOAD), MAX_LOAD_BYTES))
+            size = int(min(max(found.bytes_per_s * self.round.load_s, _FIRST_LOAD), MAX_LOAD_BYTES))
 
     def _load(self, connection, reader, size) -> float | None:
         """Returns the seconds of sending; None where time is over before both have a turn."""
-        while (left_s := self.deadline - time.monotonic()) > 0:
-            if not self.loading.acquire(timeout=left_s):
+        while left_s := self.round.left_s:
+            if not self.round.loading.acquire(timeout=left_s):
                 return None
             try:
                 connection.sendall(LOAD + f" {size}\n".encode())
@@ -164,7 +151,7 @@ class Visitor:
                 if word != BUSY:
                     raise EOFError
             finally:
-                self.loading.release()
+                self.round.loading.release()
             # Two that wait for each other must not try again at the same time for ever.
             time.sleep(random.uniform(*_REST_S))
         return None

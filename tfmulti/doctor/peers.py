@@ -16,6 +16,7 @@ from tfmulti.cluster.address import split_address
 from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
 from tfmulti.doctor.nvidia import Gpu
 from tfmulti.doctor.peer_listener import Listener
+from tfmulti.doctor.peer_round import Round
 from tfmulti.doctor.peer_visit import Visit, Visitor
 from tfmulti.meeting.errors import MeetingError, check_alike, name_worker
 from tfmulti.meeting.token import digest_cluster, find_token
@@ -50,7 +51,7 @@ def visit_all(
     notes: dict,
     timeout_s: float,
     environ: Mapping[str, str] = os.environ,
-    load_s: float = LOAD_S,
+    measures: bool = True,
 ) -> tuple[list[Visit], Listener]:
     """Visits all other workers, and lets them visit this one, until all are done.
 
@@ -59,7 +60,7 @@ def visit_all(
         notes: What the others are told.
         timeout_s: Seconds that all have for everything.
         environ: The environment, with the token.
-        load_s: Seconds that one speed is measured for; 0 measures none.
+        measures: Whether speeds are measured.
 
     Returns:
         What was found at each other worker, and who has come to this one.
@@ -72,24 +73,23 @@ def visit_all(
     token = find_token(cluster, secret or digest_cluster(cluster), {})
     if not secret:
         token = type(token)(token.secret, False)
-    deadline, loading = time.monotonic() + timeout_s, threading.Lock()
     others = [index for index in range(cluster.num_workers) if index != cluster.worker_index]
-    load_s = min(load_s, ALL_LOADS_S / (2 * len(others)))
-    visitor = Visitor(cluster, token, loading, deadline, load_s)
-    visits = [Visit(index) for index in others]
-    with Listener(cluster, notes, token, loading, deadline) as listener:
+    load_s = min(LOAD_S, ALL_LOADS_S / (2 * len(others))) if measures else 0.0
+    name = "measure" if measures else "leave"
+    round_ = Round(name, cluster, token, time.monotonic() + timeout_s, load_s)
+    visits, visitor = [Visit(index) for index in others], Visitor(round_)
+    with Listener(round_, notes) as listener:
         threads = [
             threading.Thread(target=visitor.visit, args=(found,), daemon=True) for found in visits
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(round_.left_s)
         refused = {found.index for found in visits if found.refused}
         with listener.changed:
             listener.changed.wait_for(
-                lambda: listener.twice or not set(others) - listener.left - refused,
-                max(0.0, deadline - time.monotonic()),
+                lambda: listener.twice or not set(others) - listener.left - refused, round_.left_s
             )
     return visits, listener
 
@@ -136,7 +136,7 @@ def check_peers(
 def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
     """Waits until all workers are here, so that a launcher ends none before it has spoken."""
     with contextlib.suppress(MeetingError):
-        visit_all(cluster, {}, timeout_s, environ, load_s=0.0)
+        visit_all(cluster, {}, timeout_s, environ, measures=False)
 
 
 def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float) -> Check:
@@ -162,7 +162,8 @@ def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float
     if found.fault:
         return Check(name, WARNING, f"{text}; {found.fault}", "Give it longer: --start_timeout.")
     slow = found.bytes_per_s is not None and found.bytes_per_s < _SLOW_BYTES_PER_S
-    if slow or (found.round_trip_s or 0.0) > _FAR_S:
+    # Between workers of one host the speed is that of its processors.
+    if (slow and not same) or (found.round_trip_s or 0.0) > _FAR_S:
         hint = "Gradients travel this way each step: use a faster network, or NCCL_SOCKET_IFNAME."
         return Check(name, WARNING, f"{text}: slow", hint)
     return Check(name, OK, text)
