@@ -45,6 +45,7 @@ class Listener:
     Attributes:
         came: Positions in `cluster.tasks` of those that have come.
         left: Positions of those that are done.
+        turned_away: Positions that visitors without the token have claimed; nobody has checked.
         twice: Position -> machines of those that say they are the same worker.
     """
 
@@ -52,6 +53,7 @@ class Listener:
         self.round, self.notes = round_, notes
         self.came: set[int] = set()
         self.left: set[int] = set()
+        self.turned_away: set[int] = set()
         self.twice: dict[int, set[str]] = {}
         self.changed = threading.Condition()
         self._seen: dict[int, tuple[str, str]] = {}
@@ -120,13 +122,7 @@ class Listener:
         try:
             said = messages.read(line, self.round.token.secret, VISITOR, random)
         except messages.BadMessage:
-            reason = {"token_is_given": self.round.token.is_given}
-            if not self.round.token.is_given:
-                reason["cluster"] = {
-                    kind: list(each) for kind, each in self.round.cluster.spec.items()
-                }
-            connection.sendall(messages.write_refusal(reason))
-            _wait_for_end(connection, reader)
+            self._turn_away(connection, reader, line)
             return None
         index, instance = said.get("index"), said.get("instance")
         if type(index) is not int or not isinstance(instance, str):
@@ -139,6 +135,21 @@ class Listener:
         connection.sendall(messages.write(self.round.token.secret, LISTENER, context, answer))
         self._remember(index, instance, machine)
         return index
+
+    def _turn_away(self, connection, reader, line):
+        """Tells why, without a code: who has no token could not check one."""
+        reason = {"token_is_given": self.round.token.is_given}
+        if not self.round.token.is_given:
+            spec = self.round.cluster.spec
+            reason["cluster"] = {kind: list(each) for kind, each in spec.items()}
+        connection.sendall(messages.write_refusal(reason))
+        claimed = messages.unchecked(line).get("index")
+        with contextlib.suppress(OSError):
+            _wait_for_end(connection, reader)
+        with self.changed:
+            if type(claimed) is int:
+                self.turned_away.add(claimed)
+            self.changed.notify_all()
 
     def _remember(self, index, instance, machine):
         with self.changed:

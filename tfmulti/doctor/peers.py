@@ -87,10 +87,14 @@ def visit_all(
         for thread in threads:
             thread.join(round_.left_s)
         refused = {found.index for found in visits if found.refused}
+
+        def is_over():
+            # Who refuses this worker is let in once too, so that it hears of it as well.
+            done = listener.left | (refused & listener.turned_away)
+            return listener.twice or not set(others) - done
+
         with listener.changed:
-            listener.changed.wait_for(
-                lambda: listener.twice or not set(others) - listener.left - refused, round_.left_s
-            )
+            listener.changed.wait_for(is_over, round_.left_s)
     return visits, listener
 
 
