@@ -70,6 +70,7 @@ def check_clusters(slurm: SlurmHere, report: Report) -> None:
         ["--nodes=2", "--ntasks=3"],
         ["--nodes=2", "--ntasks=3", "--distribution=cyclic"],
         ["--nodes=1", "--ntasks=3", "--mpi=pmi2"],
+        ["--nodes=1", "--ntasks=3", "--resv-ports=3"],
     ):
         done = slurm.run(["srun", *options, sys.executable, "-c", RESOLVE])
         found = [json.loads(line) for line in done.stdout.splitlines()]
@@ -82,12 +83,19 @@ def check_clusters(slurm: SlurmHere, report: Report) -> None:
 
 def check_without_srun(slurm: SlurmHere, report: Report) -> None:
     """The script of a job of several tasks does not train alone; that of one task may."""
-    for tasks, holds in ((2, lambda text: "with srun" in text), (1, lambda text: "Slurm" in text)):
-        code = f"exec {sys.executable} -c '{RESOLVE}'"
-        options = [f"--ntasks={tasks}", "--wait", f"--output={slurm.folder}/alone-{tasks}"]
-        slurm.run(["sbatch", *options, "--wrap", code])
-        text = (slurm.folder / f"alone-{tasks}").read_text().strip().splitlines()[-1]
-        report.tell(f"sbatch --ntasks={tasks} without srun", holds(text), text)
+    code = f"exec {sys.executable} -c '{RESOLVE}'"
+    for number, (before, tasks, words) in enumerate(
+        (([], 2, "with srun"), (["srun", "--overlap"], 2, "with srun"), ([], 1, '["Slurm", 0'))
+    ):
+        output = slurm.folder / f"alone-{number}"
+        options = [f"--ntasks={tasks}", "--wait", f"--output={output}"]
+        slurm.run([*before, "sbatch", *options, "--wrap", code])
+        text = output.read_text().strip().splitlines()[-1]
+        what = " ".join([*before, f"sbatch --ntasks={tasks}, without srun in it"])
+        report.tell(what, words in text, text)
+    done = slurm.run(["salloc", "--ntasks=2", sys.executable, "-c", RESOLVE])
+    text = done.stderr.strip().splitlines()[-2]
+    report.tell("salloc --ntasks=2, without srun", "with srun" in done.stderr, text)
 
 
 def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:

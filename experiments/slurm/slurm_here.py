@@ -20,7 +20,17 @@ from pathlib import Path
 
 from tfmulti import processes
 
-COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo")
+COMMANDS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "salloc",
+    "sbatch",
+    "scancel",
+    "scontrol",
+    "sinfo",
+)
 # Their names are addresses, so that they resolve; their list has brackets.
 HOSTS = ("127.0.0.1", "127.0.0.2")
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
@@ -41,6 +51,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
+MpiParams=ports=13000-13099
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides

@@ -27,6 +27,7 @@ _SPECIAL_STEPS = 0xFFFFFFF0
 # Ports of a job begin in one of 600 blocks, below those that Linux gives to connections (32768
 # up): jobs that follow one another, and their steps, have others.
 _FIRST_PORT, _BLOCK, _NUM_BLOCKS, _STEP = 12000, 32, 600, 211
+_PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,6})\))?")
 
 
@@ -118,8 +119,8 @@ def first_port(environ: Mapping[str, str], hosts: Sequence[str], tasks: Sequence
         13000
     """
     most = max(sum(n for name, n in zip(hosts, tasks) if name == host) for host in set(hosts))
-    reserved = re.match("([0-9]{1,5})-([0-9]{1,5})", environ.get("SLURM_STEP_RESV_PORTS", ""))
-    if reserved and int(reserved[2]) - int(reserved[1]) + 1 >= most:
+    reserved = _PORTS.match(environ.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved and int(reserved[2] or reserved[1]) - int(reserved[1]) + 1 >= most:
         default = int(reserved[1])
     else:
         job = read_number(environ, "SLURM_JOB_ID", SOURCE)
