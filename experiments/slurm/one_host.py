@@ -72,7 +72,9 @@ def check_clusters(slurm: SlurmHere, report: Report) -> None:
         ["--nodes=1", "--ntasks=3", "--mpi=pmi2"],
         ["--nodes=1", "--ntasks=3", "--resv-ports=3"],
     ):
-        done = slurm.run(["srun", *options, sys.executable, "-c", RESOLVE])
+        # This Slurm can reserve ports, and then does so for every step.
+        without = [] if "--resv-ports=3" in options else ["env", "-u", "SLURM_STEP_RESV_PORTS"]
+        done = slurm.run(["srun", *options, *without, sys.executable, "-c", RESOLVE])
         found = [json.loads(line) for line in done.stdout.splitlines()]
         clusters = {json.dumps(workers) for _, _, workers in found}
         places = sorted(index for _, index, _ in found)
@@ -94,7 +96,7 @@ def check_without_srun(slurm: SlurmHere, report: Report) -> None:
         what = " ".join([*before, f"sbatch --ntasks={tasks}, without srun in it"])
         report.tell(what, words in text, text)
     done = slurm.run(["salloc", "--ntasks=2", sys.executable, "-c", RESOLVE])
-    text = done.stderr.strip().splitlines()[-2]
+    text = next((line for line in done.stderr.splitlines() if "Received" in line), done.stderr)
     report.tell("salloc --ntasks=2, without srun", "with srun" in done.stderr, text)
 
 
