@@ -115,7 +115,7 @@ class SlurmHere:
     def run(self, command: list[str], **options) -> subprocess.CompletedProcess:
         """Runs a command of Slurm; returns it with its output as text."""
         return subprocess.run(
-            command, env=self.environ, capture_output=True, text=True, timeout=300, **options
+            command, env=self.environ, capture_output=True, text=True, timeout=500, **options
         )
 
     def _start(self):
