@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -162,11 +163,12 @@ def _load_result(folder):
         return carry.load_result(own)
     except Exception as error:
         # Keras begins with the configuration of the whole model, at each level.
-        text = str(error).rsplit("Exception encountered: ", 1)[-1][:_MESSAGE_LENGTH]
+        text = re.split(r"(?:Exception|Error) encountered[\w ]*: ", str(error))[-1]
         raise RuntimeError(
             "What `function` returns must be what this process can load. "
-            f"Received: {type(error).__name__}: {text} "
-            "Give classes of your own a get_config, as keras.saving needs it. "
+            f"Received: {type(error).__name__}: {text[:_MESSAGE_LENGTH]} "
+            "Give classes of your own a get_config, and **kwargs to pass on, as keras.saving "
+            "needs it. "
             f"What was trained is kept in {own}"
         ) from None
 
