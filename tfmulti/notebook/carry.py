@@ -79,7 +79,7 @@ def save_result(folder: Path, result: object) -> None:
         except _FAILURES as error:
             raise ValueError(
                 "What `function` returns must be what another process can have. "
-                f"Received: {type(result).__qualname__} with {_describe(error)}. "
+                f"Received: {type(result).__qualname__} with {_describe(error).rstrip('.')}. "
                 "Return the history, a keras.Model, arrays of numpy, or a tuple or dict of such."
             ) from error
 
@@ -98,7 +98,9 @@ _FAILURES = (pickle.PicklingError, TypeError, ValueError, AttributeError, Cannot
 def _describe(error) -> str:
     if isinstance(error, CannotCarry):
         return str(error)
-    return f"{type(error).__name__}: {error}"[:_MESSAGE_LENGTH]
+    # Keras gives whole programs as examples.
+    text = " ".join(str(error).split("Example:")[0].split())
+    return f"{type(error).__name__}: {text}"[:_MESSAGE_LENGTH]
 
 
 class _CallPickler(cloudpickle.Pickler):
