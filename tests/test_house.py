@@ -18,6 +18,7 @@ ORDER = [
     "files",
     "meeting",
     "processes",
+    "hardware",
     "command_line",
     "devices",
     "keras_compat",

@@ -13,6 +13,7 @@ COMPRESSIONS = ("bfloat16", "float16")
 SCALING_RULES = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "skip")
 RESUME = ("auto", "never")
+TRACKERS = ("none", "wandb", "mlflow")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 
@@ -126,6 +127,10 @@ class TrainConfig:
         None, "Minutes from one checkpoint to the next within an epoch.", at_least=0.001
     )
     audit_shards: bool = setting(False, "Tell which rows each replica received.")
+    monitor: bool = setting(
+        False, "Tell throughput, processor, memory and GPUs after every epoch, on every worker."
+    )
+    track: str = setting("none", "Log every epoch to Weights & Biases or to MLflow.", TRACKERS)
     workdir: str | None = setting(
         None, "Folder for model.keras, history.csv, result.json and logs/."
     )

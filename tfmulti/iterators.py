@@ -69,7 +69,11 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
 
     def get_next(self):
         """Draws the next step and counts it as taken; tells Keras's steps its rows."""
-        return _owner(self).take(next(self.iterator))
+        owner = _owner(self)
+        waiting = getattr(owner, "waiting", None)
+        if waiting is None:
+            return owner.take(next(self.iterator))
+        return owner.take(waiting.measure(lambda: next(self.iterator)))
 
     def get_next_as_optional(self):
         """Draws the next step as a `tf.experimental.Optional` of shares."""

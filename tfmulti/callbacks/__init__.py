@@ -1,9 +1,17 @@
 """Keras callbacks that do the right thing on several replicas and workers."""
 
+from tfmulti import hardware as _hardware
+from tfmulti.callbacks import pace as _pace
 from tfmulti.callbacks.checkpoint import Checkpoint as Checkpoint
 from tfmulti.callbacks.checkpoint import Preempted as Preempted
+from tfmulti.callbacks.devices import Devices as Devices
 from tfmulti.callbacks.finite import NonFinite as NonFinite
 from tfmulti.callbacks.finite import NonFiniteError as NonFiniteError
 from tfmulti.callbacks.history import HistoryFile as HistoryFile
 from tfmulti.callbacks.shard_audit import ShardAuditLog as ShardAuditLog
 from tfmulti.callbacks.throughput import Throughput as Throughput
+from tfmulti.callbacks.tracking import MlflowLogs as MlflowLogs
+from tfmulti.callbacks.tracking import WandbLogs as WandbLogs
+
+MEASURED = (*_pace.NAMES, *_hardware.NAMES)
+"""What monitors add to the logs beside the metrics of the model."""

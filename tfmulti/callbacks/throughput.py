@@ -1,11 +1,14 @@
-"""Examples per second, global."""
+"""Examples per second, global; what of a step is waiting for data; the time left."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
 import keras
+
+from tfmulti.callbacks.pace import NAMES, Pace, describe
 
 
 class Throughput(keras.callbacks.Callback):
@@ -15,14 +18,20 @@ class Throughput(keras.callbacks.Callback):
     callbacks that write logs. Without `dataset` the number of examples is read from the mean that
     Keras keeps of the loss; a model without it is measured in steps per second only.
 
+    The logs get, where it is known: `examples_per_second`, over all replicas, since `fit` began;
+    `examples_per_second_now`, in this epoch; `examples_per_second_per_replica` and
+    `steps_per_second`, since `fit` began; `input_share`, the part of this epoch's steps, from 0
+    to 1, for which this worker has waited for its data.
+
     Args:
-        dataset: What `distribute_train` returned; it knows its examples.
+        dataset: What `distribute_train` returned; it knows its examples, and how long the steps
+            wait for them (with one step a call: else the two overlap).
         clock: Returns seconds.
+        tell: Function of one line of text, called after each epoch; None to stay quiet.
 
     Attributes:
         examples: Examples trained on since `fit` began, over all replicas; None where unknown.
         steps: Steps since `fit` began.
-        seconds: Seconds of training that were timed.
 
     Example:
     >>> callback = Throughput()
@@ -30,26 +39,78 @@ class Throughput(keras.callbacks.Callback):
     True
     """
 
-    def __init__(self, dataset=None, *, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        dataset=None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        tell: Callable[[str], None] | None = None,
+    ):
         super().__init__()
-        self._dataset, self._clock = dataset, clock
+        self._dataset, self._clock, self._tell = dataset, clock, tell
+        if dataset is not None:
+            # Before the step is traced, of which it becomes a part.
+            dataset.measure_waiting()
         self._reset()
 
     def _reset(self):
-        self.examples, self.steps, self.seconds = 0, 0, 0.0
-        self._timed_steps, self._last_step, self._began = 0, -1, None
+        self.examples, self.steps = 0, 0
+        self._counted_steps, self._last_step, self._epoch_number = 0, -1, 0
+        self._all, self._now = Pace(), Pace()
+        # When the timed steps of this epoch began, and those of the last one ended.
+        self._began = self._ended = None
+        self._between, self._line = 0.0, None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training that were timed."""
+        return self._all.seconds
 
     @property
     def steps_per_second(self) -> float | None:
         """Steps per second of the steps that were timed, or None."""
-        return self._timed_steps / self.seconds if self._timed_steps else None
+        pace = dataclasses.replace(self._all)
+        if self._began is not None:
+            pace.add(self._under_way())
+        return pace.steps / pace.seconds if pace.steps and pace.seconds else None
 
     @property
     def examples_per_second(self) -> float | None:
         """Examples per second over all replicas, or None."""
-        if not self._timed_steps or not self.examples:
+        return _times(self.steps_per_second, self._examples_per_step())
+
+    @property
+    def examples_per_second_now(self) -> float | None:
+        """The same of this epoch, also while it is under way, or None."""
+        pace = self._now if self._began is None else self._under_way()
+        rate = pace.steps / pace.seconds if pace.steps and pace.seconds else None
+        return _times(rate, self._examples_per_step())
+
+    @property
+    def examples_per_second_per_replica(self) -> float | None:
+        """Examples per second of one replica, or None."""
+        if self.model is None:
             return None
-        return self.steps_per_second * self.examples / self.steps
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        return _times(self.examples_per_second, 1.0 / replicas)
+
+    @property
+    def input_share(self) -> float | None:
+        """The part of the last epoch's steps for which this worker waited for data, or None."""
+        pace = self._now
+        if pace.waited is None or not pace.seconds:
+            return None
+        return min(1.0, max(0.0, pace.waited / pace.seconds))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds to the end of `fit`, validation included, about; None where it is not known."""
+        steps, rate = self.params.get("steps"), self.steps_per_second
+        if not steps or not rate:
+            return None
+        epochs = self.params["epochs"] - 1 - self._epoch_number
+        left = epochs * steps + steps - 1 - self._last_step
+        return left / rate + self._between * (epochs + (self._began is not None))
 
     def on_train_begin(self, logs=None):
         """Starts anew."""
@@ -57,12 +118,16 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock, but for the first epoch, whose first call compiles."""
+        self._tell_line()
         self._first_step = 0
         if self._dataset is not None:
             # Not 0 where training goes on within an epoch.
             self._first_step = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
-        self._last_step = self._first_step - 1
-        self._began = self._clock() if self.steps else None
+        self._last_step, self._epoch_number = self._first_step - 1, epoch
+        self._now = Pace()
+        if self.steps:
+            self._begin()
+            self._between = self._began - (self._began if self._ended is None else self._ended)
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts the steps of a call; reads the examples at the epoch's last step."""
@@ -70,25 +135,81 @@ class Throughput(keras.callbacks.Callback):
         self._last_step = batch
         self.steps += done
         if self._began is None:
-            self._began = self._clock()
+            self._begin()
         else:
-            self._timed_steps += done
+            self._now.steps += done
         if self.params.get("steps") and batch + 1 >= self.params["steps"]:
             self._end_epoch()
 
+    def on_test_begin(self, logs=None):
+        """Ends the epoch's time where the number of its steps was not known."""
+        self._end_epoch()
+
     def on_epoch_end(self, epoch, logs=None):
-        """Adds `examples_per_second` to the logs."""
-        if logs is not None and self.examples_per_second:
-            logs["examples_per_second"] = self.examples_per_second
+        """Adds what is known to the logs."""
+        self._end_epoch()
+        if self._ended is not None:
+            self._between = self._clock() - self._ended
+        found = {name: getattr(self, name) for name in NAMES}
+        found = {name: _shorten(name, value) for name, value in found.items() if value is not None}
+        if logs is not None:
+            logs.update(found)
+        if self._tell is not None and found:
+            self._line = describe(found, self.seconds_left)
+
+    def on_train_end(self, logs=None):
+        """Tells of the last epoch."""
+        self._tell_line()
+
+    def _tell_line(self):
+        # Not at the end of the epoch, when a progress bar's line is not ended.
+        if self._line is not None:
+            self._tell(self._line)
+            self._line = None
+
+    def _begin(self):
+        self._waited_before, self._began = self._waited(), self._clock()
 
     def _end_epoch(self):
-        self.seconds += self._clock() - self._began
+        if self._began is None:
+            return
+        self._ended = self._clock()
+        self._now.seconds, self._began = self._ended - self._began, None
+        waited = self._waited()
+        if waited is not None and self._waited_before is not None:
+            self._now.waited = waited - self._waited_before
+        self._all.add(self._now)
+        self._counted_steps = self.steps
         if self._dataset is None:
             seen = _examples_seen(self.model)
         else:
             seen = self._dataset.plan.count_epoch(self._dataset.position[0], self._first_step)
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
+
+    def _under_way(self) -> Pace:
+        return Pace(self._now.steps, self._clock() - self._began)
+
+    def _waited(self) -> float | None:
+        if self._dataset is None or self.model.steps_per_execution != 1:
+            return None
+        return self._dataset.seconds_waited
+
+    def _examples_per_step(self) -> float | None:
+        if self.examples:
+            return self.examples / self._counted_steps
+        # Of the first epoch, while it is under way: its short batch is the last.
+        known = self.examples is not None and self._dataset is not None and self.steps
+        return self._dataset.plan.global_batch_size if known else None
+
+
+def _shorten(name: str, value: float) -> float:
+    # Of the result, and so left as it is.
+    return value if name == "examples_per_second" else float(f"{value:.5g}")
+
+
+def _times(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first * second
 
 
 def _examples_seen(model) -> int | None:

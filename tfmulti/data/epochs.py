@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmulti import iterators, keras_compat
 from tfmulti.data.audit import ShardAudit
+from tfmulti.data.waiting import Waiting
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.shares import Counted
 
@@ -25,6 +26,7 @@ class Position:
         self._epoch = 0
         self._first_step = 0
         self._taken = None
+        self.waiting: Waiting | None = None
 
     @property
     def taken(self) -> tf.Variable:
@@ -114,6 +116,16 @@ class EpochDataset(tf.data.Dataset):
             )
         self._position.set(epoch, step)
 
+    def measure_waiting(self) -> None:
+        """Has the steps of the next `fit` measure how long they wait for their rows."""
+        self._position.waiting = self._position.waiting or Waiting()
+
+    @property
+    def seconds_waited(self) -> float | None:
+        """Seconds for which steps have waited for their rows; None where it is not known."""
+        waiting = self._position.waiting
+        return None if waiting is None else waiting.seconds
+
     def steps_left(self) -> int:
         """Returns the steps that the next pass will take."""
         return self.plan.steps_per_epoch - self._position.next_step()
@@ -182,9 +194,16 @@ class Pass:
         self.strategy, self.element_spec = strategy, element_spec
         self._number = iterators.register(self)
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """What measures how long the steps wait, where that is wanted."""
+        return self._position.waiting
+
     def __iter__(self) -> iterators.ReplicaIterator:
         # Within a traced step no variable can be made.
         _ = self._position.taken
+        if self.waiting is not None:
+            self.waiting.prepare()
         return iterators.create_iterator(self, self._number, self._shares)
 
     def take(self, step: tuple):

@@ -8,6 +8,7 @@ for each: it fails when upstream no longer needs the cure.
 from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
 from tfmulti.keras_compat.coordination import publish as publish
+from tfmulti.keras_compat.coordination import read_if_published as read_if_published
 from tfmulti.keras_compat.coordination import read_published as read_published
 from tfmulti.keras_compat.coordination import report_error as report_error
 from tfmulti.keras_compat.hooks import after_loading as after_loading

@@ -61,6 +61,13 @@ def read_published(key: str, job: str, index: int) -> str:
         check_peers([task])
 
 
+def read_if_published(key: str) -> str | None:
+    """Returns what another worker has published, or None where it has not by now."""
+    with contextlib.suppress(tf.errors.OpError):
+        return context.context().get_config_key_value(key, timeout_in_ms=_LOOK_MS)
+    return None
+
+
 def check_peers(tasks: list[str]) -> None:
     """Raises RuntimeError where another worker does not answer, or has told of an error.
 

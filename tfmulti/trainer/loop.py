@@ -63,7 +63,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         compile_model(model, config, train)
     worker = Worker(strategy, config.workdir, tell)
     worker.introduce(global_batch_size)
-    throughput = callbacks.Throughput(train)
+    throughput = callbacks.Throughput(train, tell=worker.tell_of_monitors(config))
     began = time.perf_counter()
     history = model.fit(
         train,
@@ -93,7 +93,7 @@ def _settings_of_all(config) -> dict:
 
 def _describe(config, worker, train, throughput, history, seconds) -> dict:
     metrics = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
-    rate = metrics.pop("examples_per_second", None)
+    measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
     return {
         "strategy": type(worker.strategy).__name__,
         "num_workers": worker.num_workers,
@@ -103,7 +103,7 @@ def _describe(config, worker, train, throughput, history, seconds) -> dict:
         "epochs": len(history.epoch),
         "examples": throughput.examples,
         "seconds": round(seconds, 3),
-        "examples_per_second": rate,
+        "examples_per_second": measured["examples_per_second"],
         "metrics": metrics,
         "restarts": environment.count_restarts(os.environ),
         "versions": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -53,6 +54,7 @@ class Worker:
         if train.audit is not None:
             tell = self.tell if self.is_chief else None
             chosen.append(callbacks.ShardAuditLog(train, tell))
+        chosen += self._create_monitors(config)
         if self.workdir is None:
             return chosen
         if self.is_chief:
@@ -71,6 +73,22 @@ class Worker:
             tell=self.tell,
         )
         return [*chosen, saver]
+
+    def tell_of_monitors(self, config):
+        """Returns what the chief tells of the whole job with, or None."""
+        return self.tell if config.monitor and self.is_chief else None
+
+    def _create_monitors(self, config) -> list:
+        chosen = []
+        if config.monitor:
+            folder = None if self.workdir is None else self.workdir / "logs"
+            chosen.append(callbacks.Devices(folder, self.tell))
+        settings = {"folder": self.workdir, "config": dataclasses.asdict(config)}
+        if config.track == "wandb":
+            chosen.append(callbacks.WandbLogs(**settings))
+        if config.track == "mlflow":
+            chosen.append(callbacks.MlflowLogs(**settings))
+        return chosen
 
     @property
     def _checkpoints(self) -> Path:
