@@ -51,6 +51,8 @@ def _measure(config) -> int:
 
     # Without a terminal rich takes 80 columns, in which no table fits.
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    if config.monitors:
+        return _measure_monitors(config, console)
     found = run.run_bench(config, tell=lambda line: console.print(line, style="dim"))
     table.show(found, console)
     for line in record.write_all(found, config):
@@ -58,6 +60,17 @@ def _measure(config) -> int:
     rows = [row for workload in found["workloads"].values() for row in workload["rows"]]
     ran = any(row["status"] == results.OK for row in rows)
     return 0 if ran else command_line.ERROR
+
+
+def _measure_monitors(config, console) -> int:
+    from tfmulti.bench import monitors, table
+
+    found = monitors.measure(config, tell=lambda line: console.print(line, style="dim"))
+    table.show_table(monitors.create_table(found), console)
+    for key, ratio in found["ratios"].items():
+        console.print(f"{key}: {ratio:.4f}")
+    console.print(f"wrote {monitors.write(found, config)}", style="dim")
+    return 0
 
 
 if __name__ == "__main__":

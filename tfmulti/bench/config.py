@@ -59,6 +59,9 @@ class BenchConfig:
         "and the three before them with --peers.",
     )
     allreduce: bool = setting(True, "Measure the all-reduce alone too.")
+    monitors: bool = setting(
+        False, "Measure what the monitors cost on the first workload, and nothing else."
+    )
     pin: bool = setting(True, "Keep each worker on cores of its own, with a thread for each.")
     strong: bool = setting(False, "Also measure with the global batch size held (strong scaling).")
     project: int | None = setting(

@@ -21,10 +21,15 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         console: Where to print.
     """
     for each in tables.create_tables(found):
-        console.print(_create(each.title, each.columns, each.rows))
-        for note in each.notes:
-            console.print(Text(f"  {note}", style="yellow" if "does not run" in note else "dim"))
-        console.print()
+        show_table(each, console)
+
+
+def show_table(each: tables.TextTable, console: Console) -> None:
+    """Prints one table, and its notes."""
+    console.print(_create(each.title, each.columns, each.rows))
+    for note in each.notes:
+        console.print(Text(f"  {note}", style="yellow" if "does not run" in note else "dim"))
+    console.print()
 
 
 def _create(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmulti.bench import setups, workloads
 from tfmulti.bench.config import BenchConfig
+from tfmulti.callbacks import Devices, Throughput
 from tfmulti.data import distribute_train
 from tfmulti.optimizers import DistributedOptimizer, distribute_optimizers
 from tfmulti.strategies import create_strategy
@@ -25,15 +26,22 @@ def use_threads(count: int) -> None:
 
 
 class Ends(keras.callbacks.Callback):
-    """Notes when each call of the training function has ended."""
+    """Notes when each call of the training function has ended, by the clock and by the processor.
+
+    Attributes:
+        times: The time at each end.
+        cpu_times: The processor's seconds, of all threads of this process.
+    """
 
     def __init__(self):
         super().__init__()
         self.times: list[float] = []
+        self.cpu_times: list[float] = []
 
     def on_train_batch_end(self, batch, logs=None):
         """Notes the time."""
         self.times.append(time.perf_counter())
+        self.cpu_times.append(time.process_time())
 
 
 class Trained:
@@ -55,7 +63,7 @@ class Trained:
         keras.utils.set_random_seed(_SEED)
         self._workload = workloads.create_workload(task["workload"], config, replicas)
         self._models: dict[int, keras.Model] = {}
-        self._data: dict[tuple[int, bool], tf.data.Dataset] = {}
+        self._data: dict[tuple[int, bool, bool], tf.data.Dataset] = {}
         weights = self._model(1).trainable_variables
         size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in weights)
         self.facts = {"gradient_bytes": size, "gradients": len(weights)}
@@ -66,6 +74,7 @@ class Trained:
         steps_per_execution: int = 1,
         input_only: bool = False,
         autotune: bool = False,
+        monitored: bool = False,
     ) -> dict[str, list[float]]:
         """Trains a block of steps by one call of `fit`.
 
@@ -75,23 +84,28 @@ class Trained:
             input_only: Whether to draw the batches alone, and train nothing.
             autotune: Whether a pipeline by hand has tf.data's autotune, as by default. Its thread
                 keeps `fit` waiting after the last step, so it is for measuring that alone.
+            monitored: Whether to train with `Throughput` and `Devices`.
 
         Returns:
-            The times at the end of each call.
+            The times at the end of each call, and the processor's seconds at each.
         """
-        data = self._dataset(steps, autotune)
+        # Of their own: the steps measure how long they wait for monitored data.
+        data = self._dataset(steps, autotune, monitored)
         if input_only:
             return {"ends": self._draw(data)}
-        ends = Ends()
+        ends, monitors = Ends(), []
+        if monitored:
+            monitors = [Throughput(data, tell=_forget), Devices(tell=_forget)]
         self._model(steps_per_execution).fit(
-            data, epochs=1, shuffle=False, verbose=0, callbacks=[ends]
+            data, epochs=1, shuffle=False, verbose=0, callbacks=[*monitors, ends]
         )
-        return {"ends": ends.times}
+        return {"ends": ends.times, "cpu_ends": ends.cpu_times}
 
-    def _dataset(self, steps, autotune):
-        if (steps, autotune) not in self._data:
-            self._data[steps, autotune] = self._create_dataset(steps, autotune)
-        return self._data[steps, autotune]
+    def _dataset(self, steps, autotune, monitored):
+        key = (steps, autotune, monitored)
+        if key not in self._data:
+            self._data[key] = self._create_dataset(steps, autotune)
+        return self._data[key]
 
     def _create_dataset(self, steps, autotune):
         if self._kind in (setups.PLAIN, setups.ONE_REPLICA):
@@ -156,6 +170,10 @@ class Trained:
         if self._kind == setups.MPI_BFLOAT16:
             return DistributedOptimizer(optimizer, compression="bfloat16")
         return DistributedOptimizer(optimizer)
+
+
+def _forget(line):
+    """Tells nobody."""
 
 
 def _create_strategy(kind, replicas):

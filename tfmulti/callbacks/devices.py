@@ -146,6 +146,9 @@ class Devices(keras.callbacks.Callback):
         if self.readings:
             name = self._notes.worker
             self._tell(f"{name}, epoch {epoch + 1}: {hardware.describe(self.readings)}")
+        for failure in self._sampler.failures:
+            self._tell(f"{self._notes.worker}: no longer read: {failure}")
+        self._sampler.failures.clear()
         if self._chief:
             self._compare(epoch)
 

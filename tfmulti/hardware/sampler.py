@@ -16,6 +16,9 @@ class Sampler:
         interval_s: Seconds from one reading to the next.
         clock: Returns seconds.
 
+    Attributes:
+        failures: What each reader that has failed, and was left out from then on, said.
+
     Example:
     >>> class Reader:
     ...     def read(self):
@@ -26,17 +29,20 @@ class Sampler:
     {'cpu_percent': 50.0}
     """
 
+    THREAD = "tfmulti: devices"
+
     def __init__(
         self,
         readers: Sequence,
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._readers, self._interval_s, self._clock = readers, interval_s, clock
+        self._readers, self._interval_s, self._clock = list(readers), interval_s, clock
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._sums: dict[str, tuple[float, float]] = {}
         self._last = clock()
+        self.failures: list[str] = []
 
     def start(self) -> None:
         """Begins to read, in a thread that ends with this object, too."""
@@ -44,7 +50,9 @@ class Sampler:
         self.take()
         # A `fit` that ends by an error never stops it, so it must not keep the object.
         arguments = (weakref.ref(self), self._ended, self._interval_s)
-        self._thread = threading.Thread(target=_sample_often, args=arguments, daemon=True)
+        self._thread = threading.Thread(
+            target=_sample_often, args=arguments, name=self.THREAD, daemon=True
+        )
         self._thread.start()
 
     def sample(self) -> None:
@@ -53,10 +61,18 @@ class Sampler:
             now = self._clock()
             # Of two readings at one time the second one has no weight, but a value.
             weight, self._last = max(now - self._last, 1e-9), now
-            for reader in self._readers:
-                for name, value in reader.read().items():
-                    total, weights = self._sums.get(name, (0.0, 0.0))
-                    self._sums[name] = (total + weight * value, weights + weight)
+            for name, value in self._read():
+                total, weights = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + weight * value, weights + weight)
+
+    def _read(self):
+        for reader in list(self._readers):
+            try:
+                yield from reader.read().items()
+            except Exception as error:
+                # Training goes on without it.
+                self._readers.remove(reader)
+                self.failures.append(f"{type(reader).__name__}: {type(error).__name__}: {error}")
 
     def take(self) -> dict[str, float]:
         """Reads once, and returns the means since the last call."""

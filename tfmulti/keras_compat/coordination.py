@@ -61,10 +61,10 @@ def read_published(key: str, job: str, index: int) -> str:
         check_peers([task])
 
 
-def read_if_published(key: str) -> str | None:
-    """Returns what another worker has published, or None where it has not by now."""
+def read_if_published(key: str, timeout_ms: int) -> str | None:
+    """Returns what another worker has published, or None where it has not within that time."""
     with contextlib.suppress(tf.errors.OpError):
-        return context.context().get_config_key_value(key, timeout_in_ms=_LOOK_MS)
+        return context.context().get_config_key_value(key, timeout_in_ms=timeout_ms)
     return None
 
 

@@ -12,6 +12,8 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.strategies import agreement
 
+# The answer is there at once; what is waited for is the network.
+_FIRST_MS, _NEXT_MS = 2_000, 100
 # A key can be used once in a process.
 _numbers = itertools.count()
 
@@ -53,7 +55,9 @@ class Notes:
         found, missing = {}, set()
         others = set(self._tasks) - {self.worker} - self._silent if self._shared else ()
         for task in sorted(others):
-            text = keras_compat.read_if_published(self._key(number, task))
+            # Not so long for each of many that have no notes.
+            timeout_ms = _NEXT_MS if missing else _FIRST_MS
+            text = keras_compat.read_if_published(self._key(number, task), timeout_ms)
             if text is None:
                 missing.add(task)
             else:

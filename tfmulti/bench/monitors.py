@@ -1,0 +1,175 @@
+"""What the monitors cost: blocks of steps with them and without, in turn, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tfmulti import files
+from tfmulti.bench import machine, setups
+from tfmulti.bench.config import BenchConfig
+from tfmulti.bench.jobs import Job
+from tfmulti.bench.setups import Setup
+from tfmulti.bench.statistics import percentile, step_seconds, summarize
+from tfmulti.bench.tables import TextTable
+
+# Long enough for the thread that reads the devices to do so, once a second, in every block.
+_BLOCK_S = 3.0
+_STEPS = (20, 200)
+_WARM_UP_STEPS = 12
+CLOCK, PROCESSOR = "clock", "processor"
+KEYS = {CLOCK: "monitored_over_unmonitored", PROCESSOR: "monitored_over_unmonitored_cpu"}
+# A drift of the machine during a round is the same with and without.
+_ORDER = (False, True, True, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Seconds of a step in the four blocks of a round.
+
+    Attributes:
+        monitored: Of the two blocks with the monitors.
+        unmonitored: Of the two without, the first and the last of the round.
+    """
+
+    monitored: tuple[float, float]
+    unmonitored: tuple[float, float]
+
+    @property
+    def ratio(self) -> float:
+        """A step with the monitors over one without.
+
+        >>> Round(monitored=(1.0, 1.02), unmonitored=(0.99, 1.01)).ratio
+        1.01
+        """
+        return sum(self.monitored) / sum(self.unmonitored)
+
+    @property
+    def noise(self) -> float:
+        """The last block without them over the first: 1 on a quiet machine."""
+        return self.unmonitored[1] / self.unmonitored[0]
+
+
+def measure(config: BenchConfig, tell: Callable[[str], None]) -> dict:
+    """Measures the first workload with one worker, and with several over TensorFlow's ring.
+
+    Args:
+        config: The bench.
+        tell: Function that takes a line of text for the user.
+
+    Returns:
+        `"rows"`, one for each set-up, of the clock and of the processor's seconds of all threads,
+        which other programs disturb less; and `"ratios"`, the largest of each.
+
+    Raises:
+        JobFailed: Where a set-up does not run.
+    """
+    workload = config.workload_names[0]
+    config = dataclasses.replace(config, monitors=False)
+    wanted = {(setups.ONE_WORKER, 1), (setups.RING, config.numbers[-1])}
+    chosen = [
+        setup
+        for setup in setups.create_setups(workload, config)
+        if (setup.kind, setup.replicas) in wanted and setup.scaling == setups.WEAK
+    ]
+    rows = [row for setup in chosen for row in _measure_setup(workload, setup, config, tell)]
+    ratios = {
+        key: max((row["ratio"] for row in rows if row["by"] == by), default=None)
+        for by, key in KEYS.items()
+    }
+    return {"machine": machine.describe(), "rows": rows, "ratios": ratios}
+
+
+def _measure_setup(workload, setup: Setup, config, tell) -> list[dict]:
+    folder = Path(config.workdir) / "logs" / "monitors" / setup.name.replace(" ", "_")
+    rounds: dict[str, list[Round]] = {CLOCK: [], PROCESSOR: []}
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(Job(setup, folder, config.timeout))
+        tell(f"{workload}: starting {setup.name}")
+        job.start()
+        warm = [_train(job, _WARM_UP_STEPS, monitored) for monitored in (True, False)]
+        least, most = _STEPS
+        steps = config.steps or min(most, max(least, int(_BLOCK_S / warm[1][CLOCK])))
+        for number in range(config.rounds):
+            tell(f"{workload}: {setup.name}, round {number + 1} of {config.rounds}")
+            blocks = [(monitored, _train(job, steps, monitored)) for monitored in _ORDER]
+            for by, found in rounds.items():
+                found.append(
+                    Round(*(tuple(b[by] for w, b in blocks if w == each) for each in (True, False)))
+                )
+        job.end()
+    about = {"workload": workload, "setup": setup.name, "steps": steps}
+    return [{**about, "by": by, **describe(found)} for by, found in rounds.items()]
+
+
+def _train(job, steps, monitored) -> dict[str, float]:
+    """Returns the seconds of a step: the median by the clock, the mean of the processor."""
+    answers = job.train(steps=steps, monitored=monitored)
+    clock, processor = (
+        [each for answer in answers for each in step_seconds(answer[name])]
+        for name in ("ends", "cpu_ends")
+    )
+    return {CLOCK: statistics.median(clock), PROCESSOR: statistics.fmean(processor)}
+
+
+def describe(rounds: Sequence[Round]) -> dict:
+    """Returns what rounds come to: the median of their ratios, and how they scatter.
+
+    >>> described = describe([Round((1.01, 1.01), (1.0, 1.0)), Round((1.0, 1.0), (1.0, 1.0))])
+    >>> described["ratio"]
+    1.005
+    """
+    ratios = sorted(each.ratio for each in rounds)
+    noises = [abs(each.noise - 1.0) for each in rounds]
+    spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
+    return {
+        "ratio": statistics.median(ratios),
+        "p10": percentile(ratios, 10),
+        "p90": percentile(ratios, 90),
+        "standard_error": spread,
+        "noise": statistics.median(noises),
+        "unmonitored": dataclasses.asdict(summarize([v for r in rounds for v in r.unmonitored])),
+        "monitored": dataclasses.asdict(summarize([v for r in rounds for v in r.monitored])),
+        "rounds": [dataclasses.asdict(each) for each in rounds],
+    }
+
+
+def write(found: dict, config: BenchConfig) -> Path:
+    """Writes `monitors.json` into the bench's folder, and returns its path."""
+    path = Path(config.workdir) / "monitors.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, indent=1) + "\n"
+    files.write_atomically(path, lambda temporary: temporary.write_text(text))
+    return path
+
+
+def create_table(found: dict) -> TextTable:
+    """Returns the result as a table."""
+    columns = ("workload", "set-up", "by", "without ms", "with ms")
+    columns += ("ratio", "p10-p90", "error", "noise")
+    rows = [
+        (
+            row["workload"],
+            row["setup"],
+            row["by"],
+            f"{row['unmonitored']['median'] * 1e3:.2f}",
+            f"{row['monitored']['median'] * 1e3:.2f}",
+            f"{row['ratio']:.4f}",
+            f"{row['p10']:.4f}-{row['p90']:.4f}",
+            "-" if row["standard_error"] is None else f"{row['standard_error']:.4f}",
+            f"{row['noise']:.1%}",
+        )
+        for row in found["rows"]
+    ]
+    notes = [
+        "ratio: a step with Throughput and Devices over one without, the median over rounds of "
+        "four blocks: without, with, with, without; error: the standard error of its mean",
+        "noise: by how much the two blocks without differ, the median over rounds",
+        "processor: its seconds of all threads, which other programs disturb less than the clock's",
+    ]
+    return TextTable("What the monitors cost", columns, rows, notes)
