@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tfmulti.bench import projection, ratios, results, setups, tables, transports
+from tfmulti.bench import monitors, projection, ratios, results, setups, tables, transports
 from tfmulti.bench.breakdown import break_down
 from tfmulti.bench.config import SWITCHED, BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
@@ -256,13 +256,13 @@ def processes_with(text):
     return found
 
 
-def run_bench(folder, *flags, cwd=None):
+def run_bench(folder, *flags, cwd=None, result="bench.json"):
     command = [sys.executable, "-m", "tfmulti.bench", f"--workdir={folder}", "--rounds=1"]
     command += ["--steps=12", "--steps_per_execution=2", *flags]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not processes_with(str(folder))
-    return done.stdout, json.loads((folder / "bench.json").read_text())
+    return done.stdout, json.loads((folder / result).read_text())
 
 
 def test_a_slow_source_is_input_bound_and_a_broken_set_up_does_not_stop_the_others(tmp_path):
@@ -298,3 +298,24 @@ def test_a_whole_run(tmp_path):
         assert f"## {table.title}" in markdown
         assert table.title.split(":")[0] in text
     assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_rounds_of_the_monitors_cancel_a_drift():
+    rounds = [monitors.Round((t + 2.0, t + 3.0), (t + 1.0, t + 4.0)) for t in (0.0, 10.0)]
+    found = monitors.describe(rounds)
+    assert (found["ratio"], found["p10"], found["p90"]) == (1.0, 1.0, 1.0)
+    assert found["standard_error"] == 0.0
+    assert found["noise"] == pytest.approx((3.0 + 3 / 11) / 2)
+
+
+@pytest.mark.slow
+def test_the_monitors_are_measured_side_by_side(tmp_path):
+    flags = ["--monitors", "--workloads=compute", "--batch_size=4", "--setups=one_worker,ring"]
+    text, found = run_bench(tmp_path, *flags, result="monitors.json")
+    names = [(row["setup"], row["by"]) for row in found["rows"]]
+    kinds = ("clock", "processor")
+    assert names == [(name, by) for name in ("one_worker x1", "ring x2") for by in kinds]
+    assert all(row["ratio"] > 0 and len(row["rounds"]) == 1 for row in found["rows"])
+    assert set(found["ratios"]) == set(monitors.KEYS.values())
+    assert "monitored_over_unmonitored: " in text
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "monitors.json"}

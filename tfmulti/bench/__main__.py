@@ -68,9 +68,9 @@ def _measure_monitors(config, console) -> int:
     found = monitors.measure(config, tell=lambda line: console.print(line, style="dim"))
     table.show_table(monitors.create_table(found), console)
     for key, ratio in found["ratios"].items():
-        console.print(f"{key}: {ratio:.4f}")
+        console.print(f"{key}: {'not measured' if ratio is None else f'{ratio:.4f}'}")
     console.print(f"wrote {monitors.write(found, config)}", style="dim")
-    return 0
+    return 0 if found["rows"] else command_line.ERROR
 
 
 if __name__ == "__main__":

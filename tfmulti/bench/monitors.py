@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -95,7 +96,12 @@ def _measure_setup(workload, setup: Setup, config, tell) -> list[dict]:
         warm = [_train(job, _WARM_UP_STEPS, monitored) for monitored in (True, False)]
         least, most = _STEPS
         steps = config.steps or min(most, max(least, int(_BLOCK_S / warm[1][CLOCK])))
+        # The minutes are for both set-ups.
+        deadline = time.perf_counter() + config.minutes * 30.0
         for number in range(config.rounds):
+            if number and time.perf_counter() > deadline:
+                tell(f"{workload}: {setup.name}: time is over after {number} rounds")
+                break
             tell(f"{workload}: {setup.name}, round {number + 1} of {config.rounds}")
             blocks = [(monitored, _train(job, steps, monitored)) for monitored in _ORDER]
             for by, found in rounds.items():

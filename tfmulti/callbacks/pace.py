@@ -40,14 +40,14 @@ def describe(found: Mapping[str, float], seconds_left: float | None = None) -> s
     """Returns a line for people about what `Throughput` adds to the logs.
 
     >>> describe({"examples_per_second": 1234.5, "input_share": 0.031}, seconds_left=125.0)
-    '1,234 examples/s so far, 3% of the steps waiting for data, about 0:02:05 left'
+    '1,234 examples/s so far, 3% of the time waiting for data, about 0:02:05 left'
     """
     formats = {
         "examples_per_second_now": "{:,.0f} examples/s now",
         "examples_per_second": "{:,.0f} examples/s so far",
         "examples_per_second_per_replica": "{:,.0f} per replica",
         "steps_per_second": "{:,.4g} steps/s",
-        "input_share": "{:.0%} of the steps waiting for data",
+        "input_share": "{:.0%} of the time waiting for data",
     }
     parts = [text.format(found[name]) for name, text in formats.items() if name in found]
     if seconds_left is not None:

@@ -39,8 +39,8 @@ def describe_imbalance(workers: Mapping[str, Mapping[str, float]]) -> str | None
         return None
     return (
         f"unequal work: {least} at {low:.0f}%, {most} at {high:.0f}%; the one that does less waits "
-        "for the others or for its data. Look for another program on a device, unlike devices, "
-        "or a slow disk."
+        "for the others or for its data, or shares its device with another program. "
+        "Look at its host: python -m tfmulti.doctor."
     )
 
 
