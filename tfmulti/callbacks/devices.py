@@ -113,6 +113,8 @@ class Devices(keras.callbacks.Callback):
         """Tells of the last epoch, and ends the thread."""
         self._tell_of_epoch()
         self._stop()
+        if self._writer is not None:
+            self._writer.close()
 
     def _stop(self):
         if self._sampler is not None:

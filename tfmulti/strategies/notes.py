@@ -38,7 +38,8 @@ class Notes:
             resolver = strategy.cluster_resolver
             self.worker = f"{resolver.task_type} {resolver.task_id}"
             jobs = resolver.cluster_spec().as_dict()
-            self._tasks = [f"{kind} {i}" for kind in jobs for i in range(len(jobs[kind]))]
+            numbers = {kind: range(len(jobs.get(kind, ()))) for kind in ("chief", "worker")}
+            self._tasks = [f"{kind} {i}" for kind, own in numbers.items() for i in own]
         self._fit = next(_numbers)
         self._silent: set[str] = set()
 
