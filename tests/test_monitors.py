@@ -223,7 +223,7 @@ readers[-1].close()
     readings, missing, no_gpu = json.loads(done.stdout)
     assert (missing, no_gpu) == (None, None)
     assert [readings[f"gpu_{i}_percent"] for i in range(count)] == [97.0] * count
-    assert readings["gpu_0_memory_gb"], readings["gpu_0_memory_percent"] == (20.0, 25.0)
+    assert (readings["gpu_0_memory_gb"], readings["gpu_0_memory_percent"]) == (20.0, 25.0)
     with_power = [name for name in readings if name.endswith("watts")]
     assert with_power == {None: ["gpu_0_watts"], "GPU-bbbb,0": ["gpu_1_watts"], "1": []}[visible]
 
