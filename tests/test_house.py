@@ -14,8 +14,12 @@ PACKAGE = Path(tfmulti.__file__).parent
 ORDER = [
     "cluster",
     "sharding",
+    "memory",
     "config",
     "files",
+    "explain",
+    "leaving",
+    "console",
     "meeting",
     "processes",
     "hardware",

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
+import difflib
 import os
 import re
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from absl import flags
+from absl import flags, logging
+
+from tfmulti.explain import cause_of as cause_of
+from tfmulti.explain import place_of
+from tfmulti.leaving import OWN_THREADS as OWN_THREADS
+from tfmulti.leaving import leave as leave
+from tfmulti.leaving import leave_at_exit as leave_at_exit
+from tfmulti.leaving import wait_for_threads as wait_for_threads
 
 ERROR = 1
 BAD_USAGE = 2
 INTERRUPTED = 130
-MESSAGE_LINES = 12
-# How names of this package's threads begin.
-OWN_THREADS = "tfmulti"
-_THREADS_S = 5.0
-_PYTHON_ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt): [^\n]+)")
-_NODE = re.compile(r"\{\{[^}]*\}\} ?")
+_WRONG_VALUE = re.compile(r"flag --(\w+)=(.*?): ", re.DOTALL)
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "number or auto": "a whole number or auto",
+}
 
 
 def define_flags(settings: type) -> flags.FlagValues:
@@ -42,6 +48,12 @@ def define_traceback(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("traceback", False, text, flag_values=values)
 
 
+def define_verbose(values: flags.FlagValues) -> None:
+    """Adds `--verbose`."""
+    text = "Show what TensorFlow and its libraries log."
+    flags.DEFINE_bool("verbose", False, text, flag_values=values)
+
+
 def read_settings(settings: type, values: flags.FlagValues):
     """Returns the dataclass with the values of its flags.
 
@@ -55,8 +67,11 @@ def read_settings(settings: type, values: flags.FlagValues):
 
 def _define(values, field):
     text, choices = field.metadata["help"], field.metadata["choices"]
-    default, kind = field.default, str(field.type)
-    if choices:
+    default, kind, word = field.default, str(field.type), field.metadata["word"]
+    if word:
+        parser = _NumberOr(word)
+        flags.DEFINE(parser, field.name, default, text, values, flags.ArgumentSerializer())
+    elif choices:
         flags.DEFINE_enum(field.name, default, choices, text, flag_values=values)
     elif kind.startswith("bool"):
         flags.DEFINE_bool(field.name, default, text, flag_values=values)
@@ -66,6 +81,19 @@ def _define(values, field):
         flags.DEFINE_float(field.name, default, text, flag_values=values)
     else:
         flags.DEFINE_string(field.name, default, text, flag_values=values)
+
+
+class _NumberOr(flags.ArgumentParser):
+    """Takes a whole number, or one word."""
+
+    def __init__(self, word: str):
+        self.word = word
+
+    def parse(self, argument):
+        return argument if argument == self.word else int(argument)
+
+    def flag_type(self):
+        return f"number or {self.word}"
 
 
 def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
@@ -87,7 +115,7 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
     try:
         rest = values(argv)
     except flags.Error as error:
-        print(f"error: {error} See --help.", file=sys.stderr)
+        print(f"error: {_explain(error, values)} See --help.", file=sys.stderr)
         return BAD_USAGE
     if len(rest) > 1:
         print(
@@ -99,28 +127,74 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
     return None
 
 
+def _explain(error, values) -> str:
+    """Says what is wrong with a flag in three parts."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        text = f"Unknown command line flag '{error.flagname}'."
+        return text + _suggest(error.flagname, list(values), "--")
+    wrong = _WRONG_VALUE.match(str(error))
+    if wrong is None or wrong[1] not in values:
+        return f"{str(error).rstrip('.')}."
+    name, value = wrong[1], wrong[2]
+    known = getattr(values[name].parser, "enum_values", None)
+    kind = f"one of {', '.join(known)}" if known else _KINDS.get(values[name].flag_type())
+    text = f"`{name}` must be {kind or 'something else'}. Received: --{name}={value}."
+    return text + _suggest(value, known or [])
+
+
+def _suggest(word, known, before="") -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {before}{close[0]}?" if close else ""
+
+
 def _describe(flag) -> str:
     default = "none" if flag.default is None else flag.default
     return f"  --{flag.name}: {flag.help}\n      default: {default}"
 
 
-def import_tensorflow(environ=os.environ) -> None:
+def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
     """Imports TensorFlow without its chatter, unless TF_CPP_MIN_LOG_LEVEL asks for it.
 
     TensorFlow 2.21 writes lines before it has read that variable, so standard error is kept
     back meanwhile; an error of the import brings it out again.
+
+    Args:
+        environ: Where the variable is looked for, and set.
+        verbose: Whether to let it chatter, as if the variable were 0.
     """
+    if verbose:
+        environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+        logging.set_verbosity(logging.INFO)
     if "TF_CPP_MIN_LOG_LEVEL" in environ:
         import tensorflow  # noqa: F401
 
         return
-    environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    # Errors too: TensorFlow writes them in several ways, and the exception has the same words.
+    environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     with _standard_error_kept_back():
         import keras  # noqa: F401
         import tensorflow as tf
 
         if not Path("/dev/nvidiactl").exists():
             tf.config.list_physical_devices()
+
+
+def show_error(error: BaseException, with_traceback: bool, text: str | None = None) -> None:
+    """Tells people of an error: its cause, then the line of theirs that it came from.
+
+    Args:
+        error: What was raised.
+        with_traceback: Whether to show all of its frames first.
+        text: What to say instead of the error's own words.
+    """
+    if with_traceback:
+        traceback.print_exception(error)
+    print(f"error: {cause_of(error) if text is None else text}", file=sys.stderr)
+    place = place_of(error) if text is None else None
+    if place is not None:
+        print(f"  at {place}", file=sys.stderr)
+    if not with_traceback and text is None:
+        print("(--traceback shows where it came from)", file=sys.stderr)
 
 
 def run_and_leave(main) -> NoReturn:
@@ -130,37 +204,9 @@ def run_and_leave(main) -> NoReturn:
     except SystemExit as error:
         code = error.code
     except KeyboardInterrupt:
-        traceback.print_exc()
+        print("Interrupted.", file=sys.stderr)
         code = INTERRUPTED
     leave(code if isinstance(code, int) else ERROR)
-
-
-def leave(exit_code: int) -> NoReturn:
-    """Ends the process, without Python taking itself apart first.
-
-    A thread of TensorFlow's data pipeline that calls Python stops for ever when that has begun,
-    and whoever destroys the pipeline waits for it. Exit functions are called, and threads waited
-    for: those of this package until they are done, others for some seconds.
-    """
-    until = time.monotonic() + _THREADS_S
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            ours = thread.name.startswith(OWN_THREADS)
-            thread.join(None if ours else max(0.0, until - time.monotonic()))
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
-
-
-def leave_at_exit(exit_code: int) -> None:
-    """Has the process end by `leave` when Python comes to its end."""
-
-    def end():
-        atexit.unregister(end)
-        leave(exit_code)
-
-    atexit.register(end)
 
 
 @contextlib.contextmanager
@@ -178,20 +224,3 @@ def _standard_error_kept_back():
         finally:
             os.dup2(original, 2)
             os.close(original)
-
-
-def cause_of(error: BaseException) -> str:
-    r"""Returns the message of an error without framework frames, the kind first where it helps.
-
-    An error of Python's within TensorFlow's graph is that error.
-
-    >>> cause_of(RuntimeError("Graph execution error:\n{{node x}} ValueError: bad record\nTrace"))
-    'ValueError: bad record'
-    """
-    within = _PYTHON_ERROR.search(str(error))
-    if within and "{{" in str(error):
-        return within[1]
-    lines = _NODE.sub("", str(error)).strip().splitlines() or [repr(error)]
-    text = "\n".join(lines[:MESSAGE_LINES])
-    ours = type(error) in (ValueError, RuntimeError) or type(error).__module__ == "tfmulti"
-    return text if ours else f"{type(error).__name__}: {text}"

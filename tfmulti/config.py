@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from tfmulti.memory import parse_size
 from tfmulti.sharding import REMAINDERS
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
@@ -16,11 +17,20 @@ RESUME = ("auto", "never")
 TRACKERS = ("none", "wandb", "mlflow")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
+AUTO = "auto"
 
 
-def setting(default, text: str, choices=None, at_least=None):
-    """Returns a dataclass field that becomes a flag, with what its value must be."""
-    metadata = {"help": text, "choices": choices, "at_least": at_least}
+def setting(default, text: str, choices=None, at_least=None, word=None):
+    """Returns a dataclass field that becomes a flag, with what its value must be.
+
+    Args:
+        default: Its default.
+        text: What it is for.
+        choices: All values that it can have.
+        at_least: The smallest value.
+        word: A word that a number can be replaced with.
+    """
+    metadata = {"help": text, "choices": choices, "at_least": at_least, "word": word}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -32,8 +42,13 @@ def check_settings(config) -> None:
 
 def _check_value(field, value):
     choices, at_least = field.metadata["choices"], field.metadata["at_least"]
-    if value is None:
+    if value is None or (word := field.metadata["word"]) and value == word:
         return
+    if word and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(
+            f"`{field.name}` must be a whole number or {word!r}. "
+            f"Received: {field.name}={value!r}. Use for example 32."
+        )
     if choices and value not in choices:
         raise ValueError(
             f"`{field.name}` must be one of {', '.join(choices)}. "
@@ -66,8 +81,17 @@ class TrainConfig:
     dataset: str = setting(
         "digits", "digits, a tensorflow-datasets name, or package.module:function."
     )
-    per_replica_batch_size: int | None = setting(
-        None, "Examples per step of one replica; instead of --global_batch_size.", at_least=1
+    per_replica_batch_size: int | str | None = setting(
+        None,
+        "Examples per step of one replica, instead of --global_batch_size; auto takes as many as "
+        "fit in memory.",
+        at_least=1,
+        word=AUTO,
+    )
+    memory_limit: str | None = setting(
+        None,
+        "Memory of one worker for --per_replica_batch_size auto, as in 4GB; by default a GPU's "
+        "own, without one half of this container's, divided by its workers.",
     )
     global_batch_size: int | None = setting(
         None,
@@ -144,6 +168,15 @@ class TrainConfig:
                 f"global_batch_size={self.global_batch_size}, "
                 f"per_replica_batch_size={self.per_replica_batch_size}. Give one of them."
             )
+        if self.memory_limit is not None:
+            parse_size(self.memory_limit)
+            if self.per_replica_batch_size != AUTO:
+                raise ValueError(
+                    "`memory_limit` goes with per_replica_batch_size=auto. Received: "
+                    f"memory_limit={self.memory_limit!r}, "
+                    f"per_replica_batch_size={self.per_replica_batch_size}. "
+                    "Use --per_replica_batch_size auto, or leave --memory_limit out."
+                )
         if self.tf_config and self.strategy not in ("auto", "multi_worker"):
             raise ValueError(
                 "`tf_config` goes with multi_worker and auto. "
@@ -166,9 +199,17 @@ class TrainConfig:
     def resolve_global_batch_size(self, num_replicas: int) -> int:
         """Returns the examples per step over all replicas.
 
+        Raises:
+            ValueError: Where `"auto"` has not been replaced with a number.
+
         >>> TrainConfig(per_replica_batch_size=32).resolve_global_batch_size(4)
         128
         """
+        if self.per_replica_batch_size == AUTO:
+            raise ValueError(
+                "`per_replica_batch_size` must be a number here. Received: 'auto'. "
+                "Use train_and_evaluate, which finds it."
+            )
         if self.per_replica_batch_size:
             return self.per_replica_batch_size * num_replicas
         return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE

@@ -6,9 +6,9 @@ Imports no TensorFlow until the flags and the cluster have been checked.
 from __future__ import annotations
 
 import sys
-import traceback
+from pathlib import Path
 
-from tfmulti import cluster, command_line
+from tfmulti import cluster, command_line, console
 from tfmulti.config import TrainConfig
 
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv if argv is None else argv
     values = command_line.define_flags(TrainConfig)
     command_line.define_traceback(values)
+    command_line.define_verbose(values)
     code = command_line.parse(values, argv, USAGE)
     if code is not None:
         return code
@@ -28,9 +29,32 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE
     try:
-        return _train(config)
+        return _train(config, values.verbose)
     except Exception as error:
         return _end(error, config, values.traceback)
+    except KeyboardInterrupt:
+        return _end_interrupted(config)
+
+
+def _end_interrupted(config) -> int:
+    """Says what was saved, and the others of a cluster why this worker ends."""
+    print("Interrupted: what is being written is finished.", file=sys.stderr, flush=True)
+    if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
+        from tfmulti.strategies.ending import end_worker
+
+        task = cluster.resolve_cluster(config.tf_config, check_network=False)
+        end_worker(RuntimeError("interrupted by Ctrl-C"), task)
+    command_line.wait_for_threads()
+    saved = sorted(Path(config.workdir).glob("checkpoints/step_*")) if config.workdir else []
+    if saved:
+        step = int(saved[-1].name.removeprefix("step_"))
+        text = f"Saved: step {step}, in {saved[-1].parent}. The same command goes on from there."
+    else:
+        text = "Nothing was saved: " + (
+            "no epoch had ended." if config.workdir else "no --workdir."
+        )
+    print(text, file=sys.stderr)
+    return command_line.INTERRUPTED
 
 
 def _end(error, config, with_traceback) -> int:
@@ -40,20 +64,15 @@ def _end(error, config, with_traceback) -> int:
         from tfmulti.strategies.ending import end_worker
 
         ending = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
-    if with_traceback:
-        traceback.print_exception(error)
-    text = command_line.cause_of(error) if ending is None else ending.text
-    print(f"error: {text}", file=sys.stderr)
-    if not with_traceback:
-        print("(--traceback shows where it came from)", file=sys.stderr)
+    command_line.show_error(error, with_traceback, None if ending is None else ending.text)
     return command_line.ERROR if ending is None else ending.exit_code
 
 
-def _train(config: TrainConfig) -> int:
+def _train(config: TrainConfig, verbose: bool) -> int:
     task = None
     if config.strategy in ("auto", "multi_worker"):
         task = cluster.resolve_cluster(config.tf_config)
-    command_line.import_tensorflow()
+    command_line.import_tensorflow(verbose=verbose)
     from tfmulti.trainer import train_and_evaluate
 
     result = train_and_evaluate(config, tell=lambda line: print(line, flush=True))
@@ -63,24 +82,22 @@ def _train(config: TrainConfig) -> int:
 
 
 def _show(result, workdir):
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="tfmulti.train", show_header=False)
-    rate = result["examples_per_second"]
-    accuracy = result["metrics"].get("val_accuracy")
+    metrics, rate = result["metrics"], result["examples_per_second"]
+    # Keras sorts them by name.
+    names = sorted(metrics, key=lambda name: name.removeprefix("val_") != "loss")
+    words = {name: name.replace("val_", "validation ").replace("_", " ") for name in names}
+    workers = console.count(result["num_workers"], "worker")
     rows = {
         "strategy": result["strategy"],
-        "replicas": f"{result['num_replicas']} on {result['num_workers']} worker(s)",
+        "replicas": f"{result['num_replicas']} on {workers}",
         "global batch size": result["global_batch_size"],
+        "steps": f"{result['steps']:,} in {result['seconds']:,.1f} s",
         "examples per second": f"{rate:,.0f}" if rate else "not measured",
-        "validation accuracy": "not measured" if accuracy is None else f"{accuracy:.4f}",
+        **{words[name]: f"{metrics[name]:.4f}" for name in names},
         "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
         "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
     }
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    Console().print(table)
+    console.show_result(rows, "tfmulti.train")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,26 @@ from tfmulti.config import TrainConfig
 
 DIGEST = re.compile(r"^worker (\d): weights_sha256=([0-9a-f]{64})$", re.MULTILINE)
 
+EVENTS = [
+    "began: 3 epochs",
+    "epoch 1/3 done",
+    "saved step 23",
+    "epoch 2/3 done",
+    "saved step 46",
+    "epoch 3/3 done",
+    "saved step 69",
+    "training has ended",
+    "weights_sha256",
+]
+
+
+def told_by(name, text):
+    """The beginnings of the lines of a worker, each of which must have its name."""
+    lines = text.splitlines()
+    assert all(line.startswith(f"{name}: ") for line in lines), lines
+    beginnings = [line.removeprefix(f"{name}: ") for line in lines]
+    return [re.match(r"[\w ]+(: 3 epochs|/3 done)?", line)[0] for line in beginnings]
+
 
 def weights_of(folder):
     model = keras.models.load_model(folder / "model.keras")
@@ -48,10 +68,13 @@ def test_workers_end_where_one_device_ends(
     assert result["examples"] == expected["examples"]
     for name, value in expected["metrics"].items():
         assert result["metrics"][name] == pytest.approx(value, abs=1e-6)
-    # Progress and the table are the chief's; the others say their digest only.
+    # Progress and the table are the chief's; the others tell of their events.
     assert "validation accuracy" in done[0].stdout
     assert done[0].stdout.count("each row once") == 3
-    assert [worker.stdout.count("\n") for worker in done[1:]] == [1] * (num_workers - 1)
+    assert re.findall(r"^Epoch (\d)/3 - ", done[0].stdout, re.MULTILINE) == ["1", "2", "3"]
+    assert done[0].stdout.replace("\n", "").isprintable()
+    for number, worker in enumerate(done[1:], start=1):
+        assert told_by(f"worker {number}", worker.stdout) == EVENTS
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "history.csv",
         "logs",

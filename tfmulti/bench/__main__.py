@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import traceback
 
 from tfmulti import command_line
 from tfmulti.bench.config import BenchConfig
@@ -36,11 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _measure(config)
     except Exception as error:
-        if values.traceback:
-            traceback.print_exc()
-        else:
-            print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
-            print("(--traceback shows where it came from)", file=sys.stderr)
+        command_line.show_error(error, values.traceback)
         return command_line.ERROR
 
 

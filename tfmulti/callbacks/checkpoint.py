@@ -178,6 +178,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.saved.append(self._step)
         if agreement.is_chief(self._strategy):
             self._writer.write(self._folder, self._step, snapshot, self._keep)
+        else:
+            self._tell(f"saved step {self._step}, which the chief writes")
 
     def _finish(self):
         """Waits for the writer, on every worker, so that none leaves the chief alone."""

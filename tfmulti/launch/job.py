@@ -236,6 +236,8 @@ class Job:
         log = self._logs[first.index]
         log.show_rest()
         self.tell(f"worker {first.index} {first.describe()} (log: {log.path})")
+        if first.returncode == -signal.SIGKILL:
+            self.tell("If nobody has killed it, this host had no memory left: see dmesg.")
         words = failure.last_words(log.since_start())
         if words:
             self.tell("\n".join(f"[worker {first.index}] {line}" for line in words.splitlines()))

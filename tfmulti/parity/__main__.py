@@ -6,7 +6,6 @@ import dataclasses
 import json
 import signal
 import sys
-import traceback
 
 from tfmulti import command_line, files
 from tfmulti.parity.config import ParityConfig
@@ -37,11 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _compare(config, values.traceback)
     except Exception as error:
-        if values.traceback:
-            traceback.print_exc()
-        else:
-            print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
-            print("(--traceback shows where it came from)", file=sys.stderr)
+        command_line.show_error(error, values.traceback)
         return command_line.ERROR
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import tensorflow as tf
 
 from tfmulti.config import TrainConfig
 from tfmulti.learning_rate import scale_learning_rate
@@ -26,7 +27,15 @@ _OPTIMIZER_FLAGS = (
 )
 
 
-def compile_model(model: keras.Model, config: TrainConfig, train) -> None:
+def prepare_keras(config: TrainConfig) -> None:
+    """Sets seeds and policies, before data are loaded and the model is made."""
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    keras.config.set_dtype_policy(config.dtype_policy)
+
+
+def compile_model(model: keras.Model, config: TrainConfig, train) -> float | None:
     """Compiles a model that its author has not compiled; else distributes its optimizers.
 
     Call it in the strategy's scope.
@@ -35,6 +44,9 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> None:
         model: The model.
         config: The run.
         train: The training data, as `distribute_train` returned them.
+
+    Returns:
+        The learning rate before scaling; None where the model's author has compiled it.
 
     Raises:
         ValueError: For settings of the optimizer of a model that is compiled.
@@ -48,7 +60,7 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> None:
                 f"compiled. Leave --{given[0]} out, or return the model uncompiled."
             )
         distribute_optimizers(model, config.compression)
-        return
+        return None
     model.compile(
         optimizer=DistributedOptimizer(
             _create_optimizer(config, train), compression=config.compression
@@ -59,17 +71,22 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> None:
         steps_per_execution=config.steps_per_execution,
         jit_compile=False,
     )
+    return _base_rate(config)
 
 
 def _default(name):
     return TrainConfig.__dataclass_fields__[name].default
 
 
+def _base_rate(config) -> float:
+    default = _LEARNING_RATES[config.optimizer or "adam"]
+    return default if config.learning_rate is None else config.learning_rate
+
+
 def _create_optimizer(config, train) -> keras.optimizers.Optimizer:
     name = config.optimizer or "adam"
-    base = _LEARNING_RATES[name] if config.learning_rate is None else config.learning_rate
     rate = scale_learning_rate(
-        base,
+        _base_rate(config),
         train.plan.global_batch_size * config.gradient_accumulation_steps,
         base_batch_size=config.base_batch_size,
         rule=config.learning_rate_scaling,

@@ -7,9 +7,7 @@ import os
 import platform
 import time
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 from tfmulti import callbacks, keras_compat
 from tfmulti.cluster import environment
@@ -18,7 +16,9 @@ from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.datasets import load_dataset
 from tfmulti.models import create_model
 from tfmulti.strategies import create_strategy
-from tfmulti.trainer.compiling import compile_model
+from tfmulti.trainer.batch_size import resolve_batch_size
+from tfmulti.trainer.compiling import compile_model, prepare_keras
+from tfmulti.trainer.numbers import effective_numbers
 from tfmulti.trainer.worker import Worker, digest_weights
 
 _SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
@@ -42,12 +42,10 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         RuntimeError: Where the devices or the cluster are not there.
     """
     strategy = _create_strategy(config)
-    keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    keras.config.set_dtype_policy(config.dtype_policy)
-    train_split, test_split = load_dataset(config.dataset)
+    config = resolve_batch_size(config, strategy, tell)
     global_batch_size = config.resolve_global_batch_size(strategy.num_replicas_in_sync)
+    prepare_keras(config)
+    train_split, test_split = load_dataset(config.dataset)
     train = distribute_train(
         train_split,
         strategy,
@@ -60,21 +58,26 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
     test = distribute_eval(test_split, strategy, global_batch_size)
     with strategy.scope():
         model = create_model(config.model, train_split)
-        compile_model(model, config, train)
+        base_rate = compile_model(model, config, train)
     worker = Worker(strategy, config.workdir, tell)
     worker.introduce(global_batch_size)
+    numbers = effective_numbers(config, train.plan, worker.num_workers, model, base_rate)
+    worker.show_numbers(numbers)
     throughput = callbacks.Throughput(train, tell=worker.tell_of_monitors(config))
     began = time.perf_counter()
-    history = model.fit(
-        train,
-        validation_data=test,
-        epochs=config.epochs,
-        shuffle=False,
-        verbose=worker.verbose,
-        callbacks=[throughput, *worker.create_callbacks(train, config)],
-    )
+    try:
+        history = model.fit(
+            train,
+            validation_data=test,
+            epochs=config.epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=[throughput, *worker.create_callbacks(train, config)],
+        )
+    finally:
+        worker.close()
     seconds = time.perf_counter() - began
-    result = _describe(config, worker, train, throughput, history, seconds)
+    result = _describe(numbers, worker, throughput, history, seconds)
     result["weights_sha256"] = digest_weights(model)
     worker.finish(model, result)
     return result
@@ -91,14 +94,16 @@ def _settings_of_all(config) -> dict:
     return {f"--{k}": v for k, v in settings.items() if k not in _SETTINGS_OF_ONE_WORKER}
 
 
-def _describe(config, worker, train, throughput, history, seconds) -> dict:
+def _describe(numbers, worker, throughput, history, seconds) -> dict:
     metrics = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
     measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
     return {
         "strategy": type(worker.strategy).__name__,
         "num_workers": worker.num_workers,
         "num_replicas": worker.strategy.num_replicas_in_sync,
-        "global_batch_size": train.plan.global_batch_size,
+        "global_batch_size": numbers.global_batch_size,
+        "per_replica_batch_size": numbers.per_replica_batch_size,
+        "learning_rate": numbers.learning_rate,
         "steps": throughput.steps,
         "epochs": len(history.epoch),
         "examples": throughput.examples,

@@ -13,7 +13,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfmulti import callbacks, files
+from tfmulti import callbacks, console, files
+from tfmulti.cluster import environment
 from tfmulti.strategies import agreement
 
 
@@ -28,20 +29,39 @@ class Worker:
         self.num_workers = agreement.num_workers(strategy)
         self.is_chief = agreement.is_chief(strategy)
         self.workdir = Path(workdir) if workdir else None
-        self.tell = tell
+        self._tell, self.tell = tell, self._name_and_tell
+        self.progress = None
 
-    @property
-    def verbose(self) -> int:
-        """Keras's progress bar on the chief's terminal, a line an epoch in its log file."""
-        if not self.is_chief:
-            return 0
-        return 1 if os.isatty(1) else 2
+    def _name_and_tell(self, line):
+        # A launcher puts the name before each line by itself.
+        named = self.is_chief or environment.PROGRESS in os.environ
+        self._tell(line if named else f"{self.name}: {line}")
 
     def introduce(self, global_batch_size: int) -> None:
         """Says where the training runs, on the chief."""
         if self.is_chief:
-            replicas = f"{self.strategy.num_replicas_in_sync} replicas"
+            replicas = console.count(self.strategy.num_replicas_in_sync, "replica")
             self.tell(f"{self.strategy.why}: {replicas}, global batch size {global_batch_size}")
+
+    def show_numbers(self, numbers) -> None:
+        """Shows the effective numbers, on the chief: a table on a terminal, else lines.
+
+        Args:
+            numbers: The `Numbers` of the run.
+        """
+        if self.is_chief:
+            console.show_rows(numbers.rows(), None if console.is_terminal() else self.tell)
+
+    def show_progress(self, train) -> keras.callbacks.Callback:
+        """Makes the callback that says how far training is: a bar, or plain lines.
+
+        Args:
+            train: The training data.
+        """
+        if not self.is_chief:
+            return callbacks.Events(self.tell)
+        self.progress = callbacks.Progress(train, tell=None if console.is_terminal() else self.tell)
+        return self.progress
 
     def create_callbacks(self, train, config) -> list:
         """Makes the callbacks that every worker needs, and those of the chief.
@@ -56,7 +76,7 @@ class Worker:
             chosen.append(callbacks.ShardAuditLog(train, tell))
         chosen += self._create_monitors(config)
         if self.workdir is None:
-            return chosen
+            return [*chosen, self.show_progress(train)]
         if self.is_chief:
             self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
@@ -72,7 +92,7 @@ class Worker:
             resume=config.resume == "auto",
             tell=self.tell,
         )
-        return [*chosen, saver]
+        return [*chosen, saver, self.show_progress(train)]
 
     def tell_of_monitors(self, config):
         """Returns what the chief tells of the whole job with, or None."""
@@ -94,6 +114,11 @@ class Worker:
     def _checkpoints(self) -> Path:
         return self.workdir / "checkpoints"
 
+    def close(self) -> None:
+        """Gives the terminal back, however training has ended."""
+        if self.progress is not None:
+            self.progress.close()
+
     def finish(self, model, result):
         """Writes the model and the result, on the chief; says the weights' digest everywhere.
 
@@ -107,7 +132,7 @@ class Worker:
                 path = self.workdir / "result.json"
                 files.write_atomically(path, lambda temporary: temporary.write_text(text))
         if self.name is not None:
-            self.tell(f"{self.name}: weights_sha256={result['weights_sha256']}")
+            self._tell(f"{self.name}: weights_sha256={result['weights_sha256']}")
 
     def _save(self, model):
         """Saves on every worker, since reading state can be a collective; keeps the chief's."""

@@ -1,0 +1,105 @@
+"""What is said of errors: the cause first, and the user's line."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import command_line, explain
+
+
+def raised_by(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_the_users_innermost_line_is_named_and_frameworks_are_passed_over():
+    def build():
+        return keras.layers.Dense(3, activation="reluu")  # The line.
+
+    place = explain.place_of(raised_by(build))
+    assert place.startswith("tests/test_explain.py:") or "test_explain.py:" in place
+    assert "in build" in place
+    assert 'keras.layers.Dense(3, activation="reluu")  # The line.' in place
+
+
+def test_a_function_within_a_data_pipeline_is_found_by_its_line():
+    def read(value):
+        if value > 2:
+            raise ValueError("record has no label")  # Its line.
+        return value
+
+    data = tf.data.Dataset.range(5).map(lambda x: tf.numpy_function(read, [x], tf.int64))
+    error = raised_by(list, data)
+    assert explain.cause_of(error) == "ValueError: record has no label"
+    place = explain.place_of(error)
+    assert "test_explain.py" in place
+    assert "in read" in place
+    assert "# Its line." in place
+
+
+def test_a_traced_function_of_a_pipeline_is_found_too():
+    def change(value):
+        return tf.reshape(value, [3, 7])  # Its line.
+
+    error = raised_by(tf.data.Dataset.from_tensor_slices(np.zeros((4, 8))).map, change)
+    assert "Cannot reshape a tensor with 8 elements" in explain.cause_of(error)
+    assert "# Its line." in explain.place_of(error)
+
+
+def test_the_cause_within_a_layer_comes_before_the_words_about_the_call():
+    model = keras.Sequential([keras.Input((9,)), keras.layers.Dense(3)])
+    error = raised_by(model, np.zeros((4, 8), "float32"))
+    first, second = explain.cause_of(error).splitlines()
+    assert first.startswith("Input 0 ")
+    assert "received input with shape (4, 8)" in first
+    assert second.startswith("  in Sequential.call(), which received inputs=tf.Tensor(shape=(4, 8)")
+    assert "\x1b" not in first
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor [Op:Add]"),
+        tf.errors.InternalError(None, None, "CUDNN_STATUS_ALLOC_FAILED in stream"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_said_in_three_parts(error):
+    text = explain.cause_of(error)
+    assert text.startswith("A training step must fit in the memory of its device. Received: ")
+    assert "--per_replica_batch_size auto" in text
+    assert "[Op:" not in text
+
+
+def test_another_internal_error_is_none_of_memory():
+    assert not explain.is_out_of_memory(tf.errors.InternalError(None, None, "broken"))
+    assert not explain.is_out_of_memory(RuntimeError("out of memory"))
+
+
+def test_an_error_is_shown_with_its_line_and_without_frames(capsys):
+    def fail():
+        raise KeyError("large")
+
+    command_line.show_error(raised_by(fail), with_traceback=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: KeyError: 'large'"
+    assert lines[1].endswith('in fail: raise KeyError("large")')
+    assert len(lines) == 3
+    command_line.show_error(raised_by(fail), with_traceback=True)
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_no_traceback():
+    code = "from tfmulti import command_line\ndef main(): raise KeyboardInterrupt\n"
+    command = [sys.executable, "-c", f"{code}command_line.run_and_leave(main)"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == command_line.INTERRUPTED
+    assert done.stderr == "Interrupted.\n"

@@ -1,0 +1,149 @@
+"""How far training is: a bar on a terminal, a line for each epoch everywhere."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable
+
+import keras
+
+from tfmulti import hardware
+from tfmulti.callbacks import pace
+from tfmulti.callbacks.screen import Screen
+from tfmulti.callbacks.speed import Pace, pair_logs, show_seconds, show_value
+from tfmulti.console import is_terminal
+
+_REFRESH_S = 0.25
+_SAY_SOMETHING_S = 60.0
+_SHOWN_ELSEWHERE = ("learning_rate", *pace.NAMES, *hardware.NAMES)
+
+
+class Progress(keras.callbacks.Callback):
+    """Shows how far training is, in place of Keras's own bar.
+
+    On a terminal a bar with epoch, step, loss, examples per second and the time left, drawn four
+    times a second at most, and above it one line for each epoch that is done. Elsewhere (a file,
+    a pipe, a notebook) plain lines without control characters: one for each epoch, and one a
+    minute within longer ones. Use it on the chief, after callbacks that add to the logs, and call
+    `close` where `fit` may be left by an exception.
+
+    Args:
+        dataset: What `distribute_train` returned; it knows its examples. Without it speed is in
+            steps per second.
+        tell: Function of one line of text: then there is no bar, wherever this runs. By default
+            standard output, with a bar where that is a terminal.
+        clock: Returns seconds.
+
+    Example:
+    >>> lines = []
+    >>> callback = Progress(tell=lines.append)
+    """
+
+    def __init__(
+        self,
+        dataset=None,
+        *,
+        tell: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        super().__init__()
+        self._dataset, self._clock = dataset, clock
+        self._screen = Screen() if tell is None and is_terminal() else None
+        self._tell = tell or print
+        self._callbacks, self._pace, self._next = (), None, 0.0
+        self._phase, self._loss = "train", None
+
+    def set_callbacks(self, callbacks):
+        """Takes all callbacks of this `fit`; Keras's own bar is among them, unless told off."""
+        self._callbacks = callbacks
+
+    def on_train_begin(self, logs=None):
+        """Takes the place of Keras's bar."""
+        for callback in self._callbacks:
+            if isinstance(callback, keras.callbacks.ProgbarLogger):
+                callback.verbose = 0
+        batch_size = None if self._dataset is None else self._dataset.plan.global_batch_size
+        epochs, steps = self.params.get("epochs", 1), self.params.get("steps")
+        self._pace, self._loss = Pace(epochs, steps, batch_size, self._clock), None
+        self._next = self._clock() + self._interval_s
+        if self._screen is not None:
+            self.close()
+            atexit.register(self.close)
+            self._screen.open()
+
+    @property
+    def _interval_s(self) -> float:
+        return _SAY_SOMETHING_S if self._screen is None else _REFRESH_S
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Begins a line."""
+        first = 0
+        if self._dataset is not None:
+            # Not 0 where training goes on within an epoch.
+            first = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
+        self._pace.begin_epoch(epoch, first)
+        self._phase = "train"
+        if self._screen is not None and (not self._loss or self._clock() >= self._next):
+            self._show({})
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Draws the bar where it is time to."""
+        self._pace.count(batch + 1)
+        if self._pace.clock() >= self._next:
+            self._show(logs or {})
+
+    def on_test_begin(self, logs=None):
+        """Says that validation goes on, within `fit`."""
+        if self._pace is not None and self._phase == "train":
+            self._phase = "validation"
+            self._pace.end_steps()
+            if self._screen is not None and self._clock() >= self._next:
+                self._show({})
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Leaves the epoch's line."""
+        self._pace.end_steps()
+        self._pace.end_epoch()
+        logs, rate = dict(logs or {}), self._pace.show_rate()
+        # Keras sorts them by name.
+        names = sorted(logs, key=lambda name: name.removeprefix("val_") != "loss")
+        shown = {name: logs[name] for name in names if name not in _SHOWN_ELSEWHERE}
+        if self._screen is None:
+            self._tell(self._plain_line(shown, rate))
+        else:
+            self._screen.leave_line(self._title, pair_logs(shown), rate)
+
+    def on_train_end(self, logs=None):
+        """Removes the bar."""
+        self.close()
+
+    def close(self) -> None:
+        """Removes the bar, and gives the terminal back; needed where `fit` was left early."""
+        if self._screen is not None:
+            self._screen.close()
+            atexit.unregister(self.close)
+
+    @property
+    def _title(self) -> str:
+        return f"Epoch {self._pace.epoch + 1}/{self._pace.epochs}"
+
+    def _show(self, logs):
+        self._next = self._pace.clock() + self._interval_s
+        if self._screen is None:
+            left = self._pace.seconds_left
+            parts = [f"{self._title} - step {self._pace.done}/{self._pace.steps or '?'}"]
+            parts += [f"{name}: {show_value(value)}" for name, value in logs.items()]
+            parts += [self._pace.show_rate(), f"{show_seconds(left)} left" if left else ""]
+            self._tell(" - ".join(filter(None, parts)))
+        else:
+            self._draw(logs)
+
+    def _draw(self, logs):
+        self._loss = logs.get("loss", self._loss)
+        self._screen.draw(self._title, self._phase, self._pace, self._loss)
+
+    def _plain_line(self, logs, rate) -> str:
+        values = [f"{name}: {show_value(value)}" for name, value in logs.items()]
+        parts = [self._title, show_seconds(self._pace.seconds), *values, rate]
+        return " - ".join(filter(None, parts))
