@@ -1,5 +1,6 @@
-"""Both files train the same on one device and on three replicas."""
+"""Both modules of the package end alike on one device and on two; the package stands alone."""
 
+import ast
 import json
 import os
 import subprocess
@@ -8,24 +9,42 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bring_your_own import experiment
+
 HERE = Path(__file__).parent
 
 
-def train(name, folder, *flags):
-    command = [sys.executable, "-m", "tfmulti.train", f"--model={name}:create", "--epochs=2"]
+def train(project, **flags):
+    metrics, _ = experiment.train(experiment.Settings(project=project, epochs=1, **flags))
+    metrics.pop("examples_per_second")
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "project", ["two_inputs", pytest.param("regression", marks=pytest.mark.slow)]
+)
+def test_two_replicas_end_where_one_device_ends(project):
+    one = train(project, strategy="one_device", global_batch_size=128)
+    two = train(project, strategy="mirrored", logical_cpus=2, global_batch_size=128)
+    assert two == pytest.approx(one, abs=1e-6)
+
+
+def test_the_package_knows_nothing_of_tfmulti():
+    for path in (HERE / "my_project").glob("*.py"):
+        for statement in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in getattr(statement, "names", [])]
+            assert "tfmulti" not in [*names, getattr(statement, "module", None)]
+
+
+@pytest.mark.slow
+def test_the_command_line_in_the_folder_of_the_package(tmp_path):
+    command = [sys.executable, "-m", "tfmulti.train", "--model=my_project.regression:create"]
     done = subprocess.run(
-        [*command, f"--dataset={name}:load", f"--workdir={folder}", *flags],
+        [*command, "--dataset=my_project.regression:load", "--epochs=2", f"--workdir={tmp_path}"],
         cwd=HERE,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "result.json").read_text())["metrics"]
-
-
-@pytest.mark.parametrize("name", ["two_inputs", pytest.param("regression", marks=pytest.mark.slow)])
-def test_three_replicas_end_where_one_device_ends(name, tmp_path):
-    one = train(name, tmp_path / "one", "--strategy=one_device")
-    three = train(name, tmp_path / "three", "--strategy=mirrored", "--logical_cpus=3")
-    assert three == pytest.approx(one, abs=1e-6)
+    assert "within_tenth" in json.loads((tmp_path / "result.json").read_text())["metrics"]

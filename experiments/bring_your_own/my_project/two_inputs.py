@@ -20,20 +20,20 @@ def load():
 
 
 class TwoInputs(keras.Model):
-    """A tower for each input."""
+    """A branch for each input."""
 
     def __init__(self):
         super().__init__()
-        self.image_tower = keras.Sequential(
+        self.image_branch = keras.Sequential(
             [keras.layers.Conv2D(8, 3, activation="tanh"), keras.layers.Flatten()]
         )
-        self.table_tower = keras.layers.Dense(16, activation="tanh")
+        self.table_branch = keras.layers.Dense(16, activation="tanh")
         self.head = keras.layers.Dense(1)
 
     def call(self, inputs):
         """Takes a dict of shapes (batch, 8, 8, 1) and (batch, 4); gives logits (batch, 1)."""
-        towers = [self.image_tower(inputs["image"]), self.table_tower(inputs["table"])]
-        return self.head(keras.ops.concatenate(towers, axis=-1))
+        branches = [self.image_branch(inputs["image"]), self.table_branch(inputs["table"])]
+        return self.head(keras.ops.concatenate(branches, axis=-1))
 
     def train_step(self, data):
         """One step; `scale_loss` is where the loss is weighed by this replica's examples."""

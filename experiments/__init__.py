@@ -1,0 +1,1 @@
+"""Experiments with tfmulti: one folder each, the same files in each."""

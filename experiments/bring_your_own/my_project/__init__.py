@@ -1,0 +1,1 @@
+"""A user's own package, which knows nothing of tfmulti."""

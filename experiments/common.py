@@ -1,0 +1,143 @@
+"""What the experiments share: flags, what a run leaves on disk, and a line on the hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import numpy as np
+from absl import flags
+
+import tfmulti
+
+RESULT, WEIGHTS, TABLE = "result.json", "weights.npz", "results.md"
+SETUPS = {
+    "one device": ("--strategy=one_device",),
+    "two logical CPUs": ("--strategy=mirrored", "--logical_cpus=2"),
+    "two workers": ("--strategy=multi_worker",),
+}
+_DEFINE = {
+    bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+}
+
+
+def flag(default, text: str, choices=None):
+    """Returns a dataclass field that becomes a flag; its kind is that of its default."""
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `python -m experiments.compare` runs, for one table of a README.
+
+    Attributes:
+        title: What stands above the table.
+        flags: Flags of the experiment.
+        setups: Where it runs; the first is what the others are compared with.
+    """
+
+    title: str
+    flags: tuple[str, ...] = ()
+    setups: tuple[str, ...] = tuple(SETUPS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags that every experiment has; each adds its own and sets its own defaults."""
+
+    strategy: str = flag(
+        "auto", "Where to train.", ("auto", "one_device", "mirrored", "multi_worker", "tpu")
+    )
+    logical_cpus: int = flag(0, "Split the CPU into this many; 0 leaves it whole.")
+    dataset: str = flag("", "What to train on.")
+    global_batch_size: int = flag(64, "Examples per step over all replicas.")
+    epochs: int = flag(10, "Passes over the data.")
+    learning_rate: float = flag(0.001, "Rate for the base batch size.")
+    dtype_policy: str = flag(
+        "float32", "Keras dtype policy: float32, mixed_bfloat16, mixed_float16, float64."
+    )
+    seed: int = flag(0, "Seed of data that is made, weights, order and randomness.")
+    workdir: str = flag("", "Folder for what the run leaves; by default nothing is kept.")
+
+
+def parse(settings: type, argv: list[str] | None = None):
+    """Returns the settings that a command line gives; ends with 2 where it cannot be read."""
+    argv = sys.argv if argv is None else argv
+    values = flags.FlagValues()
+    for field in dataclasses.fields(settings):
+        text, choices = field.metadata["help"], field.metadata["choices"]
+        if choices:
+            flags.DEFINE_enum(field.name, field.default, choices, text, flag_values=values)
+        else:
+            _DEFINE[type(field.default)](field.name, field.default, text, flag_values=values)
+    if {"--help", "-h"} & set(argv[1:]):
+        print(values.main_module_help() or values.get_help())
+        raise SystemExit(0)
+    try:
+        rest = values(argv)[1:]
+    except flags.Error as error:
+        rest = [f"{error}"]
+    if rest:
+        print(f"error: {' '.join(rest)}. See --help.", file=sys.stderr)
+        raise SystemExit(2)
+    return settings(**{f.name: values[f.name].value for f in dataclasses.fields(settings)})
+
+
+def is_chief() -> bool:
+    """Whether this worker is the one that shows and writes."""
+    cluster = tfmulti.resolve_cluster()
+    return cluster is None or cluster.is_chief
+
+
+def verbose() -> int:
+    """Keras's line an epoch on the chief, nothing elsewhere."""
+    return 2 if is_chief() else 0
+
+
+def last_metrics(history) -> dict[str, float]:
+    """Returns the last value of everything that `fit` measured."""
+    return {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
+
+
+def keep(settings, metrics: dict, weights: list[np.ndarray]) -> None:
+    """Prints what came of a run, and leaves it in the work folder, on the chief.
+
+    Args:
+        settings: The run's flags.
+        metrics: What was measured, by name.
+        weights: Arrays that another run of the same flags should end with. Read them on every
+            worker: that can be a collective.
+    """
+    if not is_chief():
+        return
+    print(json.dumps(metrics, indent=2))
+    if not settings.workdir:
+        return
+    folder = Path(settings.workdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / WEIGHTS, *weights)
+    result = {"metrics": metrics, "flags": dataclasses.asdict(settings)}
+    (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def hardware() -> str:
+    """Returns one line on the processor, the GPUs and the versions of this machine."""
+    import keras
+    import tensorflow as tf
+
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), model)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    return (
+        f"{model}, {os.cpu_count()} cores, {gpus or 'no'} GPUs; Python "
+        f"{platform.python_version()}, TensorFlow {tf.__version__}, Keras {keras.__version__}"
+    )

@@ -1,0 +1,1 @@
+"""Images: a ResNet with all that goes with it."""

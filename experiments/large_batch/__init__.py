@@ -1,0 +1,1 @@
+"""Learning rates for large batches."""

@@ -1,0 +1,1 @@
+"""Kill and resume."""

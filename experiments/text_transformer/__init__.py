@@ -1,0 +1,1 @@
+"""Text: a transformer with masks."""
