@@ -88,11 +88,11 @@ class Embedding(layers.Layer):
         super().__init__(**kwargs)
         self.supports_masking = True
         self.tokens = layers.Embedding(VOCABULARY, width, mask_zero=True)
-        self.places = layers.Embedding(length, width)
+        self.places = self.add_weight((length, width), "uniform", name="places")
 
     def call(self, x):
         """Takes (batch, length), gives (batch, length, width)."""
-        return self.tokens(x) + self.places(ops.arange(ops.shape(x)[1]))
+        return self.tokens(x) + ops.cast(self.places, self.compute_dtype)
 
     def compute_mask(self, x, previous=None):
         """Returns what is no padding."""
