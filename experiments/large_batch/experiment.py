@@ -28,7 +28,7 @@ COMPARISONS = (
     common.Comparison("Error after training", setups=("one device",)),
     common.Comparison(
         "For equality",
-        ("--batch_sizes=64,256", "--epochs=3", "--num_seeds=1", "--dtype_policy=float64"),
+        ("--batch_sizes=256", "--epochs=3", "--num_seeds=1", "--dtype_policy=float64"),
     ),
 )
 
@@ -40,8 +40,8 @@ class Settings(common.Settings):
     dataset: str = common.flag("digits", "digits, or a tensorflow-datasets name.")
     epochs: int = common.flag(20, "Passes over the data, the same for all.")
     learning_rate: float = common.flag(0.05, "Rate for the base batch size.")
-    base_batch_size: int = common.flag(16, "Batch size for which the rate was tuned.")
-    batch_sizes: str = common.flag("16,64,256,1024", "Global batch sizes.")
+    base_batch_size: int = common.flag(32, "Batch size for which the rate was tuned.")
+    batch_sizes: str = common.flag("32,128,512,1024", "Global batch sizes.")
     warmup_epochs: float = common.flag(5.0, "Epochs of gradual warm-up.")
     num_seeds: int = common.flag(3, "Runs of each, from --seed on.")
 
