@@ -92,7 +92,8 @@ def parse(settings: type, argv: list[str] | None = None):
 
 def is_chief() -> bool:
     """Whether this worker is the one that shows and writes."""
-    cluster = tfmulti.resolve_cluster()
+    # Once the strategy is there, the port is taken: by this process.
+    cluster = tfmulti.resolve_cluster(check_network=False)
     return cluster is None or cluster.is_chief
 
 

@@ -31,6 +31,7 @@ ORDER = [
     "iterators",
     "losses",
     "finite",
+    "slices",
     "optimizers",
     "strategies",
     "datasets",

@@ -7,7 +7,7 @@ import types
 import keras
 import tensorflow as tf
 
-from tfmulti import finite, keras_compat, shares
+from tfmulti import finite, keras_compat, shares, slices
 from tfmulti.config import COMPRESSIONS
 
 
@@ -140,12 +140,18 @@ def _reduce(grads, compression) -> list:
     """Adds gradients over all replicas; dense ones of full precision can travel in half of it."""
     if not grads:
         return []
+    rows = [grad if slices.same_on_all(grad) else None for grad in grads]
+    grads = [grad if row is None else row.values for grad, row in zip(grads, rows)]
     types = [grad.dtype for grad in grads]
     full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in grads]
     if compression is not None:
         grads = [tf.cast(g, compression) if f else g for g, f in zip(grads, full)]
     added = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, grads)
-    return [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
+    added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
+    return [
+        grad if row is None else tf.IndexedSlices(grad, row.indices, row.dense_shape)
+        for grad, row in zip(added, rows)
+    ]
 
 
 def _weigh_gradients(self, grads, share):

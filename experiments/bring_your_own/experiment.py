@@ -22,7 +22,7 @@ class Settings(common.Settings):
     """The flags of this experiment; the model brings its own optimizer."""
 
     project: str = common.flag("regression", "Which module.", ("regression", "two_inputs"))
-    epochs: int = common.flag(8, "Passes over the data.")
+    epochs: int = common.flag(5, "Passes over the data.")
 
 
 def train(settings: Settings):

@@ -21,7 +21,7 @@ from experiments import common
 METRICS = ("d_loss", "g_loss")
 COMPARISONS = (
     common.Comparison("Trained", setups=("one device", "two logical CPUs")),
-    common.Comparison("For equality", ("--epochs=3", "--dtype_policy=float64")),
+    common.Comparison("For equality", ("--epochs=2", "--dtype_policy=float64")),
 )
 LATENT, TABLE_ROWS = 16, 2**14
 
@@ -33,7 +33,7 @@ class Settings(common.Settings):
     dataset: str = common.flag(
         "digits", "ring (eight clusters in the plane), digits, or a tensorflow-datasets name."
     )
-    epochs: int = common.flag(60, "Passes over the data.")
+    epochs: int = common.flag(40, "Passes over the data.")
     learning_rate: float = common.flag(0.0005, "Rate of both optimizers.")
     width: int = common.flag(128, "Width of the hidden layers.")
     noise: str = common.flag("table", "Where noise comes from.", ("table", "stream"))

@@ -22,7 +22,7 @@ COMPARISONS = (
     ),
     common.Comparison(
         "For equality, without augmentation",
-        ("--noaugment", "--epochs=2", "--dtype_policy=float64"),
+        ("--noaugment", "--epochs=1", "--dtype_policy=float64"),
     ),
 )
 
@@ -32,7 +32,7 @@ class Settings(common.Settings):
     """The flags of this experiment."""
 
     dataset: str = common.flag("digits", "digits, or a tensorflow-datasets name as cifar10.")
-    epochs: int = common.flag(8, "Passes over the data.")
+    epochs: int = common.flag(6, "Passes over the data.")
     learning_rate: float = common.flag(0.05, "Rate for the base batch size.")
     base_batch_size: int = common.flag(32, "Batch size for which the rate was tuned.")
     warmup_epochs: float = common.flag(1.0, "Epochs of gradual warm-up.")

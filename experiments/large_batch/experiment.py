@@ -43,7 +43,7 @@ class Settings(common.Settings):
     base_batch_size: int = common.flag(32, "Batch size for which the rate was tuned.")
     batch_sizes: str = common.flag("32,128,512,1024", "Global batch sizes.")
     warmup_epochs: float = common.flag(5.0, "Epochs of gradual warm-up.")
-    num_seeds: int = common.flag(3, "Runs of each, from --seed on.")
+    num_seeds: int = common.flag(2, "Runs of each, from --seed on.")
 
 
 class Trainer:

@@ -31,7 +31,7 @@ class Settings(common.Settings):
     """The flags of this experiment; --strategy is always multi_worker."""
 
     dataset: str = common.flag("digits", "As for tfmulti.train.")
-    epochs: int = common.flag(8, "Passes over the data.")
+    epochs: int = common.flag(6, "Passes over the data.")
     checkpoint_steps: int = common.flag(5, "Steps from one checkpoint to the next.")
     model: str = common.flag("cnn", "As for tfmulti.train.")
 

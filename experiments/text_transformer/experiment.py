@@ -19,7 +19,9 @@ from experiments import common
 METRICS = ("loss", "val_loss", "val_accuracy")
 COMPARISONS = (
     common.Comparison("Trained", setups=("one device", "two logical CPUs")),
-    common.Comparison("For equality", ("--epochs=1", "--dtype_policy=float64")),
+    common.Comparison(
+        "For equality", ("--epochs=1", "--num_examples=600", "--dtype_policy=float64")
+    ),
 )
 KINDS = 3
 # 0 is padding; then opening brackets, closing ones, and a word.
@@ -34,7 +36,7 @@ class Settings(common.Settings):
     dataset: str = common.flag("brackets", "The made language.", ("brackets",))
     num_examples: int = common.flag(3000, "Sequences; a fifth more are kept for validation.")
     length: int = common.flag(24, "Tokens of the longest sequence.")
-    epochs: int = common.flag(6, "Passes over the data.")
+    epochs: int = common.flag(3, "Passes over the data.")
     learning_rate: float = common.flag(0.003, "Rate for the base batch size.")
     base_batch_size: int = common.flag(64, "Batch size for which the rate was tuned.")
     warmup_epochs: float = common.flag(1.0, "Epochs of gradual warm-up.")

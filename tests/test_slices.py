@@ -1,0 +1,66 @@
+"""Gradients of tables whose rows do not depend on the batch, as those of positions."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from replicas import create_strategy
+
+import tfmulti
+
+LENGTH, VOCABULARY = 6, 9
+
+
+class Positions(layers.Layer):
+    """Tokens and positions, each by an Embedding, as most transformers have them."""
+
+    def __init__(self, repeated):
+        super().__init__()
+        self.tokens = layers.Embedding(VOCABULARY, 4)
+        self.positions = layers.Embedding(LENGTH, 4)
+        self.repeated = repeated
+
+    def call(self, x):
+        positions = ops.arange(ops.shape(x)[1])
+        if self.repeated:
+            positions = ops.broadcast_to(positions, ops.shape(x))
+        return self.tokens(x) + self.positions(positions)
+
+
+def train(num_replicas, optimizer, repeated=False, remainder="uneven"):
+    random = np.random.RandomState(0)
+    x, y = random.randint(0, VOCABULARY, (41, LENGTH)), random.randint(0, 3, 41)
+    strategy = create_strategy(num_replicas)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([Positions(repeated), layers.Flatten(), layers.Dense(3)])
+        model.compile(
+            tfmulti.DistributedOptimizer(optimizer()),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    data = tfmulti.distribute_train((x, y), strategy, 16, remainder=remainder)
+    model.fit(data, epochs=2, verbose=0)
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+        pytest.param(lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), marks=pytest.mark.slow),
+    ],
+    ids=["clipped", "adam"],
+)
+@pytest.mark.parametrize(
+    ("repeated", "remainder"),
+    [
+        (False, "uneven"),
+        pytest.param(True, "uneven", marks=pytest.mark.slow),
+        pytest.param(False, "pad", marks=pytest.mark.slow),
+        pytest.param(True, "pad", marks=pytest.mark.slow),
+    ],
+)
+def test_positions_count_once(optimizer, repeated, remainder):
+    one = train(1, optimizer, repeated, remainder)
+    three = train(3, optimizer, repeated, remainder)
+    np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
