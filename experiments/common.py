@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from absl import flags
@@ -50,7 +51,13 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags that every experiment has; each adds its own and sets its own defaults."""
+    """The flags that experiments have; each adds its own and sets its own defaults.
+
+    Attributes:
+        unused: Names of those that an experiment has no use for, and does not offer.
+    """
+
+    unused: ClassVar[tuple[str, ...]] = ()
 
     strategy: str = flag(
         "auto", "Where to train.", ("auto", "one_device", "mirrored", "multi_worker", "tpu")
@@ -70,16 +77,19 @@ class Settings:
 def parse(settings: type, argv: list[str] | None = None):
     """Returns the settings that a command line gives; ends with 2 where it cannot be read."""
     argv = sys.argv if argv is None else argv
+    fields = [f for f in dataclasses.fields(settings) if f.name not in settings.unused]
+    if {"--help", "-h"} & set(argv[1:]):
+        for field in fields:
+            default = "none" if field.default == "" else field.default
+            print(f"  --{field.name}: {field.metadata['help']} Default: {default}")
+        raise SystemExit(0)
     values = flags.FlagValues()
-    for field in dataclasses.fields(settings):
+    for field in fields:
         text, choices = field.metadata["help"], field.metadata["choices"]
         if choices:
             flags.DEFINE_enum(field.name, field.default, choices, text, flag_values=values)
         else:
             _DEFINE[type(field.default)](field.name, field.default, text, flag_values=values)
-    if {"--help", "-h"} & set(argv[1:]):
-        print(values.main_module_help() or values.get_help())
-        raise SystemExit(0)
     try:
         rest = values(argv)[1:]
     except flags.Error as error:
@@ -87,7 +97,7 @@ def parse(settings: type, argv: list[str] | None = None):
     if rest:
         print(f"error: {' '.join(rest)}. See --help.", file=sys.stderr)
         raise SystemExit(2)
-    return settings(**{f.name: values[f.name].value for f in dataclasses.fields(settings)})
+    return settings(**{field.name: values[field.name].value for field in fields})
 
 
 def is_chief() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import tfmulti
 from experiments import common
@@ -20,6 +21,8 @@ COMPARISONS = (
 @dataclasses.dataclass(frozen=True)
 class Settings(common.Settings):
     """The flags of this experiment; the model brings its own optimizer."""
+
+    unused: ClassVar = ("learning_rate",)
 
     project: str = common.flag("regression", "Which module.", ("regression", "two_inputs"))
     epochs: int = common.flag(5, "Passes over the data.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -35,7 +36,9 @@ COMPARISONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings(common.Settings):
-    """The flags of this experiment; --global_batch_size is not among them."""
+    """The flags of this experiment."""
+
+    unused: ClassVar = ("global_batch_size",)
 
     dataset: str = common.flag("digits", "digits, or a tensorflow-datasets name.")
     epochs: int = common.flag(20, "Passes over the data, the same for all.")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from experiments import common
 
@@ -28,7 +29,9 @@ POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Settings(common.Settings):
-    """The flags of this experiment; --strategy is always multi_worker."""
+    """The flags of this experiment."""
+
+    unused: ClassVar = ("strategy", "logical_cpus", "learning_rate", "dtype_policy")
 
     dataset: str = common.flag("digits", "As for tfmulti.train.")
     epochs: int = common.flag(6, "Passes over the data.")
