@@ -49,3 +49,17 @@ def test_results_stand_between_the_marks(tmp_path):
     path.write_text(f"before\n{compare.BEGIN}old\n{compare.END}after\n")
     compare.write_between_marks(path, "new")
     assert path.read_text() == f"before\n{compare.BEGIN}\nnew\n{compare.END}after\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gan", "text_transformer", "image_classification"])
+def test_two_workers_end_where_one_device_ends(name, tmp_path):
+    flags = {
+        "gan": ["--width=8"],
+        "text_transformer": ["--num_examples=90", "--length=8", "--width=16", "--depth=1"],
+        "image_classification": ["--noaugment", "--filters=8", "--image_size=8"],
+    }[name]
+    flags += ["--epochs=1", "--global_batch_size=300", "--dtype_policy=float64"]
+    one = compare.run(name, "one device", flags, tmp_path / "one")
+    two = compare.run(name, "two workers", flags, tmp_path / "two")
+    assert max(compare.differences(two, one)) < 1e-6
