@@ -13,7 +13,9 @@ METRICS = ("loss", "val_loss")
 COMPARISONS = (
     common.Comparison("A regression with its own loss and metric"),
     common.Comparison(
-        "A subclassed model with two inputs and its own train_step", ("--project=two_inputs",)
+        "A subclassed model with two inputs and its own train_step",
+        ("--project=two_inputs",),
+        ("one device", "two logical CPUs"),
     ),
 )
 
