@@ -64,13 +64,11 @@ def differences(found: dict, reference: dict) -> tuple[float, float]:
 
 def table(found: dict[str, dict], metrics) -> str:
     """Returns a table in Markdown: a line for each set-up, the first being the reference."""
-    names = ["where", *metrics, "examples/s", "weights off by", "metrics off by"]
+    names = ["where", *metrics, "weights off by", "metrics off by"]
     lines = [" | ".join(names), " | ".join(["---"] + ["---:"] * (len(names) - 1))]
     reference = next(iter(found.values()))
     for where, result in found.items():
         cells = [f"{result['metrics'][name]:.4f}" for name in metrics]
-        rate = result["metrics"].get("examples_per_second")
-        cells.append(f"{rate:,.0f}" if rate else "-")
         off = ("-", "-") if result is reference else differences(result, reference)
         cells += [each if each == "-" else f"{each:.1g}" for each in off]
         lines.append(" | ".join([where, *cells]))
