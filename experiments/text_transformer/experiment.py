@@ -17,12 +17,7 @@ import tfmulti
 from experiments import common
 
 METRICS = ("loss", "val_loss", "val_accuracy")
-COMPARISONS = (
-    common.Comparison("Trained", setups=("one device", "two logical CPUs")),
-    common.Comparison(
-        "For equality", ("--epochs=1", "--num_examples=600", "--dtype_policy=float64")
-    ),
-)
+COMPARISONS = (common.Comparison("Trained", ("--dtype_policy=float64",)),)
 KINDS = 3
 # 0 is padding; then opening brackets, closing ones, and a word.
 OPEN, CLOSE, WORD = 1, 1 + KINDS, 1 + 2 * KINDS
