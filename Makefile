@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-keras conformance faults bench slurm lint install clean
+.PHONY: train test test-all test-keras conformance faults bench slurm docs figures lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
@@ -19,6 +19,7 @@ test-all: install
 # Measures every promise under every strategy and on stock Keras; writes CONFORMANCE.md.
 conformance: install
 	PYTHONPATH=tests $(BIN)/python -m conformance
+	$(BIN)/python docs/figures.py
 
 # Puts faults into real workers and prints what comes of each.
 faults: install
@@ -28,6 +29,15 @@ faults: install
 # BENCHMARKS.md.
 bench: install
 	$(BIN)/python -m tfmulti.bench --peers --project 1024 --write_markdown BENCHMARKS.md
+	$(BIN)/python docs/figures.py
+
+# Pages in build/docs.
+docs: install
+	$(BIN)/python -m mkdocs build --strict
+
+# The short tables of README.md, from CONFORMANCE.md and BENCHMARKS.md.
+figures: install
+	$(BIN)/python docs/figures.py
 
 # Starts a Slurm of its own on this machine and trains under it; needs the packages slurm-wlm and
 # munge of Debian or Ubuntu.

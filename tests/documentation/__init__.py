@@ -1,0 +1,1 @@
+"""Reads the documentation: its blocks, its commands, its links."""

@@ -1,0 +1,155 @@
+"""The commands of shell blocks: found, and read by the real parsers."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import re
+import shlex
+
+from documentation.pages import ROOT, Block
+from tfmulti import command_line
+
+# What a user may be told to run, beside python, pip and make.
+PROGRAMS = {
+    *("cd", "export", "unset", "git", "source", "sudo", "ulimit", "kill", "cat", "ls"),
+    *("mpiexec", "srun", "sbatch", "scancel", "squeue", "sinfo", "kubectl", "docker"),
+    *("nvidia-smi", "ss", "nc", "getent", "ip", "free", "df", "nproc", "tensorboard", "torchrun"),
+    *("jupyter", "horovodrun", "accelerate"),
+}
+_ENDS = ("|", "&&", ";", "&", ">", "2>&1", "||")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One simple command.
+
+    Attributes:
+        variables: What is set before it, `NAME=value` each.
+        words: The program and its arguments.
+    """
+
+    variables: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def module(self) -> str | None:
+        """The entry point of tfmulti that it runs, at once or by another program."""
+        for python, dash, module in zip(self.words, self.words[1:], self.words[2:]):
+            if python.endswith("python") and dash == "-m" and module.startswith("tfmulti."):
+                return module
+        return None
+
+    @property
+    def flags(self) -> list[str]:
+        """What follows after the module."""
+        return list(self.words[self.words.index(self.module) + 1 :])
+
+    @property
+    def runs_here(self) -> bool:
+        return self.module is not None and self.words[0] == "python"
+
+
+def commands_of(block: Block) -> list[Command]:
+    """Reads a shell block."""
+    commands = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"\$\(cat ([^)]*)\)", r"$(cat=\1)", line)
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word in _ENDS:
+                if words:
+                    commands.append(_command(words))
+                words = []
+            else:
+                words.append(word)
+    return commands
+
+
+def _command(words):
+    count = 0
+    while count < len(words) and re.match(r"[A-Z_][A-Z_0-9]*=", words[count]):
+        count += 1
+    return Command(tuple(words[:count]), tuple(words[count:]))
+
+
+def entry_points() -> list[str]:
+    """Every `python -m tfmulti.NAME`."""
+    names = []
+    for path in sorted((ROOT / "tfmulti").glob("*")):
+        main = path / "__main__.py" if path.is_dir() else path
+        if main.exists() and re.search(r"^USAGE = ", main.read_text(), re.MULTILINE):
+            names.append(f"tfmulti.{path.stem}")
+    return names
+
+
+@functools.cache
+def flags_of(module: str) -> frozenset[str]:
+    """The names of all flags of an entry point, as its `--help` tells them."""
+    return frozenset(re.findall(r"^  --(\w+):", _call(module, ["--help"])[1], re.MULTILINE))
+
+
+def read_by_its_parser(command: Command) -> None:
+    """Raises AssertionError for flags or values that the entry point refuses."""
+    module, flags = command.module, command.flags
+    assert module in entry_points(), f"{module} is no entry point"
+    if module == "tfmulti.launch" and "--" in flags:
+        at = flags.index("--")
+        inner = _command(flags[at + 1 :])
+        assert inner.words, "no command after `--`"
+        flags = flags[:at]
+        if inner.module:
+            read_by_its_parser(inner)
+    if "--help" in flags:
+        return
+    main = _main_of(module)
+    values, settings = _flags_and_settings(main)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = command_line.parse(values, [module, *flags], "")
+    assert code is None, errors.getvalue()
+    if settings is not None:
+        command_line.read_settings(settings, values)
+
+
+def _flags_and_settings(main):
+    """The flags of an entry point: of the one dataclass of settings that it imports."""
+    kinds = [v for v in vars(main).values() if dataclasses.is_dataclass(v) and _has_flags(v)]
+    assert len(kinds) == 1, f"{main.__name__} has {len(kinds)} dataclasses of settings"
+    values = command_line.define_flags(kinds[0])
+    if "traceback" not in values:
+        command_line.define_traceback(values)
+    return values, kinds[0]
+
+
+def _has_flags(kind):
+    return all("help" in field.metadata for field in dataclasses.fields(kind))
+
+
+def _main_of(module):
+    is_folder = (ROOT / module.replace(".", "/")).is_dir()
+    return importlib.import_module(f"{module}.__main__" if is_folder else module)
+
+
+def _call(module, flags):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = _main_of(module).main([module, *flags])
+    return code, output.getvalue()
+
+
+@functools.cache
+def make_targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@functools.cache
+def extras() -> frozenset[str]:
+    import configparser
+
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return frozenset(parser["options.extras_require"])

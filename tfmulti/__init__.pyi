@@ -1,0 +1,14 @@
+"""What type checkers and editors see of names that are resolved when first used."""
+
+from tfmulti import callbacks as callbacks
+from tfmulti.cluster import Cluster as Cluster
+from tfmulti.cluster import resolve_cluster as resolve_cluster
+from tfmulti.data import distribute_eval as distribute_eval
+from tfmulti.data import distribute_train as distribute_train
+from tfmulti.datasets import load_dataset as load_dataset
+from tfmulti.learning_rate import scale_learning_rate as scale_learning_rate
+from tfmulti.models import create_model as create_model
+from tfmulti.optimizers import DistributedOptimizer as DistributedOptimizer
+from tfmulti.strategies import create_strategy as create_strategy
+from tfmulti.trainer import TrainConfig as TrainConfig
+from tfmulti.trainer import train_and_evaluate as train_and_evaluate
