@@ -33,6 +33,11 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     return _OUTSIDE.sub(_path_instead, markdown)
 
 
+def on_page_content(html: str, page, config, files) -> str:
+    """Keeps short code on one line: a flag is not broken after its dashes."""
+    return re.sub(r"<code>([^<]{1,44})</code>", r'<code class="short">\1</code>', html)
+
+
 def _path_instead(found):
     if (ROOT / "docs" / found[2]).exists():
         return found[0]

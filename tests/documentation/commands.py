@@ -7,6 +7,7 @@ import importlib
 import io
 import re
 import shlex
+from unittest import mock
 
 from documentation.pages import ROOT, Block
 from tfmulti import command_line
@@ -105,28 +106,28 @@ def read_by_its_parser(command: Command) -> None:
             read_by_its_parser(inner)
     if "--help" in flags:
         return
-    main = _main_of(module)
-    values, settings = _flags_and_settings(main)
+    if module == "tfmulti.launch":
+        flags = [*flags, "--", "true"]
     errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        code = command_line.parse(values, [module, *flags], "")
-    assert code is None, errors.getvalue()
-    if settings is not None:
-        command_line.read_settings(settings, values)
+    with (
+        contextlib.suppress(_Read),
+        contextlib.redirect_stderr(errors),
+        mock.patch.object(command_line, "read_settings", _stop),
+    ):
+        code = _main_of(module).main([module, *flags])
+        raise AssertionError(f"exit code {code}: {errors.getvalue()}")
 
 
-def _flags_and_settings(main):
-    """The flags of an entry point: of the one dataclass of settings that it imports."""
-    kinds = [v for v in vars(main).values() if dataclasses.is_dataclass(v) and _has_flags(v)]
-    assert len(kinds) == 1, f"{main.__name__} has {len(kinds)} dataclasses of settings"
-    values = command_line.define_flags(kinds[0])
-    if "traceback" not in values:
-        command_line.define_traceback(values)
-    return values, kinds[0]
+class _Read(BaseException):
+    """The settings have been read, and would be acted on now."""
 
 
-def _has_flags(kind):
-    return all("help" in field.metadata for field in dataclasses.fields(kind))
+_read_settings = command_line.read_settings
+
+
+def _stop(settings, values):
+    _read_settings(settings, values)
+    raise _Read
 
 
 def _main_of(module):
