@@ -30,7 +30,10 @@ LANGUAGES = {"python", "sh", "diff", "json", "yaml", "text"}
 # Hosts of public documentation and papers.
 OUTSIDE = {"arxiv.org", "www.tensorflow.org", "keras.io", "kubernetes.io", "slurm.schedmd.com"}
 # Flags of other programs that prose names.
-FLAGS_OF_OTHERS = {"nproc_per_node", "nnodes", "node_rank", "master_addr"}
+FLAGS_OF_OTHERS = {
+    *("nproc_per_node", "nnodes", "node_rank", "master_addr", "check-build"),
+    *("distribution", "gpus-per-task", "gpus-per-node", "gres", "mpi", "resv-ports", "signal"),
+}
 # Of every entry point, and those that stand for any.
 FLAGS_OF_ALL = {"help", "name", "noname"}
 # Blocks that the fast tests run; the slow ones run all.
@@ -84,8 +87,11 @@ def test_pages_are_in_the_table_of_contents():
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_that_are_named_exist(page):
     known = {flag for module in commands.entry_points() for flag in commands.flags_of(module)}
+    known |= {
+        flag for name in commands.experiments() for flag in commands.flags_of_experiment(name)
+    }
     for span in spans_of(page):
-        for flag in re.findall(r"(?<![\w-])--(\w+)", span):
+        for flag in re.findall(r"(?<![\w-])--(\w[\w-]*)", span):
             others = FLAGS_OF_OTHERS | FLAGS_OF_ALL
             assert flag.removeprefix("no") in known or flag in known | others, span
 

@@ -8,6 +8,7 @@ from tfmulti.data import distribute_train as distribute_train
 from tfmulti.datasets import load_dataset as load_dataset
 from tfmulti.learning_rate import scale_learning_rate as scale_learning_rate
 from tfmulti.models import create_model as create_model
+from tfmulti.notebook import notebook_launch as notebook_launch
 from tfmulti.optimizers import DistributedOptimizer as DistributedOptimizer
 from tfmulti.strategies import create_strategy as create_strategy
 from tfmulti.trainer import TrainConfig as TrainConfig

@@ -36,9 +36,10 @@ class Command:
 
     @property
     def module(self) -> str | None:
-        """The entry point of tfmulti that it runs, at once or by another program."""
+        """The entry point, or experiment, that it runs, at once or by another program."""
         for python, dash, module in zip(self.words, self.words[1:], self.words[2:]):
-            if python.endswith("python") and dash == "-m" and module.startswith("tfmulti."):
+            known = module.startswith(("tfmulti.", "experiments."))
+            if python.endswith("python") and dash == "-m" and known:
                 return module
         return None
 
@@ -96,6 +97,9 @@ def flags_of(module: str) -> frozenset[str]:
 def read_by_its_parser(command: Command) -> None:
     """Raises AssertionError for flags or values that the entry point refuses."""
     module, flags = command.module, command.flags
+    if module.startswith("experiments."):
+        read_by_experiment(module, flags)
+        return
     assert module in entry_points(), f"{module} is no entry point"
     if module == "tfmulti.launch" and "--" in flags:
         at = flags.index("--")
@@ -116,6 +120,29 @@ def read_by_its_parser(command: Command) -> None:
     ):
         code = _main_of(module).main([module, *flags])
         raise AssertionError(f"exit code {code}: {errors.getvalue()}")
+
+
+def read_by_experiment(module: str, flags: list[str]) -> None:
+    """Raises SystemExit or AssertionError for flags that an experiment refuses."""
+    if module == "experiments.compare":
+        assert set(flags[:1]) <= set(experiments()), flags
+        return
+    from experiments import common
+
+    assert module.split(".")[1] in experiments(), f"{module} is no experiment"
+    common.parse(importlib.import_module(module).Settings, [module, *flags])
+
+
+def experiments() -> list[str]:
+    """The names of all experiments that are run as `python -m experiments.NAME.experiment`."""
+    return [path.parent.name for path in sorted(ROOT.glob("experiments/*/experiment.py"))]
+
+
+@functools.cache
+def flags_of_experiment(name: str) -> frozenset[str]:
+    """The names of an experiment's flags."""
+    settings = importlib.import_module(f"experiments.{name}.experiment").Settings
+    return frozenset(field.name for field in dataclasses.fields(settings))
 
 
 class _Read(BaseException):

@@ -24,7 +24,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CHECKED_ONLY = "checked only: "
 _WORDS = re.compile(r"<!-- test: (.*?) *-->", re.DOTALL)
+# Commands that are indented, as the READMEs of experiments have them.
+_INDENTED = re.compile(
+    r"(?<=\n\n)((?:    (?:[A-Z_]+=\S+ )?(?:python|make|mpiexec|srun|sbatch|pip|torchrun) .*\n(?:     .*\n)*)+)(?=\n|\Z)"
+)
 _FENCE = re.compile(r"^( *)```([a-z]*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -52,7 +57,7 @@ class Block:
 
     @property
     def is_checked_only(self) -> bool:
-        return self.words.startswith("checked only: ")
+        return self.words.startswith(CHECKED_ONLY)
 
     @property
     def file(self) -> str | None:
@@ -78,6 +83,10 @@ def blocks_of(page: str) -> tuple[Block, ...]:
     text = read(page)
     found = [(m.start(), m.end(), m[2], _outdent(m[3], m[1]), "") for m in _FENCE.finditer(text)]
     inside = [(start, end) for start, end, *_ in found]
+    for lines in _INDENTED.finditer(text):
+        if not any(start < lines.start() < end for start, end in inside):
+            commands = _outdent(lines[1], "    ")
+            found.append((lines.start(), lines.end(), "sh", commands, f"{CHECKED_ONLY}indented"))
     blocks = []
     for comment in _WORDS.finditer(text):
         if any(start < comment.start() < end for start, end in inside):
