@@ -27,9 +27,8 @@ ROOT = Path(__file__).parents[2]
 CHECKED_ONLY = "checked only: "
 _WORDS = re.compile(r"<!-- test: (.*?) *-->", re.DOTALL)
 # Commands that are indented, as the READMEs of experiments have them.
-_INDENTED = re.compile(
-    r"(?<=\n\n)((?:    (?:[A-Z_]+=\S+ )?(?:python|make|mpiexec|srun|sbatch|pip|torchrun) .*\n(?:     .*\n)*)+)(?=\n|\Z)"
-)
+_PROGRAM = r"(?:[A-Z_]+=\S+ )?(?:python|make|mpiexec|srun|sbatch|pip|torchrun|kubectl) "
+_INDENTED = re.compile(rf"(?<=\n\n)((?:    {_PROGRAM}.*\n(?:     .*\n)*)+)(?=\n|\Z)")
 _FENCE = re.compile(r"^( *)```([a-z]*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
