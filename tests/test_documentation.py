@@ -43,9 +43,8 @@ FLAGS_OF_OTHERS = {
 }
 # Of every entry point, and those that stand for any.
 FLAGS_OF_ALL = {"help", "name", "noname", "write_readme"}
-# Blocks that the fast tests run; the slow ones run all.
+# What the fast tests run, beside README's script in test_notebook.py; the slow ones run all.
 FAST_PYTHON = {"docs/concepts.md"}
-FAST_SHELL = {"docs/howto/parity.md"}
 
 
 @pytest.fixture(autouse=True)
@@ -206,14 +205,15 @@ def test_python_blocks_run(page, tmp_path):
     running.run_python(page, tmp_path)
 
 
-@pytest.mark.parametrize("sign", ["-", "+"])
-@pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(b, id=b.name, marks=[pytest.mark.slow] if b.page != "README.md" else [])
-        for b in all_blocks("diff")
-    ],
-)
+def with_diffs():
+    for block in all_blocks("diff"):
+        for sign in "-+":
+            fast = block.page == "README.md" and sign == "+"
+            marks = [] if fast else [pytest.mark.slow]
+            yield pytest.param(block, sign, id=f"{block.name} {sign}", marks=marks)
+
+
+@pytest.mark.parametrize(("block", "sign"), list(with_diffs()))
 def test_both_sides_of_a_diff_run(block, sign, tmp_path):
     running.run_diff(block, tmp_path, sign)
 
@@ -222,10 +222,10 @@ def with_commands():
     for block in all_blocks("sh"):
         ours = any(c.runs_here and "--help" not in c.words for c in commands.commands_of(block))
         if ours and not block.is_checked_only:
-            fast = block.page in FAST_SHELL
-            yield pytest.param(block, id=block.name, marks=[] if fast else [pytest.mark.slow])
+            yield pytest.param(block, id=block.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", list(with_commands()))
 def test_commands_run(block, tmp_path):
     running.run_shell(block, tmp_path)
