@@ -195,9 +195,9 @@ def _check_command(command):
 
 
 def with_python():
-    wanted = (b.page for b in all_blocks("python") if not b.is_checked_only and not b.file)
-    # The README's script is what test_notebook.py runs.
-    return [page for page in dict.fromkeys(wanted) if page != "README.md"]
+    # The README's script is what test_notebook.py runs; experiments have tests of their own.
+    ours = [block for block in all_blocks("python") if block.page.startswith("docs/")]
+    return list(dict.fromkeys(b.page for b in ours if not b.is_checked_only and not b.file))
 
 
 @pytest.mark.parametrize("page", slow_unless(FAST_PYTHON, with_python()))
