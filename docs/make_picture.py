@@ -25,7 +25,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 _PICTURE = ROOT / "docs" / "images" / "train.png"
-_COLUMNS, _LINES = 100, 400
+_COLUMNS, _LINES = 88, 400
 _SHOWN = 34
 _COMMAND = ("python", "-m", "tfmulti.train", "--strategy", "mirrored", "--workdir", "runs/default")
 # As rich's own, without its fonts, which come from the network.
@@ -118,7 +118,7 @@ def draw(lines: list[Text], picture: Path) -> None:
         subprocess.run(
             [
                 *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--default-background-color=00000000", "--force-device-scale-factor=1.5"),
+                *("--default-background-color=00000000", "--force-device-scale-factor=1.25"),
                 f"--window-size={width + 2 * _MARGIN},{height + 2 * _MARGIN}",
                 f"--screenshot={picture}",
                 page.as_uri(),
