@@ -197,7 +197,9 @@ def _check_command(command):
 def with_python():
     # The README's script is what test_notebook.py runs; experiments have tests of their own.
     ours = [block for block in all_blocks("python") if block.page.startswith("docs/")]
-    return list(dict.fromkeys(b.page for b in ours if not b.is_checked_only and not b.file))
+    return list(
+        dict.fromkeys(b.page for b in ours if not b.is_checked_only and "hidden" not in b.words)
+    )
 
 
 @pytest.mark.parametrize("page", slow_unless(FAST_PYTHON, with_python()))
