@@ -17,7 +17,7 @@ TINY = {
     "tfmulti.train": ["--epochs=1", "--steps_per_epoch=2"],
     "tfmulti.parity": ["--replicas=2", "--workers=0", "--steps=2"],
     "tfmulti.bench": [
-        *("--workloads=compute", "--setups=one_worker", "--replicas=1", "--rounds=1"),
+        *("--setups=one_worker", "--replicas=1", "--rounds=1"),
         *("--steps=4", "--minutes=0.1", "--noallreduce", "--nopeers", "--workdir=runs/bench"),
     ],
 }
@@ -115,6 +115,8 @@ def _tiny(command):
     while inner.module == "tfmulti.launch":
         flags = inner.flags
         inner = commands.Command((), tuple(flags[flags.index("--") + 1 :]))
+    if inner.module == "tfmulti.bench" and "--model" not in inner.words:
+        words.append("--workloads=compute")
     return words + TINY.get(inner.module, [])
 
 
