@@ -175,6 +175,12 @@ def nothing(train):
 
 
 @pytest.mark.slow
+def test_only_deterministic_operations_are_used_where_asked():
+    done = run("--strategy=mirrored", "--deterministic", "--epochs=1", "--steps_per_epoch=2")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_a_users_compiled_model_and_data(tmp_path):
     (tmp_path / "theirs.py").write_text(USERS_CODE)
     flags = ["--strategy=mirrored", "--logical_cpus=2", "--model=theirs:model", "--epochs=2"]

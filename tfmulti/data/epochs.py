@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmulti import iterators, keras_compat
 from tfmulti.data.audit import ShardAudit
-from tfmulti.data.waiting import Waiting
+from tfmulti.data.waiting import Waiting, can_measure
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.shares import Counted
 
@@ -118,7 +118,8 @@ class EpochDataset(tf.data.Dataset):
 
     def measure_waiting(self) -> None:
         """Has the steps of the next `fit` measure how long they wait for their rows."""
-        self._position.waiting = self._position.waiting or Waiting()
+        if self._position.waiting is None and can_measure():
+            self._position.waiting = Waiting()
 
     @property
     def seconds_waited(self) -> float | None:

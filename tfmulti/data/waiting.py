@@ -5,6 +5,16 @@ from __future__ import annotations
 import tensorflow as tf
 
 
+def can_measure() -> bool:
+    """Whether a step may read the clock: not where only deterministic operations are allowed."""
+    try:
+        with tf.init_scope(), tf.device("CPU:0"):
+            tf.timestamp()
+    except tf.errors.FailedPreconditionError:
+        return False
+    return True
+
+
 class Waiting:
     """Adds up, in the step itself, the seconds from asking for a batch to having it.
 
