@@ -1,3 +1,5 @@
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -118,6 +120,17 @@ def test_several_steps_a_call_take_the_same_steps():
 
     assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, range(2))
     assert train.position == (1, 3)
+
+
+def test_fit_does_not_warn_of_its_own_default():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = create_strategy(1)
+        train = distribute_train(numbered(20), strategy, 16)
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(train, verbose=0)
+    assert not [str(each.message) for each in caught if "shuffle" in str(each.message)]
 
 
 def test_by_hand_it_gives_global_batches_epoch_by_epoch():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import tensorflow as tf
 
 from tfmulti.data.audit import ShardAudit as ShardAudit
@@ -70,7 +72,14 @@ def distribute_train(
         remainder=remainder,
         steps=steps_per_epoch,
     )
+    _leave_out_warning_of_default()
     return EpochDataset(source, plan, strategy, audit=audit)
+
+
+def _leave_out_warning_of_default() -> None:
+    """Keras warns of `shuffle=True`, its own default, for every tf.data.Dataset given to `fit`."""
+    message = "`shuffle=True` was passed, but will be ignored since the data `x` was provided as a"
+    warnings.filterwarnings("ignore", message + " tf.data.Dataset", UserWarning)
 
 
 def distribute_eval(
