@@ -113,8 +113,10 @@ def verbose() -> int:
 
 
 def last_metrics(history) -> dict[str, float]:
-    """Returns the last value of everything that `fit` measured."""
-    return {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
+    """Returns the last value of each metric, and the examples per second."""
+    left_out = {*tfmulti.callbacks.MEASURED} - {"examples_per_second"}
+    last = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
+    return {name: value for name, value in last.items() if name not in left_out}
 
 
 def keep(settings, metrics: dict, weights: list[np.ndarray]) -> None:
