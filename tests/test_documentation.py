@@ -44,7 +44,7 @@ FLAGS_OF_OTHERS = {
 # Of every entry point, and those that stand for any.
 FLAGS_OF_ALL = {"help", "name", "noname", "write_readme"}
 # What the fast tests run, beside README's script in test_notebook.py; the slow ones run all.
-FAST_PYTHON = {"docs/concepts.md"}
+FAST_PYTHON = {"docs/howto/batch-size.md"}
 
 
 @pytest.fixture(autouse=True)
