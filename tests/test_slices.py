@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 from replicas import create_strategy
 
@@ -27,18 +28,27 @@ class Positions(layers.Layer):
         return self.tokens(x) + self.positions(positions)
 
 
-def train(num_replicas, optimizer, repeated=False, remainder="uneven"):
+def of_any_length(x, y):
+    """The same examples, of which the graph does not know how long they are."""
+    specs = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
+    data = tf.data.Dataset.from_generator(lambda: zip(x, y), output_signature=specs)
+    return data.apply(tf.data.experimental.assert_cardinality(len(x)))
+
+
+def train(num_replicas, optimizer, repeated=False, remainder="uneven", feed=lambda *data: data):
     random = np.random.RandomState(0)
     x, y = random.randint(0, VOCABULARY, (41, LENGTH)), random.randint(0, 3, 41)
     strategy = create_strategy(num_replicas)
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential([Positions(repeated), layers.Flatten(), layers.Dense(3)])
+        model = keras.Sequential(
+            [Positions(repeated), layers.GlobalAveragePooling1D(), layers.Dense(3)]
+        )
         model.compile(
             tfmulti.DistributedOptimizer(optimizer()),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-    data = tfmulti.distribute_train((x, y), strategy, 16, remainder=remainder)
+    data = tfmulti.distribute_train(feed(x, y), strategy, 16, remainder=remainder)
     model.fit(data, epochs=2, verbose=0)
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
@@ -63,4 +73,14 @@ def train(num_replicas, optimizer, repeated=False, remainder="uneven"):
 def test_positions_count_once(optimizer, repeated, remainder):
     one = train(1, optimizer, repeated, remainder)
     three = train(3, optimizer, repeated, remainder)
+    np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_positions_of_any_length_count_once(repeated):
+    def optimizer():
+        return keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+
+    one = train(1, optimizer, repeated, feed=of_any_length)
+    three = train(3, optimizer, repeated, feed=of_any_length)
     np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfmulti import shares
-
 _SHAPES = ("Rank", "Shape", "ShapeN", "Size")
 
 
@@ -23,13 +21,12 @@ def same_on_all(grad) -> bool:
     """
     if not isinstance(grad, tf.IndexedSlices) or tf.executing_eagerly():
         return False
-    count = grad.indices.shape.num_elements()
-    if count is None or not _is_without_data(grad.indices):
-        return False
-    share = shares.current_share()
-    rows = None if share is None else tf.get_static_value(share.num_rows)
-    # Where batches have a fixed size, positions may have been repeated for each of their rows.
-    return rows is None or count % rows != 0
+    # A gradient has them in one row, whatever shape they were given in.
+    flat = grad.indices.op
+    given = flat.inputs[0] if flat.type == "Reshape" else grad.indices
+    # With a row for each of the batch, they are repeated as tokens are.
+    for_all_rows = given.shape.rank == 1 or given.shape.rank is not None and given.shape[0] == 1
+    return for_all_rows and _is_without_data(given)
 
 
 def _is_without_data(tensor) -> bool:
