@@ -85,7 +85,7 @@ class RaggedSum(keras.layers.Layer):
         pytest.param(
             ragged_rows, lambda: [RaggedSum(), *dense()], id="ragged", marks=pytest.mark.slow
         ),
-        pytest.param(sparse_rows, dense, id="sparse"),
+        pytest.param(sparse_rows, dense, id="sparse", marks=pytest.mark.slow),
     ],
 )
 def test_composite_inputs(data, layers):

@@ -10,7 +10,7 @@ from conformance.promise import Place
 from conformance.promises import sizes
 from conformance.test_conformance import attempt, judge
 
-FEW, MANY = 4, 60
+FEW, MANY = 3, 60
 
 
 @st.composite
