@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from absl import logging
 from hypothesis import strategies as st
 
 from tfmulti import cluster as cluster_lib
@@ -485,6 +486,24 @@ def test_the_host_of_a_launcher():
     assert schedulers.find_host_index({**STEP, "SLURM_NODEID": "1"}) == ("SLURM_NODEID", "1")
     assert schedulers.find_host_index({**POD}) == ("JOB_COMPLETION_INDEX", "1")
     assert schedulers.find_host_index({}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "warned"),
+    [
+        (STEP, True),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, True),
+        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, False),
+        ({}, False),
+    ],
+)
+def test_processes_that_train_alone_side_by_side_are_warned(environ, warned, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: lines.append(text % values))
+    schedulers.warn_of_others(environ, "mirrored")
+    assert bool(lines) == warned
+    assert all("a model of its own under 'mirrored'" in line for line in lines)
 
 
 def test_restarts_of_slurm_are_counted():

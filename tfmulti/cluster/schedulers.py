@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from absl import logging
+
 from tfmulti.cluster import kubernetes, mpi, sagemaker, slurm
+from tfmulti.cluster.errors import ClusterError
 from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 
@@ -52,6 +55,30 @@ def find_cluster(environ: Mapping[str, str], *, may_start_mpi: bool = False) -> 
         if cluster is not None:
             return cluster
     return None
+
+
+def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
+    """Warns where several processes were started together, and each trains by itself.
+
+    Args:
+        environ: the environment.
+        strategy: what this process trains under.
+    """
+    count, source = mpi.size_in_environment(environ), mpi.SOURCE
+    if not count:
+        try:
+            cluster = find_cluster(environ)
+        except ClusterError:
+            return
+        count, source = (0, "") if cluster is None else (cluster.num_workers, cluster.source)
+    if count > 1:
+        logging.warning(
+            "%s has started %d processes, and each trains a model of its own under %r. "
+            "To train one model together choose 'multi_worker', or start one process.",
+            source,
+            count,
+            strategy,
+        )
 
 
 def find_host_index(environ: Mapping[str, str]) -> tuple[str, str] | None:

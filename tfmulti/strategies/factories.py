@@ -11,6 +11,7 @@ from absl import logging
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
 from tfmulti import iterators, keras_compat, losses, shares
+from tfmulti.cluster import schedulers
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
 from tfmulti.strategies import agreement, chief, probes, progress, together
@@ -86,6 +87,7 @@ def create_strategy(
         name, reason = _choose(cluster, devices, logical_cpus)
     elif cluster is not None:
         reason = f"as asked, {_origin(cluster)}"
+    _warn_of_others(name, cluster)
     devices_lib.grow_gpu_memory()
     if logical_cpus:
         devices_lib.set_logical_cpus(logical_cpus)
@@ -107,6 +109,11 @@ def create_strategy(
         strategy.why += f", over {strategy.communication}"
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
+
+
+def _warn_of_others(name, cluster):
+    if name in ("one_device", "mirrored") and cluster is None:
+        schedulers.warn_of_others(os.environ, name)
 
 
 def _repair_keras():
