@@ -128,13 +128,17 @@ def test_auto_is_no_number_by_itself():
 
 
 def test_a_container_may_have_less_than_its_host(tmp_path):
-    meminfo, limit = tmp_path / "meminfo", tmp_path / "max"
-    meminfo.write_text("MemTotal:       16000000 kB\n")
-    assert memory.available([limit], meminfo) == 16_000_000 * 1024
-    limit.write_text("max\n")
-    assert memory.available([limit], meminfo) == 16_000_000 * 1024
-    limit.write_text("1000000\n")
-    assert memory.available([limit], meminfo) == 1_000_000
+    # A batch system limits a group within others, not the root.
+    inner = tmp_path / "sys/fs/cgroup/job_7/step_0"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       16000000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/job_7/step_0\n")
+    assert memory.available(tmp_path) == 16_000_000 * 1024
+    (inner / "memory.max").write_text("max\n")
+    assert memory.available(tmp_path) == 16_000_000 * 1024
+    (inner.parent / "memory.max").write_text("1000000\n")
+    assert memory.available(tmp_path) == 1_000_000
 
 
 def numbers_of(num_replicas=2, num_workers=1, author_compiles=False, **settings):

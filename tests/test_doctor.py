@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from tfmulti.cgroups import Limits, read_limits
 from tfmulti.cluster import Cluster
 from tfmulti.doctor import (
     __main__,
@@ -23,7 +24,6 @@ from tfmulti.doctor import (
     traps,
     variables,
 )
-from tfmulti.doctor.cgroups import Limits, read_limits
 from tfmulti.doctor.check import Check
 from tfmulti.doctor.commands import Output, run
 from tfmulti.doctor.config import DoctorConfig

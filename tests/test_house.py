@@ -14,6 +14,7 @@ PACKAGE = Path(tfmulti.__file__).parent
 ORDER = [
     "cluster",
     "sharding",
+    "cgroups",
     "memory",
     "config",
     "files",

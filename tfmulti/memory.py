@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tfmulti import cgroups
+
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)B\s*", re.IGNORECASE)
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB", re.MULTILINE)
 _TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB", re.MULTILINE)
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def parse_size(text: str) -> int:
@@ -45,14 +46,15 @@ def show_size(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def available(limits=_LIMITS, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Returns the bytes that this host has, or that its container may take where that is less."""
-    total = int(_TOTAL.search(meminfo.read_text())[1]) << 10
-    for path in limits:
-        text = path.read_text().strip() if path.exists() else "max"
-        if text.isdigit():
-            total = min(total, int(text))
-    return total
+def available(root: Path = Path("/")) -> int:
+    """Returns the bytes that this host has, or that its container may take where that is less.
+
+    Args:
+        root: The root of the file system.
+    """
+    total = int(_TOTAL.search((root / "proc/meminfo").read_text())[1]) << 10
+    limit = cgroups.read_limits(root).memory
+    return total if limit is None else min(total, limit)
 
 
 def peak_of(process: int | str = "self") -> int:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfmulti.doctor.cgroups import Limits, read_limits
+from tfmulti.cgroups import Limits, read_limits
 from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
 
 BYTES_PER_GPU = 16e9

@@ -25,7 +25,6 @@ import keras
 facts = {"seconds": time.perf_counter() - began}
 facts["tensorflow"], facts["keras"] = tf.__version__, keras.__version__
 facts["backend"] = keras.backend.backend()
-facts["tf_keras"] = tf.keras.__name__ if hasattr(tf.keras, "__name__") else ""
 facts["build"] = {name: str(value) for name, value in tf.sysconfig.get_build_info().items()}
 facts["gpus"] = []
 for gpu in tf.config.list_physical_devices("GPU"):

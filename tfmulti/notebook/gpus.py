@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping
+
+from tfmulti.cluster import gpus
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE = "-1"
-_LIST_S = 20.0
 
 
-def variables(num_workers: int, gpus: list[str]) -> list[Mapping[str, str]]:
+def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
     """Returns the environment variables that give each worker its GPUs.
 
     Two workers cannot be on one GPU: NCCL refuses it. So all train on the CPU where there are fewer
@@ -20,7 +19,7 @@ def variables(num_workers: int, gpus: list[str]) -> list[Mapping[str, str]]:
 
     Args:
         num_workers: Number of workers on this host.
-        gpus: The GPUs, as CUDA_VISIBLE_DEVICES names them.
+        visible: The GPUs, as CUDA_VISIBLE_DEVICES names them.
 
     Example:
     >>> [each["CUDA_VISIBLE_DEVICES"] for each in variables(2, ["0", "1", "2", "3"])]
@@ -28,14 +27,15 @@ def variables(num_workers: int, gpus: list[str]) -> list[Mapping[str, str]]:
     >>> variables(2, ["0"]), variables(2, []), variables(1, ["0"])
     ([{'CUDA_VISIBLE_DEVICES': '-1'}, {'CUDA_VISIBLE_DEVICES': '-1'}], [{}, {}], [{}])
     """
-    if num_workers == 1 or not gpus:
+    if num_workers == 1 or not visible:
         return [{} for _ in range(num_workers)]
-    if len(gpus) < num_workers:
+    if len(visible) < num_workers:
         return [{VISIBLE: _NONE} for _ in range(num_workers)]
     # As many for each: replicas of a strategy are so many on every worker.
-    each = len(gpus) // num_workers
+    each = len(visible) // num_workers
     return [
-        {VISIBLE: ",".join(gpus[each * index : each * (index + 1)])} for index in range(num_workers)
+        {VISIBLE: ",".join(visible[each * index : each * (index + 1)])}
+        for index in range(num_workers)
     ]
 
 
@@ -51,12 +51,4 @@ def list_visible(environ: Mapping[str, str] = os.environ) -> list[str]:
         # CUDA takes those before the first that it does not know.
         bad = next((i for i, name in enumerate(names) if name in ("", _NONE)), len(names))
         return names[:bad]
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_LIST_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split() if done.returncode == 0 else []
+    return [str(number) for number in range(gpus.count_gpus())]
