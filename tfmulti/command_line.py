@@ -147,6 +147,31 @@ def _suggest(word, known, before="") -> str:
     return f" Did you mean {before}{close[0]}?" if close else ""
 
 
+def read_command_line(settings: type, argv: list[str], usage: str, *define_more):
+    """Returns what a command line asks for.
+
+    Args:
+        settings: A dataclass whose fields are the flags.
+        argv: The command line, the program's name first.
+        usage: What the program is for, the first line of `--help`.
+        *define_more: Functions that add flags, as `define_traceback`.
+
+    Returns:
+        `(settings, values, None)`; `(None, values, exit code)` where the program is to end.
+    """
+    values = define_flags(settings)
+    for define in define_more:
+        define(values)
+    code = parse(values, argv, usage)
+    if code is None:
+        try:
+            return read_settings(settings, values), values, None
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = BAD_USAGE
+    return None, values, code
+
+
 def _describe(flag) -> str:
     default = "none" if flag.default is None else flag.default
     return f"  --{flag.name}: {flag.help}\n      default: {default}"

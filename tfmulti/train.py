@@ -17,17 +17,10 @@ USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device
 def main(argv: list[str] | None = None) -> int:
     """Parses the flags, trains, and shows a table. Returns the exit code."""
     argv = sys.argv if argv is None else argv
-    values = command_line.define_flags(TrainConfig)
-    command_line.define_traceback(values)
-    command_line.define_verbose(values)
-    code = command_line.parse(values, argv, USAGE)
+    more = (command_line.define_traceback, command_line.define_verbose)
+    config, values, code = command_line.read_command_line(TrainConfig, argv, USAGE, *more)
     if code is not None:
         return code
-    try:
-        config = command_line.read_settings(TrainConfig, values)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return command_line.BAD_USAGE
     try:
         return _train(config, values.verbose)
     except Exception as error:

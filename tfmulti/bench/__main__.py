@@ -20,16 +20,10 @@ def main(argv: list[str] | None = None) -> int:
         nothing was; 2 for a wrong command line.
     """
     argv = sys.argv if argv is None else argv
-    values = command_line.define_flags(BenchConfig)
-    command_line.define_traceback(values)
-    code = command_line.parse(values, argv, USAGE)
+    more = (command_line.define_traceback,)
+    config, values, code = command_line.read_command_line(BenchConfig, argv, USAGE, *more)
     if code is not None:
         return code
-    try:
-        config = command_line.read_settings(BenchConfig, values)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return command_line.BAD_USAGE
     # So that what was started is ended when this process is asked to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
     try:

@@ -21,16 +21,10 @@ def main(argv: list[str] | None = None) -> int:
         fails, 2 for a wrong command line.
     """
     argv = sys.argv if argv is None else argv
-    values = command_line.define_flags(ParityConfig)
-    command_line.define_traceback(values)
-    code = command_line.parse(values, argv, USAGE)
+    more = (command_line.define_traceback,)
+    config, values, code = command_line.read_command_line(ParityConfig, argv, USAGE, *more)
     if code is not None:
         return code
-    try:
-        config = command_line.read_settings(ParityConfig, values)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return command_line.BAD_USAGE
     # So that the processes of a set-up are ended when this one is asked to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
     try:
