@@ -148,12 +148,11 @@ def _suggest(word, known, before="") -> str:
 
 
 def read_command_line(settings: type, argv: list[str], usage: str, *define_more):
-    """Returns what a command line asks for.
+    """Returns what a command line asks for, as a dataclass whose fields are its flags.
 
     Args:
-        settings: A dataclass whose fields are the flags.
-        argv: The command line, the program's name first.
-        usage: What the program is for, the first line of `--help`.
+        settings: The dataclass.
+        argv, usage: See `parse`.
         *define_more: Functions that add flags, as `define_traceback`.
 
     Returns:
