@@ -44,8 +44,7 @@ def define_flags(settings: type) -> flags.FlagValues:
 
 def define_traceback(values: flags.FlagValues) -> None:
     """Adds `--traceback`."""
-    text = "Show the whole traceback of an error."
-    flags.DEFINE_bool("traceback", False, text, flag_values=values)
+    flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.", flag_values=values)
 
 
 def define_verbose(values: flags.FlagValues) -> None:
@@ -152,7 +151,8 @@ def read_command_line(settings: type, argv: list[str], usage: str, *define_more)
 
     Args:
         settings: The dataclass.
-        argv, usage: See `parse`.
+        argv: See `parse`.
+        usage: See `parse`.
         *define_more: Functions that add flags, as `define_traceback`.
 
     Returns:
