@@ -44,7 +44,7 @@ def define_flags(settings: type) -> flags.FlagValues:
 
 def define_traceback(values: flags.FlagValues) -> None:
     """Adds `--traceback`."""
-    flags.DEFINE_bool("traceback", False, "Show the whole traceback of an error.", flag_values=values)
+    flags.DEFINE_bool("traceback", False, "Show an error with all its frames.", flag_values=values)
 
 
 def define_verbose(values: flags.FlagValues) -> None:
