@@ -12,6 +12,10 @@ import tfmulti
 LENGTH, VOCABULARY = 6, 9
 
 
+def clipped():
+    return keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+
+
 class Positions(layers.Layer):
     """Tokens and positions, each by an Embedding, as most transformers have them."""
 
@@ -35,7 +39,7 @@ def of_any_length(x, y):
     return data.apply(tf.data.experimental.assert_cardinality(len(x)))
 
 
-def train(num_replicas, optimizer, repeated=False, remainder="uneven", feed=lambda *data: data):
+def train(num_replicas, optimizer, repeated=False, remainder="uneven", **options):
     random = np.random.RandomState(0)
     x, y = random.randint(0, VOCABULARY, (41, LENGTH)), random.randint(0, 3, 41)
     strategy = create_strategy(num_replicas)
@@ -47,7 +51,9 @@ def train(num_replicas, optimizer, repeated=False, remainder="uneven", feed=lamb
         model.compile(
             tfmulti.DistributedOptimizer(optimizer()),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            run_eagerly=options.pop("run_eagerly", False),
         )
+    feed = options.pop("feed", lambda *data: data)
     data = tfmulti.distribute_train(feed(x, y), strategy, 16, remainder=remainder)
     model.fit(data, epochs=2, verbose=0)
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
@@ -56,7 +62,7 @@ def train(num_replicas, optimizer, repeated=False, remainder="uneven", feed=lamb
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+        clipped,
         pytest.param(lambda: keras.optimizers.Adam(0.01, epsilon=1e-3), marks=pytest.mark.slow),
     ],
     ids=["clipped", "adam"],
@@ -78,9 +84,43 @@ def test_positions_count_once(optimizer, repeated, remainder):
 
 @pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_positions_of_any_length_count_once(repeated):
-    def optimizer():
-        return keras.optimizers.SGD(0.1, global_clipnorm=0.05)
-
-    one = train(1, optimizer, repeated, feed=of_any_length)
-    three = train(3, optimizer, repeated, feed=of_any_length)
+    one = train(1, clipped, repeated, feed=of_any_length)
+    three = train(3, clipped, repeated, feed=of_any_length)
     np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_positions_count_once_in_a_step_that_runs_eagerly(repeated):
+    one = train(1, clipped, repeated, run_eagerly=True)
+    three = train(3, clipped, repeated, run_eagerly=True)
+    np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
+
+
+class Container(keras.Model):
+    """A model with a step of its own and no `call`, as the usual GAN."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(
+                (self.inner(x, training=True)[:, 0] - tf.cast(y, tf.float32)) ** 2
+            )
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_table_of_a_model_without_call_is_refused_eagerly():
+    strategy = create_strategy(3)
+    with strategy.scope():
+        inner = keras.Sequential([Positions(False), layers.Flatten(), layers.Dense(1)])
+        inner.build((None, LENGTH))
+        model = Container(inner)
+        model.compile(tfmulti.DistributedOptimizer(clipped()), run_eagerly=True)
+    data = np.zeros((12, LENGTH), "int64"), np.zeros(12, "int64")
+    with pytest.raises(ValueError, match="needs a step that can be traced.*Received: run_eagerly"):
+        model.fit(tfmulti.distribute_train(data, strategy, 12), verbose=0)

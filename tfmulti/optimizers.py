@@ -130,17 +130,34 @@ def _apply(self, grads, trainable_variables=None):
     share = shares.current_share()
     if share is not None and share.averages:
         grads = _weigh_gradients(self, grads, share)
-    present = [grad for grad in grads if grad is not None]
+    alike = _same_on_all(grads, trainable_variables, share)
+    present = [(grad, same) for grad, same in zip(grads, alike) if grad is not None]
     reduced = iter(_reduce(present, getattr(self, "tfmulti_compression", None)))
     grads = [None if grad is None else next(reduced) for grad in grads]
     return plain_apply(self, grads, trainable_variables)
 
 
-def _reduce(grads, compression) -> list:
-    """Adds gradients over all replicas; dense ones of full precision can travel in half of it."""
-    if not grads:
+def _same_on_all(grads, variables, share) -> list[bool]:
+    """Whether each gradient is of rows that every replica reads."""
+    if not tf.executing_eagerly():
+        return [slices.same_on_all(grad) for grad in grads]
+    model = share.model if share is not None else None
+    if variables is None:
+        variables = model.trainable_variables if model is not None else [None] * len(grads)
+    return [slices.noted_same_on_all(grad, each, model) for grad, each in zip(grads, variables)]
+
+
+def _reduce(pairs, compression) -> list:
+    """Adds gradients over all replicas; dense ones of full precision can travel in half of it.
+
+    Args:
+        pairs: Each gradient, and whether it is of rows that every replica reads.
+        compression: The type in which to send, or None.
+    """
+    if not pairs:
         return []
-    rows = [grad if slices.same_on_all(grad) else None for grad in grads]
+    grads = [grad for grad, _ in pairs]
+    rows = [grad if same else None for grad, same in pairs]
     grads = [grad if row is None else row.values for grad, row in zip(grads, rows)]
     types = [grad.dtype for grad in grads]
     full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in grads]

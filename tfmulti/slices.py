@@ -1,32 +1,112 @@
-"""Sparse gradients: which rows of a table a step has read, and with what gradient."""
+"""Sparse gradients: which rows of a table a step has read, and with what gradient.
+
+An `Embedding` of positions, which is given `arange(length)`, reads the same rows on every replica,
+whatever its batch. Values of such gradients must be added; one behind the other, as those of
+tokens are, they would be rows that one device has once. Optimizers and clipping square each by
+itself.
+"""
 
 from __future__ import annotations
 
+import keras
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 _SHAPES = ("Rank", "Shape", "ShapeN", "Size")
 
 
 def same_on_all(grad) -> bool:
-    """Whether a sparse gradient is of rows that every replica reads, whatever its batch.
-
-    So it is with an `Embedding` of positions, which is given `arange(length)`. Values of such
-    gradients must be added; one behind the other, as those of tokens are, they would be rows that
-    one device has once. Optimizers and clipping square each by itself.
-
-    Looks at the graph: eagerly nothing is known, and False is returned.
+    """Whether a sparse gradient is of rows that every replica reads, told by the graph.
 
     Args:
         grad: A gradient, as a tape gives it.
     """
-    if not isinstance(grad, tf.IndexedSlices) or tf.executing_eagerly():
+    if not isinstance(grad, tf.IndexedSlices):
         return False
     # A gradient has them in one row, whatever shape they were given in.
     flat = grad.indices.op
-    given = flat.inputs[0] if flat.type == "Reshape" else grad.indices
+    return _are_positions(flat.inputs[0] if flat.type == "Reshape" else grad.indices)
+
+
+def note_positions(model: keras.Model, x) -> None:
+    """Finds a model's tables of positions, for steps that run eagerly, where no graph tells.
+
+    A model that cannot be traced is left without the note.
+
+    Args:
+        model: A model that is built.
+        x: Some rows of its input.
+    """
+    if hasattr(model, "tfmulti_positions"):
+        return
+    try:
+        reads = _trace_reads(model, x)
+    except Exception as error:
+        logging.info("Tables of positions could not be found: %s", error)
+        return
+    of_tokens = {table for table, is_of_positions in reads if not is_of_positions}
+    found = frozenset(table for table, _ in reads if table not in of_tokens)
+    object.__setattr__(model, "tfmulti_positions", found)
+
+
+def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
+    """Whether a sparse gradient is of rows that every replica reads, as `note_positions` found.
+
+    Args:
+        grad: A gradient of a step that runs eagerly.
+        variable: What it is the gradient of.
+        model: The model of the step.
+
+    Raises:
+        ValueError: Where nothing was found out.
+    """
+    if not isinstance(grad, tf.IndexedSlices):
+        return False
+    found = getattr(model, "tfmulti_positions", None)
+    if found is None:
+        raise ValueError(
+            "An `Embedding` on several replicas needs a step that can be traced, which tells "
+            "positions from tokens. Received: run_eagerly=True, a sparse gradient of "
+            f"{variable.path!r}, and a model without a `call`, or with one that cannot be traced. "
+            "Leave run_eagerly out, give the model a `call` of TensorFlow's functions alone, or "
+            'train on one replica: create_strategy("default").'
+        )
+    return id(variable) in found
+
+
+def _trace_reads(model, x) -> list[tuple[int, bool]]:
+    """Returns, for each read of rows, the id of the table and whether positions were read."""
+    variables = model.trainable_variables
+    others = [tf.convert_to_tensor(each) for each in model.non_trainable_variables]
+    reads = []
+
+    def call(tables, x):
+        model.stateless_call(tables, others, x, training=True)
+        ids = {table.op.name: id(variable) for table, variable in zip(tables, variables)}
+        graph = tf.compat.v1.get_default_graph()
+        for gather in [each for each in graph.get_operations() if each.type == "GatherV2"]:
+            if gather.inputs[0].op.name in ids:
+                table = ids[gather.inputs[0].op.name]
+                reads.append((table, _are_positions(gather.inputs[1])))
+
+    tables = [tf.TensorSpec(table.shape, table.dtype) for table in variables]
+    rows = tf.nest.map_structure(_of_any_number, x)
+    tf.function(call, autograph=False).get_concrete_function(tables, rows)
+    return reads
+
+
+def _of_any_number(part):
+    if not isinstance(part, tf.Tensor | np.ndarray):
+        return tf.type_spec_from_value(part)
+    return tf.TensorSpec([None, *part.shape[1:]], part.dtype)
+
+
+def _are_positions(indices) -> bool:
     # With a row for each of the batch, they are repeated as tokens are.
-    for_all_rows = given.shape.rank == 1 or given.shape.rank is not None and given.shape[0] == 1
-    return for_all_rows and _is_without_data(given)
+    rank, shape = indices.shape.rank, indices.shape
+    for_all_rows = rank == 1 or rank is not None and rank > 0 and shape[0] == 1
+    return for_all_rows and _is_without_data(indices)
 
 
 def _is_without_data(tensor) -> bool:

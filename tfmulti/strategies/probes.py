@@ -14,16 +14,18 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, losses
+from tfmulti import keras_compat, losses, slices
 
 _TOLERANCE = 1e-3
 _ADDED = "`add_loss` (or an `activity_regularizer`, which before Keras 3.14 is a sum)"
 
 
 def probe_once_built(strategy, model: keras.Model, batch) -> None:
-    """Looks at a model that several replicas are going to train; see `refuse_sums`."""
+    """Looks at a model that several replicas are going to train: `refuse_sums`, positions."""
     if strategy.num_replicas_in_sync > 1 and model.optimizer is not None:
         refuse_sums(model, batch)
+        if model.run_eagerly or tf.config.functions_run_eagerly():
+            slices.note_positions(model, keras.utils.unpack_x_y_sample_weight(batch)[0])
 
 
 def refuse_sums(model: keras.Model, batch) -> None:
