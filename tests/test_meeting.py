@@ -28,9 +28,9 @@ def fresh_keras():
     """Instead of the one for tests with Keras, which takes longer than most tests here."""
 
 
-def clusters(number, name="127.0.0.1"):
+def clusters(number, name="127.0.0.1", source="TF_CONFIG"):
     spec = {"worker": [f"{name}:{port}" for port in free_ports(number)]}
-    return [Cluster(spec, "worker", index) for index in range(number)]
+    return [Cluster(spec, "worker", index, source=source) for index in range(number)]
 
 
 def address_of(cluster, index=0):
@@ -160,6 +160,23 @@ def test_the_first_whose_time_is_over_ends_it_for_all():
         [patient] = patient.result()
     assert time.monotonic() - began < 3
     assert all(f"worker 2 at {workers[2].address}" in str(error) for error in (hasty, patient))
+
+
+@pytest.mark.parametrize("source", ["Slurm", "Kubernetes", "MPI"])
+def test_under_a_scheduler_nobody_is_told_to_write_tf_config(source):
+    workers = clusters(2, source=source)
+    (missing,) = hold(workers[:1], timeout_s=0.2)
+    three = clusters(3, source=source)
+    twice = hold([three[0], three[1], three[1]], timeout_s=5.0)
+    with socket.socket() as held:
+        held.bind(address_of(workers[0]))
+        held.listen()
+        (busy,) = hold(workers[:1], timeout_s=0.2)
+    for error in (missing, *twice, busy):
+        assert isinstance(error, meeting.MeetingError)
+        assert "TF_CONFIG" not in str(error)
+    assert f"{source} " in str(missing)
+    assert "to another port" in str(busy) or "start the job again" in str(busy)
 
 
 def test_differences_are_told_by_name_with_both_values():

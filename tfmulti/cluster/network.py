@@ -127,13 +127,24 @@ def _place(cluster, task_type, index) -> str:
 def _port_advice(cluster, error) -> str:
     if error.errno == errno.EACCES:
         return "Write a port from 1024 up: those below are for the administrator."
-    other = "write another port for this task in every worker's TF_CONFIG."
-    if cluster.source != "TF_CONFIG":
-        other = f"set {environment.BASE_PORT} to another port, the same for all workers."
     return (
         "See who holds it with `ss -ltnp`: an earlier run, or a second process with the"
-        f" same task index? End it, or {other}"
+        f" same task index? End it, or {advise_port(cluster)}"
     )
+
+
+def advise_port(cluster: Cluster) -> str:
+    """Returns how to give a task another port, for the end of a sentence.
+
+    Example:
+        >>> advise_port(Cluster({"worker": ["a:1"]}, "worker", 0, source="Slurm"))
+        'set TFMULTI_BASE_PORT to another port, the same for all workers.'
+    """
+    if cluster.source == "TF_CONFIG":
+        return "write another port for this task in every worker's TF_CONFIG."
+    if cluster.source == "MPI":
+        return "start the job again: each start chooses free ports."
+    return f"set {environment.BASE_PORT} to another port, the same for all workers."
 
 
 def public_addresses(cluster: Cluster) -> list[str]:

@@ -47,7 +47,7 @@ def missing_error(
         f"Received: after {seconds:.1f} s {len(missing)} did not come: "
         f"{name_workers(cluster, missing)}{seen}. "
         "Start them, or see in their logs why they ended; see that the addresses are the same in "
-        "every worker's TF_CONFIG, and that no firewall is between. "
+        f"{where_told(cluster)}, and that no firewall is between. "
         "A larger start_timeout (seconds) waits longer."
     )
 
@@ -58,8 +58,22 @@ def twice_error(cluster: Cluster, index: int, hosts: Iterable[str]) -> MeetingEr
         "Every worker must have a task of its own. "
         f"Received: two that say they are {name_worker(cluster, index)}, "
         f"from {' and '.join(hosts)}. "
-        "Give each another `index` in the `task` of its TF_CONFIG."
+        f"Give each another index in {where_told(cluster)}."
     )
+
+
+def where_told(cluster: Cluster) -> str:
+    """Returns where a cluster's tasks and addresses are told, for the middle of a sentence.
+
+    Example:
+        >>> where_told(Cluster({"worker": ["a:1"]}, "worker", 0, source="Slurm"))
+        'the variables that Slurm gives every worker'
+    """
+    if cluster.source == "TF_CONFIG":
+        return "every worker's TF_CONFIG"
+    if cluster.source == "MPI":
+        return "what MPI tells every worker"
+    return f"the variables that {cluster.source} gives every worker"
 
 
 def describe_fault(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from tfmulti.cluster import Cluster
 from tfmulti.cluster.address import split_address
 from tfmulti.cluster.errors import show
 from tfmulti.meeting import messages
-from tfmulti.meeting.errors import MeetingError, describe_fault, name_worker
+from tfmulti.meeting.errors import MeetingError, describe_fault, name_worker, where_told
 from tfmulti.meeting.host import LINE_S
 from tfmulti.meeting.listening import cut
 from tfmulti.meeting.token import Token
@@ -108,7 +108,7 @@ class Guest:
             return MeetingError(
                 "All workers must have the same cluster, in the same order. "
                 f"Received: {json.dumps(mine)} here, and {theirs} on {host}. "
-                "Write the same `cluster` in every worker's TF_CONFIG."
+                f"See that it is the same in {where_told(self.cluster)}."
             )
         return MeetingError(
             f"All workers must have the same token. Received: {received}. "

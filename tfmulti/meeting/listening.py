@@ -11,6 +11,7 @@ import struct
 
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.address import is_ip_address, split_address
+from tfmulti.cluster.network import advise_port
 from tfmulti.meeting.errors import MeetingError
 
 _EVERYWHERE = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
@@ -33,7 +34,7 @@ def open_listeners(cluster: Cluster) -> list[socket.socket]:
         raise MeetingError(
             "The first worker must be able to listen at its address, where the workers meet. "
             f"Received: {cluster.address}: {error.strerror or error}. "
-            "See who holds the port with `ss -ltnp`, or write another one in every TF_CONFIG."
+            f"See who holds the port with `ss -ltnp`, or {advise_port(cluster)}"
         ) from error
 
 
