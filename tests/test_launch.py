@@ -141,6 +141,16 @@ def test_each_worker_knows_who_it_is_and_the_chief_is_shown(run, tmp_path):
     assert {(each[1], each[4]) for each in said} == {(0, "7.0")}
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("0", "0")])
+def test_tensorflow_is_quiet_unless_asked_for(run, monkeypatch, given, expected):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", given)
+    code = 'print(os.environ["TF_CPP_MIN_LOG_LEVEL"])'
+    done, stdout, _ = run("--num_workers=1", "--", *worker(code))
+    assert (done, stdout) == (0, f"[worker 0] {expected}\n")
+
+
 def test_all_output_of_all_workers_whatever_it_is(run):
     code = 'sys.stdout.buffer.write(b"\\xff" * 100_000 + b"\\n"); print("ok", file=sys.stderr)'
     flags = ["--num_workers=2", "--all_output"]

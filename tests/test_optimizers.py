@@ -189,6 +189,15 @@ def test_a_loaded_model_is_distributed_again(tmp_path):
         np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-6)
 
 
+def test_what_compile_takes_is_taken():
+    by_name = tfmulti.DistributedOptimizer("adam")
+    by_settings = tfmulti.DistributedOptimizer(
+        keras.optimizers.serialize(keras.optimizers.SGD(0.25, clipnorm=1.0))
+    )
+    assert isinstance(by_name, keras.optimizers.Adam) and by_name.tfmulti_distributed
+    assert by_settings.clipnorm == 1.0 and float(by_settings.learning_rate) == 0.25
+
+
 def test_something_else_is_refused():
-    with pytest.raises(ValueError, match="must be a Keras 3 optimizer. Received: optimizer='sgd'"):
-        tfmulti.DistributedOptimizer("sgd")
+    with pytest.raises(ValueError, match="must be a Keras 3 optimizer, or.* Received: .*'sdg'"):
+        tfmulti.DistributedOptimizer("sdg")

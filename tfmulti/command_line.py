@@ -177,7 +177,7 @@ def _describe(flag) -> str:
 
 
 def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
-    """Imports TensorFlow without its chatter, unless TF_CPP_MIN_LOG_LEVEL asks for it.
+    """Imports TensorFlow without its chatter, unless TF_CPP_MIN_LOG_LEVEL below 3 asks for it.
 
     TensorFlow 2.21 writes lines before it has read that variable, so standard error is kept
     back meanwhile; an error of the import brings it out again.
@@ -189,12 +189,11 @@ def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
     if verbose:
         environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
         logging.set_verbosity(logging.INFO)
-    if "TF_CPP_MIN_LOG_LEVEL" in environ:
+    # Errors too: TensorFlow writes them in several ways, and the exception has the same words.
+    if environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3") != "3":
         import tensorflow  # noqa: F401
 
         return
-    # Errors too: TensorFlow writes them in several ways, and the exception has the same words.
-    environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     with _standard_error_kept_back():
         import keras  # noqa: F401
         import tensorflow as tf

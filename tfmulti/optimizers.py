@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import keras
@@ -12,7 +13,7 @@ from tfmulti.config import COMPRESSIONS
 
 
 def DistributedOptimizer(
-    optimizer: keras.optimizers.Optimizer, *, compression: str | None = None
+    optimizer: keras.optimizers.Optimizer | str | dict, *, compression: str | None = None
 ) -> keras.optimizers.Optimizer:
     """Makes a Keras optimizer right on several replicas.
 
@@ -25,13 +26,14 @@ def DistributedOptimizer(
     replica it adds nothing.
 
     Args:
-        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one. Under the policy
-            `mixed_float16` either may be wrapped, and what `compile` adds is taken care of.
+        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one; as `compile`, also the
+            name of one (`"adam"`) or its configuration. Under the policy `mixed_float16` either
+            may be wrapped, and what `compile` adds is taken care of.
         compression: `"bfloat16"` or `"float16"` to send dense gradients in half the bytes: each
             replica's is rounded to 8 or 11 bits, and so is their sum. None sends them as they are.
 
     Returns:
-        The same optimizer.
+        The same optimizer; where a name was given, a new one.
 
     Raises:
         ValueError: For something else than a Keras 3 optimizer, or an unknown compression.
@@ -41,11 +43,7 @@ def DistributedOptimizer(
     >>> type(optimizer).__name__
     'SGD'
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ValueError(
-            "`optimizer` must be a Keras 3 optimizer. "
-            f"Received: optimizer={optimizer!r}. Use for example keras.optimizers.Adam()."
-        )
+    optimizer = _get(optimizer)
     if compression not in (None, *COMPRESSIONS):
         raise ValueError(
             f"`compression` must be None or one of {', '.join(COMPRESSIONS)}. "
@@ -63,6 +61,19 @@ def DistributedOptimizer(
         object.__setattr__(optimizer, name, types.MethodType(function, optimizer))
     object.__setattr__(optimizer, "tfmulti_distributed", True)
     return optimizer
+
+
+def _get(optimizer) -> keras.optimizers.Optimizer:
+    found = optimizer
+    if isinstance(optimizer, str | dict):
+        with contextlib.suppress(ValueError, TypeError):
+            found = keras.optimizers.get(optimizer)
+    if not isinstance(found, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`optimizer` must be a Keras 3 optimizer, or what keras.optimizers.get knows. "
+            f"Received: optimizer={optimizer!r}. Use for example keras.optimizers.Adam()."
+        )
+    return found
 
 
 def distribute_optimizers(model: keras.Model, compression: str | None = None) -> None:

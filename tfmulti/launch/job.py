@@ -133,6 +133,8 @@ class Job:
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
         common = {environment.RESTARTS: str(self._restarts), "PYTHONUNBUFFERED": "1"}
+        # A worker's own words are not to be lost among those of TensorFlow's services.
+        common["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")
         if token:
             common[environment.TOKEN] = token
         if self.config.start_timeout is not None:
