@@ -1,3 +1,4 @@
+import itertools
 import warnings
 
 import keras
@@ -261,3 +262,59 @@ def test_the_audit_names_missing_duplicated_and_unequal_shards():
     assert "2 missing (3, 4)" in text
     assert "1 duplicated (1)" in text
     assert "unequal: replica 0 has most rows, replica 1 least" in text
+
+
+def batches_of_a_folder(tmp_path):
+    for number, name in itertools.product(range(3), ("cats", "dogs")):
+        image = np.full((8, 8, 3), number, "uint8")
+        (tmp_path / name).mkdir(exist_ok=True)
+        keras.utils.save_img(tmp_path / name / f"{number}.png", image)
+    return keras.utils.image_dataset_from_directory(tmp_path, batch_size=2, verbose=False)
+
+
+def batches_of_arrays(tmp_path):
+    data = tf.data.Dataset.from_tensor_slices(numbered(20)).batch(8)
+    return data.map(lambda x, y: (x + 1, y)).prefetch(1)
+
+
+def zipped_batches(tmp_path):
+    x, y = (tf.data.Dataset.from_tensor_slices(part).batch(8) for part in numbered(20))
+    return tf.data.Dataset.zip((x, y)).shuffle(3)
+
+
+@pytest.mark.parametrize("create", [batches_of_arrays, batches_of_a_folder, zipped_batches])
+@pytest.mark.parametrize("distribute", [distribute_train, distribute_eval])
+def test_batches_are_not_taken_for_examples(tmp_path, create, distribute):
+    with pytest.raises(ValueError, match="must hold single examples.*Received: a dataset of batch"):
+        distribute(create(tmp_path), create_strategy(2), 4)
+
+
+def test_sequences_cut_by_batch_are_examples_and_batches_can_be_undone(caplog):
+    numbers = tf.data.Dataset.range(40)
+    sequences = numbers.batch(5, drop_remainder=True).map(lambda row: (row[:-1], row[1:]))
+    x, _ = next(iter(distribute_train(sequences, create_strategy(2), 4)))
+    assert x.shape == (4, 4)
+    assert "each of its batches, of 4 rows" in caplog.text
+    caplog.clear()
+    rows = numbers.batch(7).unbatch().apply(tf.data.experimental.assert_cardinality(40))
+    assert next(iter(distribute_train(rows, create_strategy(2), 4))).shape == (4,)
+    assert "each of its batches" not in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"global_batch_size": 16.0}, {"steps_per_epoch": 2.5}])
+def test_numbers_of_rows_and_steps_are_whole(settings):
+    (name, value), settings = next(iter(settings.items())), {"global_batch_size": 16, **settings}
+    with pytest.raises(ValueError, match=f"`{name}` must be a whole number.* Received: .*{value}"):
+        distribute_train(numbered(43), create_strategy(2), **settings)
+
+
+def test_a_model_outside_of_the_scope_does_not_train_alone_unseen():
+    strategy = create_strategy(2)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="made in the scope of the strategy that.* Received: data"):
+        model.fit(distribute_train(numbered(43), strategy, 16), verbose=0)
+    with pytest.warns(UserWarning, match="trains on one device alone, not on 2 replicas"):
+        model.fit(*numbered(43), verbose=0)
+    # Right on one device as well, as after loading a model.
+    model.evaluate(distribute_eval(numbered(43), strategy, 16), verbose=0)

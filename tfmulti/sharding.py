@@ -102,10 +102,10 @@ class ShardPlan:
                 "A dataset must hold at least one example. "
                 f"Received: num_examples={self.num_examples}. Check the split and its filters."
             )
-        if self.steps is not None and self.steps < 1:
+        if self.steps is not None and (not hasattr(self.steps, "__index__") or self.steps < 1):
             raise ValueError(
-                "`steps_per_epoch` must be at least 1. "
-                f"Received: steps_per_epoch={self.steps}. Leave it out for one pass an epoch."
+                "`steps_per_epoch` must be a whole number from 1. "
+                f"Received: steps_per_epoch={self.steps!r}. Leave it out for one pass an epoch."
             )
         if self.remainder == "drop" and self.num_examples < self.global_batch_size:
             raise ValueError(
@@ -206,7 +206,12 @@ def check_remainder(remainder: str) -> None:
 
 
 def check_batch_size(global_batch_size: int, num_replicas: int) -> None:
-    """Raises ValueError unless every replica can have a row of a full batch."""
+    """Raises ValueError unless it is a whole number that gives every replica a row."""
+    if isinstance(global_batch_size, bool) or not hasattr(global_batch_size, "__index__"):
+        raise ValueError(
+            "`global_batch_size` must be a whole number, the examples of a step over all replicas. "
+            f"Received: global_batch_size={global_batch_size!r}. Use for example 64."
+        )
     if global_batch_size < num_replicas:
         raise ValueError(
             "`global_batch_size` must be at least the number of replicas. "

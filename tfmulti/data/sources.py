@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
+from tfmulti import keras_compat
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, share_slice
 
 
@@ -170,6 +172,7 @@ def create_source(data, shuffle_buffer: int):
                 "Use data.apply(tf.data.experimental.assert_cardinality(n)), with take(n) first "
                 "where it is endless."
             )
+        _refuse_batches(data)
         return StreamSource(data, num_examples, shuffle_buffer)
     if not isinstance(data, (tuple, list, dict, np.ndarray, tf.Tensor)):
         raise ValueError(
@@ -185,6 +188,27 @@ def create_source(data, shuffle_buffer: int):
             f"Received: {sorted(lengths)} rows. Give one row for each example in every array."
         )
     return ArraySource(tuple(arrays) if isinstance(arrays, list) else arrays, lengths.pop())
+
+
+def _refuse_batches(dataset):
+    """Raises for batches in place of examples; warns where they may be sequences, cut by batch."""
+    if not keras_compat.is_batched(dataset):
+        return
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    firsts = {shape[0] if shape.rank else "none" for shape in shapes}
+    if firsts == {None}:
+        raise ValueError(
+            "A `tf.data.Dataset` must hold single examples: distribute_train and distribute_eval "
+            f"make the batches. Received: a dataset of batches, {dataset.element_spec}. Pass it "
+            "before .batch(), or with batch_size=None of Keras's *_dataset_from_directory; or give "
+            "the batches to model.fit as they are."
+        )
+    if len(firsts) == 1 and "none" not in firsts:
+        logging.warning(
+            "The dataset was made by .batch(): each of its batches, of %d rows, is taken for one "
+            "example. If that is not meant, pass it before .batch().",
+            firsts.pop(),
+        )
 
 
 def _load_named(name):

@@ -25,6 +25,7 @@ from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses
 from tfmulti.keras_compat.names import global_seed_state as global_seed_state
+from tfmulti.keras_compat.names import is_batched as is_batched
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import own_losses as own_losses

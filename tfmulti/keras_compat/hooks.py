@@ -84,27 +84,27 @@ def before_variables(compare) -> None:
     keras.Variable._initialize = initialize
 
 
-def before_calls(compare) -> None:
+def before_calls(look) -> None:
     """Lets every `fit`, `evaluate` and `predict` be looked at before it begins.
 
     Cures waiting for ever, and results of two things mixed, where workers call them unlike.
 
     Args:
-        compare: Function of a strategy and the name of the method.
+        look: Function of a model, the name of the method, and its first argument.
     """
     for name in ("fit", "evaluate", "predict"):
         original = getattr(keras.Model, name)
-        if not hasattr(original, "tfmulti_compares"):
-            setattr(keras.Model, name, _compared(original, name, compare))
+        if not hasattr(original, "tfmulti_looks"):
+            setattr(keras.Model, name, _looked_at(original, name, look))
 
 
-def _compared(original, name, compare):
+def _looked_at(original, name, look):
     @functools.wraps(original)
     def call(self, *args, **kwargs):
-        compare(self.distribute_strategy, name)
+        look(self, name, args[0] if args else kwargs.get("x"))
         return original(self, *args, **kwargs)
 
-    call.tfmulti_compares = True
+    call.tfmulti_looks = True
     return call
 
 

@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
 STEP_KINDS = {"train_step": "train", "test_step": "test"}
@@ -23,6 +24,21 @@ def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
     data type".
     """
     return dataset._variant_tensor
+
+
+def is_batched(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset was batched, and only mapped, shuffled, prefetched and the like since.
+
+    Cures training with batches of batches, which layers that take any rank do without a word.
+    """
+    name = type(dataset).__name__
+    if name.endswith("BatchDataset"):
+        return True
+    if name.endswith("ZipDataset"):
+        return all(is_batched(each) for each in dataset._inputs())
+    is_map = name.endswith("MapDataset") and "Flat" not in name
+    keeps = isinstance(dataset, dataset_ops.UnaryUnchangedStructureDataset)
+    return (is_map or keeps) and is_batched(dataset._inputs()[0])
 
 
 def step_of(fn) -> tuple[str | None, keras.Model | None]:

@@ -14,7 +14,7 @@ from tfmulti import iterators, keras_compat, losses, shares
 from tfmulti.cluster import schedulers
 from tfmulti.config import COMMUNICATIONS, STRATEGIES
 from tfmulti.optimizers import distribute_loaded
-from tfmulti.strategies import agreement, chief, probes, progress, together
+from tfmulti.strategies import agreement, chief, outside, probes, progress, together
 from tfmulti.strategies.multi_worker import Patience, Sending, create_multi_worker
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
@@ -107,8 +107,14 @@ def create_strategy(
     strategy.why = f"{name} on {names} ({reason})"
     if name == "multi_worker":
         strategy.why += f", over {strategy.communication}"
+    outside.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
+
+
+def _before_call(model, name, data):
+    together.compare_call(model.distribute_strategy, name)
+    outside.look_for_scope(model, name, data)
 
 
 def _warn_of_others(name, cluster):
@@ -126,7 +132,7 @@ def _repair_keras():
         chief.prepare_callback, agreement.agree_on_stopping, progress.callbacks_for
     )
     keras_compat.before_variables(together.compare_variable)
-    keras_compat.before_calls(together.compare_call)
+    keras_compat.before_calls(_before_call)
     keras_compat.after_loading(distribute_loaded)
     keras_compat.logs_without_steps()
     keras_compat.weigh_single_numbers(shares.weigh_mean)

@@ -1,0 +1,48 @@
+"""Finds models that were made outside of the strategy's scope: they would train alone."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import keras
+import tensorflow as tf
+
+_latest: weakref.ref | None = None
+
+
+def note_strategy(strategy: tf.distribute.Strategy) -> None:
+    """Takes note of a strategy that a script has made, in whose scope its models belong."""
+    global _latest
+    _latest = weakref.ref(strategy)
+
+
+def look_for_scope(model: keras.Model, name: str, data) -> None:
+    """Tells of a model that is going to be trained on one device, though a script has more.
+
+    Args:
+        model: The model whose method was called.
+        name: `"fit"`, or another method, which may be called on one device as well.
+        data: The method's first argument.
+
+    Raises:
+        ValueError: Where the data were made for the replicas of a strategy.
+    """
+    strategy = _latest() if _latest is not None else None
+    if name != "fit" or getattr(model.distribute_strategy, "repairs_keras", False):
+        return
+    made_for = getattr(data, "strategy", None)
+    if made_for is not None and made_for.num_replicas_in_sync > 1:
+        raise ValueError(
+            "A model must be made in the scope of the strategy that its data were made for. "
+            f"Received: data for {made_for.num_replicas_in_sync} replicas, and a model that was "
+            "made in no scope, and would train on one device alone. "
+            "Create and compile it within `with strategy.scope():`."
+        )
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        warnings.warn(
+            f"{model.name} was made outside of `with strategy.scope():`, and so it trains on one "
+            f"device alone, not on {strategy.num_replicas_in_sync} replicas. If that is not "
+            "meant, create and compile it within the scope.",
+            stacklevel=4,
+        )
