@@ -155,6 +155,16 @@ def test_a_worker_that_does_not_come_is_named():
     assert there.status == "ok"
 
 
+def test_a_name_that_is_not_found_is_told_by_its_cause():
+    spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "nobody.invalid:12345"]}
+    cluster = Cluster(spec, "worker", 0)
+    visits, listener = visit_together({0: cluster}, timeout_s=5.0)[0]
+    missing = peers.judge_visit(cluster, visits[1], listener.came, 5.0)
+    assert missing.status == "failure"
+    assert missing.detail.startswith("its name is not found here: ")
+    assert "unknown error" not in missing.detail
+
+
 def test_another_program_on_the_port_is_no_worker():
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster = cluster_of(2, 0, [processes.free_ports(1)[0], server.getsockname()[1]])

@@ -44,6 +44,7 @@ class Visit:
         bytes_per_s: Speed of sending to it, over one connection.
         fault: Why something is missing.
         refused: Whether it has refused this worker.
+        has_no_address: Whether its name is not found here.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Visit:
     bytes_per_s: float | None = None
     fault: str = ""
     refused: bool = False
+    has_no_address: bool = False
 
 
 class Visitor:
@@ -77,6 +79,11 @@ class Visitor:
                 return
             except TimeoutError:
                 found.fault = "no answer"
+            except socket.gaierror as error:
+                found.fault = describe_fault(error)
+                found.has_no_address = not self.round.cluster.names_come_late
+                if found.has_no_address:
+                    return
             except (OSError, EOFError, messages.BadMessage, ValueError) as error:
                 found.fault = describe_fault(error)
             if found.notes is not None or found.refused:

@@ -177,6 +177,9 @@ def _missing(name, found, came, timeout_s) -> Check:
     if found.refused:
         hint = "Give all workers the same TFMULTI_TOKEN, or none, and the same `cluster`."
         return Check(name, FAILURE, f"refuses this worker: {found.fault}", hint)
+    if found.has_no_address:
+        hint = "Correct the name, write the IP address, or ask who keeps the names (DNS)."
+        return Check(name, FAILURE, f"its name is not found here: {found.fault}", hint)
     text = f"did not answer within {timeout_s:g} s: {found.fault or 'no answer'}"
     if came:
         hint = "A firewall on its side? Open its port, for all workers."

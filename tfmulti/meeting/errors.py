@@ -80,8 +80,11 @@ def describe_fault(error: BaseException) -> str:
     """Returns what went wrong with a connection, for the middle of a sentence."""
     if isinstance(error, EOFError):
         return "an end without a word"
-    if getattr(error, "errno", None):
+    # Of a name that is not found the number is of another kind, and negative.
+    if getattr(error, "errno", None) and error.errno > 0:
         return os.strerror(error.errno).lower()
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
     return str(error) or "no word in time"
 
 
