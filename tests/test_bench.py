@@ -9,9 +9,9 @@ import sys
 import psutil
 import pytest
 
-from tfmulti.bench import monitors, projection, ratios, results, setups, tables, transports
+from tfmulti.bench import monitors, projection, ratios, results, run, setups, tables, transports
 from tfmulti.bench.breakdown import break_down
-from tfmulti.bench.config import SWITCHED, BenchConfig
+from tfmulti.bench.config import KINDS, SWITCHED, BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.schedule import Block, Series
 from tfmulti.bench.setups import Setup
@@ -189,6 +189,33 @@ def test_stock_peers_are_measured_with_peers_only():
     assert not any(s.kind == setups.DDP for s in setups.create_setups("compute", config))
     with_peers = BenchConfig(replicas="1", peers=True)
     assert any(s.kind == setups.DDP for s in setups.create_setups("compute", with_peers))
+
+
+@pytest.mark.parametrize(
+    ("broken", "comes_again"), [(setups.DDP, False), (setups.RING, True), (setups.PLAIN, True)]
+)
+def test_a_peer_that_does_not_run_is_not_tried_with_the_next_workload(
+    monkeypatch, tmp_path, broken, comes_again
+):
+    tried = []
+
+    class Rounds:
+        def __init__(self, *arguments):
+            pass
+
+        def run(self, chosen, deadline):
+            tried.append({each.kind for each in chosen})
+            series = [series_of(each.kind, each.replicas, 0.1) for each in chosen]
+            for each in series:
+                each.failure = "no such module" if each.setup.kind == broken else ""
+            return series
+
+    monkeypatch.setattr(run, "Rounds", Rounds)
+    config = BenchConfig(peers=True, allreduce=False, workdir=str(tmp_path), setups=",".join(KINDS))
+    run.run_bench(config, print)
+    first, second = tried
+    assert broken in first
+    assert (broken in second) == comes_again
 
 
 def script(code, processes=1):
