@@ -17,7 +17,7 @@ NAMES = (
 
 
 @dataclasses.dataclass
-class Pace:
+class TimedSteps:
     """Steps that were timed.
 
     Attributes:
@@ -30,7 +30,7 @@ class Pace:
     seconds: float = 0.0
     waited: float | None = None
 
-    def add(self, other: Pace) -> None:
+    def add(self, other: TimedSteps) -> None:
         """Adds the steps and the seconds of another."""
         self.steps += other.steps
         self.seconds += other.seconds

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import keras
 
-from tfmulti.callbacks.pace import NAMES, Pace, describe
+from tfmulti.callbacks.pace import NAMES, TimedSteps, describe
 
 
 class Throughput(keras.callbacks.Callback):
@@ -56,7 +56,7 @@ class Throughput(keras.callbacks.Callback):
     def _reset(self):
         self.examples, self.steps = 0, 0
         self._counted_steps, self._last_step, self._epoch_number = 0, -1, 0
-        self._all, self._now = Pace(), Pace()
+        self._all, self._now = TimedSteps(), TimedSteps()
         # When the timed steps of this epoch began, and those of the last one ended.
         self._began = self._ended = None
         self._between, self._line = 0.0, None
@@ -124,7 +124,7 @@ class Throughput(keras.callbacks.Callback):
             # Not 0 where training goes on within an epoch.
             self._first_step = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
         self._last_step, self._epoch_number = self._first_step - 1, epoch
-        self._now = Pace()
+        self._now = TimedSteps()
         if self.steps:
             self._begin()
             self._between = self._began - (self._began if self._ended is None else self._ended)
@@ -187,8 +187,8 @@ class Throughput(keras.callbacks.Callback):
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
 
-    def _under_way(self) -> Pace:
-        return Pace(self._now.steps, self._clock() - self._began)
+    def _under_way(self) -> TimedSteps:
+        return TimedSteps(self._now.steps, self._clock() - self._began)
 
     def _waited(self) -> float | None:
         if self._dataset is None or self.model.steps_per_execution != 1:
