@@ -1,6 +1,7 @@
 """The rules of the house: who imports whom, how large things are, what starts when."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,14 @@ def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = tfmulti.nothing
     assert "create_strategy" in dir(tfmulti)
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_the_first_use_keeps_back_what_tensorflow_says_unless_asked_for(level):
+    environ = {name: text for name, text in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environ |= {"TF_CPP_MIN_LOG_LEVEL": level} if level else {}
+    code = "import tfmulti; print(tfmulti.create_strategy('one_device').num_replicas_in_sync)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
+    assert done.stdout.strip() == "1"
+    assert bool(done.stderr) == (level is not None)

@@ -1,11 +1,13 @@
 """tfmulti trains Keras 3 models on many devices through `model.fit`.
 
-Names are resolved when first used, so that importing the package imports no TensorFlow.
+Names are resolved when first used, so that importing the package imports no TensorFlow. Where one
+of them is what imports it, TensorFlow's own lines are kept back: TF_CPP_MIN_LOG_LEVEL=0 shows them.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 
 _HOMES = {
     "create_strategy": "strategies",
@@ -22,15 +24,19 @@ _HOMES = {
     "notebook_launch": "notebook",
 }
 
+_WITHOUT_TENSORFLOW = ("cluster", "notebook")
+
 __all__ = [*_HOMES, "callbacks"]
 
 
 def __getattr__(name):
-    if name == "callbacks":
-        return importlib.import_module("tfmulti.callbacks")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'tfmulti' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tfmulti.{_HOMES[name]}"), name)
+    home = _HOMES.get(name, name)
+    if home not in _WITHOUT_TENSORFLOW and "tensorflow" not in sys.modules:
+        importlib.import_module("tfmulti.command_line").import_tensorflow()
+    module = importlib.import_module(f"tfmulti.{home}")
+    return module if home == name else getattr(module, name)
 
 
 def __dir__():
