@@ -11,11 +11,13 @@ import textwrap
 import threading
 import time
 
+import keras
 import numpy as np
 import pytest
 
 from tfmulti.data import sources
 from tfmulti.datasets import load_dataset, load_split, prepared, resolve_function
+from tfmulti.models import create_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FAIL_WITHIN_S = 15
@@ -453,3 +455,17 @@ def test_another_worker_prepares_it_first(tfds):
 
     cls._split_generators = after_the_other
     assert len(load_dataset("contended")[0][1]) == 2
+
+
+@pytest.mark.parametrize("parameters", ["train", "train=None", "*arguments", ""])
+def test_a_function_of_a_model_may_take_the_data_or_nothing(user_module, parameters):
+    user_module(
+        "models_module",
+        f"""
+        import keras
+
+        def create({parameters}):
+            return keras.Sequential([keras.layers.Dense(2)])
+        """,
+    )
+    assert isinstance(create_model("models_module:create", ([1], [0])), keras.Model)

@@ -53,6 +53,21 @@ def test_a_traced_function_of_a_pipeline_is_found_too():
     assert "# Its line." in explain.place_of(error)
 
 
+def test_what_an_operation_of_a_graph_says_comes_without_the_graphs_frames():
+    model = keras.Sequential([keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    error = raised_by(model.fit, np.zeros((4, 3)), np.array([0, 1, 5, 1]))
+    first, second = explain.cause_of(error).splitlines()
+    assert first.startswith("InvalidArgumentError: Received a label value of 5 which is outside")
+    assert second.startswith("  in the graph at compile_loss/sparse_categorical_crossentropy")
+
+
+def test_lines_without_end_are_cut():
+    cause = explain.cause_of(ValueError("Labels: " + "1 " * 5000))
+    assert cause.startswith("Labels: 1 1") and len(cause) < 1100
+
+
 def test_the_cause_within_a_layer_comes_before_the_words_about_the_call():
     model = keras.Sequential([keras.Input((9,)), keras.layers.Dense(3)])
     error = raised_by(model, np.zeros((4, 8), "float32"))

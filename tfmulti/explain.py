@@ -13,6 +13,8 @@ from pathlib import Path
 MESSAGE_LINES = 12
 _PYTHON_ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception|Interrupt): [^\n]+)")
 _NODE = re.compile(r"\{\{[^}]*\}\} ?")
+_IN_GRAPH = "Graph execution error:"
+_AT_NODE = re.compile(r"\s*\[\[\{\{node ([^}]+)\}\}\]\](?: \[Op:\w+\])?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in (\w+)')
 _IN_CALL = re.compile(
@@ -25,6 +27,7 @@ _NO_MEMORY = ("OOM when allocating", "out of memory", "OUT_OF_MEMORY", "CUDNN_ST
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _SOURCE_LENGTH = 80
+_LINE_LENGTH = 1000
 
 
 def cause_of(error: BaseException) -> str:
@@ -45,7 +48,7 @@ def cause_of(error: BaseException) -> str:
     if within and "{{" in text:
         return within[1]
     lines = _NODE.sub("", _reorder(text)).strip().splitlines() or [repr(error)]
-    text = "\n".join(lines[:MESSAGE_LINES])
+    text = "\n".join(_cut(line) for line in lines[:MESSAGE_LINES])
     ours = type(error) in (ValueError, RuntimeError) or type(error).__module__ == "tfmulti"
     return text if ours else f"{type(error).__name__}: {text}"
 
@@ -95,6 +98,8 @@ def _describe_memory(text) -> str:
 
 def _reorder(text) -> str:
     """Puts the cause before what Keras and autograph say of where it happened."""
+    if text.startswith(_IN_GRAPH):
+        return _reorder_graph_error(text)
     if text.startswith("in user code:"):
         paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text)]
         kept = [part for part in paragraphs if part and not _FRAME.match(part)][1:]
@@ -106,6 +111,21 @@ def _reorder(text) -> str:
     heard = f", which received {', '.join(received)}" if received else ""
     cause = in_call[2].split("Error encountered:\n\n")[-1]
     return f"{_reorder(cause.strip())}\n  in {in_call[1]}(){heard}"
+
+
+def _reorder_graph_error(text) -> str:
+    """Leaves what an operation says; the frames are those of the graph's making, ours mostly."""
+    at = _AT_NODE.search(text)
+    lines = _AT_NODE.sub("", text.removeprefix(_IN_GRAPH)).splitlines()
+    dropped = ("Detected at node", "Stack trace for op definition", 'File "')
+    kept = [line for line in lines if line.strip() and not line.strip().startswith(dropped)]
+    if not kept:
+        return text
+    return "\n".join(kept) + (f"\n  in the graph at {at[1]}" if at else "")
+
+
+def _cut(line) -> str:
+    return line if len(line) <= _LINE_LENGTH else line[:_LINE_LENGTH] + " ..."
 
 
 def _tells(value) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -14,7 +16,8 @@ def create_model(name: str, train) -> keras.Model:
 
     Args:
         name: `"cnn"` or `"mlp"`, both classifiers that give logits, or
-            `"package.module:function"`, a function of `train` that returns a `keras.Model`.
+            `"package.module:function"`, a function of `train`, or of nothing, that returns a
+            `keras.Model`.
         train: The training split that `load_dataset` returned.
 
     Returns:
@@ -25,7 +28,8 @@ def create_model(name: str, train) -> keras.Model:
             model cannot take.
     """
     if ":" in name:
-        model = resolve_function(name, argument="--model")(train)
+        function = resolve_function(name, argument="--model")
+        model = function(train) if _takes_data(function) else function()
         if not isinstance(model, keras.Model):
             raise ValueError(
                 "`model` must name a function that returns a keras.Model. "
@@ -82,6 +86,14 @@ def create_mlp(train) -> keras.Model:
 
 
 MODELS = {"cnn": create_cnn, "mlp": create_mlp}
+
+
+def _takes_data(function) -> bool:
+    try:
+        return bool(inspect.signature(function).parameters)
+    except ValueError:
+        # Of a function that is not Python's nothing is known.
+        return True
 
 
 def _describe(train, rank, model) -> tuple[tuple[int, ...], int]:
