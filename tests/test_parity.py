@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ def run(model, *flags, data="rows"):
         capture_output=True,
         text=True,
         cwd=HERE,
-        env={**os.environ, "COLUMNS": "100"},
+        env={**os.environ, "COLUMNS": "80"},
     )
 
 
@@ -231,7 +232,8 @@ def test_a_clean_model_gives_one_devices_result(tmp_path):
     text = words_of(done.stdout)
     assert "6 steps: 2 epochs, each of 2 batches of 20 and one of 7 examples" in text
     assert "Every set-up gives one device's result." in text
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert re.search(r"^ *2 workers +equal +\d\.\de-\d\d +\d", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 
+_FILE_WIDTH = 120
+
 
 def count(number: float, word: str) -> str:
     """Returns a number with what it counts.
@@ -19,6 +21,17 @@ def count(number: float, word: str) -> str:
 def is_terminal() -> bool:
     """Whether standard output is a terminal that can be drawn on."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def create_console():
+    """Returns a rich `Console`: as wide as the terminal, or as a file's reader can scroll.
+
+    Rich takes 80 columns where there is no terminal, in which few tables fit.
+    """
+    from rich.console import Console
+
+    is_given = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if is_given else Console(width=_FILE_WIDTH)
 
 
 def show_rows(

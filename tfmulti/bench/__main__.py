@@ -7,8 +7,8 @@ import sys
 
 from tfmulti import command_line
 from tfmulti.bench.config import BenchConfig
+from tfmulti.console import create_console
 
-_WIDTH = 120
 USAGE = "python -m tfmulti.bench [flags]: measures steps, where their time goes, and all-reduces."
 
 
@@ -34,12 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(config) -> int:
-    from rich.console import Console
-
     from tfmulti.bench import record, results, run, table
 
-    # Without a terminal rich takes 80 columns, in which no table fits.
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    console = create_console()
     if config.monitors:
         return _measure_monitors(config, console)
     found = run.run_bench(config, tell=lambda line: console.print(line, style="dim"))

@@ -8,6 +8,7 @@ import signal
 import sys
 
 from tfmulti import command_line, files
+from tfmulti.console import create_console
 from tfmulti.parity.config import ParityConfig
 
 USAGE = "python -m tfmulti.parity [flags]: proves that many devices give one device's result."
@@ -35,11 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(config, tracebacks) -> int:
-    from rich.console import Console
-
     from tfmulti.parity import experiment, table
 
-    console = Console()
+    console = create_console()
     result = experiment.run_experiment(config, tell=lambda line: console.print(line, style="dim"))
     table.show(result, config, console, tracebacks)
     if config.json:

@@ -39,7 +39,8 @@ class Layout:
     def describe(self) -> str:
         """Returns the layout in words."""
         whole = self.steps_per_epoch - 1
-        batches = f"{whole} batches of {self.global_batch_size} and one of {self.last_batch}"
+        batches = f"{whole} {'batch' if whole == 1 else 'batches'} of {self.global_batch_size}"
+        batches += f" and one of {self.last_batch}"
         return f"{self.steps} steps: {self.epochs} epochs, each of {batches} examples"
 
 

@@ -22,24 +22,25 @@ def show(result: Result, config: ParityConfig, console: Console, tracebacks: boo
         console: Where to print.
         tracebacks: Whether to show where errors came from.
     """
-    table = Table(box=box.SIMPLE_HEAD, title=f"{config.model} on {config.dataset}")
+    title = f"{config.model} on {config.dataset}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     table.add_column("set-up", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for kind in KINDS:
         table.add_column(kind, justify="right", no_wrap=True)
-    table.add_column("first difference", min_width=16, overflow="fold")
+    table.add_column("first difference", overflow="fold")
     table.add_column("likely cause", overflow="fold")
-    table.add_column("verdict", no_wrap=True)
     if result.layout:
         console.print(f"\n{result.layout}", highlight=False)
-        table.add_row("noise", *_numbers(result.noise))
-        table.add_row("allowed", *_numbers(result.limits), end_section=True)
+        table.add_row("noise", "", *_numbers(result.noise))
+        table.add_row("allowed", "", *_numbers(result.limits), end_section=True)
     for outcome in result.outcomes:
         found = outcome.comparison
         cause = outcome.findings[0].cause if outcome.findings else outcome.error.split(". ")[0]
         style = "green" if outcome.verdict == EQUAL else "bold red"
         numbers = _numbers(found.largest if found else None)
         verdict = Text(outcome.verdict, style=style)
-        table.add_row(outcome.name, *numbers, _first(found), Text(cause), verdict)
+        table.add_row(outcome.name, verdict, *numbers, _first(found), Text(cause))
     console.print(table)
     _show_causes(result, console, tracebacks)
     _show_verdict(result, config, console)
