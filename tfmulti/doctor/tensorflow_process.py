@@ -118,7 +118,7 @@ def _hint(report) -> str:
     if "GLIBC" in report.words or "GLIBCXX" in report.words:
         return "This system is too old for the wheel: use a newer system or container."
     if "ModuleNotFoundError" in report.words or "ImportError" in report.words:
-        return "Install what is missing, or make the environment anew: pip install tfmulti."
+        return "Install what is missing, or make the environment anew: pip install . in the clone."
     return "Try python -c 'import tensorflow, keras'; make the environment anew."
 
 
