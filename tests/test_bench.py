@@ -191,6 +191,12 @@ def test_stock_peers_are_measured_with_peers_only():
     assert any(s.kind == setups.DDP for s in setups.create_setups("compute", with_peers))
 
 
+def test_peers_need_a_clone(monkeypatch, tmp_path):
+    monkeypatch.setattr(setups, "PEERS_FOLDER", tmp_path / "not" / "there")
+    with pytest.raises(ValueError, match="needs the scripts of a clone.* Received: --peers"):
+        run.run_bench(BenchConfig(peers=True, workdir=str(tmp_path)), print)
+
+
 @pytest.mark.parametrize(
     ("broken", "comes_again"), [(setups.DDP, False), (setups.RING, True), (setups.PLAIN, True)]
 )

@@ -22,6 +22,7 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None]) -> dict:
         config: The bench.
         tell: Function that takes a line of text for the user.
     """
+    setups.check_peers(config)
     began = time.perf_counter()
     folder = Path(config.workdir) / "logs"
     found = {"machine": machine.describe(), "config": dataclasses.asdict(config), "workloads": {}}

@@ -90,6 +90,16 @@ class Setup:
         return f"{self.kind} x{self.replicas}" + (" strong" if self.scaling == STRONG else "")
 
 
+def check_peers(config: BenchConfig) -> None:
+    """Raises ValueError where peers are wanted and their scripts are not here."""
+    if config.peers and not PEERS_FOLDER.is_dir():
+        raise ValueError(
+            "`peers` needs the scripts of a clone: they are no part of the installed package. "
+            f"Received: --peers, and no folder {PEERS_FOLDER}. "
+            "Start the bench in a clone of tfmulti, or leave --peers out."
+        )
+
+
 def create_setups(workload: str, config: BenchConfig) -> list[Setup]:
     """Returns the set-ups of a workload, in the order of the first round."""
     several = [count for count in config.numbers if count > 1]
