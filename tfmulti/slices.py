@@ -67,9 +67,9 @@ def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
     if found is None:
         raise ValueError(
             "An `Embedding` on several replicas needs a step that can be traced, which tells "
-            "positions from tokens. Received: run_eagerly=True, a sparse gradient of "
-            f"{variable.path!r}, and a model without a `call`, or with one that cannot be traced. "
-            "Leave run_eagerly out, give the model a `call` of TensorFlow's functions alone, or "
+            "positions from tokens. Received: a step that runs eagerly, a sparse gradient of "
+            f"{getattr(variable, 'path', 'a table')}, and a model without a `call`, or with one "
+            "that cannot be traced. Leave run_eagerly out, give the model a `call` of TensorFlow's functions alone, or "
             'train on one replica: create_strategy("default").'
         )
     return id(variable) in found
