@@ -69,8 +69,8 @@ def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
             "An `Embedding` on several replicas needs a step that can be traced, which tells "
             "positions from tokens. Received: a step that runs eagerly, a sparse gradient of "
             f"{getattr(variable, 'path', 'a table')}, and a model without a `call`, or with one "
-            "that cannot be traced. Leave run_eagerly out, give the model a `call` of TensorFlow's functions alone, or "
-            'train on one replica: create_strategy("default").'
+            "that cannot be traced. Leave run_eagerly out, give the model a `call` of "
+            'operations alone, or train on one replica: create_strategy("one_device").'
         )
     return id(variable) in found
 
