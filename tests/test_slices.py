@@ -122,5 +122,7 @@ def test_a_table_of_a_model_without_call_is_refused_eagerly():
         model = Container(inner)
         model.compile(tfmulti.DistributedOptimizer(clipped()), run_eagerly=True)
     data = np.zeros((12, LENGTH), "int64"), np.zeros(12, "int64")
-    with pytest.raises(ValueError, match="needs a step that can be traced.*Received: a step that.*one_device"):
+    with pytest.raises(
+        ValueError, match="needs a step that can be traced.*Received: a step that.*one_device"
+    ):
         model.fit(tfmulti.distribute_train(data, strategy, 12), verbose=0)
