@@ -23,7 +23,7 @@ began = time.perf_counter()
 import tensorflow as tf
 import keras
 facts = {"seconds": time.perf_counter() - began}
-facts["tensorflow"], facts["keras"] = tf.__version__, keras.__version__
+facts["tensorflow"], facts["keras"] = tf.version.VERSION, keras.version()
 facts["backend"] = keras.backend.backend()
 facts["build"] = {name: str(value) for name, value in tf.sysconfig.get_build_info().items()}
 facts["gpus"] = []
