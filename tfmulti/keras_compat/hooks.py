@@ -1,154 +1,170 @@
-"""Public methods of Keras that are surrounded, once a process."""
+"""What takes the place of methods by which Keras begins, ends and builds."""
 
 from __future__ import annotations
 
-import functools
-
 import keras
+import tensorflow as tf
 
 
-def around_callbacks(prepare, agree, more) -> None:
-    """Lets stock callbacks be prepared for several workers, and stops agreed on.
+def prepare_callbacks(original, prepare, more):
+    """Lets stock callbacks be prepared for several workers.
 
-    Cures "BadZipFile", "unable to lock file" and doubled lines where every worker writes what
-    one should, and "Collective ... expected type" where one worker alone stops after an epoch.
     A callback learns of its model here only, and no method of `Model` sees the callbacks.
 
     Args:
+        original: `CallbackList.set_model`.
         prepare: Function of a callback and the model that is going to be trained.
-        agree: Function of that model, called after every epoch.
         more: Function of that model that returns callbacks to add.
     """
-    holder = keras.callbacks.CallbackList
-    if hasattr(holder.set_model, "__wrapped__"):
-        return
-    set_model, on_epoch_end = holder.set_model, holder.on_epoch_end
 
-    @functools.wraps(set_model)
-    def set_model_of_all(self, model):
+    def set_model(self, model):
         have = {type(callback) for callback in self.callbacks}
-        self.callbacks += [c for c in more(model) if type(c) not in have] if model else []
-        for callback in self.callbacks if model else []:
+        self.callbacks += [c for c in more(model) if type(c) not in have]
+        for callback in self.callbacks:
             prepare(callback, model)
             if hasattr(callback, "set_callbacks"):
                 callback.set_callbacks(self.callbacks)
-        return set_model(self, model)
+        return original(self, model)
 
-    @functools.wraps(on_epoch_end)
+    return set_model
+
+
+def end_epochs(original, settle, agree):
+    """Has workers agree on stopping after every epoch.
+
+    Args:
+        original: `CallbackList.on_epoch_end`.
+        settle: Function of the model, called before callbacks hear that an epoch has ended.
+        agree: Function of the model, called after every epoch.
+    """
+
     def end_epoch(self, epoch, logs=None):
-        on_epoch_end(self, epoch, logs)
+        settle(self.model)
+        original(self, epoch, logs)
         agree(self.model)
 
-    holder.set_model, holder.on_epoch_end = set_model_of_all, end_epoch
+    return end_epoch
 
 
-def after_loading(distribute) -> None:
+def after_loading(original, distribute):
     """Makes the optimizer of a model that is loaded under a strategy distributed again.
 
     A file holds the user's optimizer as it is; `compile_from_config` makes it anew.
 
     Args:
+        original: `Model.compile_from_config`.
         distribute: Function of the model that was loaded and compiled.
     """
-    original = keras.Model.compile_from_config
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
     def compile_from_config(self, config):
         original(self, config)
         distribute(self)
 
-    keras.Model.compile_from_config = compile_from_config
+    return compile_from_config
 
 
-def before_variables(compare) -> None:
+def before_variables(original, compare):
     """Lets every variable be looked at before it is created.
 
-    Cures "Shape mismatch in the collective instance", and waiting for ever, where workers build
-    unlike models: under several workers creating a variable is a collective.
-
     Args:
+        original: `Variable._initialize`.
         compare: Function of a variable's path, its shape or None, and its type.
     """
-    original = keras.Variable._initialize
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
     def initialize(self, value):
         shape = self._shape if self._shape is not None else getattr(value, "shape", None)
         compare(self.path, None if shape is None else tuple(shape), self.dtype)
+        if self._aggregation == "only_first_replica" and self._synchronization != "on_read":
+            # Each replica counts its updates itself: across replicas no branch may do it.
+            self._aggregation = "none"
         return original(self, value)
 
-    keras.Variable._initialize = initialize
+    return initialize
 
 
-def before_calls(look) -> None:
-    """Lets every `fit`, `evaluate` and `predict` be looked at before it begins.
-
-    Cures waiting for ever, and results of two things mixed, where workers call them unlike.
+def before_calls(name: str):
+    """Returns what lets `fit`, `evaluate`, `predict` and the like be looked at before they begin.
 
     Args:
-        look: Function of a model, the name of the method, and its first argument.
+        name: The name of Keras's method.
     """
-    for name in ("fit", "evaluate", "predict"):
-        original = getattr(keras.Model, name)
-        if not hasattr(original, "tfmulti_looks"):
-            setattr(keras.Model, name, _looked_at(original, name, look))
+
+    def make(original, look=None):
+        def call(self, *args, **kwargs):
+            validates = kwargs.get("validation_data") is not None or kwargs.get("validation_split")
+            object.__setattr__(self, "tfmulti_call", (name, bool(validates)))
+            if look is not None:
+                look(self, name, args[0] if args else kwargs.get("x"))
+            return original(self, *args, **kwargs)
+
+        return call
+
+    return make
 
 
-def _looked_at(original, name, look):
-    @functools.wraps(original)
-    def call(self, *args, **kwargs):
-        look(self, name, args[0] if args else kwargs.get("x"))
-        return original(self, *args, **kwargs)
+def predict_on_batch_by(original, predict):
+    """Has `predict_on_batch` done by a function where there are several replicas.
 
-    call.tfmulti_looks = True
-    return call
+    Args:
+        original: `Model.predict_on_batch`.
+        predict: Function of a model and its inputs.
+    """
+
+    def predict_on_batch(self, x):
+        several = self.distribute_strategy.num_replicas_in_sync > 1
+        return predict(self, x) if several else original(self, x)
+
+    return predict_on_batch
 
 
-def weigh_single_numbers(weigh) -> None:
+def weigh_mean(original, weigh):
     """Has a running mean count a step once over all replicas where it is given one number.
 
     A `train_step` says `tracker.update_state(loss)`, and a metric function can return the mean
     over a batch. On one device a step counts as one; replicas with fewer rows would count alike.
 
     Args:
+        original: `Mean.update_state`.
         weigh: Function of a metric and a number that returns the number and its weight, or None
             where the metric shall count it as it is.
     """
-    original = keras.metrics.Mean.update_state
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
     def update_state(self, values, sample_weight=None):
-        weighed = None
-        if sample_weight is None and keras.ops.ndim(values) == 0:
-            weighed = weigh(self, values)
+        weighed = _weigh(weigh, self, values, sample_weight)
         return original(self, *(weighed or (values, sample_weight)))
 
-    keras.metrics.Mean.update_state = update_state
+    return update_state
 
 
-def logs_without_steps() -> None:
+def weigh_sum(original, weigh):
+    """As `weigh_mean`, for `Sum.update_state`."""
+
+    def update_state(self, values, sample_weight=None):
+        weighed = _weigh(weigh, self, values, sample_weight)
+        if weighed is None:
+            return original(self, values, sample_weight)
+        return original(self, weighed[0] * weighed[1])
+
+    return update_state
+
+
+def _weigh(weigh, metric, values, sample_weight):
+    if sample_weight is not None or keras.ops.ndim(values) != 0:
+        return None
+    return weigh(metric, values)
+
+
+def logs_without_steps(original):
     """Gives an epoch of which no step was left the metrics' logs.
 
     Keras takes the last step's logs for its own; there is none where training goes on after the
     last step of an epoch.
     """
-    original = keras.Model._get_metrics_result_or_logs
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
     def result_or_logs(self, logs):
-        if not logs and getattr(self.distribute_strategy, "repairs_keras", False):
-            return self.get_metrics_result()
-        return original(self, logs)
+        return original(self, logs) if logs else self.get_metrics_result()
 
-    keras.Model._get_metrics_result_or_logs = result_or_logs
+    return result_or_logs
 
 
 class _OfLength:
@@ -208,3 +224,42 @@ def follow_position(epoch_iterator) -> None:
             yield begin + done, end + done, iterator
 
     epoch_iterator._enumerate_iterator = enumerate_rest
+
+
+def feed_of(epoch_iterator) -> tuple:
+    """Returns the user's own dataset where there is one, and whether rows are always as many."""
+    own = getattr(epoch_iterator.data_adapter, "_dataset", None)
+    spec = getattr(epoch_iterator._distributed_dataset, "element_spec", None)
+    leaves = [getattr(x, "_value_specs", (x,))[0] for x in tf.nest.flatten(spec)]
+    shapes = [x.shape for x in leaves if getattr(x, "shape", None) is not None]
+    return own, any(shape.rank and shape[0] is not None for shape in shapes)
+
+
+def noting_result(original, note_result):
+    """Lets a step's logs be told from which metric they are.
+
+    Args:
+        original: `Mean.result`.
+        note_result: Function of that one and a metric.
+    """
+
+    def result(self):
+        return note_result(original, self)
+
+    return result
+
+
+def number_of(kind):
+    """Returns what makes `int` or `float` of a variable take its value, as on one device.
+
+    Args:
+        kind: `int` or `float`.
+    """
+
+    def make(original):
+        def number(self):
+            return kind(keras.ops.convert_to_numpy(self)) if self.ndim == 0 else original(self)
+
+        return number
+
+    return make

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import optimizer as keras_optimizer
+from keras.src import backend as keras_backend
+from keras.src import losses as keras_losses
 from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
@@ -44,26 +43,50 @@ def is_batched(dataset: tf.data.Dataset) -> bool:
 def step_of(fn) -> tuple[str | None, keras.Model | None]:
     """Tells whether Keras's trainer is the caller of `strategy.run`, and for which step.
 
-    Keras passes the model's bound `train_step` or `test_step`, and for `predict` a closure of
-    its own module.
+    `mark_steps` has marked what Keras makes its functions for training and evaluation of. Whoever
+    overrides `make_train_function` passes the model's bound method; `predict` is a closure of
+    Keras's module.
 
     Returns:
         `"train"`, `"test"`, `"predict"` or None, and the model where it can be known.
     """
     fn = inspect.unwrap(fn)
+    marked = getattr(fn, "tfmulti_step", None)
+    if marked is not None:
+        return marked
     model = getattr(fn, "__self__", None)
     if isinstance(model, keras.Model):
-        return STEP_KINDS.get(fn.__name__), model
+        return STEP_KINDS.get(getattr(fn, "__name__", None)), model
     if getattr(fn, "__module__", None) == keras_trainer.__name__:
         return "predict", None
     return None, None
 
 
-def synchronized_variables(model: keras.Model) -> set[str]:
-    """Paths of the layer states that all replicas compute alike, from global statistics.
+def states_from_rows(model: keras.Model, every: bool = False) -> list[keras.Variable]:
+    """Returns floating states that layers keep on each replica by themselves.
 
-    `Model.layers` does not reach layers inside layers.
+    Those of Keras's own layers are left out, but for batch normalization: they say nothing of
+    rows. Weights of layers that are frozen are no states.
+
+    Args:
+        model: The model.
+        every: Whether to take in those of all of Keras's layers, which a replica without a row
+            cannot compute by itself.
     """
+    found = []
+    for layer in model._flatten_layers():
+        stock = type(layer).__module__.startswith("keras.")
+        normalizes = isinstance(layer, keras.layers.BatchNormalization)
+        if getattr(layer, "synchronized", False) or (normalizes and not layer.trainable):
+            continue
+        if normalizes or not stock or every:
+            found += layer._non_trainable_variables
+    found = [v for v in found if v.aggregation == "none" and keras.backend.is_float_dtype(v.dtype)]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def synchronized_variables(model: keras.Model) -> set[str]:
+    """Paths of the layer states that all replicas compute alike, from global statistics."""
     layers = [layer for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
     return {variable.path for layer in layers for variable in layer.non_trainable_variables}
 
@@ -86,6 +109,11 @@ def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers(include_self=False))
 
 
+def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics of a model with those that `compile` was given, which Keras keeps in one."""
+    return [metric for each in model.metrics for metric in getattr(each, "metrics", None) or [each]]
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """The losses that `compile` made of what it was given, once the model has been trained."""
     entries = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)
@@ -99,34 +127,39 @@ def own_losses(model: keras.Model) -> list[keras.losses.Loss]:
     return [loss for loss in held if loss is not compiled]
 
 
-def update_replicas_alike(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes what follows the reduction of gradients local to each replica.
+def is_stock(thing) -> bool:
+    """Whether a class, a function or an object is Keras's own."""
+    kind = thing if hasattr(thing, "__module__") else type(thing)
+    return str(kind.__module__).startswith("keras.")
 
-    Cures "RuntimeError: `merge_call` called while defining a new graph" under
-    `gradient_accumulation_steps` and `ema_overwrite_frequency`, and the second all-reduce of
-    gradients that are reduced already. What an optimizer's own class does around these methods,
-    as Nadam and Muon do, stays.
+
+def loss_of(fn) -> keras.losses.Loss:
+    """Makes a loss of a function, as `compile` does."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return keras_losses.LossFunctionWrapper(fn, name=name)
+
+
+def mask_of(tensor):
+    """Returns the mask that a layer has put on its output, or None."""
+    return keras_backend.get_keras_mask(tensor)
+
+
+def set_mask(tensor, mask) -> None:
+    """Puts a mask on a tensor, which losses and metrics look for."""
+    if mask is not None:
+        keras_backend.set_keras_mask(tensor, mask)
+
+
+def keep_on_each_replica(variables) -> None:
+    """Makes a metric's variables ones that all replicas update alike, and read as the first's.
+
+    `Metric.add_variable` makes them sums over replicas, and a metric has made them before anybody
+    can ask for something else.
     """
-    for name in (
-        "_backend_update_step",
-        "_apply_weight_decay",
-        "_backend_increment_gradient_accumulators",
-        "_overwrite_model_variables_with_average_value",
-    ):
-        distributed = getattr(keras_optimizer.TFOptimizer, name)
-        if not hasattr(distributed, "__wrapped__"):
-            plain = getattr(base_optimizer.BaseOptimizer, name)
-            setattr(keras_optimizer.TFOptimizer, name, _plain_if_marked(distributed, plain))
-    object.__setattr__(optimizer, "tfmulti_updates_alike", True)
-
-
-def _plain_if_marked(distributed, plain):
-    @functools.wraps(distributed)
-    def method(self, *args, **kwargs):
-        marked = getattr(self, "tfmulti_updates_alike", False)
-        return (plain if marked else distributed)(self, *args, **kwargs)
-
-    return method
+    for variable in variables:
+        variable._aggregation = "only_first_replica"
+        if isinstance(variable._value, tf.distribute.DistributedValues):
+            variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 class LocalCPUs(mwms.CollectiveAllReduceExtended):
@@ -189,3 +222,8 @@ def set_initial_epoch(model: keras.Model, epoch: int) -> None:
 def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """The layers that draw random numbers in training."""
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
+
+
+def updated_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables that an optimizer was built for."""
+    return list(optimizer._trainable_variables)

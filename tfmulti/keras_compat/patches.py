@@ -1,61 +1,28 @@
-"""What is replaced in Keras, once a process; it acts under strategies that repair Keras only."""
+"""What takes the place of Keras's building, losses, metrics, statistics and seeds."""
 
 from __future__ import annotations
 
 import functools
 
 import keras
+import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.losses import loss as keras_loss
-from tensorflow.python.data.ops import multi_device_iterator_ops
-from tensorflow.python.distribute import cross_device_utils
+
+from tfmulti.keras_compat import dataset_copies, replacing
 
 # What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
 _SEED_STEP = 0x9E3779B1
-# Keys of collectives are 32 bits: which gather, and its rows.
-_MAX_ROWS, _MAX_GATHERS = 2**20, 2**10
+# Rows of arrays that a model is built and verified with.
+_LOOKED = 64
 
 
-def install(first_local_value, before_pass, once_built) -> None:
-    """Applies the cures that no public method reaches. Calling it again changes nothing.
+def untuned(create):
+    """Lets datasets that a strategy adds for its devices end when nobody reads them any more."""
 
-    They act only under a strategy with the attribute `repairs_keras`.
+    def create_untuned(*args, **kwargs):
+        return without_tuning(create(*args, **kwargs))
 
-    Args:
-        first_local_value: Function that takes a nested structure of distributed values to
-            the first local replica's.
-        before_pass: Function of a strategy and Keras's iterator over the batches of `fit` or
-            `evaluate`, called before a pass is begun.
-        once_built: Function of a strategy, a model that is built, and some of its rows.
-    """
-    launcher = cross_device_utils.CollectiveReplicaLauncher
-    launcher._prefer_unique_instance_key = False
-    if not hasattr(launcher._all_gather, "__wrapped__"):
-        launcher._all_gather = _gather_by_shape(launcher._all_gather)
-    trainer = keras_trainer.TensorFlowTrainer
-    if not hasattr(trainer._maybe_symbolic_build, "__wrapped__"):
-        functions = (first_local_value, before_pass, once_built)
-        trainer._maybe_symbolic_build = _build_from_one_share(
-            trainer._maybe_symbolic_build, *functions
-        )
-
-
-def end_with_their_reader() -> None:
-    """Lets datasets that a strategy adds for its devices end when nobody reads them any more.
-
-    Cures `fit` and `evaluate` that return seconds after their last step: each such dataset has a
-    thread that tunes it, and whoever destroys it waits for that thread's next look.
-    """
-    create = multi_device_iterator_ops._create_device_dataset
-    if not hasattr(create, "__wrapped__"):
-
-        @functools.wraps(create)
-        def create_untuned(*args, **kwargs):
-            return without_tuning(create(*args, **kwargs))
-
-        multi_device_iterator_ops._create_device_dataset = create_untuned
+    return create_untuned
 
 
 def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -70,63 +37,82 @@ def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def _gather_by_shape(original):
-    """Gives the gathers of workers a key for each number of rows.
-
-    Cures "Shape mismatch in the collective instance" where sparse gradients have other numbers
-    of rows from one step to the next: a key stands for one shape, and keys that are new at each
-    call do not reach into Keras's nested functions.
-    """
-
-    @functools.wraps(original)
-    def all_gather(self, input_tensor, options):
-        number = self._next_instance_key()
-        with tf.device("CPU:0"):
-            rows = tf.shape(input_tensor)[0] % _MAX_ROWS
-            key = (tf.cast(number, tf.int32) % _MAX_GATHERS + 1) * _MAX_ROWS + rows
-        self._next_instance_key = lambda: key
-        try:
-            return original(self, input_tensor, options)
-        finally:
-            del self._next_instance_key
-
-    return all_gather
-
-
-def _build_from_one_share(original, first_local_value, before_pass, once_built):
+def build_from_one_share(original, first_local_value, before_pass, once_built, refuse):
     """Builds a model from one replica's share instead of from the mean over replicas.
 
-    Cures "Attempt to convert a value (PerReplica...)" under MultiWorkerMirroredStrategy,
-    "AddN ... Inputs must have same size" where the first batch does not divide by the
-    replicas, "'RaggedTensor' object has no attribute 'device'", and "Unable to automatically
-    build the model" for a model without `call()`. A Python generator loses no batch to it.
+    A Python generator loses no batch to it.
+
+    Args:
+        original: Keras's own method.
+        first_local_value: Function that takes a nested structure of distributed values to
+            the first local replica's.
+        before_pass: Function of a strategy and Keras's iterator over the batches of `fit` or
+            `evaluate`, called before a pass is begun.
+        once_built: Function of a strategy, a model that is built, its first batch as the
+            replicas have it, and Keras's iterator or None.
+        refuse: Function of a model that could not be built, which raises where it knows why.
     """
 
-    @functools.wraps(original)
     def build(model, iterator=None, data_batch=None):
         strategy = model._distribute_strategy
-        if not getattr(strategy, "repairs_keras", False):
+        if strategy is None:
+            # Made in no scope: the current one is not its own.
             return original(model, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
             before_pass(strategy, iterator)
+        look = functools.partial(_look, iterator) if iterator is not None else lambda: data_batch
         if lacks_call(model):
             _build_optimizer(model, strategy)
-            return None
-        if iterator is not None:
-            data_batch = first_local_value(strategy, _look(iterator))
-        with strategy.scope():
-            model._symbolic_build(data_batch=data_batch)
-        once_built(strategy, model, data_batch)
+        else:
+            try:
+                batch = _zeros_like_batches(iterator) if iterator is not None else None
+                batch = look() if batch is None else batch
+                with strategy.scope():
+                    model._symbolic_build(data_batch=first_local_value(strategy, batch))
+            except (ValueError, RuntimeError):
+                refuse(model)
+                raise
+        once_built(strategy, model, look, iterator)
         return None
 
     return build
 
 
+def _zeros_like_batches(epoch_iterator):
+    """Returns a batch of the shapes and types that a dataset tells, or None where it does not.
+
+    To draw one would shuffle the rows of the first epoch another time than on one device.
+    """
+    spec = getattr(epoch_iterator._distributed_dataset, "element_spec", None)
+    leaves = tf.nest.flatten(spec, expand_composites=False)
+    own = [getattr(leaf, "_value_specs", (leaf,))[0] for leaf in leaves]
+    if not own or not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank for leaf in own):
+        return None
+    zeros = [_zeros(leaf) for leaf in own]
+    return tf.nest.pack_sequence_as(spec, zeros, expand_composites=False)
+
+
+def _zeros(spec):
+    shape = [1 if size is None else size for size in spec.shape]
+    return tf.fill(shape, "") if spec.dtype == tf.string else tf.zeros(shape, spec.dtype)
+
+
 def _look(epoch_iterator):
-    """Returns a batch to build from; a Python generator's first one, which Keras keeps."""
-    first_batches = getattr(epoch_iterator.data_adapter, "_first_batches", None)
+    """Returns a batch, without a trace where that can be: from arrays, or one that Keras keeps."""
+    adapter = epoch_iterator.data_adapter
+    first_batches = getattr(adapter, "_first_batches", None)
     if first_batches:
         return first_batches[0]
+    arrays = getattr(adapter, "_inputs", None)
+    leaves = tf.nest.flatten(arrays) if arrays is not None else [None]
+    if all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves):
+        return tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:_LOOKED]), arrays)
+    if hasattr(adapter, "py_dataset"):
+        batch = adapter._standardize_batch(adapter.py_dataset[0])
+        return tf.nest.map_structure(tf.convert_to_tensor, batch)
+    batch = dataset_copies.first_of_copy(getattr(adapter, "_dataset", None))
+    if batch is not None:
+        return batch
     for _, _, iterator in epoch_iterator:
         look = getattr(iterator, "look", None)
         return look() if look else next(iterator)
@@ -144,23 +130,20 @@ def lacks_call(model: keras.Model) -> bool:
 def _build_optimizer(model, strategy):
     model.built = True
     optimizer = model.optimizer
-    if optimizer is not None and not optimizer.built:
+    if optimizer is not None and not optimizer.built and model.trainable_variables:
         with strategy.scope():
             optimizer.build(model.trainable_variables)
 
 
-def count_shares_in_moments(current_share) -> None:
+def count_shares_in_moments(original, current_share):
     """Leaves an empty replica's filler row out of synchronized batch statistics.
 
     Args:
+        original: Keras's own function.
         current_share: Function that returns the share of the replica that is being traced,
             or None.
     """
-    original = keras_nn._compute_moments_sync
-    if hasattr(original, "__wrapped__"):
-        return
 
-    @functools.wraps(original)
     def moments(x, axes, keepdims):
         share = current_share()
         context = tf.distribute.get_replica_context()
@@ -177,32 +160,87 @@ def count_shares_in_moments(current_share) -> None:
             return mean, variance
         return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
-    keras_nn._compute_moments_sync = moments
+    return moments
 
 
-def reduce_losses_by(reduce_loss, keeps_means) -> None:
-    """Has losses reduced with the whole batch's denominator, and not divided by the replicas.
-
-    Cures gradients that are too big by the number of replicas where a loss gives one number
-    or a `train_step` averages by itself, and wrong ones under masks, with `reduction="sum"`
-    and with `"mean_with_sample_weight"`.
+def count_masks_of_all_replicas(original, current_share):
+    """Has synchronized batch normalization count the valid steps of all replicas under a mask.
 
     Args:
-        reduce_loss: Function of Keras's own reduction and that one's arguments.
+        original: Keras's own method.
+        current_share: Function that returns the share of the replica that is being traced,
+            or None.
+    """
+
+    def moments(self, inputs, mask):
+        share, context = current_share(), tf.distribute.get_replica_context()
+        many = context is not None and context.num_replicas_in_sync > 1
+        if mask is None or not self.synchronized or share is None or not many:
+            return original(self, inputs, mask)
+        valid = tf.cast(mask, inputs.dtype)[..., None] * tf.ones_like(inputs)
+        valid = tf.where(share.num_real > 0, valid, tf.zeros_like(valid))
+        keep = functools.partial(tf.reduce_sum, axis=self._reduction_axes, keepdims=True)
+        masked = tf.where(valid > 0, inputs, tf.zeros_like(inputs))
+        total, count = context.all_reduce("SUM", [keep(masked), keep(valid)])
+        count += keras.backend.epsilon()
+        mean = total / count
+        apart = tf.where(valid > 0, inputs - mean, tf.zeros_like(inputs))
+        variance = context.all_reduce("SUM", keep(tf.square(apart))) / count
+        return tf.squeeze(mean), tf.squeeze(variance)
+
+    return moments
+
+
+def keep_means(original, keeps_means):
+    """Has losses not divided by the replicas, which are averaged later.
+
+    Args:
+        original: Keras's own function of a value.
         keeps_means: Function that tells whether losses are averaged over replicas later.
     """
-    if hasattr(keras_loss.reduce_weighted_values, "__wrapped__"):
-        return
-    keras_loss.reduce_weighted_values = _around(keras_loss.reduce_weighted_values, reduce_loss)
-    for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
 
-        def scale(original, value):
-            return value if keeps_means() else original(value)
+    def scale(value):
+        return value if keeps_means() else original(value)
 
-        setattr(keras_loss, name, _around(getattr(keras_loss, name), scale))
+    return scale
 
 
-def _around(original, function):
+def around_call_of(kind: type, call_loss) -> None:
+    """Does what the table does with `Loss.__call__` for a class with a `__call__` of its own.
+
+    Args:
+        kind: The class of losses.
+        call_loss: Function of its own `__call__`, a loss and that one's arguments.
+    """
+    if "__call__" in vars(kind):
+        make = functools.partial(around, function=call_loss)
+        replacing.replace(kind, "__call__", make, replacing.in_scope)
+
+
+def update_with_function(original, update):
+    """Lets metric functions that give one number be computed from the rows of all replicas.
+
+    Args:
+        original: `MeanMetricWrapper.update_state`.
+        update: Function of that one, a metric, its function, and that one's arguments.
+    """
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        function = functools.partial(self._fn, **self._fn_kwargs)
+        return update(original, self, function, y_true, y_pred, sample_weight)
+
+    return update_state
+
+
+def update_metric_by(metric: keras.metrics.Metric, update) -> None:
+    """Has one metric be updated by a function of its own `update_state` and the arguments."""
+    if "update_state" not in vars(metric):
+        object.__setattr__(metric, "update_state", around(metric.update_state, update))
+
+
+def around(original, function):
+    """Returns a function that gives another one `original` before its own arguments."""
+
     @functools.wraps(original)
     def call(*args, **kwargs):
         return function(original, *args, **kwargs)
@@ -210,25 +248,19 @@ def _around(original, function):
     return call
 
 
-def vary_seeds_by_replica() -> None:
+def vary_seeds(original):
     """Gives each replica a random stream of its own.
 
-    Cures masks of dropout and augmentation that are the same on all replicas and workers. The
-    state stays the same everywhere, so that what is saved is what one device would save.
+    The state stays the same everywhere, so that what is saved is what one device would save.
     """
-    generator = keras.random.SeedGenerator
-    if hasattr(generator.next, "__wrapped__"):
-        return
 
-    def draw(original, self, *args, **kwargs):
+    def draw(self, *args, **kwargs):
         seed = original(self, *args, **kwargs)
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
-            return seed
-        if not getattr(context.strategy, "repairs_keras", False):
             return seed
         replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
         step = tf.cast(tf.constant(_SEED_STEP, tf.int64), seed.dtype)
         return seed + tf.stack([replica * step, tf.zeros_like(replica)])
 
-    generator.next = _around(generator.next, draw)
+    return draw

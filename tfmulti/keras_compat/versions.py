@@ -7,51 +7,34 @@ import warnings
 
 import keras
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import losses as keras_losses
-from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
-from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
 
-TRIED = {"keras": ("3.12", "3.15"), "tensorflow": ("2.20", "2.21")}
+from tfmulti.keras_compat.replacement import TRIED
+from tfmulti.keras_compat.table import TABLE
 
-# Where each private name lives, and the arguments that it is used with.
-NAMES = (
-    (keras_trainer.TensorFlowTrainer, "_maybe_symbolic_build", ("iterator", "data_batch")),
-    (keras_trainer.TensorFlowTrainer, "_make_function", ("step_function",)),
+# What is read, called or overridden, and not replaced.
+READ = (
+    (keras_trainer, "reduce_per_replica", ("values", "strategy", "reduction")),
     (keras.Model, "_symbolic_build", ("data_batch",)),
     (keras.Model, "_flatten_layers", ()),
-    (keras.Model, "_get_metrics_result_or_logs", ("logs",)),
     (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
-    (seed_generator, "global_seed_generator", ()),
-    (keras_nn, "_compute_moments_sync", ("x", "axes", "keepdims")),
-    (keras_losses.loss, "reduce_weighted_values", ("sample_weight", "mask", "reduction", "dtype")),
-    (keras_losses.loss, "scale_loss_for_distribution", ("value",)),
-    (keras_losses.loss, "unscale_loss_for_distribution", ("value",)),
-    (base_optimizer.BaseOptimizer, "_backend_update_step", ("grads", "trainable_variables")),
-    (base_optimizer.BaseOptimizer, "_apply_weight_decay", ("variables",)),
-    (base_optimizer.BaseOptimizer, "_backend_increment_gradient_accumulators", ("grads",)),
-    (
-        base_optimizer.BaseOptimizer,
-        "_overwrite_model_variables_with_average_value",
-        ("trainable_variables",),
-    ),
     (epoch_iterator.EpochIterator, "reset", ()),
-    (keras.random.SeedGenerator, "next", ()),
-    (keras.Variable, "_initialize", ("value",)),
-    (keras.callbacks.CallbackList, "set_model", ("model",)),
-    (keras.callbacks.CallbackList, "on_epoch_end", ("epoch", "logs")),
+    (seed_generator, "global_seed_generator", ()),
+    (keras_losses, "LossFunctionWrapper", ("fn", "name")),
+    (keras_backend, "get_keras_mask", ("x",)),
+    (keras_backend, "set_keras_mask", ("x", "mask")),
+    (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
-    (multi_device_iterator_ops, "_create_device_dataset", ("prefetch_buffer_size",)),
-    (cross_device_utils.CollectiveReplicaLauncher, "_all_gather", ("input_tensor", "options")),
-    (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
-    (cross_device_utils.CollectiveReplicaLauncher, "_prefer_unique_instance_key", None),
 )
+# Where each private name lives, and the arguments that it is used with.
+NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE), *READ)
 
 
 def installed_versions() -> dict[str, str]:
@@ -85,6 +68,9 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
 
 def _fits(owner, name, arguments) -> bool:
     found = getattr(owner, name, None)
+    if arguments is None and found is None and inspect.isclass(owner):
+        # Each object has its own, from the start.
+        return name in inspect.unwrap(owner.__init__).__code__.co_names
     if found is None:
         return False
     if arguments is None:

@@ -1,0 +1,236 @@
+"""Numbers that take the place of random ones: functions of draw, row and column alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import tensorflow as tf
+
+# Bits of a random number that its type can hold with one half added to it.
+_BITS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 31}
+_MASK = 0xFFFFFFFF
+
+
+def _mixed(number: int) -> int:
+    """Spreads a whole number over 31 bits; the same steps as `_mix`, on a Python integer."""
+    number = (number ^ (number >> 15)) * 0x2C1B3C6D & _MASK
+    number = (number ^ (number >> 12)) * 0x297A2D39 & _MASK
+    return (number ^ (number >> 15)) >> 1
+
+
+def _mix(numbers: tf.Tensor) -> tf.Tensor:
+    """Hashes int64 numbers to 32 bits: multiplications and shifts that every device has.
+
+    Both factors are below 2**31, so that no product leaves 63 bits. The constants are those of
+    Wellons, "Prospecting for hash functions" (2018).
+    """
+    xor, shift = tf.bitwise.bitwise_xor, tf.bitwise.right_shift
+    numbers = tf.bitwise.bitwise_and(numbers, _int64(_MASK))
+    for bits, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        numbers = xor(numbers, shift(numbers, _int64(bits))) * factor
+        numbers = tf.bitwise.bitwise_and(numbers, _int64(_MASK))
+    return xor(numbers, shift(numbers, _int64(15)))
+
+
+def _int64(number: int) -> tf.Tensor:
+    return tf.constant(number, tf.int64)
+
+
+def _known(size: int | tf.Tensor) -> int | None:
+    """A size as far as it is known now; TensorFlow's own inference of shapes knows most."""
+    return size if isinstance(size, int) else tf.zeros([size, 0]).shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One random tensor that is going to be replaced.
+
+    Attributes:
+        output: What the op drew; its shape and its type are kept.
+        number: How many draws came before it.
+        first_row: Number of this replica's first row in the global batch, an int or a scalar.
+        num_rows: This replica's rows, an int or a scalar.
+    """
+
+    output: tf.Tensor
+    number: int
+    first_row: int | tf.Tensor
+    num_rows: int | tf.Tensor
+
+    def size(self, axis: int) -> int | tf.Tensor:
+        """Size of one axis of the output: an int where it is known, else an int64 scalar."""
+        known = self.output.shape[axis]
+        return tf.shape(self.output, tf.int64)[axis] if known is None else known
+
+    def rows(self, count: int | tf.Tensor) -> tf.Tensor:
+        """Codes of the rows of a tensor whose first axis has `count` entries, int64 `(count,)`.
+
+        Of `count = num_rows` entries, entry i belongs to row `first_row + i`. Of a multiple of
+        them nobody knows whether a row's own stand together, as folded time steps do, or one
+        view of the batch behind the other: all are alike. Any other tensor has no rows: entry i
+        is i on every replica. Where `count` is known when the graph is made and `num_rows` is
+        not, `count` does not grow with the batch, and there are no rows either.
+        """
+        entries = tf.range(tf.cast(count, tf.int64))
+        if isinstance(count, int):
+            known = _known(self.num_rows)
+            if not known or count % known:
+                return entries * _mixed(1)
+        first_row, num_rows = tf.cast(self.first_row, tf.int64), tf.cast(self.num_rows, tf.int64)
+        count = tf.cast(count, tf.int64)
+        some = tf.maximum(num_rows, 1)
+        has_rows = (num_rows > 0) & (count % some == 0)
+        codes = tf.where(count == num_rows, (first_row + entries) * _mixed(1), 0)
+        return tf.where(has_rows, codes, entries * _mixed(1))
+
+    def hashes(self, *more: int | tf.Tensor) -> tf.Tensor:
+        """Whole numbers below 2**32 of the output's shape with `more` axes after it, int64.
+
+        Every axis counts by itself, so that a longer one (another padding) changes nothing else.
+        """
+        start = _int64(_mixed(self.number + 0x1000))
+        rank = self.output.shape.rank
+        if rank is None:
+            return self._hashes_of_unknown_rank(start)
+        sizes = [self.size(axis) for axis in range(rank)] + list(more)
+        code = start
+        for axis, size in enumerate(sizes):
+            steps = self.rows(size) if axis == 0 else self._steps(size, axis)
+            code = code + tf.reshape(steps, [-1] + [1] * (len(sizes) - axis - 1))
+        return _mix(code)
+
+    def _steps(self, size, axis):
+        return tf.range(tf.cast(size, tf.int64)) * _mixed(axis + 2)
+
+    def _hashes_of_unknown_rank(self, start):
+        shape = tf.shape(self.output, tf.int64)
+        count = tf.concat([shape, [1]], 0)[0]
+        columns = tf.size(self.output, tf.int64) // tf.maximum(count, 1)
+        codes = start + self.rows(count)[:, None] + self._steps(columns, 1)
+        return _mix(tf.reshape(codes, shape))
+
+    def uniform(self, dtype: tf.DType, *more: int | tf.Tensor) -> tf.Tensor:
+        """Numbers between 0 and 1, both excluded; `more` as in `hashes`."""
+        bits = _BITS[dtype]
+        high = tf.bitwise.right_shift(self.hashes(*more), _int64(32 - bits))
+        return (tf.cast(high, dtype) + tf.cast(0.5, dtype)) * tf.cast(2.0**-bits, dtype)
+
+
+def _normal_between(draw, low, high):
+    """Standard normal numbers between two bounds, by the inverse of the distribution.
+
+    In float64: of float32, vectors and what remains beside them get other last bits.
+    """
+    below, above = (_distribution(tf.cast(bound, tf.float64)) for bound in (low, high))
+    uniform = below + (above - below) * draw.uniform(tf.float64)
+    return tf.cast(tf.math.ndtri(uniform), draw.output.dtype)
+
+
+def _distribution(bound):
+    return 0.5 * tf.math.erfc(-bound / math.sqrt(2.0))
+
+
+def _normal(draw, inputs):
+    return tf.cast(tf.math.ndtri(draw.uniform(tf.float64)), draw.output.dtype)
+
+
+def _bounded_normal(draw, inputs):
+    names = ("means", "stddevs" if "stddevs" in inputs else "stdevs", "minvals", "maxvals")
+    mean, deviation, low, high = (_by_row(inputs[name], draw.output) for name in names)
+    standard = _normal_between(draw, (low - mean) / deviation, (high - mean) / deviation)
+    return mean + deviation * standard
+
+
+def _by_row(parameter, output):
+    """A parameter for each entry of the first axis, or for all, as it is laid over the output."""
+    parameter = tf.convert_to_tensor(parameter, output.dtype)
+    if parameter.shape.rank == 1 and parameter.shape[0] != 1 and output.shape.rank:
+        return tf.reshape(parameter, [-1] + [1] * (output.shape.rank - 1))
+    return parameter
+
+
+def _integer(draw, inputs):
+    low, high = (tf.cast(inputs[name], tf.int64) for name in ("minval", "maxval"))
+    return tf.cast(low + draw.hashes() % tf.maximum(high - low, 1), draw.output.dtype)
+
+
+def _categorical(draw, inputs):
+    """The class with the largest sum of logit and Gumbel noise, `(rows, samples)`."""
+    logits = tf.convert_to_tensor(inputs["logits"])
+    logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
+    num_classes = logits.shape[1] or tf.shape(logits, tf.int64)[1]
+    noise = -tf.math.log(-tf.math.log(draw.uniform(logits.dtype, num_classes)))
+    return tf.argmax(logits[:, None, :] + noise, axis=-1, output_type=draw.output.dtype)
+
+
+def _mean(mean, draw):
+    """A distribution's mean in place of what was drawn; of whole numbers one beside it."""
+    mean = tf.broadcast_to(mean, tf.shape(draw.output))
+    if draw.output.dtype.is_integer:
+        mean = tf.floor(mean + tf.cast(0.4142, mean.dtype))
+    return tf.cast(mean, draw.output.dtype)
+
+
+def _mean_of(name):
+    return lambda draw, inputs: _mean(tf.convert_to_tensor(inputs[name]), draw)
+
+
+def _binomial(draw, inputs):
+    counts, probs = (tf.cast(inputs[name], tf.float64) for name in ("counts", "probs"))
+    return _mean(counts * probs, draw)
+
+
+def _by(replace, *op_types):
+    return dict.fromkeys(op_types, replace)
+
+
+#: What takes the place of each op's output: a function of its `Draw` and its inputs by name.
+REPLACEMENTS = {
+    **_by(
+        lambda draw, inputs: draw.uniform(draw.output.dtype),
+        "RandomUniform",
+        "StatelessRandomUniform",
+        "StatelessRandomUniformV2",
+        "StatefulUniform",
+    ),
+    **_by(
+        _normal,
+        "RandomStandardNormal",
+        "StatelessRandomNormal",
+        "StatelessRandomNormalV2",
+        "StatefulStandardNormal",
+        "StatefulStandardNormalV2",
+    ),
+    **_by(
+        lambda draw, inputs: _normal_between(draw, -2.0, 2.0),
+        "TruncatedNormal",
+        "StatelessTruncatedNormal",
+        "StatelessTruncatedNormalV2",
+        "StatefulTruncatedNormal",
+    ),
+    **_by(_bounded_normal, "ParameterizedTruncatedNormal", "StatelessParameterizedTruncatedNormal"),
+    **_by(
+        _integer,
+        "RandomUniformInt",
+        "StatelessRandomUniformInt",
+        "StatelessRandomUniformIntV2",
+        "StatefulUniformInt",
+    ),
+    **_by(
+        lambda draw, inputs: tf.cast(draw.hashes(), draw.output.dtype),
+        "StatelessRandomUniformFullInt",
+        "StatelessRandomUniformFullIntV2",
+        "StatefulUniformFullInt",
+    ),
+    **_by(_categorical, "Multinomial", "StatelessMultinomial"),
+    **_by(
+        lambda draw, inputs: tf.identity(inputs["value"]),
+        "RandomShuffle",
+        "StatelessShuffle",
+    ),
+    **_by(_mean_of("alpha"), "RandomGamma", "StatelessRandomGammaV2", "StatelessRandomGammaV3"),
+    **_by(_mean_of("rate"), "RandomPoisson", "RandomPoissonV2"),
+    **_by(_mean_of("lam"), "StatelessRandomPoisson"),
+    **_by(_binomial, "StatelessRandomBinomial", "StatefulRandomBinomial"),
+}

@@ -1,0 +1,167 @@
+"""Random numbers that do not depend on how a batch is dealt out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+from keras.src.backend.common import symbolic_scope
+from tensorflow.python.framework import op_def_registry
+
+from tfmulti.keras_compat.created_ops import replaced_ops
+from tfmulti.keras_compat.random_values import REPLACEMENTS, Draw
+
+_RANDOM = re.compile(
+    r"Random|Shuffle|Sampler$|^Multinomial$|TruncatedNormal|^Stateful(?!Partitioned)|RngBit"
+)
+# They keep seeds, or turn one into another, and draw nothing; a gradient is a function.
+_NO_DRAW = re.compile(r"Seed|GetKeyCounter|GetAlg|^Rng|Grad$|Queue|^CudnnRNN|AccidentalHits$")
+# They keep the order of numbers, or turn it round; and what sorts.
+_SORTING = {"Neg", "Mul", "AddV2", "Cast", "Identity", "TopKV2"}
+
+
+class Draws:
+    """What drew random numbers within `fixed_random_numbers`.
+
+    Attributes:
+        number: How many draws were replaced.
+        not_replaced: Ops that draw random numbers and could not be replaced: each one's type,
+            and the name of the first of it in a graph or "". Where it is not empty, what was
+            computed is random.
+    """
+
+    def __init__(self, rows: Callable):
+        self.number = 0
+        self.not_replaced: dict[str, str] = {}
+        self._rows = rows
+        self._only_graphs = not tf.executing_eagerly()
+        self._paused = False
+        self._ordered: set = set()
+
+    def create_variable(self, next_creator, **kwargs):
+        """Creates a variable with the values that its initializer really draws."""
+        with self._pause():
+            return next_creator(**kwargs)
+
+    def forget_tensors(self):
+        """Lets go of the graph: the counts are kept longer than it."""
+        self._ordered.clear()
+        self._rows = None
+
+    @contextlib.contextmanager
+    def _pause(self):
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def replace(self, op_type, inputs, outputs, name, eager):
+        """Returns what takes the place of an op's outputs, or None where they stay."""
+        if self._paused or (eager and self._only_graphs):
+            return None
+        if self._ordered and op_type in _SORTING:
+            return self._on_sort(op_type, inputs, outputs)
+        if not _is_random(op_type) or symbolic_scope.in_symbolic_scope():
+            return None
+        if op_type not in REPLACEMENTS:
+            self.not_replaced.setdefault(op_type, name or "")
+            return None
+        with self._pause():
+            return [self._replaced(op_type, inputs, outputs[0])]
+
+    def _replaced(self, op_type, inputs, output):
+        draw = Draw(output, self.number, *self._rows())
+        self.number += 1
+        new = REPLACEMENTS[op_type](draw, dict(zip(_inputs_of(op_type), inputs)))
+        if not tf.executing_eagerly():
+            new.set_shape(output.shape)
+        if new.shape.rank == 1 and op_type.endswith(("Uniform", "UniformV2")):
+            self._ordered.add(new.ref())
+        return new
+
+    def _on_sort(self, op_type, inputs, outputs):
+        """Leaves rows in their order where they are sorted by random numbers alone.
+
+        `keras.random.shuffle` sorts what was drawn, times and plus a number. A permutation of
+        the batch is none of its shares.
+        """
+        if not (isinstance(inputs[0], tf.Tensor) and inputs[0].ref() in self._ordered):
+            return None
+        if op_type == "TopKV2":
+            with self._pause():
+                values, order = outputs
+                new = tf.range(tf.size(order), dtype=order.dtype)
+                return [values, tf.ensure_shape(new, order.shape)]
+        if len(inputs) == 1 or tf.convert_to_tensor(inputs[1]).shape.rank == 0:
+            self._ordered.add(outputs[0].ref())
+        return None
+
+
+def _inputs_of(op_type):
+    return [each.name for each in op_def_registry.get(op_type).input_arg]
+
+
+@functools.cache
+def _is_random(op_type):
+    if op_type in REPLACEMENTS:
+        return True
+    definition = op_def_registry.get(op_type)
+    if definition is None or _NO_DRAW.search(op_type):
+        return False
+    names = {each.name for each in (*definition.input_arg, *definition.attr)}
+    return "seed" in names or bool(_RANDOM.search(op_type))
+
+
+@contextlib.contextmanager
+def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
+    """Replaces what is drawn at random by numbers that depend on draw, row and column alone.
+
+    A replica with rows 3 and 4 of the global batch then draws for them what one device draws
+    for its rows 3 and 4: a step on shares can be compared with the step on the whole batch.
+    It holds in this thread alone, for every op that is created or run in it: in graphs, in
+    bodies of `tf.cond` and `tf.while_loop`, eagerly, and in every `tf.function` that is called,
+    which is traced anew, and again after it. A replica has a thread of its own: enter it within
+    what `strategy.run` calls. Entered while a graph is made, it leaves alone what is
+    run eagerly (`tf.init_scope`). Initial values of variables stay random. Generators and the
+    states of `keras.random.SeedGenerator` advance as ever.
+
+    Uniform and normal numbers, whole numbers and categories are distributed as they shall be;
+    gamma, beta, Poisson and binomial ones are their means; a shuffle leaves the order as it is.
+    Every run of a trace, and every turn of a loop, draws the same again.
+
+    Entry i of a tensor with `k * num_rows` entries on its first axis belongs to row
+    `first_row + i // k`: what `tf.repeat`, or folding `(batch, time)`, makes. Any other tensor
+    has no rows: its entry i is the same on every replica. What is taken for rows by chance, of
+    a fixed size that `num_rows` divides, differs between shares; it cannot where graphs are made
+    for any number of rows: a size that is known then, while `num_rows` is not, has no rows.
+
+    Not seen: Python's `random` and NumPy, which draw as a graph is made (`keras.layers.AugMix`
+    does), ops of concrete functions and of loaded models, `tf.numpy_function` and
+    `tf.py_function`, dropout within cuDNN's own cells, other threads.
+
+    ```python
+    with keras_compat.fixed_random_numbers(lambda: (first_row, tf.shape(x)[0])) as draws:
+        logs = model.train_step((x, y))
+    if draws.not_replaced:
+        print("not verified: random")
+    ```
+
+    Args:
+        rows: Function that returns this replica's first row in the global batch, and its number
+            of rows: ints or integer scalars. It is called at every draw, in the graph that is
+            being made then; tensors of an outer graph are captured. The number shall be known
+            when a graph is made (an int, or `tf.shape(x)[0]`) where the batch's size is.
+
+    Yields:
+        A `Draws`, complete when the context ends.
+    """
+    draws = Draws(rows)
+    try:
+        with replaced_ops(draws.replace), tf.variable_creator_scope(draws.create_variable):
+            yield draws
+    finally:
+        draws.forget_tensors()

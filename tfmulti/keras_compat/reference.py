@@ -1,0 +1,155 @@
+"""One device's answer on every replica: nothing is reduced, and nothing is traced for good."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import function_context
+
+from tfmulti.keras_compat.replacing import replace
+
+_numbers = itertools.count(1)
+_mark: int | None = None
+
+
+@contextlib.contextmanager
+def reducing_nothing(strategy: tf.distribute.Strategy):
+    """Has every reduction and gather of a strategy's replicas return each replica's own value."""
+    own = {
+        "_batch_reduce_to": lambda reduce_op, pairs, options: [value for value, _ in pairs],
+        "_reduce_to": lambda reduce_op, value, destinations, options: value,
+        "_replica_ctx_all_reduce": lambda reduce_op, value, options=None: value,
+        "_gather_to_implementation": lambda value, destinations, axis, options: value,
+    }
+    for name, function in own.items():
+        setattr(strategy.extended, name, function)
+    try:
+        yield
+    finally:
+        for name in own:
+            delattr(strategy.extended, name)
+
+
+def be_first_replica() -> None:
+    """Makes the replica that is being traced take itself for the first, until its step ends.
+
+    The gradient of a gather takes the replica's own rows by its number.
+    """
+    here = tf.distribute.get_replica_context()
+    here._replica_id_in_sync_group = 0
+
+
+@contextlib.contextmanager
+def separate_traces():
+    """Keeps traces of the user's own `tf.function`s that are made within apart from all others.
+
+    TensorFlow would take them up again in training: with another number of replicas, and with
+    tensors of a step that is over.
+    """
+    global _mark
+    replace(function_context, "make_function_context", _marked, _separates)
+    previous, _mark = _mark, next(_numbers)
+    try:
+        yield
+    finally:
+        _mark = previous
+
+
+def _separates(*_, **__):
+    return _mark is not None
+
+
+def _marked(original):
+    def make_function_context(scope_type=None):
+        made = original(scope_type)
+        mark = ("tfmulti", _mark)
+        return made._replace(context=made.context._replace(xla_context_id=mark))
+
+    return make_function_context
+
+
+def handles_of(function) -> list[tf.Tensor]:
+    """Returns the handles of all variables that a traced function reads or changes."""
+    handles = [t for t in function.captured_inputs if t.dtype == tf.resource]
+    return [handle for handle in handles if _kept_in(handle) is not None]
+
+
+def handle_key(handle: tf.Tensor) -> int:
+    """Returns what tells a variable's handle from all others."""
+    return handle._id
+
+
+def _kept_in(handle):
+    """The dtype of the variable behind a handle; None for a table, an iterator and the like."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.is_set or len(data.shape_and_type) != 1:
+        return None
+    return tf.dtypes.as_dtype(data.shape_and_type[0].dtype)
+
+
+def read_handle(handle: tf.Tensor):
+    """Returns the value of a variable, as a numpy array."""
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kept_in(handle)).numpy()
+
+
+def write_handle(handle: tf.Tensor, value) -> None:
+    """Puts a value into a variable."""
+    with tf.device(handle.device):
+        value = tf.constant(value, _kept_in(handle))
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+
+
+def container_of(handle: tf.Tensor):
+    """Returns the distributed variable that a handle is a replica's part of, or None."""
+    find = getattr(handle, "_distributed_container", None)
+    return find() if find is not None else None
+
+
+def operations_of(function) -> set[str]:
+    """Returns the kinds of the operations of a traced function, and of those that it calls."""
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    return {node.op for node in nodes}
+
+
+def predict_step_of(model: keras.Model):
+    """Returns a model's step of `predict` in the shape that Keras gives it to `strategy.run`."""
+
+    def one_step_on_data(data):
+        return model.predict_step(data)
+
+    one_step_on_data.__module__ = keras_trainer.__name__
+    return one_step_on_data
+
+
+def reduce_outputs(outputs, strategy: tf.distribute.Strategy, reduction: str):
+    """Makes one value of the replicas' outputs, as Keras does.
+
+    Args:
+        outputs: What `strategy.run` returned.
+        strategy: The strategy.
+        reduction: `"auto"` for logs, `"concat"` for predictions.
+    """
+    return keras_trainer.reduce_per_replica(outputs, strategy, reduction=reduction)
+
+
+def compiled_state(model: keras.Model):
+    """Returns an object that is another one after every `compile`, or None before the first."""
+    return getattr(model, "_compile_config", None)
+
+
+@contextlib.contextmanager
+def same_eager_numbers():
+    """Has operations that run eagerly draw afterwards what they would have drawn without it."""
+    generator = getattr(context.context(), "_rng", None)
+    state = generator.getstate() if generator is not None else None
+    try:
+        yield
+    finally:
+        if generator is not None:
+            generator.setstate(state)

@@ -1,0 +1,109 @@
+"""What takes the place of a step's function, its tapes, and the functions within it."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+from tensorflow.python.eager.polymorphic_function import autograph_util
+
+
+def mark_steps(original):
+    """Marks what Keras makes its functions for training and evaluation of.
+
+    A step can be a `tf.function`, a partial or a lambda, which have neither the name `train_step`
+    nor the model. Only the step's Python function is passed on: within a `tf.function` no replica
+    can reduce ("merge_call called while defining a new graph or a tf.function").
+    """
+
+    def make_function(self, step_function):
+        def step(data):
+            return step_function(data)
+
+        mark_step(step, "train" if step_function == self.train_step else "test", self)
+        return original(self, step)
+
+    return make_function
+
+
+def mark_step(fn, kind: str, model: keras.Model) -> None:
+    """Tells `step_of` what a function of a batch is that `strategy.run` is going to be given."""
+    fn.tfmulti_step = (kind, model)
+
+
+def within_steps(original, take_gradient):
+    """Has tapes give gradients of the whole batch; see `tfmulti.gradients`.
+
+    Args:
+        original: TensorFlow's own method.
+        take_gradient: Function of that one and its arguments.
+    """
+
+    def gradient(self, target, sources, output_gradients=None, *args, **kwargs):
+        if args:
+            kwargs["unconnected_gradients"] = args[0]
+        return take_gradient(original, self, target, sources, output_gradients, **kwargs)
+
+    return gradient
+
+
+def inline_functions(original, inlines):
+    """Has each `tf.function` that a step calls traced as a part of the step.
+
+    Those that XLA compiles stay.
+
+    Args:
+        original: `__call__` of what `tf.function` returns.
+        inlines: Function that tells whether this thread traces a step.
+    """
+
+    def call(self, *args, **kwargs):
+        if not inlines() or self._jit_compile:
+            return original(self, *args, **kwargs)
+        function = self._python_function
+        if self._autograph:
+            function = autograph_util.py_func_from_autograph(function)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def keep_losses_apart(kind):
+    """Returns what makes an attribute of layers one for each replica's thread.
+
+    A layer has one list for all replicas' threads, which take turns wherever they reduce, as
+    synchronized batch normalization does.
+
+    Args:
+        kind: The type of the attribute, such as `list`.
+    """
+
+    def make(original, in_step):
+        # Nothing is there: layers themselves hold it.
+        return _OfThread(kind, in_step)
+
+    return make
+
+
+class _OfThread:
+    """An attribute with a value for each replica's thread, and one for outside of steps."""
+
+    def __init__(self, kind, in_step):
+        self._name, self._kind, self._in_step = "", kind, in_step
+        self._local = threading.local()
+
+    def __set_name__(self, owner, name):
+        # The name by which layers hold it without us: theirs, and ours where they are copied.
+        self._name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        if not self._in_step():
+            return instance.__dict__.setdefault(self._name, self._kind())
+        values = vars(self._local).setdefault("values", {})
+        # The instance is kept with its value, so that its id stays its own.
+        return values.setdefault(id(instance), (instance, self._kind()))[1]
+
+    def __set__(self, instance, value):
+        instance.__dict__[self._name] = value

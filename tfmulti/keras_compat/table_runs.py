@@ -1,0 +1,249 @@
+"""What is replaced around steps: the entries for optimizers, calls, callbacks and data."""
+
+from __future__ import annotations
+
+import keras
+from keras.src.optimizers import base_optimizer
+from tensorflow.core.function.polymorphism import function_cache
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.distribute import cross_device_utils, input_lib
+from tensorflow.python.distribute import mirrored_strategy as mirrored
+from tensorflow.python.eager import execute
+from tensorflow.python.eager.polymorphic_function import function_context
+
+from tfmulti.keras_compat import (
+    collectives,
+    hooks,
+    optimizers,
+    patches,
+    replacing,
+)
+from tfmulti.keras_compat.replacement import Replacement, for_a_time, of_model
+
+_MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
+_SHAPES = '"Shape mismatch in the collective instance"'
+_UNLIKE = "waiting for ever, and results of two things mixed, where workers call them unlike"
+
+
+def _optimizer(name, cures, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
+    """An update that every replica does by itself: as optimizers that know no replicas do it."""
+    plain = plain or getattr(base_optimizer.BaseOptimizer, name)
+    make, used = optimizers.update_alike(plain), replacing.of_optimizer
+    canary = "test_canary_an_optimizers_update_goes_across_replicas"
+    needs = ("gradients_are_global",)
+    return Replacement(owner, name, make, used, cures, canary, needs, arguments)
+
+
+_OPTIMIZERS = (
+    _optimizer(
+        "_backend_update_step",
+        f"{_MERGE_CALL}, and a second reduction of gradients",
+        ("grads", "trainable_variables"),
+    ),
+    _optimizer("_apply_weight_decay", _MERGE_CALL, ("variables",)),
+    _optimizer("_backend_increment_gradient_accumulators", _MERGE_CALL, ("grads",)),
+    _optimizer(
+        "_overwrite_model_variables_with_average_value", _MERGE_CALL, ("trainable_variables",)
+    ),
+    _optimizer(
+        "_tf_apply",
+        f"{_MERGE_CALL} under loss scaling, and replicas that judge by their own gradients",
+        ("grads", "trainable_variables"),
+        owner=keras.optimizers.LossScaleOptimizer,
+        plain=keras.optimizers.LossScaleOptimizer._common_apply,
+    ),
+    Replacement(
+        keras.optimizers.Optimizer,
+        "_backend_apply_gradients",
+        patches.around,
+        replacing.of_optimizer,
+        "a reduction at each step of `gradient_accumulation_steps`",
+        "test_canary_an_accumulating_optimizer_reduces_at_each_step",
+        ("accumulate",),
+        ("grads", "trainable_variables"),
+    ),
+    of_model(
+        "compile_from_config",
+        hooks.after_loading,
+        "a loaded model's optimizer that no longer sends half of the bytes",
+        "test_canary_a_file_holds_the_users_optimizer",
+        needs=("distribute_loaded",),
+        arguments=("config",),
+    ),
+)
+
+_NUMBERS = tuple(
+    Replacement(
+        keras.Variable,
+        name,
+        hooks.number_of(kind),
+        replacing.of_variable,
+        f"TypeError: {kind.__name__}() argument must be ..., not 'MirroredVariable'",
+        "test_canary_a_variable_of_replicas_is_no_number",
+    )
+    for name, kind in (("__int__", int), ("__float__", float))
+)
+
+_CALLS = (
+    *(
+        Replacement(
+            keras.Model,
+            name,
+            hooks.before_calls(name),
+            replacing.while_one_is_there,
+            f"{_UNLIKE}; a model made in no scope that trains on one device without a word",
+            "test_canary_calls_are_not_looked_at",
+            ("before_call",),
+            ("x",),
+        )
+        for name in ("fit", "evaluate", "predict")
+    ),
+    *(
+        of_model(
+            name,
+            hooks.before_calls(name),
+            "a step on a batch that is not verified",
+            "test_canary_calls_are_not_looked_at",
+            arguments=("x",),
+        )
+        for name in ("train_on_batch", "test_on_batch")
+    ),
+    Replacement(
+        keras.callbacks.CallbackList,
+        "set_model",
+        hooks.prepare_callbacks,
+        replacing.of_given_model,
+        '"BadZipFile", "unable to lock file" and doubled lines where every worker writes what one '
+        "should",
+        "test_canary_stock_callbacks_know_no_chief",
+        ("prepare_callback", "more_callbacks"),
+        ("model",),
+    ),
+    Replacement(
+        keras.callbacks.CallbackList,
+        "on_epoch_end",
+        hooks.end_epochs,
+        replacing.of_callbacks,
+        '"Collective ... expected type" where one worker alone stops after an epoch; callbacks '
+        "that see a part of a sum of gradients",
+        "test_canary_callbacks_see_one_replicas_sum_of_gradients",
+        ("settle", "agree"),
+        ("epoch", "logs"),
+    ),
+    of_model(
+        "_get_metrics_result_or_logs",
+        hooks.logs_without_steps,
+        "an epoch without logs where training goes on after its last step",
+        "test_canary_an_epoch_without_steps_has_no_logs",
+        arguments=("logs",),
+    ),
+)
+
+_DATA = (
+    *(
+        Replacement(
+            owner,
+            "__iter__",
+            lambda original: lambda self: replacing.note_distributing(original, self),
+            replacing.of_dataset,
+            "what `_create_device_dataset` cures: it does not know the strategy",
+            "test_canary_datasets_of_devices_are_tuned",
+        )
+        for owner in (input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction)
+    ),
+    Replacement(
+        multi_device_iterator_ops,
+        "_create_device_dataset",
+        patches.untuned,
+        replacing.distributing,
+        "`fit` and `evaluate` that return seconds after their last step: whoever destroys such a "
+        "dataset waits for the next look of the thread that tunes it",
+        "test_canary_datasets_of_devices_are_tuned",
+        arguments=("prefetch_buffer_size",),
+    ),
+    *(
+        Replacement(
+            cross_device_utils.CollectiveReplicaLauncher,
+            name,
+            make,
+            replacing.of_launcher,
+            cures,
+            canary,
+            arguments=arguments,
+        )
+        for name, make, cures, canary, arguments in (
+            (
+                "_use_unique_instance_key",
+                collectives.never_unique,
+                f"{_SHAPES}: keys that are new at each call do not reach into Keras's nested "
+                "functions",
+                "test_canary_new_keys_do_not_reach_nested_functions",
+                (),
+            ),
+            (
+                "_all_gather",
+                collectives.gather_by_shape,
+                f"{_SHAPES} where sparse gradients have other numbers of rows from step to step",
+                "test_canary_a_key_stands_for_one_shape",
+                ("input_tensor", "options"),
+            ),
+            (
+                "all_reduce",
+                collectives.reduce_by_size,
+                f"{_SHAPES} where rows are added up that are not as many in every step",
+                "test_canary_a_key_stands_for_one_shape",
+                ("input_tensor", "control_input", "options"),
+            ),
+        )
+    ),
+)
+
+_CREATED_OPS = "traces and outputs that verification has made, found by training"
+_REDUCES = "replicas that cannot each do what one device does, when a step is verified"
+_FOR_A_TIME = (
+    for_a_time(
+        keras.layers.Layer,
+        "_maybe_build",
+        "noting_unbuilt",
+        '"Unable to lift tensor" where variables are made within a trace that nobody has run yet',
+        "test_canary_a_trace_cannot_make_variables_for_later",
+        arguments=("call_spec",),
+    ),
+    *(
+        for_a_time(
+            owner,
+            name,
+            within,
+            _CREATED_OPS,
+            "test_canary_a_function_of_the_users_own_is_not_traced_again_within_another_trace",
+            arguments=arguments,
+        )
+        for owner, name, within, arguments in (
+            (function_context, "make_function_context", "separate_traces", ("scope_type",)),
+            (function_context, "make_function_context", "replaced_ops", ("scope_type",)),
+            (function_cache.FunctionCache, "add", "replaced_ops", ("fn",)),
+            (execute, "execute", "replaced_ops", ("op_name", "inputs")),
+            (pywrap_tfe, "TFE_Py_FastPathExecute", "replaced_ops", None),
+        )
+    ),
+    *(
+        for_a_time(
+            mirrored.MirroredExtended,
+            name,
+            "reducing_nothing",
+            _REDUCES,
+            "test_canary_replicas_reduce_whatever_they_are_told",
+            arguments=arguments,
+        )
+        for name, arguments in (
+            ("_batch_reduce_to", ("value_destination_pairs", "options")),
+            ("_reduce_to", ("reduce_op", "value", "destinations", "options")),
+            ("_replica_ctx_all_reduce", ("reduce_op", "value", "options")),
+            ("_gather_to_implementation", ("value", "axis", "options")),
+        )
+    ),
+)
+
+
+ENTRIES = (*_OPTIMIZERS, *_NUMBERS, *_CALLS, *_DATA, *_FOR_A_TIME)

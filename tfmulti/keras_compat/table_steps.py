@@ -1,0 +1,215 @@
+"""What is replaced in steps: the entries for steps, losses, metrics and layers."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.losses import loss as keras_loss
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+from tfmulti.keras_compat import (
+    hooks,
+    patches,
+    steps,
+    unknown_rows,
+)
+from tfmulti.keras_compat.replacement import in_scope, of_model
+
+_MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
+_SHAPES = '"Shape mismatch in the collective instance"'
+
+_STEPS = (
+    of_model(
+        "_maybe_symbolic_build",
+        patches.build_from_one_share,
+        '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" where '
+        "the first batch does not divide, \"'RaggedTensor' object has no attribute 'device'\", "
+        '"Unable to automatically build the model"',
+        "test_canary_a_first_batch_that_does_not_divide",
+        needs=("first_local_value", "before_pass", "once_built", "refuse"),
+        arguments=("iterator", "data_batch"),
+    ),
+    of_model(
+        "_make_function",
+        steps.mark_steps,
+        "a step that is a tf.function, a partial or a lambda taken for a function of a script's "
+        "own, which trains each replica on its own share",
+        "test_canary_a_step_by_another_name",
+        arguments=("step_function",),
+    ),
+    in_scope(
+        tf.GradientTape,
+        "gradient",
+        steps.within_steps,
+        "gradients of one replica's rows, which nobody adds up but an optimizer",
+        "test_canary_a_tape_gives_its_own_replicas_gradient",
+        needs=("take_gradient",),
+        arguments=("target", "sources", "output_gradients", "unconnected_gradients"),
+    ),
+    in_scope(
+        polymorphic_function.Function,
+        "__call__",
+        steps.inline_functions,
+        f"{_MERGE_CALL}, and one kind of step that takes another's trace of a tf.function",
+        "test_canary_a_tf_function_within_a_step_cannot_reduce",
+        needs=("inlines",),
+    ),
+    *(
+        in_scope(
+            keras.Layer,
+            name,
+            steps.keep_losses_apart(kind),
+            "penalties lost, or counted for another replica, beside synchronized batch "
+            "normalization",
+            "test_canary_penalties_of_replicas_are_kept_apart",
+            needs=("in_step",),
+            arguments=None,
+        )
+        for name, kind in (("_losses", list), ("_loss_ids", set))
+    ),
+    of_model(
+        "make_predict_function",
+        unknown_rows.predict_any_rows,
+        "`predict` that waits for ever under several workers: a trace for each number of rows",
+        "test_canary_predict_is_traced_for_the_rows_that_it_is_given",
+        arguments=("force",),
+    ),
+    of_model(
+        "_autoconvert_optionals",
+        unknown_rows.step_on_any_rows,
+        "`train_on_batch` and `test_on_batch` that wait for ever under several workers",
+        "test_canary_a_step_on_a_batch_is_traced_for_its_rows",
+        arguments=("step_func",),
+    ),
+    of_model(
+        "predict_on_batch",
+        hooks.predict_on_batch_by,
+        "answers that come once for each replica: 13 rows in, 26 out",
+        "test_canary_predict_on_batch_answers_once_for_each_replica",
+        needs=("predict",),
+        arguments=("x",),
+    ),
+)
+
+_LOSSES = (
+    in_scope(
+        keras_loss,
+        "reduce_weighted_values",
+        patches.around,
+        "wrong gradients under masks, sample weights, and reductions other than the mean",
+        "test_canary_a_loss_is_divided_by_one_replicas_count",
+        needs=("reduce_loss",),
+        arguments=("sample_weight", "mask", "reduction", "dtype"),
+    ),
+    *(
+        in_scope(
+            keras_loss,
+            name,
+            patches.keep_means,
+            "losses and penalties too small or too big by the number of replicas",
+            "test_canary_a_loss_is_divided_by_the_replicas",
+            needs=("keeps_means",),
+            arguments=("value",),
+        )
+        for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    ),
+    *(
+        in_scope(
+            tf.nn,
+            name,
+            patches.around,
+            "gradients too small by the number of replicas: TensorFlow divides for optimizers "
+            "that add",
+            "test_canary_tensorflows_own_averages_divide_by_the_replicas",
+            needs=(function,),
+            arguments=(argument,),
+        )
+        for name, function, argument in (
+            ("compute_average_loss", "average_loss", "per_example_loss"),
+            ("scale_regularization_loss", "regularization_loss", "regularization_loss"),
+        )
+    ),
+    in_scope(
+        keras.losses.Loss,
+        "__call__",
+        patches.around,
+        "losses that are no mean over rows, as Dice, computed from one replica's",
+        "test_canary_a_loss_of_the_whole_batch_sees_a_share",
+        needs=("call_loss",),
+        arguments=("y_true", "y_pred", "sample_weight"),
+    ),
+    in_scope(
+        keras.metrics.MeanMetricWrapper,
+        "update_state",
+        patches.update_with_function,
+        "metric functions that give one number computed from one replica's rows",
+        "test_canary_a_metric_function_sees_a_share",
+        needs=("update_metric_function",),
+        arguments=("y_true", "y_pred", "sample_weight"),
+    ),
+    in_scope(
+        keras.metrics.Mean,
+        "result",
+        hooks.noting_result,
+        "a metric's result under another name in a step's logs, which is one replica's",
+        "test_canary_a_result_under_another_name_is_one_replicas",
+        needs=("note_result",),
+    ),
+    *(
+        in_scope(
+            kind,
+            "update_state",
+            make,
+            "running means of one number a step that count a replica with few rows as the others",
+            "test_canary_a_running_mean_counts_replicas_alike",
+            needs=("weigh_mean",),
+            arguments=("values", "sample_weight"),
+        )
+        for kind, make in (
+            (keras.metrics.Mean, hooks.weigh_mean),
+            (keras.metrics.Sum, hooks.weigh_sum),
+        )
+    ),
+)
+
+_LAYERS = (
+    in_scope(
+        keras_nn,
+        "_compute_moments_sync",
+        patches.count_shares_in_moments,
+        "the filler row of a replica without rows in synchronized batch statistics",
+        "test_canary_batch_statistics_count_every_row",
+        needs=("current_share",),
+        arguments=("x", "axes", "keepdims"),
+    ),
+    in_scope(
+        keras.layers.BatchNormalization,
+        "_moments",
+        patches.count_masks_of_all_replicas,
+        "synchronized batch statistics that are each replica's own under a mask",
+        "test_canary_masked_batch_statistics_are_each_replicas_own",
+        needs=("current_share",),
+        arguments=("inputs", "mask"),
+    ),
+    in_scope(
+        keras.random.SeedGenerator,
+        "next",
+        patches.vary_seeds,
+        "masks of dropout and augmentation that are the same on all replicas and workers",
+        "test_canary_dropout_is_the_same_on_all_replicas",
+    ),
+    in_scope(
+        keras.Variable,
+        "_initialize",
+        hooks.before_variables,
+        f"{_SHAPES}, and waiting for ever, where workers build unlike models: creating a variable "
+        "is a collective; and counts of updates that no branch may change",
+        "test_canary_a_branch_cannot_count_updates",
+        needs=("compare_variable",),
+        arguments=("value",),
+    ),
+)
+
+
+ENTRIES = (*_STEPS, *_LOSSES, *_LAYERS)
