@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import iterators
+
 
 class FiniteGuard:
     """Stands between an optimizer's gradients and its update.
@@ -28,36 +30,24 @@ class FiniteGuard:
             self._names = [variable.path for variable in trainable_variables]
             if not optimizer.built:
                 optimizer.build(trainable_variables)
-        arguments = (optimizer, list(grads), trainable_variables)
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
-            self._apply_if_finite(_bad_ones(arguments[1]), optimizer, lambda: _update(*arguments))
-            return
-        # The update counts its step across replicas, which no branch of a replica's own may do.
-        context.merge_call(self._apply_on_all, args=(_bad_ones(arguments[1]), *arguments))
+        grads = list(grads)
+        bad = _bad_ones(grads)
 
-    def _apply_on_all(self, strategy, bad, *arguments):
-        # Gradients were reduced, so that all replicas have found the same.
-        bad = strategy.experimental_local_results(bad)[0]
-
-        def update():
-            return strategy.extended.call_for_each_replica(_update, args=arguments)
-
-        self._apply_if_finite(bad, arguments[0], update)
-
-    def _apply_if_finite(self, bad, optimizer, update):
         def leave_out():
-            step = tf.cast(_local(optimizer.iterations), tf.int64) + 1
-            first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(bad) + 1])
-            again = tf.constant([1, 0, 0], tf.int64)
-            self._found.assign_add(tf.where(self._found[0] == 0, first, again))
-            return tf.constant(False)
+            self._count(bad, optimizer)
 
         def go_on():
-            update()
-            return tf.constant(True)
+            type(optimizer).apply(optimizer, grads, trainable_variables)
 
-        tf.cond(tf.reduce_any(bad), leave_out, go_on)
+        tf.cond(tf.reduce_any(bad), _as_branch(leave_out), _as_branch(go_on))
+
+    def _count(self, bad, optimizer):
+        """Counts an update that was left out, once for all replicas of this process."""
+        step = tf.cast(_local(optimizer.iterations), tf.int64) + 1
+        first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(bad) + 1])
+        again = tf.constant([1, 0, 0], tf.int64)
+        found = tf.where(self._found[0] == 0, first, again)
+        self._found.assign_add(tf.where(iterators.is_first_local_replica(), found, 0))
 
     def read(self) -> tuple[int, int, str]:
         """Returns how many updates were left out; of the first one, the step and the variable."""
@@ -95,8 +85,12 @@ def update_of(optimizer: keras.optimizers.Optimizer):
     return type(optimizer).apply if guard is None else guard.apply
 
 
-def _update(optimizer, grads, trainable_variables):
-    type(optimizer).apply(optimizer, grads, trainable_variables)
+def _as_branch(function):
+    def branch():
+        function()
+        return tf.constant(True)
+
+    return branch
 
 
 def _local(variable) -> tf.Tensor:

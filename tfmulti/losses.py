@@ -1,8 +1,8 @@
 """Makes each replica's loss its part of the one that a single device would have.
 
 Keras divides a loss by the replica's own count of elements, of valid steps under a mask, or of
-sample weights. `DistributedOptimizer` then averages the replicas by their rows. Where the right
-denominator is not in proportion to rows, the loss is corrected here by the ratio.
+sample weights. Tapes then average the replicas by their rows. Where the right denominator is not
+in proportion to rows, the loss is corrected here: see `tfmulti.shares.weighting`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import threading
 import tensorflow as tf
 
 from tfmulti import shares
+from tfmulti.shares import weighting
 
 _local = threading.local()
 
 
 def keeps_means() -> bool:
     """Whether losses of the step being traced stay means, undivided by the replicas."""
-    share = shares.current_share()
-    return share is not None and share.averages
+    return has_whole_batch() or shares.current_share() is not None
 
 
 def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
@@ -37,43 +37,82 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     Returns:
         A scalar tensor, or what Keras gives for `reduction=None`.
     """
-    numbers = getattr(_local, "numbers", None)
-    if numbers is not None and tf.convert_to_tensor(values).shape.rank == 0:
-        numbers.append(values)
+    if has_whole_batch():
+        return reduce(values, sample_weight, mask, reduction, dtype)
     share = shares.current_share()
-    if _is_padded(share):
+    if share is None and getattr(tf.distribute.get_strategy(), "marks_padding", False):
+        # Keras tries a loss while it builds a model, with no share.
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
-    context = tf.distribute.get_replica_context()
-    if not keeps_means() or context is None:
-        return loss
-    if context.num_replicas_in_sync == 1 and not share.is_padded:
+    if _share_of_many() is None:
         return loss
     if reduction == "sum":
-        return loss * tf.cast(_inverse(share.weight), loss.dtype)
-    counted = _denominator(sample_weight, mask, reduction)
-    if counted is None:
+        return loss * tf.cast(weighting.part_of_sum(share), loss.dtype)
+    count = _denominator(sample_weight, mask, reduction)
+    if count is None:
         return loss
-    counted = tf.where(share.num_real > 0, counted, 0.0)
-    part = tf.math.divide_no_nan(counted, context.all_reduce("SUM", counted))
-    return loss * tf.cast(part * _inverse(share.weight), loss.dtype)
+    return loss * tf.cast(weighting.part_of_count(count, share), loss.dtype)
+
+
+def average_loss(average, per_example_loss, sample_weight=None, global_batch_size=None):
+    """Returns what `tf.nn.compute_average_loss` gives on one device, for tapes that weigh.
+
+    Args:
+        average: TensorFlow's own function.
+        per_example_loss: Losses of this replica's rows.
+        sample_weight: Their weights, or None.
+        global_batch_size: What to divide their sum by; None for this replica's rows.
+    """
+    if getattr(tf.distribute.get_strategy(), "repairs_keras", False):
+        if tf.distribute.in_cross_replica_context():
+            # Keras tries a loss while it builds a model; TensorFlow refuses there.
+            return tf.reduce_mean(per_example_loss)
+    loss = average(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None:
+        return _undivided(loss)
+    share = _share_of_many()
+    return loss if share is None else loss * tf.cast(weighting.part_of_sum(share), loss.dtype)
+
+
+def regularization_loss(scale, loss):
+    """Returns what `tf.nn.scale_regularization_loss` gives on one device.
+
+    Args:
+        scale: TensorFlow's own function.
+        loss: The penalties.
+    """
+    return _undivided(scale(loss))
+
+
+def _undivided(loss):
+    """Takes back TensorFlow's division by the replicas, whose weights add to one here."""
+    if not has_whole_batch() and _share_of_many() is None:
+        return loss
+    return loss * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, loss.dtype)
+
+
+def _share_of_many():
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or has_whole_batch():
+        return None
+    return shares.current_share()
 
 
 @contextlib.contextmanager
-def noting_single_numbers():
-    """Collects, in this thread, what losses give that return one number for a batch."""
-    _local.numbers = []
+def of_whole_batch():
+    """Has what this thread computes be computed as on one device: it has the rows of all."""
+    before = has_whole_batch()
+    _local.has_whole_batch = True
     try:
-        yield _local.numbers
+        with shares.holding(None):
+            yield
     finally:
-        _local.numbers = None
+        _local.has_whole_batch = before
 
 
-def _is_padded(share) -> bool:
-    if share is not None:
-        return share.is_padded
-    # Keras tries a loss while it builds a model, with no share.
-    return getattr(tf.distribute.get_strategy(), "marks_padding", False)
+def has_whole_batch() -> bool:
+    """Whether this thread computes with the rows of all replicas."""
+    return getattr(_local, "has_whole_batch", False)
 
 
 def _refuse_weights_of_rows(values, sample_weight):
@@ -86,10 +125,6 @@ def _refuse_weights_of_rows(values, sample_weight):
             f"Received: weights of shape {given}, losses of {rank} dimensions. "
             'Give weights of your own in (x, y, sample_weight), or use remainder="uneven".'
         )
-
-
-def _inverse(value):
-    return tf.math.divide_no_nan(1.0, value)
 
 
 def _denominator(sample_weight, mask, reduction):

@@ -148,6 +148,11 @@ class ShardPlan:
         """Returns how many rows an epoch has from a step on, without filler."""
         return sum(self.count(epoch, step) for step in range(first_step, self.steps_per_epoch))
 
+    def count_before(self, epoch: int, step: int = 0) -> int:
+        """Returns how many rows come before a step of an epoch, without filler."""
+        whole = sum(self.count_epoch(number) for number in range(epoch))
+        return whole + sum(self.count(epoch, each) for each in range(step))
+
     def batch(self, epoch: int, step: int) -> tuple[np.ndarray, int]:
         """Returns one global batch.
 

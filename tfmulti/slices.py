@@ -29,6 +29,36 @@ def same_on_all(grad) -> bool:
     return _are_positions(flat.inputs[0] if flat.type == "Reshape" else grad.indices)
 
 
+def parts_of(grad) -> list:
+    """Returns the parts of a gradient of one table that was read more than once.
+
+    Tokens and positions can be of one table. A tape puts their rows one behind the other.
+
+    Args:
+        grad: A gradient, as a tape gives it.
+    """
+    if not isinstance(grad, tf.IndexedSlices) or tf.executing_eagerly():
+        return [grad]
+    indices, values = grad.indices.op, grad.values.op
+    if not indices.type == values.type == "ConcatV2" or len(indices.inputs) != len(values.inputs):
+        return [grad]
+    pairs = list(zip(indices.inputs, values.inputs))[:-1]
+    return [
+        part
+        for place, rows in pairs
+        for part in parts_of(tf.IndexedSlices(rows, place, grad.dense_shape))
+    ]
+
+
+def join(parts):
+    """Puts together what `parts_of` has taken apart."""
+    if len(parts) == 1:
+        return parts[0]
+    values = tf.concat([part.values for part in parts], axis=0)
+    indices = tf.concat([part.indices for part in parts], axis=0)
+    return tf.IndexedSlices(values, indices, parts[0].dense_shape)
+
+
 def note_positions(model: keras.Model, x) -> None:
     """Finds a model's tables of positions, for steps that run eagerly, where no graph tells.
 
@@ -103,21 +133,36 @@ def _of_any_number(part):
 
 
 def _are_positions(indices) -> bool:
+    found = _sources(indices)
+    if found != {"shapes"}:
+        return not found
     # With a row for each of the batch, they are repeated as tokens are.
     rank, shape = indices.shape.rank, indices.shape
-    for_all_rows = rank == 1 or rank is not None and rank > 0 and shape[0] == 1
-    return for_all_rows and _is_without_data(indices)
+    return rank == 1 or rank is not None and rank > 0 and shape[0] == 1
 
 
-def _is_without_data(tensor) -> bool:
-    seen, waiting = set(), [tensor.op]
+def _sources(tensor) -> set[str]:
+    """Tells what a tensor is computed from, but for constants: "shapes" of data, or "data"."""
+    seen, waiting, found = set(), [tensor.op], set()
     while waiting:
         operation = waiting.pop()
-        if operation.name in seen or operation.type in _SHAPES:
+        if operation.name in seen:
             continue
         seen.add(operation.name)
-        is_source = not operation.inputs and operation.type != "Const"
-        if is_source or operation.op_def.is_stateful:
-            return False
-        waiting += [each.op for each in operation.inputs]
-    return True
+        if operation.type in _SHAPES:
+            found.add("shapes")
+        elif operation.type == "Placeholder" and not _is_captured_value(operation):
+            found.add("data")
+        elif operation.op_def.is_stateful and operation.type != "ReadVariableOp":
+            found.add("data")
+        else:
+            waiting += [each.op for each in operation.inputs]
+    return found
+
+
+def _is_captured_value(placeholder) -> bool:
+    """Whether a function has a tensor from before it was traced: a table that a model has made."""
+    return any(
+        inner is placeholder.outputs[0] and hasattr(outer, "numpy")
+        for outer, inner in getattr(placeholder.graph, "captures", ())
+    )

@@ -45,13 +45,15 @@ def count_rows(part) -> tf.Tensor:
     return tf.shape(part)[0]
 
 
-def filler_rows(data) -> tf.Tensor | None:
-    """Tells which rows were added by padding, a bool vector; None where none can be."""
+def without_filler(data):
+    """Cuts off the rows that padding has added at the end of a share."""
     weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None
     if not isinstance(weights, tf.Tensor) or weights.dtype != tf.float32 or not weights.shape.rank:
-        return None
+        return data
     marked = tf.bitcast(weights, tf.int32) == _NEGATIVE_ZERO
-    return tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
+    filler = tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
+    num_real = tf.shape(filler)[0] - tf.reduce_sum(tf.cast(filler, tf.int32))
+    return _map(lambda part: part[:num_real], data)
 
 
 def fill_if_empty(data):

@@ -9,6 +9,8 @@ import threading
 import keras
 import tensorflow as tf
 
+from tfmulti.shares import weighting
+
 _local = threading.local()
 
 
@@ -18,25 +20,17 @@ class Share:
 
     Attributes:
         num_rows: Rows that the model sees, int32 scalar.
-        num_real: Rows that count, int32 scalar; the others are filler.
+        num_real: Rows that count, int32 scalar; of a replica without a row the one that the model
+            sees is filler.
         may_be_empty: Whether `num_real` can be 0.
-        is_padded: Whether real rows and filler rows can share a batch.
         model: The Keras model of this step, or None.
-        averages: Whether the replicas' means are averaged by their rows, as
-            `DistributedOptimizer` does; else Keras divides each by the number of replicas.
-        weighed: The ids of the optimizers whose loss has been weighed in this step.
-        penalty: The penalties of the model before its update, where they were needed.
         num_global: The rows of all replicas that count, float32 scalar, once they are known.
     """
 
     num_rows: tf.Tensor
     num_real: tf.Tensor
     may_be_empty: bool = False
-    is_padded: bool = False
     model: keras.Model | None = None
-    averages: bool = False
-    weighed: set[int] = dataclasses.field(default_factory=set)
-    penalty: tf.Tensor | None = None
     num_global: tf.Tensor | None = None
 
     def count_globally(self) -> tf.Tensor:
@@ -57,8 +51,7 @@ class Share:
     @property
     def weight(self) -> tf.Tensor:
         """What this replica's mean counts in the mean over all replicas, float32 scalar."""
-        rows = self.num_rows if self.is_padded else self.num_real
-        return tf.math.divide_no_nan(tf.cast(rows, tf.float32), self.count_globally())
+        return weighting.row_weight(self.num_real, self.count_globally())
 
 
 def current_share() -> Share | None:
@@ -67,17 +60,11 @@ def current_share() -> Share | None:
 
 
 @contextlib.contextmanager
-def holding(share: Share):
-    """Makes `share` the current one."""
+def holding(share: Share | None):
+    """Makes `share` the current one; None as outside of a step."""
     previous = current_share()
     _local.share = share
     try:
         yield share
     finally:
         _local.share = previous
-
-
-def regularization(model) -> tf.Tensor:
-    """Returns the sum of the penalties that `model` adds to its loss, a float32 scalar."""
-    penalties = [tf.cast(loss, tf.float32) for loss in model.losses] if model else []
-    return tf.add_n(penalties) if penalties else tf.constant(0.0)

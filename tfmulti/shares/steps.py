@@ -11,16 +11,14 @@ from tfmulti.shares import rows as rows_lib
 from tfmulti.shares.share import Share, holding
 
 
-def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool, averages: bool):
-    """Wraps one of Keras's steps so that shares without a row do no harm.
+def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
+    """Wraps one of Keras's steps so that it counts its rows, and shares without a row do no harm.
 
     Args:
         fn: The step, a function of one batch.
         kind: `"train"`, `"test"` or `"predict"`.
         model: The model, or None.
-        fill: Whether to give an empty share a filler row.
-        padded: Whether the batch's sample weights can mark filler rows.
-        averages: Whether the model's optimizers are distributed.
+        padded: Whether the batch's sample weights can mark filler rows, which are cut off.
 
     Returns:
         A function of one batch.
@@ -30,18 +28,19 @@ def guard(fn, kind: str, model: keras.Model | None, *, fill: bool, padded: bool,
         num_global = None
         if isinstance(data, rows_lib.Counted):
             data, num_global = data
-        share = _measure(data, model, fill, padded)
+        if padded:
+            data = rows_lib.without_filler(data)
+        share = _measure(data, model)
         if share is None:
-            if averages and kind == "train":
+            if kind == "train":
                 _refuse_without_rows(data)
             return fn(data)
-        share.averages = averages
         if num_global is not None:
             share.num_global = tf.cast(num_global, tf.float32)
-        if averages and kind == "train":
+        if kind == "train":
             # Here and now, not within a branch of the step's own.
             share.count_globally()
-        if share.may_be_empty and not share.is_padded:
+        if share.may_be_empty:
             data = rows_lib.fill_if_empty(data)
         with holding(share):
             return _predict(fn, data, share) if kind == "predict" else _learn(fn, data, share, kind)
@@ -56,26 +55,24 @@ def _predict(fn, data, share):
 
 def _learn(fn, data, share, kind):
     trackers = logs_lib.output_losses(share) if share.may_be_empty else []
-    state = _local_state(share.model, trackers) if share.may_be_empty else []
-    before = [variable.read_value() for variable in state]
+    metrics = _metric_states(share.model, trackers) if share.may_be_empty else []
+    states = _states_from_rows(share) if kind == "train" else []
+    before = [variable.read_value() for variable in [*metrics, *states]]
     totals = [tracker.total.value.read_value() for tracker in trackers]
+    logs_lib.forget_results()
     logs = fn(data)
-    if share.is_padded:
-        logs_lib.take_out_filler(share)
-    if state:
-        _restore(state, before, share)
-        _follow_others(share)
+    differing = logs_lib.compare_with_metrics(logs, share)
+    _restore_if_empty(metrics, before, share)
     for tracker, total in zip(trackers, totals):
         logs_lib.count_once(tracker, total, share)
-    strategy = tf.distribute.get_strategy()
     if kind != "train":
-        return logs_lib.make_global(logs, share)[0]
-    statistics = _statistics(share)
-    parts = [v.value * tf.cast(share.weight, v.dtype) for v in statistics]
-    signals = getattr(strategy, "signals", None)
-    logs, means = logs_lib.make_global(logs, share, signals, parts)
-    for variable, mean in zip(statistics, means):
-        variable.value.assign(mean)
+        return logs_lib.make_global(logs, share, differing)[0]
+    begin = before[len(metrics) :]
+    changes = [_weighed(state - old, share) for state, old in zip(states, begin)]
+    signals = getattr(tf.distribute.get_strategy(), "signals", None)
+    logs, changes = logs_lib.make_global(logs, share, differing, signals, changes)
+    for state, old, change in zip(states, begin, changes):
+        state.assign(old + change)
     return logs
 
 
@@ -95,18 +92,14 @@ def share_whole_batch(step, num_local_replicas: int):
     return share_of
 
 
-def _measure(data, model, fill, padded) -> Share | None:
+def _measure(data, model) -> Share | None:
     parts = rows_lib.parts_of(data)
     if parts is None:
         return None
     static, num_rows = parts[0].shape[0], rows_lib.count_rows(parts[0])
-    filler = rows_lib.filler_rows(data) if padded else None
-    if filler is not None:
-        num_real = num_rows - tf.reduce_sum(tf.cast(filler, tf.int32))
-        return Share(num_rows, num_real, may_be_empty=True, is_padded=True, model=model)
-    if fill and not static:
-        return Share(tf.maximum(num_rows, 1), num_rows, may_be_empty=True, model=model)
-    return Share(num_rows, num_rows, model=model)
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1 or static:
+        return Share(num_rows, num_rows, model=model)
+    return Share(tf.maximum(num_rows, 1), num_rows, may_be_empty=True, model=model)
 
 
 def _refuse_without_rows(data):
@@ -117,59 +110,41 @@ def _refuse_without_rows(data):
     )
 
 
-def _local_state(model, trackers) -> list:
-    """Metric states but those of `trackers`, and layer states that each replica keeps."""
+def _metric_states(model, trackers) -> list:
+    """Returns the states of metrics but those of `trackers`."""
     if model is None:
         return []
     apart = {variable.path for tracker in trackers for variable in tracker.variables}
     metrics = [v for v in model.metrics_variables if v.path not in apart]
-    return [v.value for v in [*metrics, *_own_states(model)]]
+    # A metric of the whole batch has seen rows here, too.
+    return [v.value for v in metrics if v.aggregation != "only_first_replica"]
 
 
-def _restore(state, before, share):
+def _restore_if_empty(variables, before, share):
     def put_back():
-        for variable, value in zip(state, before):
+        for variable, value in zip(variables, before):
             variable.assign(value)
         return tf.constant(True)
 
-    tf.cond(share.num_real > 0, lambda: tf.constant(False), put_back)
+    if variables:
+        tf.cond(share.num_real > 0, lambda: tf.constant(False), put_back)
 
 
-def _follow_others(share):
-    """Gives a replica without a row the layer state that the others have come to.
+def _states_from_rows(share) -> list:
+    """Returns the states of layers that each replica changes by what its own rows say.
 
-    Some of it, as the vector of spectral normalization, comes from weights and not from rows, and
-    must be the same on all.
-    """
-    if share.model is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
-        return
-    apart = {v.path for v in keras_compat.local_statistics(share.model)}
-    own = [v.value for v in _own_states(share.model) if v.path not in apart]
-    if not own:
-        return
-    counted = share.num_real > 0
-    parts = [tf.where(counted, v * tf.cast(share.weight, v.dtype), tf.zeros_like(v)) for v in own]
-    for variable, mean in zip(own, tf.distribute.get_replica_context().all_reduce("SUM", parts)):
-        variable.assign(tf.where(counted, variable, mean))
-
-
-def _own_states(model) -> list:
-    """Layer states that each replica keeps by itself, but for those that all compute alike."""
-    shared = keras_compat.synchronized_variables(model)
-    own = [v for v in model.non_trainable_variables if v.aggregation == "none"]
-    own = [v for v in own if keras.backend.is_float_dtype(v.dtype)]
-    return [v for v in own if v.path not in shared]
-
-
-def _statistics(share) -> list:
-    """Returns moving statistics whose mean over all replicas, by rows, each replica is to keep.
-
-    Each normalizes with the statistics of its own rows, and what it learned of them is averaged
-    at once, so that no replica evaluates or saves another model than the others.
+    Each changes by the mean of all replicas' changes, by rows, so that no replica trains,
+    evaluates or saves another model than the others.
     """
     if share.model is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return []
-    return keras_compat.local_statistics(share.model)
+    states = keras_compat.states_from_rows(share.model, every=share.may_be_empty)
+    return [variable.value for variable in states]
+
+
+def _weighed(change, share):
+    change = change * tf.cast(share.weight, change.dtype)
+    return tf.where(share.num_real > 0, change, tf.zeros_like(change))
 
 
 def _cut(part, share):

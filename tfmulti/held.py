@@ -1,0 +1,96 @@
+"""What a model holds, wherever it holds it."""
+
+from __future__ import annotations
+
+import collections
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# Of whose objects none holds an optimizer for a model, but for Keras's layers.
+_FOREIGN = (
+    "builtins",
+    "functools",
+    "keras",
+    "numpy",
+    "tensorflow",
+    "tfmulti",
+    "threading",
+    "types",
+)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_VALUES = (np.ndarray, tf.Tensor, tf.Variable, keras.Variable, tf.data.Dataset, tf.TypeSpec)
+# A model that holds more objects than this is searched so far only.
+_MOST = 100_000
+
+
+def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
+    """Finds the optimizers that a model holds, itself or in what it holds.
+
+    Attributes of the model, of its layers and submodels, and of plain objects are looked through,
+    and lists, dicts, tuples and sets, however deep. The nearest come first; the order is the same
+    on every worker.
+
+    Args:
+        model: The model.
+        nested: Whether to give the optimizers within optimizers too. Without them, that of a
+            `LossScaleOptimizer` is reached through it alone.
+
+    Returns:
+        Optimizers, each once.
+
+    Example:
+    >>> model = keras.Sequential()
+    >>> model.players = {"first": keras.optimizers.SGD(), "second": [keras.optimizers.Adam()]}
+    >>> [type(optimizer).__name__ for optimizer in optimizers_of(model)]
+    ['SGD', 'Adam']
+    """
+    found = _search(model)
+    if nested:
+        return found
+    # Not through layers: an optimizer may know the model.
+    within = [_search(each, skipped=keras.layers.Layer) for each in found]
+    within = {id(inner) for each, inners in zip(found, within) for inner in inners}
+    return [each for each in found if id(each) not in within]
+
+
+def _search(root, skipped=()) -> list:
+    found, seen, waiting = [], {id(root)}, collections.deque([root])
+    while waiting and len(seen) < _MOST:
+        for part in _parts(waiting.popleft()):
+            if id(part) in seen or not _is_searched(part) or isinstance(part, skipped):
+                continue
+            seen.add(id(part))
+            waiting.append(part)
+            if isinstance(part, keras.optimizers.Optimizer):
+                found.append(part)
+    return found
+
+
+def _parts(holder) -> list:
+    if isinstance(holder, dict):
+        return list(holder.values())
+    if isinstance(holder, set | frozenset):
+        # Sets have another order in each process.
+        return sorted(
+            holder, key=lambda part: (type(part).__name__, str(getattr(part, "name", "")))
+        )
+    if isinstance(holder, _CONTAINERS):
+        return list(holder)
+    parts = list(vars(holder).values()) if hasattr(holder, "__dict__") else []
+    for kind in type(holder).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names = [slots] if isinstance(slots, str) else slots
+        parts += [getattr(holder, n, None) for n in names if not n.startswith("__")]
+    if isinstance(holder, keras.Model):
+        parts.append(getattr(holder, "optimizer", None))
+    return parts
+
+
+def _is_searched(part) -> bool:
+    if isinstance(part, (*_CONTAINERS, keras.layers.Layer, keras.optimizers.Optimizer)):
+        return True
+    if part is None or isinstance(part, (type, *_VALUES)):
+        return False
+    return type(part).__module__.split(".")[0] not in _FOREIGN
