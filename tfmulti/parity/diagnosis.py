@@ -7,7 +7,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfmulti.parity import causes
+from tfmulti import causes
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.probes import (
     probe_calls,

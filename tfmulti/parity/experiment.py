@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tfmulti import processes
-from tfmulti.parity import causes, run
+from tfmulti import causes, processes
+from tfmulti.parity import run
 from tfmulti.parity.compare import (
     KINDS,
     Comparison,

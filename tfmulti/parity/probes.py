@@ -8,10 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
-from tfmulti.parity import causes
+from tfmulti import causes, keras_compat
+from tfmulti.causes import Finding
 from tfmulti.parity.calls import Call, Calls, is_of_rows
-from tfmulti.parity.causes import Finding
 from tfmulti.parity.relations import MEAN, SUM, is_close, relate
 from tfmulti.parity.steps import Bench, Step
 from tfmulti.parity.training import rounding_of

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 
 import tensorflow as tf
 from absl import logging
 
+from tfmulti import accumulation, gradients, iterators, keras_compat, losses, shares, whole_batches
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import iterators, keras_compat, losses, shares
 from tfmulti.cluster import schedulers
-from tfmulti.config import COMMUNICATIONS, STRATEGIES
+from tfmulti.config import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.optimizers import distribute_loaded
-from tfmulti.strategies import agreement, chief, outside, probes, progress, together
+from tfmulti.strategies import agreement, chief, on_batch, outside, progress, proving, together
 from tfmulti.strategies.multi_worker import Patience, Sending, create_multi_worker
 from tfmulti.strategies.repaired import (
     MirroredStrategy,
@@ -36,6 +37,8 @@ def create_strategy(
     start_timeout: float | None = None,
     peer_timeout: float | None = None,
     must_agree: Mapping[str, object] | None = None,
+    verify: str = "auto",
+    distribute_optimizers: bool = True,
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
@@ -61,6 +64,12 @@ def create_strategy(
         peer_timeout: Seconds after which a worker that is silent counts as lost; by default
             TensorFlow's ten.
         must_agree: What must be the same on all workers: name -> a value that JSON can hold.
+        verify: Whether a few rows show, before the first step, that several replicas come to
+            one device's result: `"auto"` where a model is not made of stock parts alone,
+            `"always"` or `"never"`.
+        distribute_optimizers: Whether every optimizer that a step uses is distributed, wherever a
+            library has made it. False refuses one that is not wrapped in `DistributedOptimizer`,
+            for scripts that name each.
 
     Returns:
         A `tf.distribute.Strategy`; its attribute `why` says what was chosen and why.
@@ -76,6 +85,7 @@ def create_strategy(
     1
     """
     check_strategy_arguments(name, devices, logical_cpus, communication)
+    check_verify(verify)
     _repair_keras()
     cluster, reason = None, "as asked"
     blank = not os.environ.get("TF_CONFIG", "absent").strip()
@@ -96,7 +106,8 @@ def create_strategy(
     elif name == "multi_worker":
         patience = Patience(start_timeout, peer_timeout)
         sending = Sending(communication, bucket_bytes)
-        strategy = create_multi_worker(cluster, sending, logical_cpus, patience, must_agree)
+        agreed = {"verify": verify, **(must_agree or {})}
+        strategy = create_multi_worker(cluster, sending, logical_cpus, patience, agreed)
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
     else:
@@ -104,9 +115,12 @@ def create_strategy(
     num_local = iterators.num_local_replicas(strategy)
     strategy.signals = Signals(strategy.num_replicas_in_sync, num_local)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
+    strategy.verify, strategy.distribute_optimizers = verify, distribute_optimizers
     strategy.why = f"{name} on {names} ({reason})"
     if name == "multi_worker":
         strategy.why += f", over {strategy.communication}"
+    keras_compat.own_launchers(strategy)
+    keras_compat.note_strategy(strategy)
     outside.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
@@ -115,6 +129,7 @@ def create_strategy(
 def _before_call(model, name, data):
     together.compare_call(model.distribute_strategy, name)
     outside.look_for_scope(model, name, data)
+    proving.before_call(model, name, data)
 
 
 def _warn_of_others(name, cluster):
@@ -123,19 +138,35 @@ def _warn_of_others(name, cluster):
 
 
 def _repair_keras():
-    keras_compat.install(first_local_value, agreement.before_pass, probes.probe_once_built)
-    keras_compat.count_shares_in_moments(shares.current_share)
-    keras_compat.end_with_their_reader()
-    keras_compat.vary_seeds_by_replica()
-    keras_compat.reduce_losses_by(losses.reduce_loss, losses.keeps_means)
-    keras_compat.around_callbacks(
-        chief.prepare_callback, agreement.agree_on_stopping, progress.callbacks_for
+    take = functools.partial(gradients.take_gradient, accumulation.leaves_reduction_to_update)
+    keras_compat.install(
+        accumulate=accumulation.accumulate,
+        agree=agreement.agree_on_stopping,
+        average_loss=losses.average_loss,
+        before_call=_before_call,
+        before_pass=agreement.before_pass,
+        call_loss=whole_batches.call_loss,
+        compare_variable=together.compare_variable,
+        current_share=shares.current_share,
+        distribute_loaded=distribute_loaded,
+        first_local_value=first_local_value,
+        gradients_are_global=gradients.has_reduced,
+        in_step=gradients.in_step,
+        inlines=gradients.in_keras_step,
+        keeps_means=losses.keeps_means,
+        more_callbacks=progress.callbacks_for,
+        once_built=proving.once_built,
+        predict=on_batch.predict,
+        prepare_callback=chief.prepare_callback,
+        reduce_loss=losses.reduce_loss,
+        refuse=outside.refuse_made_outside,
+        regularization_loss=losses.regularization_loss,
+        settle=accumulation.settle_own,
+        take_gradient=take,
+        update_metric_function=whole_batches.update_metric_function,
+        weigh_mean=shares.weigh_mean,
+        note_result=shares.note_result,
     )
-    keras_compat.before_variables(together.compare_variable)
-    keras_compat.before_calls(_before_call)
-    keras_compat.after_loading(distribute_loaded)
-    keras_compat.logs_without_steps()
-    keras_compat.weigh_single_numbers(shares.weigh_mean)
 
 
 def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:
@@ -160,6 +191,15 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         raise ValueError(
             "`logical_cpus` must not be negative. "
             f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU as it is."
+        )
+
+
+def check_verify(verify) -> None:
+    """Raises ValueError for a `verify` that cannot be."""
+    if verify not in VERIFY:
+        raise ValueError(
+            f"`verify` must be one of {', '.join(VERIFY)}. "
+            f"Received: verify={verify!r}. Use 'auto' to leave out what is made of stock parts."
         )
 
 

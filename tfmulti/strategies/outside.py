@@ -26,10 +26,14 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
         data: The method's first argument.
 
     Raises:
-        ValueError: Where the data were made for the replicas of a strategy.
+        ValueError: Where the data were made for the replicas of a strategy, or a part of a model
+            that was made in its scope was made outside of it.
     """
     strategy = _latest() if _latest is not None else None
-    if name != "fit" or getattr(model.distribute_strategy, "repairs_keras", False):
+    if name != "fit":
+        return
+    if getattr(model.distribute_strategy, "repairs_keras", False):
+        refuse_made_outside(model)
         return
     made_for = getattr(data, "strategy", None)
     if made_for is not None and made_for.num_replicas_in_sync > 1:
@@ -44,5 +48,25 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
             f"{model.name} was made outside of `with strategy.scope():`, and so it trains on one "
             f"device alone, not on {strategy.num_replicas_in_sync} replicas. If that is not "
             "meant, create and compile it within the scope.",
-            stacklevel=4,
+            stacklevel=5,
+        )
+
+
+def refuse_made_outside(model: keras.Model) -> None:
+    """Raises ValueError for a variable of which several replicas would all update the only one.
+
+    What creates variables later than a layer or an optimizer itself counts too: building, LoRA.
+    """
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return
+    optimizer = getattr(model, "optimizer", None)
+    owned = [*model.trainable_variables, *model.metrics_variables]
+    owned += optimizer.variables if optimizer is not None else []
+    strange = [v for v in owned if not isinstance(v.value, tf.distribute.DistributedValues)]
+    if strange:
+        raise ValueError(
+            "Layers, optimizers and metrics must be created in the strategy's scope. "
+            f"Received: the variable {strange[0].path}, created outside of it. "
+            "Create them within `with strategy.scope():`, or name them by strings in compile; "
+            "build a model, enable LoRA and compile within it too."
         )

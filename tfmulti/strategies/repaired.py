@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
 
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import iterators, keras_compat, optimizers, shares
+from tfmulti import gradients, held, iterators, keras_compat, shares
+from tfmulti.strategies import outside
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -33,52 +34,61 @@ class _ForKeras:
     why = ""
     # Set by the data pipeline when it marks filler rows in the sample weights.
     marks_padding = False
+    # Whether a step is verified before it is taken for the first time.
+    verify = "auto"
+    # What that has taken so far.
+    seconds_verified = 0.0
+    # While verification has every replica do what one device does.
+    counts_one_replica = False
+    # Whether optimizers that nobody has wrapped are taken.
+    distribute_optimizers = True
+    # Set where a sum of gradients is kept in a checkpoint, bit for bit.
+    keeps_whole_sums = False
+    # Weak references to what the latest of Keras's steps has returned.
+    _logs = ()
+
+    @property
+    def num_replicas_in_sync(self):
+        """Replicas that take one step together."""
+        return 1 if self.counts_one_replica else super().num_replicas_in_sync
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on every replica; Keras's own steps also where a share has no row."""
+        if self.counts_one_replica:
+            return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
         several = self.num_replicas_in_sync > 1
-        if several and kind == "train":
+        if several and kind in ("train", "test"):
             _refuse_jit_compile(model, self.num_replicas_in_sync)
-            _refuse_made_outside(model)
-            optimizers.take_over_from_inner(model.optimizer)
+        if several and kind == "train":
+            outside.refuse_made_outside(model)
+            if not self.distribute_optimizers:
+                _refuse_bare(model)
         if kind and len(args) == 1 and (several or self.marks_padding):
-            averages = model is not None and _has_distributed_optimizer(model)
-            if several and kind == "train" and not averages:
-                self._warn_of_bare_optimizer(model)
-            fill = several and (kind != "train" or averages)
-            fn = shares.guard(
-                fn, kind, model, fill=fill, padded=self.marks_padding, averages=averages
-            )
+            fn = shares.guard(fn, kind, model, padded=self.marks_padding)
             num_local_replicas = iterators.num_local_replicas(self)
             if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
                 fn = shares.share_whole_batch(fn, num_local_replicas)
         else:
             args = tuple(shares.without_count(value) for value in args)
-        return super().run(fn, args=args, kwargs=kwargs, options=options)
-
-    def _warn_of_bare_optimizer(self, model):
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is None or getattr(optimizer, "tfmulti_warned", False):
-            return
-        object.__setattr__(optimizer, "tfmulti_warned", True)
-        warnings.warn(
-            f"{type(optimizer).__name__} is not distributed, on {self.num_replicas_in_sync} "
-            f"replicas: {_first_fault(optimizer)} Use tfmulti.DistributedOptimizer(optimizer).",
-            stacklevel=2,
-        )
+        # One replica's gradients are the whole batch's.
+        fn = gradients.one_step(fn, reduced=not several)
+        outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
+        if kind in ("train", "test"):
+            self._logs = _weak(outputs)
+        return outputs
 
     def reduce(self, reduce_op, value, axis):
-        """Reduces as usual; scalars with `axis=0`, as Keras asks for logs, locally.
+        """Reduces as usual; a step's logs, with `axis=0` as Keras asks for them, locally.
 
         Keras reduces every batch log so, which under several workers raises an error in
-        stock TensorFlow. The answer is the mean or sum over this worker's replicas: batch
-        logs are local, epoch logs are global.
+        stock TensorFlow for a scalar, and takes a vector's own mean. The answer is the mean or
+        sum over this worker's replicas, whose logs are global already.
         """
-        if axis == 0 and _is_scalar(value):
+        if axis == 0 and (_is_scalar(value) or any(log() is value for log in self._logs)):
             local = tf.stack(self.experimental_local_results(value))
             mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-            return tf.reduce_mean(local) if mean else tf.reduce_sum(local)
+            return tf.reduce_mean(local, axis=0) if mean else tf.reduce_sum(local, axis=0)
         return super().reduce(reduce_op, value, axis)
 
     def experimental_distribute_dataset(self, dataset, options=None):
@@ -91,20 +101,10 @@ class _ForKeras:
         uneven = any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
         if uneven and self.num_replicas_in_sync > 1:
             return iterators.WholeBatches(dataset, self)
+        if self.num_replicas_in_sync > 1 and all(isinstance(s, tf.TensorSpec) for s in specs):
+            # Shares of a batch that Python has made lie in its own memory, into which steps write.
+            dataset = _copied(dataset)
         return super().experimental_distribute_dataset(dataset, options)
-
-
-def _first_fault(optimizer) -> str:
-    """Returns what goes wrong first with a bare optimizer, given its settings."""
-    if hasattr(optimizer, "inner_optimizer"):
-        return "a replica that overflows makes the weights NaN or the workers wait for ever."
-    for name in ("gradient_accumulation_steps", "ema_overwrite_frequency"):
-        if getattr(optimizer, name, None):
-            return f"`{name}` ends with an error about merge_call."
-    for name in ("clipnorm", "global_clipnorm", "clipvalue"):
-        if getattr(optimizer, name, None):
-            return f"`{name}` clips each replica's gradient before they are added."
-    return "examples of a batch that does not divide by the replicas weigh unequally."
 
 
 def _refuse_jit_compile(model, num_replicas):
@@ -116,18 +116,35 @@ def _refuse_jit_compile(model, num_replicas):
         )
 
 
-def _refuse_made_outside(model):
-    """Several replicas would each update a variable that is not theirs."""
-    optimizer = getattr(model, "optimizer", None)
-    owned = [*model.trainable_variables, *model.metrics_variables]
-    owned += optimizer.variables if optimizer is not None else []
-    strange = [v for v in owned if not isinstance(v.value, tf.distribute.DistributedValues)]
-    if strange:
+def _refuse_bare(model):
+    bare = [
+        type(optimizer).__name__
+        for optimizer in held.optimizers_of(model)
+        if not getattr(optimizer, "tfmulti_distributed", False)
+        and not getattr(getattr(optimizer, "inner_optimizer", None), "tfmulti_distributed", False)
+    ]
+    if bare:
         raise ValueError(
-            "Layers, optimizers and metrics must be created in the strategy's scope. "
-            f"Received: the variable {strange[0].path}, created outside of it. "
-            "Create them within `with strategy.scope():`, or name them by strings in compile."
+            "With `distribute_optimizers=False` each optimizer must be wrapped. "
+            f"Received: {', '.join(bare)}. Use tfmulti.DistributedOptimizer(optimizer), or leave "
+            "the argument out."
         )
+
+
+def _weak(outputs) -> list:
+    values = tf.nest.flatten(outputs, expand_composites=False)
+    kinds = (tf.Tensor, tf.distribute.DistributedValues)
+    return [weakref.ref(value) for value in values if isinstance(value, kinds)]
+
+
+def _copied(dataset):
+    """Returns a dataset whose batches lie in memory of their own."""
+
+    def copy(*parts):
+        batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+        return tf.nest.map_structure(lambda part: tf.raw_ops.DeepCopy(x=part), batch)
+
+    return dataset.map(copy)
 
 
 def _is_distributed(data) -> bool:
@@ -140,11 +157,6 @@ def _is_scalar(value) -> bool:
         return all(getattr(v, "shape", None) == () for v in getattr(value, "values", [None]))
     # Eager steps of older versions give numbers.
     return tf.TensorShape(getattr(value, "shape", ())).rank == 0
-
-
-def _has_distributed_optimizer(model) -> bool:
-    owned = [*vars(model).values(), getattr(model, "optimizer", None)]
-    return any(getattr(value, "tfmulti_distributed", False) for value in owned)
 
 
 class OneDeviceStrategy(_ForKeras, tf.distribute.OneDeviceStrategy):

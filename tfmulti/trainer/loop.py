@@ -78,6 +78,9 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
         worker.close()
     seconds = time.perf_counter() - began
     result = _describe(numbers, worker, throughput, history, seconds)
+    for name, before in zip(("steps", "examples"), worker.done_before(train.plan)):
+        # Of the whole run, however often it was started again.
+        result[name] += before
     result["weights_sha256"] = digest_weights(model)
     worker.finish(model, result)
     return result
@@ -85,7 +88,7 @@ def train_and_evaluate(config: TrainConfig, tell=print) -> dict:
 
 def _create_strategy(config):
     names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
-    settings = {name: getattr(config, name) for name in (*names, "peer_timeout")}
+    settings = {name: getattr(config, name) for name in (*names, "peer_timeout", "verify")}
     return create_strategy(config.strategy, must_agree=_settings_of_all(config), **settings)
 
 

@@ -44,7 +44,8 @@ def try_sizes(
     """
     config = dataclasses.replace(config, steps_per_execution=1)
     cpus = 0 if num_local == 1 or devices.has_gpu() else num_local
-    strategy = create_strategy("one_device" if num_local == 1 else "mirrored", logical_cpus=cpus)
+    kind = "one_device" if num_local == 1 else "mirrored"
+    strategy = create_strategy(kind, logical_cpus=cpus, verify="never")
     prepare_keras(config)
     split, _ = load_dataset(config.dataset)
 

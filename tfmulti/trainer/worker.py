@@ -30,7 +30,7 @@ class Worker:
         self.is_chief = agreement.is_chief(strategy)
         self.workdir = Path(workdir) if workdir else None
         self._tell, self.tell = tell, self._name_and_tell
-        self.progress = None
+        self.progress = self.saver = None
 
     def _name_and_tell(self, line):
         # A launcher puts the name before each line by itself.
@@ -84,7 +84,7 @@ class Worker:
                 shutil.rmtree(logs, ignore_errors=True)
             chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
             chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
-        saver = callbacks.Checkpoint(
+        self.saver = callbacks.Checkpoint(
             self._checkpoints,
             train,
             every_steps=config.checkpoint_steps,
@@ -92,7 +92,7 @@ class Worker:
             resume=config.resume == "auto",
             tell=self.tell,
         )
-        return [*chosen, saver, self.show_progress(train)]
+        return [*chosen, self.saver, self.show_progress(train)]
 
     def tell_of_monitors(self, config):
         """Returns what the chief tells of the whole job with, or None."""
@@ -113,6 +113,16 @@ class Worker:
     @property
     def _checkpoints(self) -> Path:
         return self.workdir / "checkpoints"
+
+    def done_before(self, plan) -> tuple[int, int]:
+        """Returns the steps and the examples of this run before its last start.
+
+        Args:
+            plan: The `ShardPlan` of the training data.
+        """
+        if self.saver is None or self.saver.resumed_position is None:
+            return 0, 0
+        return self.saver.resumed_step, plan.count_before(*self.saver.resumed_position)
 
     def close(self) -> None:
         """Gives the terminal back, however training has ended."""

@@ -59,16 +59,17 @@ ADVICE = {
     "division by replicas or by the global batch size; for a sum use a keras.losses.Loss with "
     "reduction='sum'.",
     BATCH_LOSS: "Each replica sees its own rows only, so that this loss is another one there. "
-    "Gather the rows of all replicas with tf.distribute.get_replica_context().all_gather, or "
-    "accept the difference.",
+    "Write tfmulti.WholeBatchLoss(loss), which gives it the rows of all replicas.",
     SUM_ADD_LOSS: "Write a mean over rows, as add_loss(ops.mean(...)); the mean over all replicas' "
     "rows is then exact.",
-    BATCH_ADD_LOSS: "Write a mean over rows of terms that each depend on one row.",
+    BATCH_ADD_LOSS: "Write a mean over rows of terms that each depend on one row, or gather the "
+    "rows of all replicas with tfmulti.gather_batch.",
     SCALED: "Write the loss as on one device: a mean over rows, with no division or product by "
-    "num_replicas_in_sync, and no tf.nn.compute_average_loss.",
+    "num_replicas_in_sync.",
     SUM_STEP: "Write the loss as a mean over rows (reduce_mean), with no division by a fixed batch "
     "size.",
-    BATCH_STEP: "Write a loss that is a mean over rows, of terms that each depend on one row.",
+    BATCH_STEP: "Write a loss that is a mean over rows, of terms that each depend on one row, or "
+    "gather the rows of all replicas with tfmulti.gather_batch.",
     BARE: "Wrap it: tfmulti.DistributedOptimizer(optimizer), and update variables through it only.",
     STATE: "Update it with a mean over all replicas' rows: "
     "tf.distribute.get_replica_context().all_reduce('SUM', ...) of sums and of counts.",

@@ -1,0 +1,60 @@
+"""`predict_on_batch` on several replicas: the rows that were given, each once."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import iterators, shares
+
+
+def predict(model: keras.Model, x):
+    """Predicts a batch on this worker's replicas, each of which takes its share of the rows.
+
+    Keras gives every replica the whole batch, and puts the answers of all behind one another. No
+    other worker takes part: each can ask for rows of its own, when it likes.
+
+    Args:
+        model: The model.
+        x: The inputs, with rows first: an array, a tensor, or a structure of them.
+
+    Returns:
+        What the model gives for these rows, in their order, as NumPy arrays; ragged and sparse
+        tensors as they are.
+    """
+    function, eager = getattr(model, "tfmulti_predict", (None, None))
+    if function is None or eager != model.run_eagerly:
+        function = _create_function(model)
+        object.__setattr__(model, "tfmulti_predict", (function, model.run_eagerly))
+    x = tf.nest.map_structure(
+        lambda part: tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part, x
+    )
+    outputs = function((x,))
+    return tf.nest.map_structure(
+        lambda part: part.numpy() if isinstance(part, tf.Tensor) else part,
+        outputs,
+        expand_composites=False,
+    )
+
+
+def _create_function(model):
+    strategy = model.distribute_strategy
+    step = shares.guard(model.predict_step, "predict", model, padded=False)
+    step = shares.share_whole_batch(step, iterators.num_local_replicas(strategy))
+
+    def predict_rows(data):
+        outputs = strategy.run(step, args=(data,))
+        return tf.nest.map_structure(
+            lambda part: _join(strategy.experimental_local_results(part)),
+            outputs,
+            expand_composites=False,
+        )
+
+    return predict_rows if model.run_eagerly else tf.function(predict_rows, reduce_retracing=True)
+
+
+def _join(parts):
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
+    return tf.concat(parts, axis=0) if parts[0].shape.rank else tf.stack(parts)

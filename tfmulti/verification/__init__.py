@@ -1,0 +1,170 @@
+"""Proves a step on the user's own code, before it is taken for the first time.
+
+A few rows of the first batch go through the step twice: whole on every replica, with nothing
+reduced, which is what one device does; and as shares, the ordinary way. What comes out another
+way is told, and everything is put back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import iterators, keras_compat
+from tfmulti.verification import rows as rows_lib
+from tfmulti.verification import telling
+from tfmulti.verification.neutral import neutral_layers
+from tfmulti.verification.runs import Case
+from tfmulti.verification.stock import is_stock
+from tfmulti.verification.trial import NotVerified, Trial
+
+
+class Workers(NamedTuple):
+    """What workers know of one another.
+
+    Attributes:
+        compare: Function of a strategy and a whole number: the least and the largest of all.
+        broadcast: Function of a strategy and the chief's bytes, or None: these on all workers.
+    """
+
+    compare: Callable
+    broadcast: Callable
+
+
+class Feed(NamedTuple):
+    """What is known of the data that a step is given.
+
+    Attributes:
+        look: Function that returns a batch, of all local replicas.
+        static: Whether all batches have the same number of rows.
+        counted: Whether the data pipeline tells the rows of a step.
+        padded: Whether it fills shares up with rows of weight 0.
+    """
+
+    look: Callable
+    static: bool = False
+    counted: bool = False
+    padded: bool = False
+
+
+def verify_once(
+    model: keras.Model, kind: str, feed: Feed, workers: Workers, *, early: bool = False
+) -> None:
+    """Verifies a step of a model, once for what was compiled and for this form of data.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        feed: What is known of its data.
+        workers: How workers agree.
+        early: Whether the step will get its own data later; one that these do not fit is then
+            verified with those.
+
+    Raises:
+        ValueError: Where several replicas come to another result than one device.
+    """
+    strategy = model.distribute_strategy
+    if not _is_wanted(strategy, model, kind, feed):
+        return
+    batch = rows_lib.gather_local(strategy, feed.look())
+    if not rows_lib.can_be_cut(batch):
+        _warn(kind, "a part of the batch has no rows")
+        return
+    rows = rows_lib.Rows(batch)
+    case = Case(model, kind, rows, feed.static, feed.counted, feed.padded)
+    if not _is_first_time(case):
+        return
+    rows.parts = rows.first(case.most_rows())
+    if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync:
+        rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
+    begin = time.perf_counter()
+    text, reason = _find_out(case, workers)
+    seconds = time.perf_counter() - begin
+    strategy.seconds_verified += seconds
+    logging.info("Verified %s_step in %.2f s.", kind, seconds)
+    if workers.compare(strategy, int(bool(text)))[1]:
+        # Told again, where somebody tries again.
+        model.tfmulti_verified[1].discard(_key(case))
+        raise ValueError(text or telling.elsewhere(kind))
+    if reason and early:
+        model.tfmulti_verified[1].discard(_key(case))
+    elif reason:
+        _warn(kind, reason)
+
+
+def _is_wanted(strategy, model, kind, feed) -> bool:
+    supported = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    several = strategy.num_replicas_in_sync > 1 and isinstance(strategy, supported)
+    if not several or strategy.verify == "never":
+        return False
+    return strategy.verify == "always" or feed.padded or not is_stock(model, kind)
+
+
+def _is_first_time(case) -> bool:
+    compiled = keras_compat.compiled_state(case.model)
+    done = getattr(case.model, "tfmulti_verified", None)
+    if done is None or done[0] is not compiled:
+        done = (compiled, set())
+        object.__setattr__(case.model, "tfmulti_verified", done)
+    if _key(case) in done[1]:
+        return False
+    done[1].add(_key(case))
+    return True
+
+
+def _key(case):
+    return case.kind, case.rows.form(), case.padded
+
+
+def _find_out(case, workers) -> tuple[str, str]:
+    """Returns the text of an error and the reason why nothing is known; both can be empty."""
+    reason = ""
+    for static in dict.fromkeys((case.static, True)):
+        case.static = static
+        trial, reason = _try(lambda: Trial(case), case.model)
+        if workers.compare(case.strategy, int(trial is not None))[0] == 0:
+            continue
+        found, reason = _try(trial.differences, case.model)
+        if workers.compare(case.strategy, int(found is not None))[0]:
+            return (telling.describe(case, found, trial.growth) if found else ""), ""
+        if workers.compare(case.strategy, int(trial.is_done))[1]:
+            break
+    return "", reason or "another worker could not run it"
+
+
+def _try(function, model):
+    """Returns what a function gives, or None and the reason why it could not."""
+    try:
+        with _same_random_numbers(), neutral_layers(model):
+            return function(), ""
+    except NotVerified as error:
+        return None, str(error)
+    except Exception as error:
+        logging.debug("A step could not be verified.", exc_info=True)
+        words = " ".join(str(error).split())
+        return None, f"{type(error).__name__}: {words[:300]}"
+
+
+def _warn(kind, reason):
+    warnings.warn(f"`{kind}_step` was not verified: {reason}.", stacklevel=3)
+
+
+@contextlib.contextmanager
+def _same_random_numbers():
+    """Has Python, numpy and TensorFlow draw afterwards what they would have drawn without it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with keras_compat.same_eager_numbers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,111 @@
+"""Which parts of a model are the user's own, and where they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import types
+
+import keras
+
+from tfmulti import held, keras_compat
+
+STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optimizer"
+_STEPS = {"train": ("train_step",), "test": ("test_step",), "predict": ("predict_step",)}
+_LOSSES = ("compute_loss", "_compute_loss", "_aggregate_additional_loss")
+_METRICS = ("compute_metrics", "get_metrics_result")
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnPart:
+    """Something that is not made of Keras's own parts alone.
+
+    Attributes:
+        kind: One of this module's.
+        name: What it is called.
+        where: File and line; empty where these are not known.
+        thing: The object itself.
+    """
+
+    kind: str
+    name: str
+    where: str
+    thing: object
+
+    def __str__(self):
+        return f"{self.name} ({self.where})" if self.where else self.name
+
+
+def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
+    """Returns the parts of a model that are the user's own, those of its step first.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    found = []
+    for part, names in ((STEP, _STEPS[kind]), (LOSS, _LOSSES), (METRIC, _METRICS)):
+        found += [_of(part, _method(model, name), name) for name in names if _method(model, name)]
+    if kind != "predict":
+        losses = keras_compat.compiled_losses(model) + keras_compat.own_losses(model)
+        found += [_of(LOSS, x) for x in map(_inner, losses) if _is_own(x)]
+        found += [
+            _of(METRIC, x) for x in map(_inner, keras_compat.all_metrics(model)) if _is_own(x)
+        ]
+    for layer in [model, *keras_compat.all_layers(model)]:
+        if _is_own(layer) and (layer is not model or not isinstance(layer, keras.Model)):
+            found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
+        elif layer is model and _method(model, "call"):
+            found.append(_of(LAYER, _method(model, "call"), "call"))
+        found += [_of(LAYER, x) for x in _own_functions(layer)]
+    if kind == "train":
+        found += [_of(OPTIMIZER, x) for x in held.optimizers_of(model, nested=True) if _is_own(x)]
+    return found
+
+
+def where_is(thing) -> str:
+    """Returns the file and the line where a class or a function is written, or nothing."""
+    thing = inspect.unwrap(thing) if callable(thing) else thing
+    if not isinstance(thing, (type, types.FunctionType, types.MethodType)):
+        thing = type(thing)
+    try:
+        path, (_, line) = inspect.getsourcefile(thing), inspect.getsourcelines(thing)
+    except (OSError, TypeError):
+        return ""
+    path = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    return f"{path}:{line}"
+
+
+def _of(kind, thing, name=None) -> OwnPart:
+    name = name or getattr(thing, "__name__", type(thing).__name__)
+    return OwnPart(kind, name, where_is(thing), thing)
+
+
+def _method(model, name):
+    """Returns a method that is not Keras's own, or None."""
+    method = getattr(model, name, None)
+    function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
+    return method if function is not None and _is_own(function) else None
+
+
+def _is_own(thing) -> bool:
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return not str(getattr(named, "__module__", "")).startswith(("keras.", "tfmulti."))
+
+
+def _inner(thing):
+    """A function within Keras's wrapper of it."""
+    for name in ("fn", "_fn"):
+        function = getattr(thing, name, None)
+        if callable(function):
+            return function
+    return thing
+
+
+def _own_functions(layer) -> list:
+    """Functions and objects of the user's own in a layer of Keras: activations, regularizers."""
+    names = ("activation", "function", "activity_regularizer", "kernel_regularizer")
+    names += ("bias_regularizer", "kernel_constraint", "recurrent_activation")
+    held = [getattr(layer, name, None) for name in names]
+    return [thing for thing in held if callable(thing) and _is_own(thing)]

@@ -1,0 +1,182 @@
+"""A few rows of the first batch, the same on all workers, and how they are shared out."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import iterators
+from tfmulti.sharding import PADDING_WEIGHT
+from tfmulti.shares import Counted, rows
+
+
+class Rows:
+    """Some rows with their structure: dense, ragged or sparse, with None where there is nothing.
+
+    Args:
+        batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+    """
+
+    def __init__(self, batch):
+        self.structure = batch
+        leaves = tf.nest.flatten(batch, expand_composites=False)
+        self.parts = [_as_tensor(leaf) for leaf in leaves if leaf is not None]
+
+    def pack(self, parts):
+        """Returns parts in the batch's structure."""
+        left = iter(parts)
+        leaves = tf.nest.flatten(self.structure, expand_composites=False)
+        leaves = [None if leaf is None else next(left) for leaf in leaves]
+        return tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=False)
+
+    def first(self, number: int) -> list:
+        """Returns the parts of the first rows; rows come again where there are too few."""
+        have = min(int(rows.count_rows(part)) for part in self.parts)
+        times = -(-number // max(have, 1))
+        return [_take(_repeat(part, times), number) for part in self.parts]
+
+    def twice(self, parts: list) -> list:
+        """Returns parts with all rows twice."""
+        return [_repeat(part, 2) for part in parts]
+
+    def form(self) -> tuple:
+        """Returns what tells a batch of another structure from this one; it can be compared."""
+        names = [str(path) for path, _ in _with_paths(self.structure)]
+        kinds = [(type(part).__name__, part.dtype.name, part.shape.rank) for part in self.parts]
+        return tuple(names), tuple(kinds)
+
+
+def can_be_cut(batch) -> bool:
+    """Whether every part of a batch has rows."""
+    parts = [p for p in tf.nest.flatten(batch, expand_composites=False) if p is not None]
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, np.ndarray)
+    return bool(parts) and all(isinstance(p, kinds) and len(p.shape) for p in parts)
+
+
+def num_rows(batch) -> tf.Tensor:
+    """Returns the rows of a batch, an int32 scalar."""
+    return rows.count_rows(rows.parts_of(batch)[0])
+
+
+def gather_local(strategy: tf.distribute.Strategy, batch):
+    """Returns the rows of all local replicas as one batch."""
+
+    def join(value):
+        if not isinstance(value, tf.distribute.DistributedValues):
+            return value
+        parts = strategy.experimental_local_results(value)
+        if isinstance(parts[0], tf.SparseTensor):
+            return tf.sparse.concat(0, list(parts))
+        with tf.device("CPU:0"):
+            return tf.concat(list(parts), axis=0)
+
+    return tf.nest.map_structure(join, batch, expand_composites=False)
+
+
+def of_the_chief(parts: list, strategy, broadcast) -> list:
+    """Returns the chief's rows on every worker; a collective.
+
+    Args:
+        parts: This worker's.
+        strategy: The strategy.
+        broadcast: Function of the strategy and the chief's bytes, or None.
+    """
+    data = None
+    if strategy.extended.should_checkpoint:
+        flat = tf.nest.flatten(parts, expand_composites=True)
+        data = pickle.dumps([tensor.numpy() for tensor in flat])
+    flat = [tf.constant(array) for array in pickle.loads(broadcast(strategy, data))]
+    return tf.nest.pack_sequence_as(parts, flat, expand_composites=True)
+
+
+def specs_of(parts: list, static: bool) -> list[tf.TypeSpec]:
+    """Returns what a trace takes: any number of rows, unless they must be known."""
+    return [_spec(part, static) for part in parts]
+
+
+def take_shares(strategy, batch, *, counted: bool, padded: bool):
+    """Cuts a batch for the local replicas, as the data pipeline does; within a trace.
+
+    Args:
+        strategy: The strategy.
+        batch: The rows of all replicas.
+        counted: Whether the pipeline tells the step's rows.
+        padded: Whether it fills shares up to the same number of rows.
+
+    Returns:
+        A distributed value.
+    """
+    number = strategy.num_replicas_in_sync
+    num_rows = rows.count_rows(rows.parts_of(batch)[0])
+    shares = []
+    for place in iterators.local_shares(strategy):
+        share = rows.take_share(batch, place, number)
+        share = _pad(share, -(-num_rows // number)) if padded else share
+        shares.append(Counted(share, num_rows) if counted else share)
+    return iterators.to_replicas(strategy, tuple(shares))
+
+
+def first_row(place, number: int, num_rows) -> tf.Tensor:
+    """Returns the place in the batch of a share's first row."""
+    return place * (num_rows // number) + tf.minimum(place, num_rows % number)
+
+
+def _pad(share, most):
+    parts = rows.parts_of(share)
+    missing = most - rows.count_rows(parts[0])
+
+    def fill(part):
+        row = (
+            tf.zeros_like(part[:1]) if part.dtype != tf.string else tf.fill(tf.shape(part[:1]), "")
+        )
+        return tf.concat([part, tf.repeat(row, missing, axis=0)], axis=0)
+
+    x, y, *weights = share
+    own = weights[0] if weights else tf.ones(rows.count_rows(parts[0]))
+    own = tf.cast(own, tf.float32)
+    shape = tf.concat([[missing], tf.shape(own)[1:]], axis=0)
+    filled = tf.concat([own, tf.fill(shape, PADDING_WEIGHT)], axis=0)
+    return (*tf.nest.map_structure(fill, (x, y)), filled)
+
+
+def _as_tensor(leaf):
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    return leaf if isinstance(leaf, kinds) else tf.convert_to_tensor(leaf)
+
+
+def _repeat(part, times):
+    if times == 1:
+        return part
+    if isinstance(part, tf.SparseTensor):
+        return tf.sparse.concat(0, [part] * times)
+    return tf.concat([part] * times, axis=0)
+
+
+def _take(part, number):
+    if isinstance(part, tf.SparseTensor):
+        shape = tf.concat([[number], part.dense_shape[1:]], axis=0)
+        return tf.sparse.slice(part, tf.zeros_like(part.dense_shape), shape)
+    return part[:number]
+
+
+def _spec(part, static):
+    count = part.shape[0] if static else None
+    if isinstance(part, tf.RaggedTensor):
+        shape = [count, *part.shape[1:]]
+        return tf.RaggedTensorSpec(shape, part.dtype, part.ragged_rank, part.row_splits.dtype)
+    if isinstance(part, tf.SparseTensor):
+        return tf.SparseTensorSpec([count, *part.shape[1:]], part.dtype)
+    return tf.TensorSpec([count, *part.shape[1:]], part.dtype)
+
+
+def _with_paths(structure, path=()):
+    if isinstance(structure, dict):
+        for name, part in structure.items():
+            yield from _with_paths(part, (*path, name))
+    elif isinstance(structure, (list, tuple)):
+        for place, part in enumerate(structure):
+            yield from _with_paths(part, (*path, place))
+    else:
+        yield path, structure

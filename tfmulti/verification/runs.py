@@ -1,0 +1,244 @@
+"""One step of the user's own, run twice: whole on every replica, and on shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import accumulation, gradients, held, iterators, keras_compat
+from tfmulti.verification import rows as rows_lib
+from tfmulti.verification.rows import Rows
+
+TRAIN, TEST, PREDICT = "train", "test", "predict"
+
+
+@dataclasses.dataclass
+class Case:
+    """What is verified.
+
+    Attributes:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        rows: Rows of the first batch.
+        static: Whether the data always have the same number of rows.
+        counted: Whether the data pipeline tells the rows of a step.
+        padded: Whether it fills shares up with rows of weight 0.
+    """
+
+    model: keras.Model
+    kind: str
+    rows: Rows
+    static: bool = False
+    counted: bool = False
+    padded: bool = False
+
+    @property
+    def strategy(self):
+        """The model's strategy."""
+        return self.model.distribute_strategy
+
+    @property
+    def eager(self) -> bool:
+        """Whether the step runs line by line."""
+        return self.model.run_eagerly or tf.config.functions_run_eagerly()
+
+    def most_rows(self) -> int:
+        """Returns the rows of the largest step."""
+        return 2 * self.strategy.num_replicas_in_sync + 1
+
+    def sizes(self) -> list[int]:
+        """Returns the rows of the steps that are tried, one after the other."""
+        number = self.strategy.num_replicas_in_sync
+        return [2 * number, 2 * number] if self.static else [2 * number + 1, number - 1]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one step gave.
+
+    Attributes:
+        outputs: Logs or predictions by name, of each local replica; one for all where these
+            were reduced.
+        metrics: The metrics' results after it, likewise.
+    """
+
+    outputs: list[dict]
+    metrics: list[dict]
+
+
+class Reference:
+    """The step as one device does it, on every replica at once.
+
+    Args:
+        case: What is verified.
+        example: Parts of rows, as those that will be given.
+
+    Attributes:
+        not_replaced: Operations that draw random numbers which could not be fixed.
+    """
+
+    def __init__(self, case: Case, example: list):
+        self._case, self.not_replaced = case, {}
+        with as_one_device(case.strategy):
+            self.function = _traced(case, self._run, example)
+
+    def __call__(self, parts: list) -> Outcome:
+        """Runs it on rows."""
+        with as_one_device(self._case.strategy):
+            outputs, metrics = self.function(*parts)
+        return Outcome([_by_name(each) for each in outputs], [_by_name(each) for each in metrics])
+
+    def _run(self, *parts):
+        case = self._case
+        step = _step_of(case)
+
+        def whole(data):
+            keras_compat.be_first_replica()
+            with keras_compat.fixed_random_numbers(lambda: (0, rows_lib.num_rows(data))) as draws:
+                outputs = step(data)
+            self.not_replaced.update(draws.not_replaced)
+            return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
+
+        # One device's gradients are the whole batch's.
+        whole = gradients.one_step(whole, reduced=True)
+        values = case.strategy.run(whole, args=(case.rows.pack(parts),))
+        return tuple(_local(case.strategy, value) for value in values)
+
+
+class Shared:
+    """The step as the replicas do it together.
+
+    Args:
+        case: What is verified.
+        example: Parts of rows, as those that will be given.
+    """
+
+    def __init__(self, case: Case, example: list):
+        self._case = case
+        with keras_compat.separate_traces():
+            self.function = _traced(case, self._run, example)
+
+    def __call__(self, parts: list) -> Outcome:
+        """Runs it on rows."""
+        case = self._case
+        with keras_compat.separate_traces():
+            outputs = self.function(*parts)
+            metrics = {} if case.kind == PREDICT else case.model.get_metrics_result()
+            accumulation.settle(case.model, held.optimizers_of(case.model, nested=True))
+        return Outcome([_by_name(outputs)], [_by_name(metrics)])
+
+    def _run(self, *parts):
+        case, strategy = self._case, self._case.strategy
+        num_rows = rows_lib.rows.count_rows(parts[0])
+        number, places = strategy.num_replicas_in_sync, iterators.local_shares(strategy)
+        step = _step_of(case)
+
+        def shared(data):
+            context = tf.distribute.get_replica_context()
+            local = tf.cast(context.replica_id_in_sync_group, tf.int32) % len(places)
+            start = rows_lib.first_row(tf.gather(list(places), local), number, num_rows)
+            with keras_compat.fixed_random_numbers(lambda: (start, rows_lib.num_rows(data))):
+                return step(data)
+
+        keras_compat.mark_step(shared, case.kind, case.model)
+        batch = case.rows.pack(parts)
+        shares = rows_lib.take_shares(
+            strategy, batch, counted=case.counted, padded=case.padded and case.kind != PREDICT
+        )
+        outputs = strategy.run(shared, args=(shares,))
+        reduction = "concat" if case.kind == PREDICT else "auto"
+        return keras_compat.reduce_outputs(outputs, strategy, reduction)
+
+
+class as_one_device:
+    """Has a strategy count one replica, and reduce nothing, as long as this lasts."""
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+        self._inside = (keras_compat.reducing_nothing(strategy), keras_compat.separate_traces())
+
+    def __enter__(self):
+        for each in self._inside:
+            each.__enter__()
+        self._strategy.counts_one_replica = True
+
+    def __exit__(self, *error):
+        self._strategy.counts_one_replica = False
+        for each in reversed(self._inside):
+            each.__exit__(*error)
+
+
+def _step_of(case):
+    if case.kind == PREDICT:
+        return keras_compat.predict_step_of(case.model)
+    return case.model.train_step if case.kind == TRAIN else case.model.test_step
+
+
+def _traced(case, function, example):
+    if (
+        case.eager
+        and all(x.built for x in held.optimizers_of(case.model, nested=True))
+        and case.model.built
+    ):
+        return function
+    specs = rows_lib.specs_of(example, case.static)
+    traced = _trace_built(case, tf.autograph.experimental.do_not_convert(function), specs)
+    return function if case.eager else traced
+
+
+def _trace_built(case, function, specs):
+    """Traces a function; what it would build is built before, as Keras builds a model."""
+    while True:
+        # A step may draw from Python's or NumPy's generators as it is traced.
+        random.seed(0)
+        np.random.seed(0)
+        optimizers = held.optimizers_of(case.model, nested=True)
+        with keras_compat.noting_unbuilt(optimizers) as unbuilt:
+            try:
+                return tf.function(function).get_concrete_function(*specs)
+            except Exception:
+                if not unbuilt:
+                    raise
+        with case.strategy.scope():
+            unbuilt[0]()
+
+
+def _local(strategy, structure) -> list:
+    """Returns a structure for each local replica."""
+    leaves = tf.nest.flatten(structure, expand_composites=False)
+    values = [strategy.experimental_local_results(leaf) for leaf in leaves]
+    number = iterators.num_local_replicas(strategy)
+    values = [value if len(value) == number else value * number for value in values]
+    return [
+        tf.nest.pack_sequence_as(structure, [value[i] for value in values]) for i in range(number)
+    ]
+
+
+def _by_name(structure) -> dict:
+    """Returns the leaves of logs or predictions, each as an array with a name."""
+    if isinstance(structure, dict):
+        items = [
+            (f"{name}/{n}" if n else str(name), v)
+            for name, part in structure.items()
+            for n, v in _by_name(part).items()
+        ]
+        return dict(items)
+    if isinstance(structure, (list, tuple)):
+        return {
+            f"{i}/{n}" if n else str(i): v
+            for i, part in enumerate(structure)
+            for n, v in _by_name(part).items()
+        }
+    return {} if structure is None else {"": _as_array(structure)}
+
+
+def _as_array(value):
+    if isinstance(value, tf.RaggedTensor):
+        return value.to_tensor().numpy()
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.to_dense(value).numpy()
+    return keras.ops.convert_to_numpy(value)

@@ -1,0 +1,212 @@
+"""Runs a step both ways, from the same state, and finds what is not rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tfmulti import held, keras_compat
+from tfmulti.verification.differences import CLOSE, Difference, compare, distance
+from tfmulti.verification.runs import TRAIN, Case, Outcome, Reference, Shared
+from tfmulti.verification.state import COMPARED, OPTIMIZER, TRAINABLE, State
+
+# Numbers that are reported are sums over few rows; gradients are known less well.
+_OUTPUT = 0.1
+_NUM_NOISY = 2
+_RANDOM_NUMBERS = "random: it draws random numbers of its own, other ones for each replica"
+_NOTHING_CHANGES = "no weight changes in its first steps, as with a learning rate of 0"
+
+
+# Half a unit in the last place, relative.
+_ROUNDINGS = {"bfloat16": 2**-8, "float16": 2**-11}
+
+
+class NotVerified(Exception):
+    """What came out says nothing; the text tells why."""
+
+
+class Trial:
+    """One step of a model, whole and in shares.
+
+    Args:
+        case: What is verified.
+
+    Attributes:
+        growth: By how much each output grows where every row is there twice, once a difference
+            was found: a mean by 1, a sum by 2.
+        is_done: Whether the step could be run both ways.
+    """
+
+    def __init__(self, case: Case):
+        self._case = case
+        self._examples = [case.rows.first(size) for size in case.sizes()]
+        # The ordinary way first: what a step makes when it is traced is made as in training.
+        self._shared = Shared(case, self._examples[0])
+        self._reference = Reference(case, self._examples[0])
+        self._functions = [] if case.eager else [self._shared.function, self._reference.function]
+        self._state = State(case.model, self._functions)
+        self.growth: dict[str, float] = {}
+        self.is_done = False
+        self._compute = _compute_dtype(case.model)
+        self._close = CLOSE.get(self._compute, CLOSE["float32"])
+
+    def differences(self) -> list[Difference]:
+        """Returns what comes out another way than on one device, the first first.
+
+        Everything is put back as it was, whatever happens.
+
+        Raises:
+            NotVerified: Where one device's result differs from itself, or nothing changes.
+        """
+        original = self._state.read()
+        try:
+            self._case.model.reset_metrics()
+            begin = self._state.read()
+            expected = self._steps(self._reference, begin)
+            found = self._steps(self._shared, begin)
+            self.is_done = True
+            if not self._compare(begin, expected, found, None):
+                self._look_for_changes(begin, expected)
+                return []
+            if self._is_random(begin, expected):
+                raise NotVerified(_RANDOM_NUMBERS)
+            # Most steps never need to know how much of it would be noise.
+            noise = self._measure_noise(begin, expected)
+            differences = self._compare(begin, expected, found, noise)
+            self.growth = self._measure_growth(begin, expected) if differences else {}
+            return differences
+        finally:
+            self._state.write(original)
+
+    def _steps(self, run, begin) -> list[tuple[Outcome, list[np.ndarray]]]:
+        self._state.write(begin)
+        done = []
+        for parts in self._examples:
+            outcome = run(parts)
+            done.append((outcome, self._state.read()))
+        return done
+
+    def _compare(self, begin, expected, found, noise) -> list[Difference]:
+        before, differences = begin, []
+        for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
+            marks = None if noise is None else noise[step]
+            differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
+            differences += self._compare_states(values, others, before, step, marks)
+            differences += self._compare_outputs(one.metrics, many.metrics, "metric ", step, marks)
+            before = values
+        return differences
+
+    def _compare_states(self, values, others, before, step, noise):
+        parts = self._state.parts
+        found = []
+        for i, part in enumerate(parts):
+            if part.kind not in COMPARED or part.replica is None:
+                continue
+            allowed = 0.0 if noise is None else noise.get(part.name, 0.0)
+            pair = compare(others[i], values[i], before[i], allowed, self._close)
+            if pair is not None:
+                what = f"{part.kind} {part.name}"
+                found.append((part, Difference(what, *pair, replica=part.replica, step=step + 1)))
+        found.sort(key=lambda each: COMPARED.index(each[0].kind))
+        return [difference for _, difference in found]
+
+    def _compare_outputs(self, expected, found, kind, step, noise):
+        differences = []
+        for name, wanted in expected[0].items():
+            what = f"{kind}{name}" if name else f"what `{self._case.kind}_step` returns"
+            have = found[0].get(name)
+            if have is None:
+                differences.append(Difference(what, wanted, "nothing", np.inf, step=step + 1))
+                continue
+            allowed = 0.0 if noise is None else noise.get(kind + name, 0.0)
+            pair = compare(have, wanted, noise=allowed, close=self._close * _OUTPUT)
+            if pair is not None:
+                differences.append(Difference(what, *pair, step=step + 1))
+        return differences
+
+    def _measure_noise(self, begin, expected) -> list[dict[str, float]]:
+        """Returns how far each value moves when weights change in their last place.
+
+        Another order of the same rows would do as well, but not where rows meet one another, or
+        random numbers, by their place.
+        """
+        noise: list[dict[str, float]] = [{} for _ in expected]
+        for run in range(_NUM_NOISY):
+            moved = [
+                _move_last_place(value, part.name, run, _ROUNDINGS.get(self._compute))
+                if part.kind == TRAINABLE
+                else value
+                for part, value in zip(self._state.parts, begin)
+            ]
+            self._add_noise(noise, expected, self._steps(self._reference, moved))
+        return noise
+
+    def _add_noise(self, noise, expected, found):
+        for marks, (one, values), (other, moved) in zip(noise, expected, found):
+            pairs = [(p.name, a, b) for p, a, b in zip(self._state.parts, values, moved)]
+            for kind, many, few in (
+                ("", one.outputs, other.outputs),
+                ("metric ", one.metrics, other.metrics),
+            ):
+                pairs += [(kind + name, many[0][name], few[0][name]) for name in many[0]]
+            for name, a, b in pairs:
+                apart = distance(a, b)
+                marks[name] = max(marks.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
+
+    def _look_for_changes(self, begin, expected):
+        """A learning rate that begins at 0 hides every gradient, unless slots keep them."""
+        last, parts = expected[-1][1], self._state.parts
+        kinds = (TRAINABLE, OPTIMIZER)
+        learned = [i for i, p in enumerate(parts) if p.kind in kinds and begin[i].ndim]
+        changed = any(begin[i].tobytes() != last[i].tobytes() for i in learned)
+        if self._case.kind == TRAIN and learned and not changed:
+            raise NotVerified(_NOTHING_CHANGES)
+
+    def _is_random(self, begin, expected) -> bool:
+        if self._reference.not_replaced:
+            return True
+        kinds = set().union(*(keras_compat.operations_of(each) for each in self._functions))
+        calls_python = not self._functions or any("PyFunc" in kind for kind in kinds)
+        return calls_python and self._replicas_disagree(begin, expected)
+
+    def _measure_growth(self, begin, expected) -> dict[str, float]:
+        if self._case.static:
+            return {}
+        self._state.write(begin)
+        twice = self._reference(self._case.rows.twice(self._examples[0])).outputs[0]
+        once = expected[0][0].outputs[0]
+        names = [name for name in once if np.ndim(once[name]) == 0 and once[name]]
+        return {name: float(twice[name] / once[name]) for name in names}
+
+    def _replicas_disagree(self, begin, expected) -> bool:
+        first: dict[str, int] = {}
+        for i, part in enumerate(self._state.parts):
+            if part.kind not in COMPARED or part.replica is None:
+                continue
+            j = first.setdefault(part.name, i)
+            if begin[i].tobytes() == begin[j].tobytes():
+                values = expected[0][1]
+                if compare(values[i], values[j], begin[i], 0.0, self._close) is not None:
+                    return True
+        return False
+
+
+def _compute_dtype(model) -> str:
+    """The coarsest type that a part of a model computes in, or sends its gradients in."""
+    layers = [model, *keras_compat.all_layers(model)]
+    sent = {
+        getattr(each, "tfmulti_compression", None)
+        for each in held.optimizers_of(model, nested=True)
+    }
+    found = ({layer.compute_dtype for layer in layers} | sent) & set(CLOSE)
+    return max(found or {"float32"}, key=CLOSE.get)
+
+
+def _move_last_place(value, name, run, rounding):
+    if value.dtype not in (np.float32, np.float64):
+        return value
+    generator = np.random.default_rng([run, *name.encode()])
+    way = generator.choice(np.array([-1, 1], value.dtype), value.shape)
+    if rounding is not None:
+        # The model's arithmetic would not see less.
+        return value * (1 + rounding * way).astype(value.dtype)
+    return np.nextafter(value, way * np.inf)
