@@ -14,6 +14,9 @@ _HOMES = {
     "DistributedOptimizer": "optimizers",
     "distribute_train": "data",
     "distribute_eval": "data",
+    "gather_batch": "gathering",
+    "WholeBatchLoss": "whole_batches",
+    "WholeBatchMetric": "whole_batches",
     "scale_learning_rate": "learning_rate",
     "Cluster": "cluster",
     "resolve_cluster": "cluster",
@@ -22,6 +25,10 @@ _HOMES = {
     "TrainConfig": "trainer",
     "train_and_evaluate": "trainer",
     "notebook_launch": "notebook",
+    "DistributedGradientTape": "gradients",
+    "no_sync": "gradients",
+    "reduce_gradients": "gradients",
+    "synchronize_batch_normalization": "normalization",
 }
 
 _WITHOUT_TENSORFLOW = ("cluster", "notebook")

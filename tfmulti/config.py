@@ -17,6 +17,7 @@ RESUME = ("auto", "never")
 TRACKERS = ("none", "wandb", "mlflow")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
+VERIFY = ("auto", "always", "never")
 AUTO = "auto"
 
 
@@ -157,6 +158,12 @@ class TrainConfig:
     track: str = setting("none", "Log every epoch to Weights & Biases or to MLflow.", TRACKERS)
     workdir: str | None = setting(
         None, "Folder for model.keras, history.csv, result.json and logs/."
+    )
+    verify: str = setting(
+        "auto",
+        "Whether a few rows show, before the first step, that many replicas give one device's "
+        "result; auto leaves out what is made of stock parts alone.",
+        VERIFY,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
 

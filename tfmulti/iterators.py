@@ -37,6 +37,17 @@ def local_shares(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
     return tuple(worker + i * num_workers for i in range(num_local_replicas(strategy)))
 
 
+def share_number(context: tf.distribute.ReplicaContext) -> tf.Tensor:
+    """Returns which share of a global batch this replica takes, an int32 scalar.
+
+    What `local_shares` tells a worker of its replicas, as a replica knows it.
+    """
+    num_local = num_local_replicas(context.strategy)
+    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    num_workers = context.num_replicas_in_sync // num_local
+    return replica // num_local + replica % num_local * num_workers
+
+
 def _worker(strategy) -> tuple[int, int]:
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return 0, 1
@@ -50,6 +61,15 @@ def _worker(strategy) -> tuple[int, int]:
 def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of this worker's replicas."""
     return max(len(strategy.extended.worker_devices), 1)
+
+
+def is_first_local_replica() -> tf.Tensor | bool:
+    """Whether the replica that is traced is this worker's first one, a bool scalar."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return True
+    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    return replica % num_local_replicas(context.strategy) == 0
 
 
 class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from tfmulti.config import check_settings, setting
+from tfmulti.config import VERIFY, check_settings, setting
 
 WORKLOADS = ("compute", "communication", "resnet50", "transformer", "own")
 KINDS = (
@@ -61,6 +61,9 @@ class BenchConfig:
     allreduce: bool = setting(True, "Measure the all-reduce alone too.")
     monitors: bool = setting(
         False, "Measure what the monitors cost on the first workload, and nothing else."
+    )
+    verify: str = setting(
+        "auto", "As --verify of tfmulti.train; with always, what it costs is in the table.", VERIFY
     )
     pin: bool = setting(True, "Keep each worker on cores of its own, with a thread for each.")
     strong: bool = setting(False, "Also measure with the global batch size held (strong scaling).")

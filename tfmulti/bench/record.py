@@ -15,6 +15,7 @@ from tfmulti.bench.config import BenchConfig
 _COLUMNS = ("setup", "kind", "replicas", "scaling", "steps_per_execution", "global_batch_size")
 _MEASURED = ("throughput", "speed_up", "efficiency", "efficiency_of_control")
 _MORE = ("input_seconds", "fit_tail_seconds", "start_seconds")
+_MORE += ("first_step_seconds", "verified_seconds")
 
 
 def write_all(found: Mapping[str, Any], config: BenchConfig) -> list[str]:

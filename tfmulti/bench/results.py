@@ -60,6 +60,8 @@ def _describe(series) -> dict:
         "input_seconds": statistics.median(series.input_seconds) if series.input_seconds else None,
         "fit_tail_seconds": long and long.tail,
         "start_seconds": series.start_seconds,
+        "first_step_seconds": series.first_step_seconds,
+        "verified_seconds": series.verified_seconds,
         "idle_cpu_seconds": sum(block.idle_cpu for block in series.blocks),
         "peak_bytes": series.peak_bytes,
         "blocks": [_describe_block(block) for block in series.blocks],

@@ -56,6 +56,8 @@ class Series:
         long_block: A long block, for the time of `fit` beyond its steps.
         failure: Why it does not run; empty where it does.
         start_seconds: From the start of its processes to the end of the first step.
+        first_step_seconds: From the call of `fit` to the end of the first step.
+        verified_seconds: Of verification, which is not in the first step's.
         input_seconds: Seconds to draw one batch and train nothing, for each of several.
         gradient_bytes: The bytes of the gradients.
         peak_bytes: The largest resident memory of each process.
@@ -67,6 +69,8 @@ class Series:
     long_block: Block | None = None
     failure: str = ""
     start_seconds: float | None = None
+    first_step_seconds: float | None = None
+    verified_seconds: float | None = None
     input_seconds: list[float] = dataclasses.field(default_factory=list)
     gradient_bytes: int | None = None
     peak_bytes: list[int] = dataclasses.field(default_factory=list)
@@ -121,13 +125,15 @@ class Rounds:
         self._series += [(job, series) for series in own]
         try:
             job.start()
-            job.train(steps=1)
+            first = job.train(steps=1)[0]
             seconds = time.perf_counter() - job.began
             answers = job.train(steps=_WARM_UP_STEPS)
             ends = answers[0]["ends"]
             step = (ends[-1] - ends[0]) / (len(ends) - 1)
             for series in own:
                 series.start_seconds = seconds
+                series.first_step_seconds = first.get("first", [None])[0]
+                series.verified_seconds = first.get("verified", [None])[0]
                 series.gradient_bytes = job.facts[0].get("gradient_bytes")
                 number = series.steps_per_execution
                 self._steps[id(series)] = self._choose_steps(step, number)

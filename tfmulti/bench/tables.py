@@ -83,7 +83,8 @@ def _kinds(found) -> TextTable:
 
 
 def _around(name, workload) -> TextTable:
-    columns = ("set-up", "start s", "fit beyond its steps s", "peak MB of each process")
+    columns = ("set-up", "start s", "first step s", "verification s", "fit beyond its steps s")
+    columns += ("peak MB of each process",)
     found: dict[str, list] = {}
     for row in workload["rows"]:
         if row["status"] == OK:
@@ -96,11 +97,17 @@ def _around(name, workload) -> TextTable:
             (
                 setup,
                 _number(same[0]["start_seconds"], 1),
+                _number(same[0]["first_step_seconds"], 1),
+                _number(same[0]["verified_seconds"], 1),
                 _number(max(tails, default=None)),
                 " ".join(f"{max(each) / 1e6:.0f}" for each in zip(*peaks)),
             )
         )
-    notes = ["start: from the start of the processes to the end of the first step"]
+    notes = [
+        "start: from the start of the processes to the end of the first step",
+        "verification: before the first step, once; these models are made of stock parts, which "
+        "are verified with --verify always alone",
+    ]
     return TextTable(f"{name}: around the steps", columns, rows, notes)
 
 

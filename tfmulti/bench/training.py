@@ -57,7 +57,7 @@ class Trained:
 
     def __init__(self, config: BenchConfig, task: dict):
         self._kind, self._batch_size = task["kind"], task["batch_size"]
-        self._strategy = _create_strategy(self._kind, task["replicas"])
+        self._strategy = _create_strategy(self._kind, task["replicas"], config.verify)
         replicas = self._strategy.num_replicas_in_sync if self._strategy else 1
         self._global_batch_size = self._batch_size * replicas
         keras.utils.set_random_seed(_SEED)
@@ -87,19 +87,23 @@ class Trained:
             monitored: Whether to train with `Throughput` and `Devices`.
 
         Returns:
-            The times at the end of each call, and the processor's seconds at each.
+            The times at the end of each call, the processor's seconds at each, the seconds of
+            verification, and those from the beginning to the end of the first call without it.
         """
         # Of their own: the steps measure how long they wait for monitored data.
         data = self._dataset(steps, autotune, monitored)
         if input_only:
             return {"ends": self._draw(data)}
-        ends, monitors = Ends(), []
+        ends, monitors, began = Ends(), [], time.perf_counter()
         if monitored:
             monitors = [Throughput(data, tell=_forget), Devices(tell=_forget)]
         self._model(steps_per_execution).fit(
             data, epochs=1, shuffle=False, verbose=0, callbacks=[*monitors, ends]
         )
-        return {"ends": ends.times, "cpu_ends": ends.cpu_times}
+        verified = getattr(self._strategy, "seconds_verified", 0.0)
+        first = ends.times[0] - began - verified
+        times = {"ends": ends.times, "cpu_ends": ends.cpu_times}
+        return {**times, "verified": [verified], "first": [first]}
 
     def _dataset(self, steps, autotune, monitored):
         key = (steps, autotune, monitored)
@@ -176,15 +180,16 @@ def _forget(line):
     """Tells nobody."""
 
 
-def _create_strategy(kind, replicas):
+def _create_strategy(kind, replicas, verify):
     if kind == setups.PLAIN:
         return None
     if kind == setups.ONE_REPLICA:
         return create_strategy("mirrored", devices=["CPU:0"])
     if kind == setups.MIRRORED:
-        return create_strategy("mirrored", logical_cpus=replicas)
+        return create_strategy("mirrored", logical_cpus=replicas, verify=verify)
     if kind in setups.MULTI_WORKER:
-        return create_strategy("multi_worker", communication=kind.partition("_")[0])
+        communication = kind.partition("_")[0]
+        return create_strategy("multi_worker", communication=communication, verify=verify)
     return create_strategy("one_device", devices=["CPU:0"])
 
 

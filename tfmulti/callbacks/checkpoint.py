@@ -47,6 +47,11 @@ class Checkpoint(keras.callbacks.Callback):
         tell: Function of one line of text.
         clock: Returns seconds.
 
+    Attributes:
+        saved: Steps, since the run began, of which this `fit` has saved.
+        resumed_step: Steps of the run before this `fit`.
+        resumed_position: Where the data stood then: (epoch, step); None where it is not known.
+
     Raises:
         ValueError: For numbers that cannot be, or checkpoints within an epoch without `dataset`.
 
@@ -77,12 +82,14 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch = self._step = self._unsaved = 0
         self._resumed, self._callbacks = None, ()
         self.saved: list[int] = []
+        self.resumed_step, self.resumed_position = 0, None
 
     def on_train_begin(self, logs=None):
         """Puts the latest whole checkpoint back, where there is one."""
         self._strategy = self.model.distribute_strategy
         self._signals = signals_of(self._strategy)
         self._signals.reset()
+        self._strategy.keeps_whole_sums = True
         resuming.check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
         self._previous_handler = None
@@ -95,7 +102,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._resume:
             self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._tell)
         if self._resumed is not None:
-            self._step = self._resumed.state["step"]
+            self._step = self.resumed_step = self._resumed.state["step"]
+            self.resumed_position = self._resumed.state["position"]
             keras_compat.set_initial_epoch(self.model, self._resumed.state["epoch"])
 
     @property
@@ -117,10 +125,10 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Saves what the epoch before it has left, with what all its callbacks did."""
         if self._resumed is not None:
-            self._resumed.finish(self.model)
+            self._resumed.finish(self._run)
             self._resumed = None
         elif self._unsaved:
-            self._save(epoch, within_epoch=False)
+            self._save(epoch, begun=True)
         self._epoch, self._last_batch = epoch, -1
         if self._dataset is not None:
             self._last_batch += resuming.steps_done(self._dataset)
@@ -143,7 +151,7 @@ class Checkpoint(keras.callbacks.Callback):
         every = self._every_steps
         due = every is not None and before // every != self._step // every
         if due or told:
-            self._save(self._epoch, within_epoch=True)
+            self._save(self._epoch, begun=True, within_epoch=True)
             self._signals.clear("save")
         self._stop_if_told()
 
@@ -155,7 +163,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Saves the end, and waits until it is on disk."""
         if self._unsaved:
-            self._save(self._epoch + 1, within_epoch=False)
+            self._save(self._epoch + 1, begun=False)
         self._finish()
         if self._signals.agreed("stop"):
             raise Preempted
@@ -171,9 +179,11 @@ class Checkpoint(keras.callbacks.Callback):
             self._finish()
             raise Preempted
 
-    def _save(self, epoch, within_epoch):
+    def _save(self, epoch, *, begun, within_epoch=False):
         """Copies the state on every worker; writes it on the chief, in the background."""
-        snapshot = resuming.take(self._run, epoch, self._step, self._strategy, within_epoch)
+        snapshot = resuming.take(
+            self._run, epoch, self._step, self._strategy, begun=begun, within_epoch=within_epoch
+        )
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
         if agreement.is_chief(self._strategy):

@@ -92,8 +92,19 @@ def steps_done(dataset) -> int:
     return dataset.plan.steps_per_epoch - dataset.steps_left()
 
 
-def take(run: Run, epoch: int, step: int, strategy, within_epoch: bool) -> checkpoint.Snapshot:
-    """Copies a run's state to the host; every worker must call it."""
+def take(
+    run: Run, epoch: int, step: int, strategy, *, begun: bool, within_epoch: bool
+) -> checkpoint.Snapshot:
+    """Copies a run's state to the host; every worker must call it.
+
+    Args:
+        run: What `fit` works with.
+        epoch: The epoch in which training is to go on.
+        step: Steps since the run began.
+        strategy: The strategy.
+        begun: Whether callbacks have been told that this epoch begins.
+        within_epoch: Whether steps of it were taken.
+    """
     snapshot = checkpoint.take_snapshot(run.model, run.callbacks, metrics=within_epoch)
     position = None
     if run.dataset is not None:
@@ -104,6 +115,7 @@ def take(run: Run, epoch: int, step: int, strategy, within_epoch: bool) -> check
     state = {
         "epoch": epoch,
         "step": step,
+        "begun": begun,
         "position": position,
         "num_replicas": strategy.num_replicas_in_sync,
         "data": _describe_data(run.dataset),
@@ -145,20 +157,25 @@ class Writer:
 
 
 class Resumed:
-    """A state that was put back, but for what Keras resets when an epoch begins."""
+    """A state that was put back, but for what Keras and callbacks do when an epoch begins."""
 
-    def __init__(self, state: dict, metrics: dict[str, tf.Tensor]):
-        self.state, self._metrics = state, metrics
+    def __init__(self, state: dict, tensors: dict[str, tf.Tensor]):
+        self.state, self._tensors = state, tensors
 
-    def finish(self, model: keras.Model) -> None:
-        """Puts back the metrics and the history; called when the first epoch has begun."""
-        keras_compat.set_initial_epoch(model, None)
-        variables = checkpoint.metric_variables(model)
-        for name, value in self._metrics.items():
-            if name in variables:
-                variables[name].assign(value)
-        model.history.epoch[:] = self.state["history"]["epoch"]
-        model.history.history.update(self.state["history"]["values"])
+    def finish(self, run: Run) -> None:
+        """Puts back the metrics and the history; called when the first epoch has begun.
+
+        What callbacks have changed as it began, such as a rate that a schedule halves, they had
+        changed before the checkpoint too: it is put back as well.
+        """
+        keras_compat.set_initial_epoch(run.model, None)
+        if self.state.get("begun"):
+            checkpoint.put_back(self.state, self._tensors, run.model, run.callbacks)
+        for name, variable in checkpoint.metric_variables(run.model).items():
+            if name in self._tensors:
+                variable.assign(self._tensors[name])
+        run.model.history.epoch[:] = self.state["history"]["epoch"]
+        run.model.history.history.update(self.state["history"]["values"])
 
 
 def resume(folder: Path, strategy, run: Run, tell: Callable[[str], None]) -> Resumed | None:
@@ -168,14 +185,14 @@ def resume(folder: Path, strategy, run: Run, tell: Callable[[str], None]) -> Res
         if generation is None:
             return None
         _check_data(generation.state["data"], _describe_data(run.dataset))
-        metrics = checkpoint.restore(generation, run.model, run.callbacks)
+        tensors = checkpoint.restore(generation, run.model, run.callbacks)
     state = generation.state
     if run.dataset is not None and state["position"] is not None:
         run.dataset.set_position(*state["position"])
     tell(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
     if state["num_replicas"] != strategy.num_replicas_in_sync:
         _tell_what_differs(run.model, state["num_replicas"], strategy, tell)
-    return Resumed(state, metrics)
+    return Resumed(state, tensors)
 
 
 def _from_chief(folder, strategy, copies: Path, tell) -> checkpoint.Generation | None:

@@ -16,5 +16,6 @@ from tfmulti.checkpoint.generations import remove_all as remove_all
 from tfmulti.checkpoint.generations import write as write
 from tfmulti.checkpoint.state import Snapshot as Snapshot
 from tfmulti.checkpoint.state import metric_variables as metric_variables
+from tfmulti.checkpoint.state import put_back as put_back
 from tfmulti.checkpoint.state import restore as restore
 from tfmulti.checkpoint.state import take_snapshot as take_snapshot

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import random
 from collections.abc import Sequence
 
@@ -10,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import accumulation, held, keras_compat
 from tfmulti.checkpoint.generations import CheckpointError, Generation, load
 
 # What callbacks that stop training, lower the rate or keep the best remember.
@@ -41,6 +43,7 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
         callbacks: The callbacks of this `fit`.
         metrics: Whether to copy the metrics' states, which matter within an epoch only.
     """
+    accumulation.settle(model, held.optimizers_of(model, nested=True))
     variables = named_variables(model)
     if metrics:
         variables |= metric_variables(model)
@@ -48,11 +51,39 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
     remembered = []
     for number, callback in enumerate(callbacks):
         values = {n: getattr(callback, n) for n in _REMEMBERED if hasattr(callback, n)}
-        values = {n: None if v is None else float(v) for n, v in values.items()}
+        values = {n: _plain(v) for n, v in values.items() if _is_json(_plain(v))}
         remembered.append([type(callback).__name__, values])
-        for index, weights in enumerate(getattr(callback, _BEST_WEIGHTS, None) or []):
-            tensors[f"callback/{number}/{index:06d}"] = np.asarray(weights)
-    return Snapshot(tensors, {"callbacks": remembered, "random": _random_states()})
+        for index, weights in enumerate(_best_weights(callback)):
+            tensors[f"callback/{number}/{index:06d}"] = weights
+    state = {"callbacks": remembered, "random": _random_states()}
+    return Snapshot(tensors, state | {"optimizers": _what_optimizers_update(model)})
+
+
+def _plain(value):
+    """Returns what is one number as it, and a copy of a collection; all else as it is."""
+    if isinstance(value, dict | list):
+        return copy.deepcopy(value)
+    if isinstance(value, bool | str):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
+def _is_json(value) -> bool:
+    """Whether a value comes back from a checkpoint as it was; a callback's can be anything."""
+    try:
+        return value != value or json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def _best_weights(callback) -> list[np.ndarray]:
+    weights = getattr(callback, _BEST_WEIGHTS, None)
+    arrays = [np.asarray(each) for each in weights] if isinstance(weights, list | tuple) else []
+    # Not of what is no number.
+    return arrays if all(array.dtype.kind not in "OSU" for array in arrays) else []
 
 
 def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
@@ -60,12 +91,33 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     named = {f"model/{i:06d}": v for i, v in enumerate(model.variables)}
     skip = {id(v) for v in model.metrics_variables}
     named = {name: v for name, v in named.items() if id(v) not in skip}
-    optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    optimizers += [model.optimizer] if model.optimizer not in optimizers else []
-    for number, optimizer in enumerate(o for o in optimizers if o is not None):
+    seen: set[int] = set()
+    for number, optimizer in enumerate(held.optimizers_of(model, nested=True)):
         for index, variable in enumerate(optimizer.variables):
-            named[f"optimizer/{number}/{index:06d}"] = variable
+            if id(variable) not in seen:
+                named[f"optimizer/{number}/{index:06d}"] = variable
+        # An optimizer within another can give its variables through that one.
+        seen |= {id(variable) for variable in optimizer.variables}
     return named
+
+
+def _what_optimizers_update(model) -> list:
+    """For each optimizer, the places in `model.variables` of what it was built for."""
+    places = {id(variable): place for place, variable in enumerate(model.variables)}
+    built = []
+    for optimizer in held.optimizers_of(model, nested=True):
+        updated = [places.get(id(v)) for v in keras_compat.updated_variables(optimizer)]
+        built.append(updated if optimizer.built and None not in updated else None)
+    return built
+
+
+def _build_optimizers(state, model) -> None:
+    """Builds those that Keras leaves to their first update: what they hold is to be put back."""
+    found = held.optimizers_of(model, nested=True)
+    for optimizer, updated in zip(found, state.get("optimizers", ())):
+        if updated and not optimizer.built and max(updated) < len(model.variables):
+            with model.distribute_strategy.scope():
+                optimizer.build([model.variables[place] for place in updated])
 
 
 def metric_variables(model: keras.Model) -> dict[str, keras.Variable]:
@@ -84,7 +136,7 @@ def _random_states() -> dict:
 
 
 def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> dict:
-    """Puts a run's state back; metrics' states are returned, since Keras resets them.
+    """Puts a run's state back, but for metrics' states, since Keras resets them.
 
     Args:
         generation: What `latest_good` returned.
@@ -92,23 +144,29 @@ def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> 
         callbacks: The callbacks of this `fit`, in the same order.
 
     Returns:
-        Values of metrics' states by name.
+        The values that the checkpoint holds, by name.
 
     Raises:
         CheckpointError: For a model or an optimizer that differs.
     """
-    tensors, variables = load(generation), named_variables(model)
-    _compare(generation, variables)
-    for name, variable in variables.items():
+    tensors = load(generation)
+    _build_optimizers(generation.state, model)
+    _compare(generation, named_variables(model))
+    put_back(generation.state, tensors, model, callbacks)
+    return tensors
+
+
+def put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
+    """Puts back what `restore` has read, once more."""
+    for name, variable in named_variables(model).items():
         variable.assign(tensors[name])
-    _restore_callbacks(generation.state["callbacks"], tensors, callbacks)
-    states = generation.state["random"]
+    _restore_callbacks(state["callbacks"], tensors, callbacks)
+    states = state["random"]
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     keras_compat.set_global_seed_state(states["keras"])
-    return {name: value for name, value in tensors.items() if name.startswith("metric/")}
 
 
 def _compare(generation, variables):
@@ -131,7 +189,7 @@ def _restore_callbacks(remembered, tensors, callbacks):
         if type(callback).__name__ != kind:
             continue
         for name, value in values.items():
-            whole = isinstance(getattr(callback, name, None), int) and value is not None
+            whole = type(getattr(callback, name, None)) is int and isinstance(value, float)
             setattr(callback, name, int(value) if whole else value)
         start = f"callback/{number}/"
         weights = [tensors[n].numpy() for n in sorted(tensors) if n.startswith(start)]

@@ -39,7 +39,8 @@ def distribute_train(
         global_batch_size: Examples per step over all replicas.
         seed: Seed of the order.
         remainder: What becomes of the last, short batch: `"uneven"` (nothing lost, nothing
-            added), `"pad"` (static shapes; filler rows have weight 0), `"drop"`, or
+            added), `"pad"` (every share is sent with as many rows; filler rows have weight 0, and
+            are cut off before the step), `"drop"`, or
             `"repeat_first"` (short shards are filled with the first examples).
         steps_per_epoch: Steps per epoch; by default one pass over the data.
         shuffle_buffer: For a `tf.data.Dataset`: examples to shuffle among. Arrays are always
