@@ -3,8 +3,8 @@
 import tfmulti
 
 
-def create_strategy(num_replicas):
+def create_strategy(num_replicas, **settings):
     """A strategy on the first logical CPUs; one device's where it is one."""
     devices = [f"CPU:{index}" for index in range(num_replicas)]
     kind = "mirrored" if num_replicas > 1 else "one_device"
-    return tfmulti.create_strategy(kind, devices=devices)
+    return tfmulti.create_strategy(kind, devices=devices, **settings)

@@ -230,6 +230,45 @@ def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
         train(1, file / "folder")
 
 
+class BestOfEach(keras.callbacks.Callback):
+    """Remembers by the names that stock callbacks use, but other things."""
+
+    def __init__(self):
+        super().__init__()
+        self.best, self.wait, self.best_epoch = {}, np.arange(3), object()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.best = {name: min(value, self.best.get(name, value)) for name, value in logs.items()}
+
+
+def test_a_callback_may_remember_anything(whole, tmp_path):
+    first, second = BestOfEach(), BestOfEach()
+    with pytest.raises(Killed):
+        train(1, tmp_path, End(4, kill), every_steps=1, own=[first])
+    train(1, tmp_path, every_steps=1, own=[second])
+    unbroken = BestOfEach()
+    train(1, tmp_path / "whole", own=[unbroken])
+    assert second.best == pytest.approx(unbroken.best)
+    assert second.best["loss"] <= first.best["loss"]
+
+
+@pytest.mark.parametrize("every_steps", [1, None])
+def test_what_callbacks_do_as_an_epoch_begins_is_done_once(every_steps, tmp_path):
+    """A schedule that halves the rate, resumed within an epoch and where one begins."""
+
+    def halve():
+        return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
+
+    whole, history, _ = train(1, tmp_path / "whole", own=halve())
+    with pytest.raises(Killed):
+        train(1, tmp_path, End(5, kill), every_steps=every_steps, own=halve())
+    weights, resumed, told = train(1, tmp_path, every_steps=every_steps, own=halve())
+    assert any("resumed at step" in line for line in told)
+    assert resumed.history["learning_rate"] == pytest.approx(history.history["learning_rate"])
+    for one, other in zip(whole, weights):
+        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
 def test_a_run_without_a_dataset_is_saved_between_epochs(tmp_path):
     with pytest.raises(ValueError, match="need `dataset`"):
         tfmulti.callbacks.Checkpoint(tmp_path, every_steps=1)

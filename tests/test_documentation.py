@@ -40,6 +40,8 @@ OUTSIDE = {
 FLAGS_OF_OTHERS = {
     *("nproc_per_node", "nnodes", "node_rank", "master_addr", "check-build"),
     *("distribution", "gpus-per-task", "gpus-per-node", "gres", "mpi", "resv-ports", "signal"),
+    # Of the programs in tests/.
+    *("only", "column"),
 }
 # Of every entry point, and those that stand for any.
 FLAGS_OF_ALL = {"help", "name", "noname", "write_readme"}

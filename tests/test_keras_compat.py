@@ -1,11 +1,16 @@
 """Each canary fails when upstream no longer needs the cure: then take the cure out."""
 
+import contextlib
 import inspect
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+import replicas
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
@@ -13,7 +18,8 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 
 import tfmulti
 from tfmulti import keras_compat
-from tfmulti.keras_compat import without_tuning
+from tfmulti.keras_compat import TABLE, without_tuning
+from tfmulti.keras_compat.building import NotBuilt
 
 
 def stock(num_replicas=2):
@@ -23,9 +29,44 @@ def stock(num_replicas=2):
     )
 
 
-def ours(num_replicas=2):
+def ours(num_replicas=2, **settings):
     names = [f"CPU:{i}" for i in range(num_replicas)]
-    return tfmulti.create_strategy("mirrored", devices=names)
+    return tfmulti.create_strategy("mirrored", devices=names, **settings)
+
+
+@contextlib.contextmanager
+def without(*targets):
+    """Takes entries of the table out for a time: what was there is called instead."""
+    entries = [entry for entry in TABLE if entry.target in targets and entry.make]
+    assert {entry.target for entry in entries} == set(targets)
+    changed = []
+    for entry in entries:
+        there = getattr(entry.owner, entry.name)
+        cell = there.__closure__[there.__code__.co_freevars.index("new")]
+        changed.append((cell, cell.cell_contents))
+        cell.cell_contents = there.tfmulti_replaces
+    try:
+        yield
+    finally:
+        for cell, function in changed:
+            cell.cell_contents = function
+
+
+def largest_difference(first, second):
+    pairs = zip(tf.nest.flatten(first), tf.nest.flatten(second), strict=True)
+    return max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in pairs)
+
+
+def check_needed(run, *targets):
+    """Two replicas come to one device's result, and without an entry to an error or another."""
+    one = run(tfmulti.create_strategy("one_device", devices=["CPU:0"]))
+    assert largest_difference(run(ours(verify="never")), one) < 2e-6
+    with without(*targets):
+        try:
+            upstream = run(ours(verify="never"))
+        except (ValueError, RuntimeError, TypeError, tf.errors.OpError):
+            return
+    assert largest_difference(upstream, one) > 1e-4
 
 
 def compiled(strategy, optimizer, layers=None, **kwargs):
@@ -107,9 +148,308 @@ def test_canary_a_dataset_must_hand_over_its_variant():
     assert keras_compat.variant_tensor(tf.data.Dataset.range(1)).dtype == tf.variant
 
 
+def trained(strategy, create, x, y, weights=None, optimizer=None, **settings):
+    """Weights and logs of a short training; the same initial weights on any strategy."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = create()
+        model.compile(
+            (optimizer or (lambda: keras.optimizers.SGD(0.1)))(), **{"loss": "mse", **settings}
+        )
+    size = -(-len(x) // 2)
+    history = model.fit(x, y, size, sample_weight=weights, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights(), history.history
+
+
+def dense():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+
+def normalized():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1)),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(2, kernel_regularizer="l2"),
+        ]
+    )
+
+
 def test_canary_batch_statistics_count_every_row():
-    # Upstream's moments know no filler rows.
-    assert "share" not in inspect.getsource(inspect.unwrap(keras_nn._compute_moments_sync))
+    # Batches of two rows and of one: the second replica is left without a row.
+    check_needed(
+        lambda strategy: trained(strategy, normalized, *rows(3)), "nn._compute_moments_sync"
+    )
+
+
+def test_canary_masked_batch_statistics_are_each_replicas_own():
+    x = np.random.RandomState(1).randn(8, 3, 4).astype("float32")
+    x[:3, 1:] = 0
+
+    def create():
+        layers = [keras.Input((3, 4)), keras.layers.Masking()]
+        layers += [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(2)]
+        return keras.Sequential(layers)
+
+    check_needed(
+        lambda strategy: trained(strategy, create, x, x[..., :2]), "BatchNormalization._moments"
+    )
+
+
+class Own(keras.Model):
+    """A model with a training step of its own, made of a loss of data and an update."""
+
+    def __init__(self, find_loss, update=None, inner=None):
+        super().__init__()
+        self.inner = inner or dense()
+        self.find_loss, self.update = find_loss, update
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = self.find_loss(self, x, y)
+        grads = tape.gradient(loss, self.trainable_variables)
+        if self.update is not None:
+            self.update(self, loss, grads)
+        else:
+            self.optimizer.apply(grads, self.trainable_variables)
+        return {"steps": tf.constant(1.0)}
+
+
+def squares(model, x, y):
+    return tf.reduce_mean((model(x, training=True) - y) ** 2)
+
+
+def test_canary_a_step_by_another_name():
+    class Traced(Own):
+        train_step = tf.function(Own.train_step)
+
+    check_needed(
+        lambda strategy: trained(strategy, lambda: Traced(squares), *rows(13)),
+        "Model._make_function",
+    )
+
+
+def test_canary_a_tape_gives_its_own_replicas_gradient():
+    def apart(model, loss, grads):
+        for variable, grad in zip(model.trainable_variables, grads, strict=True):
+            variable.assign_sub(0.1 * tf.clip_by_norm(grad, 0.3))
+
+    check_needed(
+        lambda strategy: trained(strategy, lambda: Own(squares, apart), *rows(13)),
+        "GradientTape.gradient",
+    )
+
+
+def test_canary_a_tf_function_within_a_step_cannot_reduce():
+    forward = tf.function(squares)
+    check_needed(
+        lambda strategy: trained(strategy, lambda: Own(forward, inner=normalized()), *rows(13)),
+        "Function.__call__",
+    )
+
+
+def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
+    def run(strategy):
+        return trained(strategy, normalized, *rows(13))
+
+    one = run(ours(1))
+    assert largest_difference(run(ours()), one) < 2e-6
+    for name in ("_losses", "_loss_ids"):
+        monkeypatch.setattr(vars(keras.Layer)[name], "_in_step", lambda: False)
+    assert largest_difference(run(ours(verify="never")), one) > 1e-4
+
+
+def test_canary_a_step_on_a_batch_is_traced_for_its_rows():
+    traced = []
+
+    def loss(model, x, y):
+        traced.append(x.shape)
+        return squares(model, x, y)
+
+    model = Own(loss)
+    model.compile("sgd", "mse")
+    for count in (4, 3):
+        model.train_on_batch(*rows(count))
+    assert len(set(map(str, traced))) > 1
+
+
+def test_canary_a_loss_is_divided_by_one_replicas_count():
+    weights = np.arange(1.0, 14.0, dtype="float32")
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    check_needed(
+        lambda strategy: trained(strategy, dense, *rows(13), weights, loss=loss),
+        "loss.reduce_weighted_values",
+    )
+
+
+@pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution"])
+def test_canary_a_loss_is_divided_by_the_replicas(name):
+    check_needed(lambda strategy: trained(strategy, normalized, *rows(12)), f"loss.{name}")
+
+
+@pytest.mark.parametrize("name", ["compute_average_loss", "scale_regularization_loss"])
+def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
+    def average(model, x, y):
+        each = tf.reduce_mean((model(x) - y) ** 2, axis=-1)
+        loss = tf.nn.compute_average_loss(each)
+        return loss + tf.nn.scale_regularization_loss(tf.nn.l2_loss(model.trainable_variables[0]))
+
+    check_needed(lambda strategy: trained(strategy, lambda: Own(average), *rows(13)), f"nn.{name}")
+
+
+def test_canary_a_loss_of_the_whole_batch_sees_a_share():
+    x, y = rows(13)
+    check_needed(
+        lambda strategy: trained(strategy, dense, x, np.abs(y), loss=keras.losses.Dice()),
+        "Loss.__call__",
+    )
+
+
+def test_canary_a_metric_function_sees_a_share():
+    def largest(y, prediction):
+        return tf.reduce_max(prediction)
+
+    check_needed(
+        lambda strategy: trained(strategy, dense, *rows(13), metrics=[largest]),
+        "MeanMetricWrapper.update_state",
+    )
+
+
+@pytest.mark.parametrize("kind", ["Mean", "Sum"])
+def test_canary_a_running_mean_counts_replicas_alike(kind):
+    class Tracked(Own):
+        def __init__(self):
+            super().__init__(squares)
+            self.tracker = getattr(keras.metrics, kind)(name="own")
+
+        def train_step(self, data):
+            super().train_step(data)
+            self.tracker.update_state(squares(self, *data))
+            return {"own": self.tracker.result()}
+
+    check_needed(lambda strategy: trained(strategy, Tracked, *rows(13)), f"{kind}.update_state")
+
+
+def update_in_branch(model, loss, grads):
+    def apply():
+        model.optimizer.apply(grads, model.trainable_variables)
+        return 0
+
+    tf.cond(loss > 0, apply, lambda: 0)
+
+
+def test_canary_a_branch_cannot_count_updates():
+    check_needed(
+        lambda strategy: trained(strategy, lambda: Own(squares, update_in_branch), *rows(13)),
+        "Variable._initialize",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("_backend_update_step", {}),
+        ("_apply_weight_decay", {"weight_decay": 0.1, "gradient_accumulation_steps": 2}),
+        ("_backend_increment_gradient_accumulators", {"gradient_accumulation_steps": 2}),
+        (
+            "_overwrite_model_variables_with_average_value",
+            {"use_ema": True, "ema_overwrite_frequency": 2},
+        ),
+        ("_tf_apply", {}),
+    ],
+)
+def test_canary_an_optimizers_update_goes_across_replicas(name, settings):
+    def optimizer():
+        inner = keras.optimizers.SGD(0.1, **settings)
+        return keras.optimizers.LossScaleOptimizer(inner) if name == "_tf_apply" else inner
+
+    def run(strategy):
+        # By hand: gradients are reduced at each step.
+        update = update_in_branch if name == "_tf_apply" else None
+        return trained(strategy, lambda: Own(squares, update), *rows(13), optimizer=optimizer)
+
+    kind = "LossScaleOptimizer" if name == "_tf_apply" else keras.optimizers.Optimizer.__name__
+    check_needed(run, f"{kind}.{name}")
+
+
+def test_canary_an_accumulating_optimizer_reduces_at_each_step():
+    def optimizer():
+        return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+
+    check_needed(
+        lambda strategy: trained(strategy, dense, *rows(13), optimizer=optimizer),
+        "Optimizer._backend_apply_gradients",
+    )
+
+
+def test_canary_a_file_holds_the_users_optimizer(tmp_path):
+    def loaded():
+        with strategy.scope():
+            return keras.models.load_model(tmp_path / "model.keras").optimizer
+
+    strategy = ours()
+    model = compiled(strategy, lambda: tfmulti.DistributedOptimizer(keras.optimizers.SGD()))
+    model.fit(*rows(4), verbose=0)
+    model.save(tmp_path / "model.keras")
+    assert hasattr(loaded(), "tfmulti_distributed")
+    with without("Model.compile_from_config"):
+        assert not hasattr(loaded(), "tfmulti_distributed")
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch"])
+def test_canary_calls_are_not_looked_at(name):
+    class Centred(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = dense()
+
+        def call(self, x):
+            return self.inner(x - tf.reduce_mean(x, axis=0))
+
+    def call():
+        with ours(verify="always").scope():
+            model = Centred()
+            model.compile("sgd", "mse")
+        x, y = rows(8)
+        getattr(model, name)(*((x,) if name == "predict" else (x, y)))
+
+    with pytest.raises(ValueError, match="Received"):
+        call()
+    with without(f"Model.{name}"):
+        call()
+
+
+def test_canary_callbacks_see_one_replicas_sum_of_gradients():
+    def run(strategy):
+        found = []
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = dense()
+            optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+            model.compile(optimizer, "mse")
+
+        def look(epoch, logs):
+            found.extend(v.numpy() for v in optimizer.variables if "accum" in v.path)
+
+        keep = keras.callbacks.LambdaCallback(on_epoch_end=look)
+        model.fit(*rows(13), batch_size=7, shuffle=False, verbose=0, callbacks=[keep])
+        assert found
+        return found
+
+    check_needed(run, "CallbackList.on_epoch_end")
+
+
+def test_canary_an_epoch_without_steps_has_no_logs():
+    model = compiled(ours(), keras.optimizers.SGD)
+    model.evaluate(*rows(4), verbose=0)
+    assert "loss" in model._get_metrics_result_or_logs({})
+    with without("Model._get_metrics_result_or_logs"):
+        assert model._get_metrics_result_or_logs({}) == {}
 
 
 def test_canary_one_number_for_a_loss_is_taken_twice():
@@ -142,6 +482,21 @@ def test_canary_dropout_is_the_same_on_all_replicas():
     assert first == second
     first, second = masks(ours())
     assert first != second
+
+
+def test_canary_a_metrics_state_is_a_sum_over_replicas():
+    def largest(strategy, keep):
+        with strategy.scope():
+            metric = keras.metrics.Metric()
+            state = metric.add_variable((), keras.initializers.Constant(-np.inf))
+            keep(metric.variables)
+            state.assign(-np.inf)
+        update = tf.function(lambda: state.assign(tf.maximum(state.value.read_value(), 3.0)))
+        strategy.run(update)
+        return float(tf.convert_to_tensor(state))
+
+    assert largest(stock(), lambda variables: None) == 6
+    assert largest(ours(), keras_compat.keep_on_each_replica) == 3
 
 
 def test_canary_xla_does_not_span_devices():
@@ -180,10 +535,15 @@ def test_canary_a_function_of_datasets_is_counted_by_replicas():
 
 
 @pytest.mark.parametrize("name", ["ModelCheckpoint", "CSVLogger", "TensorBoard"])
-def test_canary_stock_callbacks_know_no_chief(name):
-    source = inspect.getsource(inspect.getmodule(getattr(keras.callbacks, name)))
-    assert "should_checkpoint" not in source
-    assert "chief" not in source
+def test_canary_stock_callbacks_know_no_chief(name, tmp_path, monkeypatch):
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    kind = type(strategy.extended)
+    monkeypatch.setattr(kind, "should_checkpoint", property(lambda self: False))
+    monkeypatch.setattr(kind, "should_save_summary", property(lambda self: False))
+    place = tmp_path / "written.keras"
+    model = compiled(strategy, keras.optimizers.SGD)
+    model.fit(*rows(4), verbose=0, callbacks=[getattr(keras.callbacks, name)(str(place))])
+    assert place.exists()
 
 
 def test_canary_stock_workers_take_one_cpu():
@@ -222,10 +582,60 @@ def test_whoever_asks_for_tuning_has_it():
     assert tuned_by([without_tuning(tf.data.Dataset.range(3).with_options(options))]) == [True]
 
 
-def test_canary_datasets_of_devices_are_tuned():
+def test_canary_datasets_of_devices_are_tuned(monkeypatch):
+    made = []
+
+    def keep(function):
+        def create(*args, **kwargs):
+            made.append(function(*args, **kwargs))
+            return made[-1]
+
+        return create
+
+    name = "_create_device_dataset"
     ours()
-    create = inspect.unwrap(multi_device_iterator_ops._create_device_dataset)
-    assert "autotune" not in inspect.getsource(create)
+    create = getattr(multi_device_iterator_ops, name)
+    monkeypatch.setattr(multi_device_iterator_ops, name, keep(create))
+    for strategy, expected in ((ours(), False), (stock(), None), (ours(), False)):
+        made.clear()
+        iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2)))
+        whole = strategy.distribute_datasets_from_function(lambda _: tf.data.Dataset.range(4))
+        iter(whole)
+        assert len(made) == 4 and set(tuned_by(made)) == {expected}
+
+
+def run_collectives(*arguments):
+    script = Path(__file__).parent / "collective_keys.py"
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("_all_gather", "gather"), ("all_reduce", "reduce")])
+def test_canary_a_key_stands_for_one_shape(name, kind):
+    sizes = [int(line.split()[0]) for line in run_collectives("nothing", kind).stdout.splitlines()]
+    assert sizes == ([4, 6, 4] if kind == "gather" else [2, 3, 2])
+    upstream = run_collectives(name, kind)
+    assert upstream.returncode != 0
+    assert "Shape mismatch in the collective instance" in upstream.stderr
+
+
+def test_canary_new_keys_do_not_reach_nested_functions():
+    assert run_collectives("nothing", "nested").returncode == 0
+    assert run_collectives("_use_unique_instance_key", "nested").returncode != 0
+
+
+def test_canary_a_trace_cannot_make_variables_for_later():
+    def trace(strategy):
+        with strategy.scope():
+            layer = keras.layers.Dense(2)
+        step = tf.function(lambda x: strategy.run(layer, args=(x,)))
+        step.get_concrete_function(tf.TensorSpec([None, 4]))
+
+    with pytest.raises(Exception, match="Unable to lift tensor"):
+        trace(stock())
+    with pytest.raises(NotBuilt), keras_compat.noting_unbuilt([]) as found:
+        trace(ours())
+    assert len(found) == 1
 
 
 def test_canary_workers_add_by_tensorflows_collectives_alone():
@@ -297,3 +707,108 @@ def test_keras_steps_are_recognized(kind, monkeypatch):
 
 def test_a_users_own_function_is_not_a_step():
     assert keras_compat.step_of(lambda data: data) == (None, None)
+
+
+def test_canary_predict_is_traced_for_the_rows_that_it_is_given():
+    model = compiled(tf.distribute.get_strategy(), keras.optimizers.SGD)
+    for count in (4, 3):
+        model.predict(rows(count)[0], verbose=0)
+    assert model.predict_function.experimental_get_tracing_count() > 1
+
+
+def test_canary_predict_on_batch_answers_once_for_each_replica():
+    assert len(compiled(stock(), keras.optimizers.SGD).predict_on_batch(rows(13)[0])) == 26
+    assert len(compiled(ours(), keras.optimizers.SGD).predict_on_batch(rows(13)[0])) == 13
+
+
+def test_canary_a_function_of_the_users_own_is_not_traced_again_within_another_trace():
+    traced = []
+
+    @tf.function
+    def inner(x):
+        traced.append(None)
+        return x + 1.0
+
+    for separate in (False, True):
+        traced.clear()
+        for _ in range(2):
+            with keras_compat.separate_traces() if separate else contextlib.nullcontext():
+                tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec([]))
+        assert len(traced) == (2 if separate else 1)
+
+
+def test_canary_replicas_reduce_whatever_they_are_told():
+    """Sums, means, gathers and their gradients are each replica's own."""
+    strategy = ours()
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        value = tf.reshape(tf.cast(context.replica_id_in_sync_group + 1, tf.float32), [1])
+        keras_compat.be_first_replica()
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            gathered = context.all_gather(value, axis=0)
+            total = tf.reduce_sum(context.all_reduce("SUM", gathered) ** 2)
+        return total, tape.gradient(total, value)
+
+    with keras_compat.reducing_nothing(strategy):
+        totals, gradients = tf.function(lambda: strategy.run(step))()
+    assert [float(x) for x in strategy.experimental_local_results(totals)] == [1.0, 4.0]
+    assert [float(x[0]) for x in strategy.experimental_local_results(gradients)] == [2.0, 4.0]
+    totals, _ = tf.function(lambda: strategy.run(step))()
+    assert float(strategy.experimental_local_results(totals)[0]) == 2.0**2 + 4.0**2
+
+
+def test_canary_a_result_under_another_name_is_one_replicas():
+    """keras.io's variational autoencoder logs `{"loss": self.total_loss.result()}`."""
+
+    class Renaming(keras.Sequential):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.total = keras.metrics.Mean(name="total_loss")
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            self.total.update_state(loss)
+            return {"error": self.total.result()}
+
+    def errors(strategy, replaced=True):
+        keras.utils.set_random_seed(0)
+        entry = next(e for e in TABLE if e.owner is keras.metrics.Mean and e.name == "result")
+        with strategy.scope():
+            model = Renaming([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd")
+        ours = keras.metrics.Mean.result
+        try:
+            if not replaced:
+                keras.metrics.Mean.result = ours.tfmulti_replaces
+            data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+            return model.fit(data, epochs=2, verbose=0).history["error"]
+        finally:
+            keras.metrics.Mean.result = ours
+            assert entry.canary
+
+    X = np.random.RandomState(0).randn(13, 4).astype("float32")
+    Y = X[:, :1] * 2
+    one = errors(replicas.create_strategy(1))
+    np.testing.assert_allclose(errors(replicas.create_strategy(2)), one, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="one device's result"):
+        errors(replicas.create_strategy(2), replaced=False)
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_canary_a_variable_of_replicas_is_no_number(kind):
+    """Callbacks write `int(self.model.optimizer.iterations)`."""
+
+    def number(strategy):
+        with strategy.scope():
+            variable = keras.Variable(3, dtype="int32", trainable=False)
+        return kind(variable)
+
+    with pytest.raises(TypeError, match="MirroredVariable"):
+        number(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
+    assert number(replicas.create_strategy(2)) == 3

@@ -1,9 +1,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti.shares import weighting
 
 SGD = keras.optimizers.SGD
 OPTIMIZERS = {
@@ -92,10 +94,17 @@ def test_eager_steps_are_right_too():
     assert_equal_runs(train(2, OPTIMIZERS["sgd"], eager=True), reference)
 
 
-def test_without_it_uneven_batches_are_wrong(monkeypatch):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_nobody_has_wrapped_is_right_too(name, monkeypatch):
+    reference = train(1, OPTIMIZERS[name], count=43)
+    monkeypatch.setattr(tfmulti, "DistributedOptimizer", lambda optimizer: optimizer, raising=False)
+    assert_equal_runs(train(3, OPTIMIZERS[name], count=43), reference)
+
+
+def test_without_the_weights_of_rows_uneven_batches_are_wrong(monkeypatch):
     # The canary of the whole module.
     reference = train(1, OPTIMIZERS["sgd"], count=43)
-    monkeypatch.setattr(tfmulti, "DistributedOptimizer", lambda optimizer: optimizer, raising=False)
+    monkeypatch.setattr(weighting, "row_weight", lambda counted, whole: tf.constant(1 / 3))
     weights, _ = train(3, OPTIMIZERS["sgd"], count=43)
     assert np.abs(weights - reference[0]).max() > 1e-4
 
@@ -201,3 +210,20 @@ def test_what_compile_takes_is_taken():
 def test_something_else_is_refused():
     with pytest.raises(ValueError, match="must be a Keras 3 optimizer, or.* Received: .*'sdg'"):
         tfmulti.DistributedOptimizer("sdg")
+
+
+def test_optimizers_that_nobody_has_wrapped_can_be_refused():
+    strategy = create_strategy(2, distribute_optimizers=False)
+    x, y = images(16)
+
+    def fit(create_optimizer):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6, 6, 1)), *layers("dense")])
+            model.compile(
+                create_optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            )
+        model.fit(x, y, verbose=0)
+
+    with pytest.raises(ValueError, match="must be wrapped. Received: SGD. Use tfmulti"):
+        fit(lambda: SGD(0.1))
+    fit(lambda: tfmulti.DistributedOptimizer(SGD(0.1)))

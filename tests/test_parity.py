@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfmulti import command_line
+from tfmulti import causes, command_line
 from tfmulti.parity import __main__ as parity
-from tfmulti.parity import causes, compare, diagnosis, layout, relations
+from tfmulti.parity import compare, diagnosis, layout, relations
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.record import Record, Summary
 

@@ -157,6 +157,25 @@ def test_flags_that_change_training_train(tmp_path, settings):
     assert result["metrics"]["val_accuracy"] > 0.3
 
 
+class Killed(Exception):
+    """Stands for a process that ends at once."""
+
+
+def test_the_result_counts_the_whole_run_however_often_it_was_started(tmp_path):
+    settings = {"epochs": 3, "checkpoint_steps": 7, "global_batch_size": 100}
+
+    def kill(line):
+        if line.startswith("Epoch 2/3"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer.train_and_evaluate(config(tmp_path, **settings), kill)
+    told = []
+    result = trainer.train_and_evaluate(config(tmp_path, **settings), told.append)
+    assert any("resumed at step 28" in line for line in told)
+    assert (result["steps"], result["examples"], result["epochs"]) == (45, 3 * 1437, 3)
+
+
 USERS_CODE = """
 import keras, numpy as np
 

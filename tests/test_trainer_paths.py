@@ -199,6 +199,37 @@ def test_what_is_made_outside_of_the_scope_is_refused(made):
         model.fit(*rows()[:2], verbose=0)
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
+@pytest.mark.parametrize("change", ["build", "build and compile", "LoRA"])
+def test_what_creates_variables_outside_of_the_scope_is_told_in_our_words(change, method):
+    """An optimizer that cannot be built ends in a message of TensorFlow about colocation."""
+    strategy = create_strategy(2)
+    layer = keras.layers.Dense(1)
+    with strategy.scope():
+        model = keras.Sequential([layer])
+        if change == "LoRA":
+            model.build((None, 4))
+        model.compile(tfmulti.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    if change == "LoRA":
+        layer.enable_lora(1)
+    else:
+        model.build((None, 4))
+    if change == "build and compile":
+        model.compile(tfmulti.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    with pytest.raises(ValueError, match="must be created in the strategy's scope.*LoRA"):
+        getattr(model, method)(*rows()[:2])
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch", "test_on_batch"])
+def test_a_step_that_xla_compiles_is_refused(method):
+    strategy = create_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match="`jit_compile` must be False on several replicas"):
+        getattr(model, method)(*rows()[:2])
+
+
 def test_a_batch_with_a_number_that_belongs_to_no_row_is_refused():
     model = build(2)
     with pytest.raises(ValueError, match="Every tensor of a batch must have rows"):

@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from conformance import columns, matrix, processes, promises, table
+from conformance import matrix, processes, promises, table
 
 
 def main() -> None:
@@ -15,17 +15,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(), help="where the files go")
     parser.add_argument("--only", default="", help="promises with these words in their names")
+    parser.add_argument("--column", default="", help='only this one, such as "mirrored 2"')
     parser.add_argument("--processes", type=int, default=processes.num_processes())
     arguments = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         names = [promise.name for promise in promises.ALL if arguments.only in promise.name]
-        rows = matrix.measure(
-            names, columns.TFMULTI + columns.STOCK, Path(folder), arguments.processes
-        )
+        places = [each for each in table.COLUMNS if arguments.column in ("", each.name)]
+        rows = matrix.measure(names, places, Path(folder), arguments.processes)
     seconds = time.monotonic() - started
     table.show(rows, seconds)
-    if not arguments.only:
+    if not (arguments.only or arguments.column):
         table.write(rows, arguments.folder)
     broken = [row for row in rows if not row.kept]
     raise SystemExit(f"{len(broken)} promises are broken" if broken else 0)

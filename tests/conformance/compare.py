@@ -6,9 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from conformance.promise import NOISE_FACTOR
+from conformance.promise import NOISE_FACTOR, TOLD
 
 WAITS = "waits for a worker that failed"
+# Stands before an error that came when something was changed already; see `training.told_in_time`.
+LATE = "after the first update, "
+TELLING = ("ValueError: ", "RuntimeError: ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,10 @@ def difference(arrays: dict, reference: dict) -> tuple[float, str]:
     worst = (0.0, "")
     for name, expected in reference.items():
         actual, expected = np.float64(arrays[name]), np.float64(expected)
+        # The first axis of variables is the replicas.
+        first = int(name.startswith(("weight/", "optimizer/")))
+        shapes = actual.shape[first:], expected.shape[first:]
+        assert shapes[0] == shapes[1], f"{name}: shape {shapes[0]} for {shapes[1]}"
         with np.errstate(invalid="ignore"):
             part = np.abs(actual - expected) / np.maximum(1, np.abs(expected))
         part = np.where(np.isfinite(part), part, np.inf)
@@ -58,8 +65,7 @@ def judge(promise, runs: list, reference, noise: float, several: bool) -> Cell:
     """
     errors = sorted((run for run in runs if isinstance(run, str)), key=lambda run: run == WAITS)
     if errors:
-        kept = bool(promise.refused) and promise.refused in errors[0]
-        return Cell("refused" if kept else short(errors[0]), kept, None, first_line(errors[0]))
+        return _judge_errors(promise, runs, errors, several)
     if promise.refused and several:
         return Cell("not refused", False)
     try:
@@ -72,6 +78,21 @@ def judge(promise, runs: list, reference, noise: float, several: bool) -> Cell:
         return Cell(short(str(error)), False, None, str(error))
     ok = value <= max(promise.tolerance, NOISE_FACTOR * noise)
     return Cell(f"{value:.1e}" if np.isfinite(value) else "not finite", ok, value, where)
+
+
+def _judge_errors(promise, runs, errors, several) -> Cell:
+    if promise.must == TOLD and several and all(is_told(run) for run in runs):
+        return Cell("told", True, None, first_line(errors[0]))
+    kept = bool(promise.refused) and promise.refused in errors[0]
+    return Cell("refused" if kept else short(errors[0]), kept, None, first_line(errors[0]))
+
+
+def is_told(run) -> bool:
+    """Whether a worker's run ended with a word to the user, before anything was changed.
+
+    A word is a ValueError or a RuntimeError that says what was received.
+    """
+    return isinstance(run, str) and run.startswith(TELLING) and "Received:" in run
 
 
 def first_line(text: str) -> str:

@@ -64,7 +64,7 @@ def _row(name, places, runs) -> Row:
     sections = [title for title, some in promises.SECTIONS.items() if promise in some]
     plain = runs[columns.PLAIN, name][0]
     noise = 0.0
-    if not isinstance(plain, str) and promise.judge is None:
+    if not (isinstance(plain, str) or promise.judge or promise.ordered):
         noise = max(compare.difference(other, plain[0])[0] for other in plain[1:])
     cells = {}
     for column in places:

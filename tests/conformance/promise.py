@@ -10,6 +10,9 @@ from typing import Any
 TOLERANCE = 1e-6
 # Two orders of the same rows differ by rounding alone; a run may differ by ten times as much.
 NOISE_FACTOR = 10
+# What may come of a promise on several replicas: one device's result and nothing else, or that, or
+# an error in place of the first update that says what cannot be had.
+EXACT, TOLD = "exact", "told"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Promise:
         run: Function of the promise and the place, for what is more than one `fit`.
         tolerance: The difference that rounding may make.
         refused: A part of the error that several replicas must raise.
+        must: `EXACT`, or `TOLD` for what need not be exact on several replicas, but may never
+            differ without a word: see `compare.is_told`.
+        ordered: Whether the order of a batch's rows matters, so that no noise can be measured.
         judge: Function of all workers' results that returns what is seen, for promises that
             are a property; it raises AssertionError where they are broken.
         stock_workers: Whether to try it on two stock workers as well.
@@ -56,6 +62,8 @@ class Promise:
     run: Callable | None = None
     tolerance: float = TOLERANCE
     refused: str = ""
+    must: str = EXACT
+    ordered: bool = False
     judge: Callable | None = None
     stock_workers: bool = False
 

@@ -28,6 +28,9 @@ each epoch and, for some, evaluation and predictions. A figure may be {TOLERANCE
 mixed_bfloat16, to which each replica rounds its part of a gradient. The noise is one device's
 own: the same training with the rows of each batch in other orders, the same mathematics.
 
+What several replicas cannot have may be told in its place: an error before the first update, which
+says what was received and what to do. It stands as "told"; a difference without a word is not kept.
+
 What is not kept is bold. The last two columns are stock Keras and TensorFlow without tfmulti,
 against plain Keras on one device: a figure, or the first words of the error. A dash was not tried.
 """

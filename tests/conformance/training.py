@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from conformance import feeds
+from conformance.compare import LATE
 
 
 def train(promise, place) -> dict[str, np.ndarray]:
@@ -51,7 +52,69 @@ def fit(model, promise, place, **settings) -> dict:
     """Trains the model; returns its history."""
     arguments = feeds.fit_arguments(promise, place)
     settings = {"epochs": promise.epochs, "verbose": 0, **promise.fit, **settings}
-    return model.fit(**arguments, **settings).history
+    with told_in_time(model, place):
+        return model.fit(**arguments, **settings).history
+
+
+class Late(Exception):
+    """An error that came when something was changed already."""
+
+    def __str__(self):
+        return LATE + super().__str__()
+
+
+@contextlib.contextmanager
+def told_in_time(model, place):
+    """Marks an error that leaves other weights, state or counts of steps than it found."""
+    before = _state(model, place)
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        after = _state(model, place)
+        if all(np.array_equal(after.get(key), values) for key, values in before.items()):
+            raise
+        raise Late(f"{type(error).__name__}: {error}") from error
+
+
+def _state(model, place) -> dict:
+    # A callback may set the rate before the first step.
+    variables = [
+        each
+        for optimizer in optimizers_of(model)
+        for each in optimizer.variables
+        if each.name != "learning_rate"
+    ]
+    return {id(each): place.local_values(each) for each in [*model.variables, *variables]}
+
+
+def optimizers_of(model) -> list:
+    """Returns the optimizers that a model holds: itself, in containers, in objects within."""
+    found, seen = [], set()
+
+    def look(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.append(value)
+            return
+        if isinstance(value, dict):
+            parts = value.values()
+        elif isinstance(value, list | tuple):
+            parts = value
+        elif isinstance(value, keras.Model) or getattr(value, "holds_optimizers", False):
+            parts = [each for name, each in vars(value).items() if not name.startswith("_")]
+        else:
+            return
+        for part in parts:
+            look(part)
+
+    look(model)
+    # A model with optimizers of its own may leave idle the one that `compile()` gives it.
+    compiled = getattr(model, "optimizer", None)
+    others = [each for each in found if each is not compiled]
+    idle = compiled is None or (others and not int(compiled.iterations.numpy()))
+    return others if idle else [*others, compiled]
 
 
 def evaluate(model, promise, place) -> dict[str, np.ndarray]:
@@ -70,10 +133,7 @@ def results(model, place, history) -> dict[str, np.ndarray]:
     arrays = {f"history/{name}": np.array(values) for name, values in history.items()}
     for number, weight in enumerate(model.weights):
         arrays[f"weight/{number}"] = np.stack(place.local_values(weight))
-    own = {n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
-    # A model with optimizers of its own leaves idle the one that `compile()` gives it.
-    compiled = own.pop("optimizer", None)
-    optimizers = list(own.values()) or [compiled]
-    for number, variable in enumerate(v for o in optimizers for v in o.variables):
+    variables = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
+    for number, variable in enumerate(variables):
         arrays[f"optimizer/{number}"] = np.stack(place.local_values(variable))
     return arrays

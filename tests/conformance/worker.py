@@ -53,7 +53,8 @@ def main(column, names: list[str], index: int, environ: dict[str, str], folder: 
 
 def attempt(promise, column, strategy, index) -> dict:
     """Returns a promise's arrays at a place; on plain Keras for each order of the rows."""
-    orders = ORDERS if column.kind == "plain" and not column.stock else 1
+    several = column.kind == "plain" and not (column.stock or promise.ordered)
+    orders = ORDERS if several else 1
     arrays = {}
     for order in range(orders):
         found = training.train(promise, Place(strategy, column.stock, index, order))

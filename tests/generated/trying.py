@@ -1,0 +1,54 @@
+"""Tries a program: on one device as plain Keras, and under a strategy."""
+
+from __future__ import annotations
+
+from conformance import compare, training
+from conformance.promise import TOLERANCE, Place
+
+from generated import models
+
+# More noise than this and the program says nothing: it magnifies rounding.
+MOST_NOISE = 1e-5
+
+
+def attempt(promise, place):
+    """Returns what came of a promise at a place: arrays, or the text of an error."""
+    try:
+        return training.train(promise, place)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def judge(program, runs: list) -> compare.Cell:
+    """Judges what came of a program on several replicas.
+
+    Args:
+        program: The program.
+        runs: For each worker its arrays, or the text of its error.
+    """
+    promise = models.promise(program)
+    if any(isinstance(run, str) for run in runs):
+        return compare.judge(promise, runs, {}, 0.0, several=True)
+    reference = training.train(promise, Place())
+    cell = compare.judge(promise, runs, reference, 0.0, several=True)
+    if cell.ok or cell.difference is None:
+        return cell
+    noise = measure_noise(promise, reference)
+    return compare.judge(promise, runs, reference, noise, several=True)
+
+
+def measure_noise(promise, reference) -> float:
+    """Returns how far one device is from itself with the rows of each batch in other orders.
+
+    Raises:
+        AssertionError: Where the program magnifies rounding, so that nothing could be seen.
+    """
+    others = [training.train(promise, Place(order=order)) for order in (1, 2)]
+    noise = max(compare.difference(other, reference)[0] for other in others)
+    assert noise <= MOST_NOISE, f"ill-conditioned: noise {noise:.1e} for {TOLERANCE:g}"
+    return noise
+
+
+def on_replicas(program, strategy) -> compare.Cell:
+    """Trains a program under a strategy of this process and judges it."""
+    return judge(program, [attempt(models.promise(program), Place(strategy))])

@@ -1,0 +1,181 @@
+"""What workers are asked for with unlike numbers of rows, or in unusual ways.
+
+Each case is a function of a strategy and this worker's number; on one device it is given the
+rows of all workers.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmulti
+
+NUM_ROWS = 11
+
+
+def create_model(strategy, **compile_options):
+    """A model whose rows can be told apart by what it predicts."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse", metrics=["mae"], **compile_options)
+    return model
+
+
+def rows(num_rows=NUM_ROWS):
+    x = np.random.default_rng(num_rows).normal(size=(num_rows, 3)).astype("float32")
+    return x, x[:, :2] * 2
+
+
+def predict(strategy, worker):
+    """The last batch of three has three rows: two and one."""
+    x, _ = rows()
+    return {"predictions": create_model(strategy).predict(x, batch_size=4, verbose=0)}
+
+
+def predict_distributed(strategy, worker):
+    """The same from `distribute_eval`."""
+    data = tfmulti.distribute_eval(rows(), strategy, 4)
+    return {"predictions": create_model(strategy).predict(data, verbose=0)}
+
+
+def predict_several_steps(strategy, worker):
+    """The same with two steps a call, and then other numbers of rows."""
+    model = create_model(strategy, steps_per_execution=2)
+    sizes = (NUM_ROWS, 13, 5)
+    return {str(n): model.predict(rows(n)[0], batch_size=4, verbose=0) for n in sizes}
+
+
+def evaluate_several_steps(strategy, worker):
+    """`evaluate` and `fit` with two steps a call, on data of different lengths."""
+    model = create_model(strategy, steps_per_execution=2)
+    sizes = (NUM_ROWS, 13, 5)
+    for n in sizes:
+        model.fit(*rows(n), batch_size=4, epochs=1, shuffle=False, verbose=0)
+    results = {str(n): model.evaluate(*rows(n), batch_size=4, verbose=0) for n in sizes}
+    return results | {"weights": model.weights[0].numpy()}
+
+
+def on_batches(strategy, worker):
+    """Each worker has its own rows of a batch; the numbers change on one worker first."""
+    model = create_model(strategy)
+    several = strategy.num_replicas_in_sync > 1
+    results = {}
+    for step, (first, second) in enumerate([(2, 2), (2, 2), (2, 1), (1, 3), (4, 1)]):
+        x, y = rows(first + second)
+        if several:
+            own = slice(0, first) if worker == 0 else slice(first, None)
+            x, y = x[own], y[own]
+        results[f"train/{step}"] = model.train_on_batch(x, y)[0]
+        results[f"test/{step}"] = model.test_on_batch(x, y)[0]
+    return results | {"weights": model.weights[0].numpy()}
+
+
+def predict_on_batches(strategy, worker):
+    """Each worker has rows of its own, and asks as often as it likes; the numbers change."""
+    results = {}
+    for eager in (False, True):
+        model = create_model(strategy, run_eagerly=eager)
+        for number in (13, 1, 2, 13):
+            results[f"{eager}/{number}"] = model.predict_on_batch(rows(number)[0])
+        if worker == 1:
+            model.predict_on_batch(rows(3)[0])
+    # The workers are together still.
+    return results | {"all": model.predict(rows()[0], batch_size=4, verbose=0)}
+
+
+class LastLoss(keras.metrics.Metric):
+    """A metric whose `result` returns its variable, as in Keras's own example."""
+
+    def __init__(self, name="last", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(y_true - y_pred)))
+
+    def result(self):
+        return self.total
+
+
+def metric_variable(strategy, worker):
+    """What `fit` and `evaluate` show of a metric that returns its variable."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse", metrics=[LastLoss()])
+    logs = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs, seen=logs: seen.append(float(logs["last"]))
+    )
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [note]}
+    history = model.fit(*rows(), epochs=2, **options)
+    result = model.evaluate(*rows(), batch_size=4, verbose=0)
+    return {"logs": logs, "history": history.history["last"], "evaluate": result}
+
+
+class OwnLogs(keras.Model):
+    """Returns what it has computed by itself, and never updates the metric of that name."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.mae]
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = (self(x) - y) ** 2
+            loss = tf.reduce_mean(errors)
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(scaled, variables), variables)
+        self.mae.update_state(y, self(x))
+        logs = {"loss": loss, "mae": self.mae.result()}
+        return logs | {"by_output": tf.reduce_mean(errors, axis=0)}
+
+
+def own_logs(strategy, worker):
+    """Every batch's logs of a step of one's own: a number, a metric's result, a vector."""
+    with strategy.scope():
+        model = OwnLogs()
+        model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    seen = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(dict(logs))
+    )
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": [note]}
+    history = model.fit(*rows(), epochs=2, **options).history
+    results = {f"batch/{name}": [logs[name] for logs in seen] for name in seen[0]}
+    return results | {f"history/{name}": values for name, values in history.items()}
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        predict,
+        predict_distributed,
+        predict_several_steps,
+        evaluate_several_steps,
+        on_batches,
+        predict_on_batches,
+        metric_variable,
+        own_logs,
+    )
+}
+
+
+def run_case(name: str, strategy, worker: int) -> dict[str, np.ndarray]:
+    """Returns what a case gives, as arrays by name."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    return {key: np.asarray(value) for key, value in CASES[name](strategy, worker).items()}

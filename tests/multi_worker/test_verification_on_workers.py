@@ -1,0 +1,46 @@
+"""Workers verify a step together: all go on, or all are told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TOLD = {"wrong state": "RunningMean"}
+
+
+@pytest.mark.parametrize(
+    "logical_cpus",
+    [pytest.param(1, id="2x1"), pytest.param(2, id="2x2", marks=pytest.mark.slow)],
+)
+def test_all_workers_go_on_or_all_are_told(run_workers, logical_cpus):
+    script = HERE / "verification_worker.py"
+    environment = {"PYTHONPATH": str(HERE.parents[1])}
+    workers = run_workers(2, [script, logical_cpus, "ring"], env=environment)
+    for worker in workers:
+        said = json.loads(worker.stdout.splitlines()[-1])
+        assert {name for name, text in said.items() if text == "trained"} == set(said) - set(
+            TOLD
+        ), said
+        for name, where in TOLD.items():
+            assert where in said[name] or "another worker" in said[name]
+
+
+@pytest.mark.slow
+def test_workers_of_mpi_are_told_alike():
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    environment["PYTHONPATH"] = str(HERE.parents[1])
+    script = HERE / "verification_worker.py"
+    command = [str(mpiexec), "-n", "2", sys.executable, str(script), "1", "mpi"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, where in TOLD.items():
+        assert done.stdout.count(f'"{name}": "`train_step` must give') == 2
+        assert where in done.stdout
+    assert done.stdout.count('"right": "trained"') == 2

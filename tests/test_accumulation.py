@@ -1,0 +1,90 @@
+"""`gradient_accumulation_steps` reduces once an update."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from replicas import create_strategy
+
+import tfmulti
+from tfmulti import accumulation
+
+ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
+LABELS = np.random.RandomState(1).randint(0, 3, 43)
+NUM_WEIGHTS = 6 * 40 + 40 + 40 * 3 + 3
+
+
+def create_model(strategy, optimizer):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [keras.Input((6,)), keras.layers.Dense(40, "tanh"), keras.layers.Dense(3)]
+        model = keras.Sequential(layers)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def train(num_replicas, create_optimizer, epochs=4):
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        optimizer = create_optimizer()
+    model = create_model(strategy, optimizer)
+    data = tfmulti.distribute_train((ROWS, LABELS), strategy, 16, seed=0)
+    model.fit(data, epochs=epochs, verbose=0)
+    return model
+
+
+def weights_of(model):
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3),
+    "clipped": lambda: keras.optimizers.AdamW(
+        0.01, global_clipnorm=0.1, gradient_accumulation_steps=3
+    ),
+    "moving average": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_overwrite_frequency=2, gradient_accumulation_steps=3
+    ),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=3), initial_scale=8.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_accumulation_gives_one_devices_result(name):
+    weights = [weights_of(train(number, OPTIMIZERS[name])) for number in (1, 3)]
+    np.testing.assert_allclose(weights[1], weights[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_three_steps_send_the_bytes_of_one(steps, monkeypatch):
+    sent = []
+    kind = tf.distribute.ReductionToOneDevice
+    original = kind.batch_reduce_implementation
+
+    def counting(self, reduce_op, pairs, options):
+        for value, _ in pairs:
+            tf.py_function(lambda part: sent.append(int(tf.size(part))), [value.values[0]], [])
+        return original(self, reduce_op, pairs, options)
+
+    monkeypatch.setattr(kind, "batch_reduce_implementation", counting)
+    train(2, lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps))
+    # Four epochs of three steps; biases are too small to be told from other numbers.
+    kernels = sum(size for size in sent if size in (6 * 40, 40 * 3))
+    assert kernels == (12 if steps is None else 4) * (6 * 40 + 40 * 3)
+
+
+def test_a_sum_that_is_looked_at_is_the_whole_batchs():
+    models = [train(number, OPTIMIZERS["momentum"], epochs=1) for number in (1, 2)]
+    for model in models:
+        # Two more steps, which end within an accumulation.
+        model.fit(ROWS[:32], LABELS[:32], batch_size=16, shuffle=False, verbose=0)
+        accumulation.settle(model, [model.optimizer])
+    one, two = (
+        [np.array(v) for v in model.optimizer.variables if "accumulator" in v.path]
+        for model in models
+    )
+    assert one and max(np.abs(value).max() for value in one) > 0
+    for value, expected in zip(two, one, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)

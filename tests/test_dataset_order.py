@@ -1,0 +1,70 @@
+"""Rows come in one device's order, however a script shuffles them."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from replicas import create_strategy
+
+ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
+LABELS = np.random.RandomState(1).randn(43, 1).astype("float32")
+
+
+class Own(keras.Sequential):
+    """A model with a step of its own, which is verified."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def arrays(model):
+    model.fit(ROWS, LABELS, batch_size=16, epochs=3, verbose=0)
+
+
+def seeded(model):
+    data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).shuffle(43, seed=5).batch(16)
+    model.fit(data, epochs=3, verbose=0)
+
+
+def unseeded(model):
+    data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).shuffle(43).batch(16)
+    model.fit(data, epochs=3, verbose=0)
+
+
+class Changing(keras.utils.PyDataset):
+    """Gives other rows in each epoch."""
+
+    scale = 1.0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(16 * index, 16 * index + 16)
+        return self.scale * ROWS[rows], LABELS[rows]
+
+    def on_epoch_end(self):
+        self.scale *= 0.5
+
+
+def changing(model):
+    model.fit(Changing(), epochs=2, shuffle=False, verbose=0)
+
+
+def train(num_replicas, kind, fit):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    scope = create_strategy(num_replicas).scope() if num_replicas else contextlib.nullcontext()
+    with scope:
+        model = kind([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    fit(model)
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+@pytest.mark.parametrize("fit", [arrays, seeded, unseeded, changing])
+@pytest.mark.parametrize("kind", [keras.Sequential, Own])
+def test_the_order_is_one_devices(kind, fit):
+    np.testing.assert_allclose(train(3, kind, fit), train(0, kind, fit), rtol=0, atol=1e-6)

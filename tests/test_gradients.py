@@ -1,0 +1,228 @@
+"""Gradients of the whole batch, in steps and loops that are written by hand."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from replicas import create_strategy
+
+import tfmulti
+
+ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
+LABELS = np.random.RandomState(1).randint(0, 3, 43)
+
+
+class Classifier(keras.Model):
+    """A model whose step each test writes."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.own_step = step
+        body = [
+            keras.layers.Dense(8, "tanh"),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(3),
+        ]
+        self.net = keras.Sequential([keras.Input((6,)), *body])
+        self.steps = self.add_weight(name="steps", dtype="int32", trainable=False)
+
+    def call(self, x, training=None):
+        return self.net(x, training=training)
+
+    def loss_of(self, data):
+        x, y = data
+        logits = self(x, training=True)
+        losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        return tf.reduce_mean(losses)
+
+    def train_step(self, data):
+        return self.own_step(self, data)
+
+
+def take_gradients(model, data, tape=tf.GradientTape):
+    with tape() as tape:
+        loss = model.loss_of(data)
+    return tape.gradient(loss, model.trainable_variables), loss
+
+
+def clipped(model, data):
+    grads, loss = take_gradients(model, data)
+    grads, _ = tf.clip_by_global_norm(grads, 0.1)
+    model.optimizer.apply(grads, model.trainable_variables)
+    return {"loss": loss}
+
+
+def by_hand(model, data):
+    """No optimizer at all."""
+    grads, loss = take_gradients(model, data)
+    for variable, grad in zip(model.trainable_variables, grads):
+        variable.assign_sub(0.1 * grad)
+    return {"loss": loss}
+
+
+def sharpness_aware(model, data):
+    variables = model.trainable_variables
+    grads, _ = take_gradients(model, data)
+    norm = tf.linalg.global_norm(grads)
+    moves = [0.05 * grad / norm for grad in grads]
+    for variable, move in zip(variables, moves):
+        variable.assign_add(move)
+    grads, loss = take_gradients(model, data)
+    for variable, move in zip(variables, moves):
+        variable.assign_sub(move)
+    model.optimizer.apply(grads, variables)
+    return {"loss": loss}
+
+
+def every_second_step(model, data):
+    """`tf.cond` around `apply`."""
+    grads, loss = take_gradients(model, data)
+    model.steps.assign_add(1)
+
+    def apply():
+        model.optimizer.apply(grads, model.trainable_variables)
+        return tf.constant(True)
+
+    tf.cond(model.steps % 2 == 0, apply, lambda: tf.constant(False))
+    return {"loss": loss}
+
+
+def penalized_by_gradients(model, data):
+    """Second derivatives; the inner gradient is with respect to weights."""
+    variables = model.trainable_variables
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            loss = model.loss_of(data)
+        grads = inner.gradient(loss, variables)
+        loss += 0.1 * tf.add_n([tf.reduce_sum(grad**2) for grad in grads])
+    model.optimizer.apply(outer.gradient(loss, variables), variables)
+    return {"loss": loss}
+
+
+def of_rows(model, data):
+    """A tape that is given a loss for each row adds them."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        logits = model(x, training=True)
+        losses = 0.1 * keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+    grads = tape.gradient(losses, model.trainable_variables)
+    model.optimizer.apply(grads, model.trainable_variables)
+    return {"loss": tf.reduce_mean(losses)}
+
+
+def of_inputs_too(model, data):
+    """Gradients of inputs are each replica's own rows'."""
+    x, y = data
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = model.loss_of((x, y))
+    grads, of_rows = tape.gradient(loss, [model.trainable_variables, x])
+    model.optimizer.apply(grads, model.trainable_variables)
+    return {"loss": loss, "sensitivity": tf.reduce_mean(tf.reduce_sum(of_rows**2, -1) * 0 + loss)}
+
+
+def parts_added_by_hand(model, data):
+    with tfmulti.no_sync():
+        first, loss = take_gradients(model, data)
+        second, _ = take_gradients(model, data)
+    grads = tfmulti.reduce_gradients([a + b for a, b in zip(first, second)])
+    model.optimizer.apply(grads, model.trainable_variables)
+    return {"loss": loss}
+
+
+@tf.function
+def within_a_function(model, data):
+    return clipped(model, data)
+
+
+def with_our_tape(model, data):
+    grads, loss = take_gradients(model, data, tfmulti.DistributedGradientTape)
+    grads, _ = tf.clip_by_global_norm(grads, 0.1)
+    model.optimizer.apply(grads, model.trainable_variables)
+    return {"loss": loss}
+
+
+STEPS = [
+    clipped,
+    by_hand,
+    sharpness_aware,
+    every_second_step,
+    penalized_by_gradients,
+    of_rows,
+    of_inputs_too,
+    parts_added_by_hand,
+    within_a_function,
+    with_our_tape,
+]
+
+
+def train(num_replicas, step, eager=False):
+    """Two epochs in batches of 16 and, at the end of each, of 11; gives weights and losses."""
+    keras.utils.set_random_seed(3)
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        model = Classifier(step)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), run_eagerly=eager)
+    data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).batch(16)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return np.concatenate([w.ravel() for w in model.get_weights()]), history["loss"]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: getattr(step, "__name__", "function"))
+def test_a_step_by_hand_gives_one_devices_result(step):
+    weights, losses = train(3, step)
+    expected, expected_losses = train(1, step)
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-6)
+
+
+def test_eager_steps_by_hand_too():
+    np.testing.assert_allclose(
+        train(2, sharpness_aware, eager=True)[0], train(1, sharpness_aware)[0], rtol=0, atol=1e-6
+    )
+
+
+def test_a_gradient_within_a_branch_is_refused():
+    def step(model, data):
+        def branch():
+            grads, _ = take_gradients(model, data)
+            model.optimizer.apply(grads, model.trainable_variables)
+            return tf.constant(True)
+
+        tf.cond(model.steps == 0, branch, lambda: tf.constant(False))
+        return {"loss": model.loss_of(data)}
+
+    with pytest.raises(
+        ValueError, match="must not reduce within tf.cond.*Received:.*Take gradients"
+    ):
+        train(2, step)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "distributed"])
+def test_a_loop_of_ones_own_has_the_mean_over_replicas(wrap):
+    def run(num_replicas):
+        strategy = create_strategy(num_replicas)
+        with strategy.scope():
+            variable = tf.Variable([1.0, 2.0])
+            optimizer = keras.optimizers.SGD(0.5, global_clipnorm=1.0)
+            optimizer = tfmulti.DistributedOptimizer(optimizer) if wrap else optimizer
+            optimizer.build([variable])
+
+        def step(rows):
+            with tfmulti.DistributedGradientTape() as tape:
+                loss = tf.reduce_mean(tf.linalg.matvec(rows, variable) ** 2)
+            optimizer.apply([tape.gradient(loss, variable)], [variable])
+
+        dataset = tf.data.Dataset.from_tensor_slices(ROWS[:16, :2]).batch(8)
+        for rows in strategy.experimental_distribute_dataset(dataset):
+            tf.function(strategy.run)(step, args=(rows,))
+        return variable.numpy()
+
+    np.testing.assert_allclose(run(2), run(1), rtol=0, atol=1e-6)
+
+
+def test_batch_normalization_of_a_foreign_model_is_synchronized():
+    inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+    model = keras.Sequential([keras.Input((4,)), inner, keras.layers.BatchNormalization()])
+    assert tfmulti.synchronize_batch_normalization(model) is model
+    assert inner.layers[0].synchronized and model.layers[1].synchronized

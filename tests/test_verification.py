@@ -1,0 +1,274 @@
+"""A step is verified on the user's own code: no false alarm, and nothing is left behind."""
+
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import verification_cases as cases
+from keras import layers
+from verification_cases import dense, squares
+
+import tfmulti
+
+
+def create_strategy(num_replicas=2, **arguments):
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    return tfmulti.create_strategy("mirrored", devices=devices, **arguments)
+
+
+def compile_in(strategy, make, optimizer=None, loss=squares, metrics=(), **arguments):
+    with strategy.scope():
+        model = make()
+        optimizer = tfmulti.DistributedOptimizer((optimizer or (lambda: "sgd"))())
+        metrics = [create() for create in metrics]
+        model.compile(optimizer=optimizer, loss=loss, metrics=metrics, **arguments)
+    return model
+
+
+def fit(make, optimizer=None, num_replicas=2, data=None, verify="auto", **arguments):
+    """One epoch; a warning that something was not verified is an error."""
+    strategy = create_strategy(num_replicas, verify=verify)
+    model = compile_in(strategy, make, optimizer, **arguments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not verified")
+        model.fit(*(data or cases.rows()), batch_size=8, verbose=0, shuffle=False)
+    assert strategy.seconds_verified > 0
+    return model
+
+
+EXACT = {
+    "an own loss": dict(make=dense),
+    "an own layer": dict(make=lambda: dense(cases.Scale()), loss="mse"),
+    "a counting layer": dict(make=lambda: dense(cases.CountSteps())),
+    "a metric of sums": dict(make=dense, metrics=[cases.MeanError]),
+    "an own step": dict(make=cases.OwnStep),
+    "two optimizers": dict(make=cases.Pair),
+    "gradients of nothing": dict(
+        make=lambda: dense(layers.BatchNormalization(synchronized=True)),
+        optimizer=keras.optimizers.Adam,
+    ),
+    "local normalization": dict(make=lambda: dense(layers.BatchNormalization())),
+    "accumulation": dict(
+        make=dense, optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    ),
+    "eager": dict(make=dense, run_eagerly=True),
+    "steps a call": dict(make=dense, steps_per_execution=2),
+    "a mean": dict(make=dense, loss=cases.mean_of_squares),
+    "a sum": dict(make=dense, loss=cases.sum_of_squares),
+    "dropout": dict(make=lambda: dense(cases.Scale(), layers.Dropout(0.5))),
+    "noise of one's own": dict(make=lambda: dense(cases.Noise())),
+    "a root": dict(make=dense, loss=cases.root_of_mean),
+    "valid ones": dict(make=dense, loss=cases.valid_only),
+    "average loss": dict(make=dense, loss=cases.average_loss),
+    "a maximum": dict(make=dense, metrics=[cases.Largest]),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", EXACT)
+def test_no_false_alarm(name, num_replicas):
+    fit(**EXACT[name], num_replicas=num_replicas)
+
+
+def of_gradients(change):
+    return lambda: cases.OwnStep(change)
+
+
+def clip(gradients):
+    return [tf.clip_by_norm(gradient, 0.1) for gradient in gradients]
+
+
+TOLD = {
+    "a running mean": (dict(make=lambda: dense(cases.RunningMean())), "RunningMean", ""),
+    "a centre": (dict(make=lambda: dense(cases.Centre())), "Centre", ""),
+    "a sum of a layer": (dict(make=lambda: dense(cases.Penalty()), loss="mse"), "Penalty", ""),
+    "a step's sum": (
+        dict(make=lambda: cases.OwnStep(loss=cases.sum_of_squares)),
+        "train_step",
+        "mean over rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("name", TOLD)
+def test_told_before_the_first_update(name, num_replicas):
+    arguments, where, advice = TOLD[name]
+    with pytest.raises(ValueError, match=re.escape("`train_step` must give")) as caught:
+        fit(**arguments, num_replicas=num_replicas)
+    text = str(caught.value)
+    assert where in text and "verification_cases.py:" in text
+    assert re.search(advice, text), text
+
+
+def state_of(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    parts = [part for v in variables for part in getattr(v.value, "values", [v.value])]
+    return [part.numpy().tobytes() for part in parts]
+
+
+def test_everything_is_put_back_bit_for_bit():
+    """The weights, the optimizer, the seeds, and where the data stand."""
+    strategy = create_strategy(verify="always")
+    model = compile_in(
+        strategy,
+        lambda: dense(layers.GaussianNoise(0.0), layers.BatchNormalization(), cases.CountSteps()),
+        lambda: keras.optimizers.Adam(0.01, clipnorm=1.0),
+        metrics=[cases.MeanError],
+    )
+    data = tfmulti.distribute_train(cases.rows(), strategy, 8, seed=0)
+    with strategy.scope():
+        model.build((None, cases.NUM_FEATURES))
+        model.optimizer.build(model.trainable_variables)
+    before, at_first = state_of(model), []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            at_first.append((state_of(model)[: len(before)], data.position))
+
+    model.fit(data, verbose=0, callbacks=[Look()])
+    assert strategy.seconds_verified > 0
+    assert at_first == [(before, (0, 0))]
+
+
+def test_training_is_the_same_with_and_without():
+    weights = []
+    for verify in ("always", "never"):
+        keras.utils.set_random_seed(1)
+        strategy = create_strategy(verify=verify)
+        model = compile_in(strategy, dense, lambda: keras.optimizers.Adam(0.01))
+        model.fit(*cases.rows(), batch_size=8, epochs=2, verbose=0)
+        weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    assert weights[0].tobytes() == weights[1].tobytes()
+
+
+def test_what_is_told_leaves_no_trace():
+    strategy = create_strategy()
+    model = compile_in(strategy, lambda: dense(cases.Centre()))
+    with strategy.scope():
+        model.build((None, cases.NUM_FEATURES))
+        model.optimizer.build(model.trainable_variables)
+    before = state_of(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="one device's result"):
+            model.fit(*cases.rows(), batch_size=8, verbose=0)
+    assert state_of(model)[: len(before)] == before
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_functions_of_the_users_own_are_traced_anew_for_training():
+    """A trace with one replica in sync would divide by 1 what two have added."""
+    model = fit(cases.WithFunction)
+    numbers = list(dict.fromkeys(model.seen))
+    assert set(numbers) == {1, 2}
+    assert model.seen[-1] == 2
+
+
+def test_seldom_asked_again():
+    """Once for what is compiled and for a form of data; again after `compile`."""
+    strategy = create_strategy()
+    model = compile_in(strategy, dense)
+    x, y = cases.rows()
+    seconds = []
+    for _ in range(2):
+        for _ in range(2):
+            strategy.seconds_verified = 0
+            model.fit(x, y, batch_size=8, verbose=0)
+            seconds.append(strategy.seconds_verified)
+        with strategy.scope():
+            model.compile(tfmulti.DistributedOptimizer("sgd"), loss=squares)
+    assert seconds[0] and not seconds[1] and seconds[2] and not seconds[3]
+
+
+def test_stock_parts_are_left_to_the_matrix():
+    for verify, make, loss in (("auto", dense, "mse"), ("never", dense, cases.root_of_mean)):
+        strategy = create_strategy(verify=verify)
+        model = compile_in(strategy, make, loss=loss)
+        model.fit(*cases.rows(), batch_size=8, verbose=0)
+        assert strategy.seconds_verified == 0
+
+
+def test_an_unknown_wish_is_refused():
+    with pytest.raises(ValueError, match="`verify` must be one of auto, always, never"):
+        tfmulti.create_strategy("one_device", verify="sometimes")
+
+
+def test_evaluate_is_verified():
+    strategy = create_strategy()
+    model = compile_in(strategy, lambda: dense(cases.Centre()))
+    with pytest.raises(ValueError, match="`test_step` must give"):
+        model.evaluate(*cases.rows(), batch_size=8, verbose=0)
+
+
+def test_predict_is_verified():
+    strategy = create_strategy()
+    with strategy.scope():
+        model = dense(cases.Centre())
+    with pytest.raises(ValueError, match="`predict_step` must give.*Centre"):
+        model.predict(cases.rows()[0], batch_size=8, verbose=0)
+    with strategy.scope():
+        model = dense(cases.Scale())
+    assert model.predict(cases.rows()[0], batch_size=8, verbose=0).shape == (cases.NUM_ROWS, 2)
+
+
+class OwnNoise(layers.Layer):
+    def call(self, x, training=False):
+        if not training:
+            return x
+        noise = tf.numpy_function(lambda: np.random.normal(size=1).astype("float32"), [], "float32")
+        return x + tf.ensure_shape(noise, [1])
+
+
+def test_random_numbers_that_cannot_be_fixed_are_told_once():
+    strategy = create_strategy()
+    model = compile_in(strategy, lambda: dense(OwnNoise()))
+    with pytest.warns(UserWarning, match="not verified: random") as caught:
+        model.fit(*cases.rows(), batch_size=8, verbose=0)
+        model.fit(*cases.rows(), batch_size=8, verbose=0)
+    assert len([each for each in caught if "not verified" in str(each.message)]) == 1
+
+
+def test_a_learning_rate_of_0_proves_nothing():
+    strategy = create_strategy()
+    model = compile_in(strategy, dense, lambda: keras.optimizers.SGD(0.0))
+    with pytest.warns(UserWarning, match="not verified: no weight changes"):
+        model.fit(*cases.rows(), batch_size=8, verbose=0)
+
+
+def test_a_step_that_a_few_rows_do_not_fit_is_told_and_trains():
+    def fixed():
+        return keras.Sequential([keras.Input(batch_shape=(4, cases.NUM_FEATURES)), cases.Scale()])
+
+    strategy = create_strategy()
+    model = compile_in(strategy, lambda: keras.Sequential([fixed(), layers.Dense(2)]), loss="mse")
+    x, y = cases.rows(24)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    model.fit(data, verbose=0)
+
+
+def test_mixed_precision_ragged_and_dicts_raise_no_alarm():
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    fit(dense, keras.optimizers.Adam)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    # With a scale that no first step overflows, which would change no weight.
+    scaled = keras.optimizers.LossScaleOptimizer
+    fit(dense, lambda: scaled(keras.optimizers.Adam(), initial_scale=16.0))
+    keras.mixed_precision.set_global_policy("float32")
+
+    def of_dict():
+        a, b = keras.Input((2,), name="a"), keras.Input((2,), name="b")
+        return keras.Model({"a": a, "b": b}, layers.Dense(2)(layers.Concatenate()([a, b])))
+
+    x, y = cases.rows()
+    fit(of_dict, data=({"a": x[:, :2], "b": x[:, 2:]}, y))
+
+
+def test_train_on_batch_is_verified():
+    strategy = create_strategy()
+    model = compile_in(strategy, lambda: dense(cases.Centre()))
+    x, y = cases.rows(8)
+    with pytest.raises(ValueError, match="`train_step` must give"):
+        model.train_on_batch(x, y)

@@ -1,0 +1,304 @@
+"""Losses and metrics that need the whole batch: one device's values, gradients and state."""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+from replicas import create_strategy
+
+import tfmulti
+
+STEP_SIZE = 0.1
+
+
+@keras.saving.register_keras_serializable("tests")
+def root_of_mean(y_true, y_pred):
+    return ops.sqrt(ops.mean(ops.square(y_true - y_pred)))
+
+
+def sum_of_some(y_true, y_pred):
+    """As TensorFlow's tutorial on transformers has it."""
+    some = ops.cast(y_true > 0, "float32")
+    return ops.sum(ops.square(y_true - y_pred) * some) / ops.sum(some)
+
+
+class Contrastive(keras.losses.Loss):
+    """Calls `gather_batch` by itself, which must not gather what is whole."""
+
+    def call(self, y_true, y_pred):
+        y_true, y_pred = tfmulti.gather_batch((y_true, y_pred))
+        logits = ops.matmul(y_true, ops.transpose(y_pred))
+        losses = keras.losses.sparse_categorical_crossentropy(
+            ops.arange(ops.shape(logits)[0]), logits, from_logits=True
+        )
+        return ops.mean(losses)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Largest(keras.metrics.Metric):
+    """Begins with minus infinity, which no sum over replicas keeps right."""
+
+    def __init__(self, name="largest", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.largest = self.add_variable((), keras.initializers.Constant(-np.inf), name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        found = ops.max(y_true - y_pred)
+        self.largest.assign(ops.maximum(self.largest, found))
+
+    def result(self):
+        return self.largest
+
+    def reset_state(self):
+        self.largest.assign(-np.inf)
+
+
+class Average(keras.metrics.Metric):
+    """A moving average over batches, and their number; makes its state when it sees rows."""
+
+    def __init__(self, name="average", **kwargs):
+        super().__init__(name=name, **kwargs)
+        self.average = None
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.average is None:
+            self.average = self.add_variable((), "ones", name="average")
+            self.number = self.add_variable((), "zeros", name="number")
+        self.average.assign(0.9 * self.average + 0.1 * ops.mean(ops.abs(y_true - y_pred)))
+        self.number.assign_add(1)
+
+    def result(self):
+        return self.average * self.number
+
+
+def rows(num_rows):
+    random = np.random.RandomState(0)
+    x = random.randn(num_rows, 4).astype("float32")
+    y = random.uniform(-0.3, 1, (num_rows, 3)).astype("float32")
+    return x, y, random.uniform(0, 2, num_rows).astype("float32")
+
+
+def train(num_replicas, num_rows=43, loss="mse", metric=None, *, weighted=False, **options):
+    keras.utils.set_random_seed(1)
+    strategy = create_strategy(num_replicas)
+    bare, remainder = options.pop("bare", False), options.pop("remainder", "uneven")
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(STEP_SIZE)
+        optimizer = optimizer if bare else tfmulti.DistributedOptimizer(optimizer)
+        penalty = keras.regularizers.L2(0.01)
+        model = keras.Sequential([layers.Dense(3, "sigmoid", kernel_regularizer=penalty)])
+        metrics = [] if metric is None else [tfmulti.WholeBatchMetric(metric())]
+        loss = loss if isinstance(loss, str) else tfmulti.WholeBatchLoss(loss())
+        model.compile(optimizer, loss, metrics=metrics, **options)
+    x, y, weights = rows(num_rows)
+    data = (x, y, weights) if weighted else (x, y)
+    feeds = [
+        make(data, strategy, 16, remainder=remainder)
+        for make in (tfmulti.distribute_train, tfmulti.distribute_eval)
+    ]
+    history = model.fit(feeds[0], validation_data=feeds[1], epochs=2, verbose=0).history
+    return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+
+def assert_alike(found, reference):
+    np.testing.assert_allclose(found[0], reference[0], rtol=0, atol=1e-6)
+    for name, values in reference[1].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+LOSSES = {
+    "Dice": keras.losses.Dice,
+    "Tversky": keras.losses.Tversky,
+    "a root of a mean": lambda: root_of_mean,
+    "a sum over some": lambda: sum_of_some,
+    "contrastive": Contrastive,
+    "a sum": lambda: keras.losses.MeanSquaredError(reduction="sum"),
+    "a mean": lambda: "mse",
+}
+
+
+@pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_losses(loss, num_replicas, num_rows):
+    assert_alike(train(num_replicas, num_rows, loss), train(1, num_rows, loss))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda: root_of_mean,
+        lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+    ],
+    ids=["one number", "rows"],
+)
+def test_sample_weights(loss, num_replicas):
+    one, others = (train(n, 33, loss, weighted=True) for n in (1, num_replicas))
+    assert_alike(others, one)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("loss", [keras.losses.Dice, lambda: root_of_mean])
+def test_padding(loss, num_replicas):
+    assert_alike(train(num_replicas, 43, loss, remainder="pad"), train(1, 43, loss))
+
+
+def test_eager_steps():
+    loss = keras.losses.Dice
+    assert_alike(train(3, 33, loss, Largest, run_eagerly=True), train(1, 33, loss, Largest))
+
+
+def test_a_bare_optimizer_where_batches_are_even():
+    loss = keras.losses.Dice
+    assert_alike(train(2, 32, loss, bare=True), train(1, 32, loss, bare=True))
+
+
+def test_without_it_keras_own_dice_is_one_devices_too():
+    assert_alike(train(2, 32, loss="dice"), train(1, 32, loss="dice"))
+
+
+def test_circle_which_compares_all_pairs():
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        strategy = create_strategy(num_replicas)
+        with strategy.scope():
+            model = keras.Sequential([layers.Dense(3), layers.UnitNormalization()])
+            optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(1e-3))
+            model.compile(optimizer, tfmulti.WholeBatchLoss(keras.losses.Circle()))
+        data = rows(43)[0], np.arange(43) % 5
+        feed = tfmulti.distribute_train(data, strategy, 16)
+        history = model.fit(feed, epochs=2, verbose=0).history
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    assert_alike(fit(3), fit(1))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_masks_come_along(num_replicas):
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        strategy = create_strategy(num_replicas)
+        x = np.random.RandomState(0).randint(1, 9, (33, 6))
+        x[np.arange(6) >= np.random.RandomState(1).randint(1, 7, 33)[:, None]] = 0
+        with strategy.scope():
+            model = keras.Sequential([layers.Embedding(9, 5, mask_zero=True), layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            metric = keras.metrics.SparseCategoricalAccuracy()
+            model.compile(
+                tfmulti.DistributedOptimizer(keras.optimizers.SGD(STEP_SIZE)),
+                tfmulti.WholeBatchLoss(loss),
+                weighted_metrics=[tfmulti.WholeBatchMetric(metric)],
+            )
+        feed = tfmulti.distribute_train((x, x % 3), strategy, 16)
+        history = model.fit(feed, epochs=2, verbose=0).history
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    assert_alike(fit(num_replicas), fit(1))
+
+
+METRICS = {
+    "a largest": Largest,
+    "a moving average": Average,
+    "a function of one number": lambda: root_of_mean,
+    "a sum": lambda: keras.metrics.MeanAbsoluteError(),
+    "state made late": lambda: keras.metrics.F1Score(threshold=0.5),
+}
+
+
+@pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_metrics(metric, num_replicas, num_rows):
+    one, others = (train(n, num_rows, metric=metric) for n in (1, num_replicas))
+    assert len(one[1]) == 4
+    assert_alike(others, one)
+
+
+def test_metrics_with_padding_and_weights():
+    one = train(1, 43, metric=lambda: root_of_mean, weighted=True)
+    for num_replicas in (1, 3):
+        padded = train(
+            num_replicas, 43, metric=lambda: root_of_mean, weighted=True, remainder="pad"
+        )
+        for name in ("root_of_mean", "val_root_of_mean"):
+            np.testing.assert_allclose(padded[1][name], one[1][name], rtol=1e-6, err_msg=name)
+
+
+def test_several_outputs():
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        strategy = create_strategy(num_replicas)
+        with strategy.scope():
+            inputs = keras.Input((4,))
+            outputs = {name: layers.Dense(3, "sigmoid", name=name)(inputs) for name in "ab"}
+            model = keras.Model(inputs, outputs)
+            model.compile(
+                tfmulti.DistributedOptimizer(keras.optimizers.SGD(STEP_SIZE)),
+                {"a": tfmulti.WholeBatchLoss("dice"), "b": "mse"},
+            )
+        x, y, _ = rows(43)
+        feed = tfmulti.distribute_train((x, {"a": y, "b": -y}), strategy, 16)
+        history = model.fit(feed, epochs=2, verbose=0).history
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    assert_alike(fit(3), fit(1))
+
+
+def test_a_model_that_is_saved_with_them_is_loaded(tmp_path):
+    path = tmp_path / "model.keras"
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        model.compile(
+            "sgd",
+            tfmulti.WholeBatchLoss(keras.losses.Tversky(alpha=0.3)),
+            metrics=[tfmulti.WholeBatchMetric(Largest(name="far"))],
+        )
+    model.fit(*rows(8)[:2], verbose=0)
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+    assert loaded.loss.loss.alpha == 0.3
+    assert loaded.loss.name == "tversky"
+    assert loaded.evaluate(*rows(8)[:2], verbose=0, return_dict=True).keys() == {"loss", "far"}
+    metric = tfmulti.WholeBatchMetric(root_of_mean, name="root")
+    again = tfmulti.WholeBatchMetric.from_config(metric.get_config())
+    assert (again.name, again.metric.name) == ("root", "root_of_mean")
+
+
+def test_another_process_loads_it_where_the_class_is_named(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile("sgd", tfmulti.WholeBatchLoss("dice"))
+    model.save(tmp_path / "model.keras")
+    code = (
+        "import sys, keras; from tfmulti import WholeBatchLoss; "
+        "print(keras.saving.load_model(sys.argv[1]).loss.loss.name)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model.keras")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "dice"
+
+
+def test_on_one_device_they_are_what_they_hold():
+    y, predicted = tf.constant([[0.2], [0.9]]), tf.constant([[0.1], [0.7]])
+    dice = keras.losses.Dice()
+    assert float(tfmulti.WholeBatchLoss(dice)(y, predicted)) == float(dice(y, predicted))
+    metric, held = tfmulti.WholeBatchMetric("mae"), keras.metrics.MeanAbsoluteError()
+    for each in (metric, held):
+        each.update_state(y, predicted)
+    assert float(metric.result()) == float(held.result())
+    metric.reset_state()
+    assert float(metric.metric.count) == 0
+
+
+@pytest.mark.parametrize("kind", [tfmulti.WholeBatchLoss, tfmulti.WholeBatchMetric])
+@pytest.mark.parametrize("wrong", [None, 3, "nothing of this name"])
+def test_what_is_no_loss_or_metric_is_refused(kind, wrong):
+    with pytest.raises(ValueError, match="` must be a Keras .* Received: .* Use for example"):
+        kind(wrong)
+
+
+def test_a_loss_that_is_not_reduced_is_refused():
+    with pytest.raises(ValueError, match="must reduce the whole batch to one number"):
+        tfmulti.WholeBatchLoss(keras.losses.MeanSquaredError(reduction=None))

@@ -1,0 +1,191 @@
+"""Models as users write them: what is one device's on many replicas, and what is not."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+import tfmulti
+
+NUM_ROWS, NUM_FEATURES = 29, 4
+
+
+def rows(num_rows=NUM_ROWS):
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(num_rows, NUM_FEATURES)).astype("float32")
+    return x, generator.normal(size=(num_rows, 2)).astype("float32")
+
+
+def labels(num_rows=NUM_ROWS):
+    generator = np.random.default_rng(4)
+    return rows(num_rows)[0], generator.integers(0, 2, (num_rows, 2)).astype("float32")
+
+
+def squares(y, prediction):
+    return tf.reduce_mean(tf.square(y - prediction), axis=-1)
+
+
+def mean_of_squares(y, prediction):
+    return tf.reduce_mean(tf.square(y - prediction))
+
+
+def sum_of_squares(y, prediction):
+    return tf.reduce_sum(tf.square(y - prediction))
+
+
+def root_of_mean(y, prediction):
+    return tf.sqrt(tf.reduce_mean(tf.square(y - prediction)))
+
+
+def average_loss(y, prediction):
+    return tf.nn.compute_average_loss(squares(y, prediction), global_batch_size=5)
+
+
+def valid_only(y, prediction):
+    valid = tf.cast(y > 0, tf.float32)
+    return tf.reduce_sum(tf.square(y - prediction) * valid) / tf.reduce_sum(valid)
+
+
+def dense(*middle):
+    return keras.Sequential([layers.Dense(5, "tanh"), *middle, layers.Dense(2)])
+
+
+class Scale(layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.factor
+
+
+class Noise(layers.Layer):
+    def call(self, x, training=False):
+        return x + tf.random.normal(tf.shape(x)) if training else x
+
+
+class Centre(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class CountSteps(layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1.0)
+        return x
+
+
+class RunningMean(layers.Layer):
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, axis=0))
+        return x - self.mean
+
+
+class Penalty(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.sum(ops.square(x)))
+        return x
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_variable((), "zeros")
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(ops.abs(y - prediction))))
+
+    def result(self):
+        return self.value + 0.0
+
+
+class MeanError(keras.metrics.Metric):
+    def __init__(self, name="mean_error"):
+        super().__init__(name=name)
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y, prediction, sample_weight=None):
+        self.total.assign_add(ops.sum(ops.abs(y - prediction)))
+        self.count.assign_add(ops.cast(ops.size(y), "float32"))
+
+    def result(self):
+        return ops.divide_no_nan(self.total, self.count)
+
+
+class OwnStep(keras.Model):
+    """A `train_step` of the user's own; `change` does something with its gradients."""
+
+    def __init__(self, change=lambda gradients: gradients, loss=squares):
+        super().__init__()
+        self.net, self.change, self.loss_of = dense(), change, loss
+        self.net.build((None, NUM_FEATURES))
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.loss_of(y, self.net(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        pairs = zip(self.change(gradients), self.trainable_variables)
+        self.optimizer.apply_gradients(pairs)
+        return {"own_loss": loss}
+
+
+class Pair(keras.Model):
+    """Two nets with an optimizer each, and no `call`, as the usual GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = dense(), dense()
+        self.one.build((None, NUM_FEATURES))
+        self.two.build((None, NUM_FEATURES))
+
+    def compile(self, **kwargs):
+        super().compile()
+        self.first = tfmulti.DistributedOptimizer(keras.optimizers.Adam(0.01))
+        self.second = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        self.mean_loss = keras.metrics.Mean(name="mean_loss")
+
+    @property
+    def metrics(self):
+        return [self.mean_loss]
+
+    def train_step(self, data):
+        x, y = data
+        for net, optimizer in ((self.one, self.first), (self.two, self.second)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(squares(y, net(x, training=True)))
+            gradients = tape.gradient(loss, net.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, net.trainable_variables))
+        self.mean_loss.update_state(loss)
+        return {"mean_loss": self.mean_loss.result()}
+
+
+class WithFunction(OwnStep):
+    """Its inner `tf.function` reads the number of replicas, and is traced in training too."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    @tf.function
+    def factor(self, x):
+        number = tf.distribute.get_strategy().num_replicas_in_sync
+        self.seen.append(number)
+        return x * float(number) / float(number)
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((self.factor(x), y))
