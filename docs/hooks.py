@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 _INCLUDE = re.compile(r"<!-- include: (\w+\.md) -->")
 _FLAGS = re.compile(r"<!-- flags: (tfmulti\.\w+) -->")
+_REPLACED = "<!-- replaced -->"
 _FLAG = re.compile(r"^  --(\w+): (.*?)\n      default: (.*?)$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?!docs/)[\w./-]+)\)")
 # Files of the root that have a page of their own.
@@ -26,6 +27,8 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     up = "../" * page.file.src_uri.count("/")
     markdown = _INCLUDE.sub(lambda found: (ROOT / found[1]).read_text(), markdown)
     markdown = _FLAGS.sub(lambda found: table_of_flags(found[1]), markdown)
+    if _REPLACED in markdown:
+        markdown = markdown.replace(_REPLACED, table_of_replacements())
     markdown = re.sub(r"\]\(docs/", f"]({up}", markdown)
     for name, target in _PAGES.items():
         markdown = re.sub(rf"\]\((?:\.\./)*{re.escape(name)}\)", f"]({up}{target})", markdown)
@@ -43,6 +46,22 @@ def _path_instead(found):
         return found[0]
     label = found[1].strip("`")
     return f"`{found[2]}`" if label in found[2] else f"{found[1]} (`{found[2]}`)"
+
+
+def table_of_replacements() -> str:
+    """Returns a table of all that is replaced in Keras and TensorFlow, as the package has it."""
+    from tfmulti.keras_compat import TABLE
+
+    rows = [
+        "| what | what it cures | where it acts | tried with | canary |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in TABLE:
+        where = entry.used.__doc__ if entry.used else f"within `{entry.within}`"
+        tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in entry.tried.items())
+        cells = [f"`{entry.target}`", entry.cures, where.rstrip("."), tried, f"`{entry.canary}`"]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
 
 
 def table_of_flags(module: str) -> str:

@@ -1,0 +1,1 @@
+"""A loss whose negatives are the other rows of the batch."""
