@@ -44,7 +44,7 @@ def conformance_table(text: str) -> str:
 
 
 def benchmark_table(text: str) -> str:
-    """Returns the steps of some set-ups of BENCHMARKS.md, with one step a call.
+    """Returns the steps of some configurations of BENCHMARKS.md, with one step a call.
 
     Args:
         text: What BENCHMARKS.md holds.
@@ -60,7 +60,7 @@ def benchmark_table(text: str) -> str:
             if name in _SETUPS and calls == "1":
                 cells[name] += [step, efficiency]
     processor = re.search(r"^- processor: (.*?)$", text, re.MULTILINE)[1]
-    lines = [f"| set-up | {' | '.join(workloads)} |", "|---|" + "---:|" * len(workloads)]
+    lines = [f"| configuration | {' | '.join(workloads)} |", "|---|" + "---:|" * len(workloads)]
     lines += [f"| {name} | {' | '.join(row)} |" for name, row in cells.items() if row]
     return "\n".join([f"Measured on {processor}.", "", *lines])
 

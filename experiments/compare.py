@@ -63,7 +63,7 @@ def differences(found: dict, reference: dict) -> tuple[float, float]:
 
 
 def table(found: dict[str, dict], metrics) -> str:
-    """Returns a table in Markdown: a line for each set-up, the first being the reference."""
+    """Returns a table in Markdown: a line for each configuration, the first being the reference."""
     names = ["where", *metrics, "weights off by", "metrics off by"]
     lines = [" | ".join(names), " | ".join(["---"] + ["---:"] * (len(names) - 1))]
     reference = next(iter(found.values()))

@@ -10,7 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
 
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 WORKER_TIMEOUT_S = 240
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti import accumulation
+from tfmulti.step import accumulation
 
 ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
 LABELS = np.random.RandomState(1).randint(0, 3, 43)

@@ -8,10 +8,11 @@ import pytest
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti import memory, trainer
-from tfmulti.config import TrainConfig
-from tfmulti.trainer import batch_size, numbers, trying
-from tfmulti.trainer.trying import Tried
+from tfmulti.runtime import memory
+from tfmulti.train import batch_size as search
+from tfmulti.train import compiling, run_summary
+from tfmulti.train.batch_size import SizeTrial
+from tfmulti.train.config import TrainConfig
 
 
 def machine(room, cap=100_000):
@@ -23,7 +24,7 @@ def machine(room, cap=100_000):
         sizes = [min(size, cap) for size in sizes]
         fit = [size for size in sizes if size <= room]
         failed = next((size for size in sizes if size > room), None)
-        return Tried(max(fit, default=0), 0, failed, cap)
+        return SizeTrial(max(fit, default=0), 0, failed, cap)
 
     return attempt, asked
 
@@ -33,50 +34,50 @@ def machine(room, cap=100_000):
 )
 def test_the_largest_that_fits_is_found(room, found):
     attempt, asked = machine(room)
-    best = batch_size.search(attempt)
+    best = search.search(attempt)
     assert best.size == found
     assert best.size <= room
     # It is at least seven eighths of the room, or as large as it may be.
-    assert best.size >= min(room, batch_size.LARGEST) * 7 / 8
+    assert best.size >= min(room, search.LARGEST) * 7 / 8
     assert len(asked) <= 6
 
 
 def test_a_small_data_set_bounds_it():
     attempt, _ = machine(10**6, cap=89)
-    assert batch_size.search(attempt).size == 89
+    assert search.search(attempt).size == 89
 
 
 def test_where_one_example_does_not_fit_it_is_said():
     with pytest.raises(RuntimeError, match="One example per replica must fit in memory"):
-        batch_size.search(machine(0)[0])
+        search.search(machine(0)[0])
 
 
 AUTO = TrainConfig(strategy="one_device", model="mlp", per_replica_batch_size="auto", epochs=1)
 
 
 def test_a_process_of_its_own_trains_and_tells_its_memory():
-    tried = trying.try_in_child(AUTO, [8, 16, 8192], 1, 1, None)
+    tried = search.try_in_child_process(AUTO, [8, 16, 8192], 1, 1, None)
     # 1,437 digits, of which an epoch keeps eight steps.
     assert (tried.size, tried.cap, tried.too_large) == (179, 179, None)
     assert tried.peak > 100e6
 
 
 def test_a_limit_ends_the_process_and_another_error_is_told():
-    tried = trying.try_in_child(AUTO, [8], 1, 1, int(60e6))
+    tried = search.try_in_child_process(AUTO, [8], 1, 1, int(60e6))
     assert (tried.size, tried.too_large) == (0, 8)
     wrong = dataclasses.replace(AUTO, model="math:sqrt")
     with pytest.raises(RuntimeError, match="trains some steps, which must not fail. Received: "):
-        trying.try_in_child(wrong, [8], 1, 1, None)
+        search.try_in_child_process(wrong, [8], 1, 1, None)
 
 
 def test_all_workers_take_the_smallest(monkeypatch):
     strategy = create_strategy(2)
-    found = batch_size.Found(96, 10**9, 128, 500)
-    monkeypatch.setattr(batch_size, "_find", lambda *_: (found, 2 * 10**9))
+    found = search.Found(96, 10**9, 128, 500)
+    monkeypatch.setattr(search, "_find", lambda *_: (found, 2 * 10**9))
     # As if another worker had found 64.
-    monkeypatch.setattr(batch_size.agreement, "compare", lambda _, n: (min(n, 64), min(n, 64)))
+    monkeypatch.setattr(search.agreement, "compare", lambda _, n: (min(n, 64), min(n, 64)))
     lines = []
-    config = batch_size.resolve_batch_size(AUTO, strategy, lines.append)
+    config = search.resolve_batch_size(AUTO, strategy, lines.append)
     assert config.resolve_global_batch_size(2) == 128
     assert lines == ["per_replica_batch_size=auto: 64 (as another worker found)"]
 
@@ -91,7 +92,7 @@ def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path):
     model.fit(train, verbose=0, callbacks=[saver])
     config = dataclasses.replace(AUTO, workdir=str(tmp_path))
     lines = []
-    config = batch_size.resolve_batch_size(config, strategy, lines.append)
+    config = search.resolve_batch_size(config, strategy, lines.append)
     assert config.global_batch_size == 100
     assert lines == ["per_replica_batch_size=auto: global batch size 100, as in the checkpoint"]
 
@@ -99,8 +100,8 @@ def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path):
 def test_the_limit_is_given_or_half_of_what_there_is():
     strategy = create_strategy(1)
     limited = dataclasses.replace(AUTO, memory_limit="2GB")
-    assert batch_size.find_limit(limited, strategy) == 2 * 10**9
-    assert batch_size.find_limit(AUTO, strategy) == memory.available() // 2
+    assert search.find_limit(limited, strategy) == 2 * 10**9
+    assert search.find_limit(AUTO, strategy) == memory.available() // 2
 
 
 @pytest.mark.parametrize(
@@ -151,8 +152,8 @@ def numbers_of(num_replicas=2, num_workers=1, author_compiles=False, **settings)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         if author_compiles:
             model.compile(keras.optimizers.SGD(0.5), "mse")
-        rate = trainer.compiling.compile_model(model, config, train)
-    return numbers.effective_numbers(config, train.plan, num_workers, model, rate)
+        rate = compiling.compile_model(model, config, train)
+    return run_summary.summarize_run(config, train.plan, num_workers, model, rate)
 
 
 def test_the_numbers_of_a_run_and_both_conventions():

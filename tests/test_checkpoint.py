@@ -69,7 +69,7 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
         model.compile(tfmulti.DistributedOptimizer(optimizer()), "mse", metrics=["mae"])
     data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=3)
     told = []
-    saver = tfmulti.callbacks.Checkpoint(folder, data, tell=told.append, **settings)
+    saver = tfmulti.callbacks.Checkpoint(folder, data, print_fn=told.append, **settings)
     stopper = keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=0.5, monitor="val_loss")
     history = model.fit(
         data,

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti.data import sources
-from tfmulti.datasets import load_dataset, load_split, prepared, resolve_function
-from tfmulti.models import create_model
+from tfmulti.data import prepared_datasets, sources
+from tfmulti.data.datasets import load_dataset, load_split, resolve_function
+from tfmulti.train.models import create_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FAIL_WITHIN_S = 15
@@ -142,7 +142,7 @@ def test_unknown_split_of_digits():
 
 
 def test_import_is_light():
-    code = "import sys, tfmulti.datasets; print([m for m in sys.modules if '.' not in m])"
+    code = "import sys, tfmulti.data.datasets; print([m for m in sys.modules if '.' not in m])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -300,7 +300,7 @@ def test_large_splits_are_streams_in_the_same_order(tfds, no_network, monkeypatc
     splits = {"train": list(range(40)), "test": [0, 1]}
     create_builder_class(tfds, "ReadAsStream", splits)().download_and_prepare()
     x, y = load_split("read_as_stream/train")
-    monkeypatch.setattr(prepared, "_MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(prepared_datasets, "_MEMORY_LIMIT_BYTES", 0)
     train, _ = load_dataset("read_as_stream")
     assert int(train.cardinality()) == 40
     for _ in range(2):
@@ -370,7 +370,7 @@ def test_absent_data_fails_in_time_and_data_on_disk_needs_no_code(tfds, tmp_path
     create_builder_class(tfds, "OnDisk", {"train": [1, 2], "test": [3]})().download_and_prepare()
     script = """
 import time
-from tfmulti.datasets import load_dataset
+from tfmulti.data.datasets import load_dataset
 print(len(load_dataset("on_disk")[0][1]))
 for name in ("mnist", "wine_quality"):
     start = time.monotonic()
@@ -398,7 +398,7 @@ def test_hosts_that_take_the_call_and_never_answer():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/data.zip"
         start = time.monotonic()
-        fault = prepared.unreachable([url], timeout=0.5)
+        fault = prepared_datasets.unreachable([url], timeout=0.5)
         assert "127.0.0.1" in fault and time.monotonic() - start < FAIL_WITHIN_S
 
 

@@ -11,23 +11,14 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from tfmulti.cgroups import Limits, read_limits
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import (
-    __main__,
-    check,
-    disk,
-    host,
-    packages,
-    table,
-    tensorflow_process,
-    traps,
-    variables,
-)
-from tfmulti.doctor.check import Check
-from tfmulti.doctor.commands import Output, run
+from tfmulti.doctor import __main__, disk, host, packages, pitfalls, tensorflow_process, variables
+from tfmulti.doctor import report as found_report
 from tfmulti.doctor.config import DoctorConfig
 from tfmulti.doctor.host import Host
+from tfmulti.doctor.report import Check
+from tfmulti.doctor.tensorflow_process import Output, run
+from tfmulti.runtime.memory import Limits, read_limits
 
 TWO = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
 GB = 10**9
@@ -109,8 +100,8 @@ def test_json_has_every_line_and_a_trap_makes_the_exit_code_1(tmp_path):
 
 def test_keras_home_holds_keras_json_itself(tmp_path):
     (tmp_path / "keras.json").write_text("{not json")
-    assert traps.check_traps({"KERAS_HOME": str(tmp_path)})[1].status == "warning"
-    assert traps.check_traps({}, home=tmp_path)[1].status == "ok"
+    assert pitfalls.check_pitfalls({"KERAS_HOME": str(tmp_path)})[1].status == "warning"
+    assert pitfalls.check_pitfalls({}, home=tmp_path)[1].status == "ok"
 
 
 def test_a_line_is_never_cut_off(monkeypatch):
@@ -119,13 +110,13 @@ def test_a_line_is_never_cut_off(monkeypatch):
         ("GPUs", [Check("PCIe", "failure", "x" * 300, "hint " * 40), Check("b", "unknown", "c")]),
     ]
     wide = Console(width=80, record=True, force_terminal=True, file=open(os.devnull, "w"))
-    table.show(areas, wide)
+    found_report.show(areas, wide)
     text = wide.export_text()
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("x") == 300
     assert (text.count("word"), text.count("hint")) == (40, 40)
     narrow = Console(width=80, record=True, file=open(os.devnull, "w"))
-    table.show(areas, narrow)
+    found_report.show(areas, narrow)
     lines = narrow.export_text().splitlines()
     assert lines[1].startswith("  ok       a name that is long, longer than its column: word word")
     assert lines[3].endswith("hint hint hint ")
@@ -134,11 +125,11 @@ def test_a_line_is_never_cut_off(monkeypatch):
 
 def test_verdicts():
     def verdict(*statuses):
-        return table.verdict([Check("a", status, "b") for status in statuses]).plain
+        return found_report.verdict([Check("a", status, "b") for status in statuses]).plain
 
     assert verdict("ok", "unknown") == "Ready. (1 ok, 1 not looked at)"
     assert verdict("ok", "warning") == "Ready, with warnings. (1 warning, 1 ok)"
-    assert check.worst(["ok", "failure", "warning"]) == "failure"
+    assert found_report.worst(["ok", "failure", "warning"]) == "failure"
 
 
 # Programs.
@@ -407,7 +398,7 @@ def test_a_proxy_between_workers_warns_and_hides_its_password():
 
 
 def trapped(environ, cluster=None, num_gpus=0, home="/nowhere", **installed):
-    found = traps.check_traps(environ, cluster, num_gpus, Path(home), installed.get)
+    found = pitfalls.check_pitfalls(environ, cluster, num_gpus, Path(home), installed.get)
     return {each.name: each.status for each in found}
 
 

@@ -8,13 +8,12 @@ import time
 
 import pytest
 
-from tfmulti import processes
 from tfmulti.cluster import Cluster, environment
 from tfmulti.doctor import addresses, peers
-from tfmulti.doctor.peer_listener import Listener
-from tfmulti.doctor.peer_round import Round
+from tfmulti.doctor.peer_listener import Listener, Round
 from tfmulti.doctor.peer_visit import Visit, Visitor
-from tfmulti.meeting.token import find_token
+from tfmulti.rendezvous.messages import find_token
+from tfmulti.runtime import processes
 
 QUICK = {"timeout_s": 20.0}
 

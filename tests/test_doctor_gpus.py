@@ -6,9 +6,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tfmulti.doctor import cuda, gpus, links, nvidia
-from tfmulti.doctor.commands import Output
 from tfmulti.doctor.nvidia import Driver, Gpu
-from tfmulti.doctor.tensorflow_process import Report
+from tfmulti.doctor.tensorflow_process import Output, Report
 
 SAMPLES = Path(__file__).parent / "nvidia_samples"
 WHEELS = [

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.endings import find_ending
+from tfmulti.cluster.peer_errors import find_peer_error
 
 CLUSTER = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]}, "worker", 1)
 # Shortened from TensorFlow 2.21's own.
@@ -39,14 +39,14 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_lost_worker_is_named(name):
     text, words = TEXTS[name]
-    ending = find_ending(tf.errors.UnavailableError(None, None, text), CLUSTER)
+    ending = find_peer_error(tf.errors.UnavailableError(None, None, text), CLUSTER)
     assert ending.exit_code == 144
     assert ending.text.startswith(words)
 
 
 def test_workers_that_do_different_things_are_told_so():
     text = "Graph execution error:\nShape mismatch in the collective instance 131. [3,1] but [3,2]"
-    ending = find_ending(tf.errors.InternalError(None, None, text), CLUSTER)
+    ending = find_peer_error(tf.errors.InternalError(None, None, text), CLUSTER)
     assert ending.exit_code == 1
     assert "Workers must do the same steps with the same model. Received: Shape mis" in ending.text
 
@@ -60,5 +60,5 @@ def test_workers_that_do_different_things_are_told_so():
     ],
 )
 def test_an_error_of_this_worker_is_its_own(error):
-    assert find_ending(error, CLUSTER) is None
-    assert find_ending(error, None) is None
+    assert find_peer_error(error, CLUSTER) is None
+    assert find_peer_error(error, None) is None

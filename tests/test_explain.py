@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import command_line, explain
+from tfmulti.runtime import command_line, errors
 
 
 def raised_by(function, *arguments):
@@ -23,7 +23,7 @@ def test_the_users_innermost_line_is_named_and_frameworks_are_passed_over():
     def build():
         return keras.layers.Dense(3, activation="reluu")  # The line.
 
-    place = explain.place_of(raised_by(build))
+    place = errors.place_of(raised_by(build))
     assert place.startswith("tests/test_explain.py:") or "test_explain.py:" in place
     assert "in build" in place
     assert 'keras.layers.Dense(3, activation="reluu")  # The line.' in place
@@ -37,8 +37,8 @@ def test_a_function_within_a_data_pipeline_is_found_by_its_line():
 
     data = tf.data.Dataset.range(5).map(lambda x: tf.numpy_function(read, [x], tf.int64))
     error = raised_by(list, data)
-    assert explain.cause_of(error) == "ValueError: record has no label"
-    place = explain.place_of(error)
+    assert errors.cause_of(error) == "ValueError: record has no label"
+    place = errors.place_of(error)
     assert "test_explain.py" in place
     assert "in read" in place
     assert "# Its line." in place
@@ -49,8 +49,8 @@ def test_a_traced_function_of_a_pipeline_is_found_too():
         return tf.reshape(value, [3, 7])  # Its line.
 
     error = raised_by(tf.data.Dataset.from_tensor_slices(np.zeros((4, 8))).map, change)
-    assert "Cannot reshape a tensor with 8 elements" in explain.cause_of(error)
-    assert "# Its line." in explain.place_of(error)
+    assert "Cannot reshape a tensor with 8 elements" in errors.cause_of(error)
+    assert "# Its line." in errors.place_of(error)
 
 
 def test_what_an_operation_of_a_graph_says_comes_without_the_graphs_frames():
@@ -58,20 +58,20 @@ def test_what_an_operation_of_a_graph_says_comes_without_the_graphs_frames():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss)
     error = raised_by(model.fit, np.zeros((4, 3)), np.array([0, 1, 5, 1]))
-    first, second = explain.cause_of(error).splitlines()
+    first, second = errors.cause_of(error).splitlines()
     assert first.startswith("InvalidArgumentError: Received a label value of 5 which is outside")
     assert second.startswith("  in the graph at compile_loss/sparse_categorical_crossentropy")
 
 
 def test_lines_without_end_are_cut():
-    cause = explain.cause_of(ValueError("Labels: " + "1 " * 5000))
+    cause = errors.cause_of(ValueError("Labels: " + "1 " * 5000))
     assert cause.startswith("Labels: 1 1") and len(cause) < 1100
 
 
 def test_the_cause_within_a_layer_comes_before_the_words_about_the_call():
     model = keras.Sequential([keras.Input((9,)), keras.layers.Dense(3)])
     error = raised_by(model, np.zeros((4, 8), "float32"))
-    first, second = explain.cause_of(error).splitlines()
+    first, second = errors.cause_of(error).splitlines()
     assert first.startswith("Input 0 ")
     assert "received input with shape (4, 8)" in first
     assert second.startswith("  in Sequential.call(), which received inputs=tf.Tensor(shape=(4, 8)")
@@ -88,15 +88,15 @@ def test_the_cause_within_a_layer_comes_before_the_words_about_the_call():
     ids=lambda error: type(error).__name__,
 )
 def test_too_little_memory_is_said_in_three_parts(error):
-    text = explain.cause_of(error)
+    text = errors.cause_of(error)
     assert text.startswith("A training step must fit in the memory of its device. Received: ")
     assert "--per_replica_batch_size auto" in text
     assert "[Op:" not in text
 
 
 def test_another_internal_error_is_none_of_memory():
-    assert not explain.is_out_of_memory(tf.errors.InternalError(None, None, "broken"))
-    assert not explain.is_out_of_memory(RuntimeError("out of memory"))
+    assert not errors.is_out_of_memory(tf.errors.InternalError(None, None, "broken"))
+    assert not errors.is_out_of_memory(RuntimeError("out of memory"))
 
 
 def test_an_error_is_shown_with_its_line_and_without_frames(capsys):

@@ -9,8 +9,8 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.held import optimizers_of
-from tfmulti.optimizers import distribute_optimizers
+from tfmulti.step.model_contents import optimizers_of
+from tfmulti.step.optimizer import distribute_optimizers
 
 NUM_ROWS, BATCH_SIZE = 21, 8  # Three steps an epoch, the last one short.
 

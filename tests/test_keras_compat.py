@@ -19,7 +19,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 import tfmulti
 from tfmulti import keras_compat
 from tfmulti.keras_compat import TABLE, without_tuning
-from tfmulti.keras_compat.building import NotBuilt
+from tfmulti.keras_compat.tracing import NotBuilt
 
 
 def stock(num_replicas=2):

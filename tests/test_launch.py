@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tfmulti import meeting
+from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.launch import __main__ as command
-from tfmulti.launch import failure, hosts, job
+from tfmulti.launch import job, logs, placement
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.processes import free_ports
+from tfmulti.runtime.processes import free_ports
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -436,14 +436,14 @@ def test_a_hosts_file_gives_every_host_the_same_cluster(tmp_path):
     path.write_text("# two machines\n10.0.0.1 slots=2\n\n[fd00::2]:5000 slots=2 # more\nthird\n")
     config = LaunchConfig(hosts=str(path))
     expected = [["10.0.0.1:2222", "10.0.0.1:2223"], ["[fd00::2]:5000", "[fd00::2]:5001"]]
-    assert hosts.read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
+    assert placement.read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
     found = {}
     for index, variable in enumerate(("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
-        found |= hosts.tf_configs_here(config, {variable: str(index)})
+        found |= placement.tf_configs_here(config, {variable: str(index)})
     assert sorted(found) == [0, 1, 2, 3, 4]
     assert len({json.dumps(json.loads(text)["cluster"]) for text in found.values()}) == 1
     config = LaunchConfig(hosts=str(path), host_index=2, base_port=7)
-    assert list(hosts.tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
+    assert list(placement.tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_a_wrong_hosts_file_is_told_with_its_line(tmp_path, text, words):
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
-        hosts.tf_configs_here(LaunchConfig(hosts=str(path)), {})
+        placement.tf_configs_here(LaunchConfig(hosts=str(path)), {})
     assert words.format(path=path) in str(caught.value)
 
 
@@ -513,7 +513,7 @@ more of the message
     ],
 )
 def test_last_words(text, words):
-    assert failure.last_words(text) == words
+    assert logs.log_tail(text) == words
 
 
 def test_events_of_signals_come_in_order():
@@ -563,8 +563,10 @@ def test_a_worker_that_is_missing_is_named_by_train(pair, missing):
 
 def test_settings_that_differ_are_named_by_train(pair):
     process = train(pair[0], "--epochs=3")
-    with pytest.raises(meeting.MeetingError, match="--epochs is 3 on worker 0, but 4 on worker 1"):
-        meeting.meet(pair[1], {"--epochs": 4}, timeout_s=100, token="of this test")
+    with pytest.raises(
+        rendezvous.RendezvousError, match="--epochs is 3 on worker 0, but 4 on worker 1"
+    ):
+        rendezvous.join(pair[1], {"--epochs": 4}, timeout_s=100, token="of this test")
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "--epochs is 3 on worker 0, but 4 on worker 1" in stderr

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tfmulti.launch import resources
+from tfmulti.launch import placement
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
 from tfmulti.launch.pmi import ProcessManager
@@ -40,7 +40,7 @@ def no_threads_in_environment(monkeypatch):
 
 def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
-    shares = [resources.share_of(cores, place, 2) for place in range(2)]
+    shares = [placement.share_of(cores, place, 2) for place in range(2)]
     threads = [str(len(share)) for share in shares]
     assert shown_by_workers(tmp_path, pin=True) == [
         [share, "0", number, number] for share, number in zip(shares, threads)

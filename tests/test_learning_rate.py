@@ -1,7 +1,7 @@
 import keras
 import pytest
 
-from tfmulti.learning_rate import ScaledSchedule, scale_learning_rate
+from tfmulti.train.learning_rate import ScaledSchedule, scale_learning_rate
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])

@@ -25,8 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tfmulti
 from tfmulti import hardware
 from tfmulti.callbacks import Devices, MlflowLogs, Throughput, WandbLogs
-from tfmulti.config import TrainConfig
-from tfmulti.trainer import train_and_evaluate
+from tfmulti.train.config import TrainConfig
+from tfmulti.train.loop import train_and_evaluate
 
 
 class Reader:
@@ -383,7 +383,7 @@ def test_the_trainer_tells_and_writes_what_it_monitors(tmp_path):
     config = TrainConfig(
         strategy="mirrored", logical_cpus=2, epochs=2, workdir=str(tmp_path), monitor=True
     )
-    result = train_and_evaluate(config, tell=lines.append)
+    result = train_and_evaluate(config, print_fn=lines.append)
     assert set(result["metrics"]) == {"accuracy", "loss", "val_accuracy", "val_loss"}
     for epoch in (1, 2):
         [line] = [line for line in lines if line.startswith(f"worker 0, epoch {epoch}: CPU ")]
@@ -429,7 +429,7 @@ def test_every_gpu_is_in_the_files_and_few_numbers_in_the_logs(tmp_path):
 
 def test_training_goes_on_without_a_reader_that_fails():
     strategy, lines = create_strategy(1), []
-    devices = Devices(tell=lines.append, readers=[Broken({}), Reader({"cpu_percent": 3.0})])
+    devices = Devices(print_fn=lines.append, readers=[Broken({}), Reader({"cpu_percent": 3.0})])
     create_model(strategy).fit(create_data(strategy), epochs=2, verbose=0, callbacks=[devices])
     assert lines.count("worker 0: no longer read: Broken: OSError: the device has gone") == 1
     assert "worker 0, epoch 2: CPU 3%" in lines
@@ -453,7 +453,7 @@ def test_no_thread_is_left_and_no_step_reduces_more(monkeypatch):
     for monitored in (False, True):
         seen.clear()
         data = create_data(strategy)
-        callbacks = [Throughput(data), Devices(tell=lambda line: None)] if monitored else []
+        callbacks = [Throughput(data), Devices(print_fn=lambda line: None)] if monitored else []
         create_model(strategy).fit(data, epochs=2, verbose=0, callbacks=callbacks)
         counts.append(len(seen))
     assert counts[0] == counts[1] > 0

@@ -5,7 +5,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.shares import weighting
+from tfmulti.step import weighting
 
 SGD = keras.optimizers.SGD
 OPTIMIZERS = {

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfmulti import causes, command_line
 from tfmulti.parity import __main__ as parity
 from tfmulti.parity import compare, diagnosis, layout, relations
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.record import Record, Summary
+from tfmulti.runtime import command_line
+from tfmulti.verification import causes
 
 HERE = Path(__file__).parent
 
@@ -57,7 +58,7 @@ def test_help_is_quick_and_tells_every_flag():
         (["--replica", "2"], ["Unknown command line flag 'replica'"]),
         (["--replicas", "one"], ["`replicas` must be numbers from 2", "replicas='one'"]),
         (["--workers", "1"], ["`workers` must be numbers from 2", "workers='1'"]),
-        (["--replicas=0", "--workers=0"], ["at least one set-up"]),
+        (["--replicas=0", "--workers=0"], ["at least one configuration"]),
         (["--steps", "0"], ["`steps` must be at least 1"]),
         (["--global_batch_size", "2"], ["at least the number of replicas", "for 3"]),
         (["--optimizer", "best"], ["best", "adam"]),
@@ -231,7 +232,7 @@ def test_a_clean_model_gives_one_devices_result(tmp_path):
         assert max(outcome["comparison"]["largest"].values()) <= 1e-6
     text = words_of(done.stdout)
     assert "6 steps: 2 epochs, each of 2 batches of 20 and one of 7 examples" in text
-    assert "Every set-up gives one device's result." in text
+    assert "Every configuration gives one device's result." in text
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert re.search(r"^ *2 workers +equal +\d\.\de-\d\d +\d", done.stdout, re.MULTILINE)
 

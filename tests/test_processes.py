@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 
 def python(code):

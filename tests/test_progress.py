@@ -12,8 +12,7 @@ from rich.console import Console
 
 import tfmulti
 from tfmulti.callbacks import Events, Progress, progress
-from tfmulti.callbacks.screen import Screen
-from tfmulti.callbacks.speed import Pace
+from tfmulti.callbacks.screen import Pace, Screen
 
 
 def build(strategy, steps_per_execution=1):
@@ -54,7 +53,7 @@ def plain(text):
 
 def test_a_log_has_one_plain_line_for_each_epoch():
     lines = []
-    fit(lambda train: Progress(train, tell=lines.append))
+    fit(lambda train: Progress(train, print_fn=lines.append))
     assert [line.split(" - ")[0] for line in lines] == ["Epoch 1/3", "Epoch 2/3", "Epoch 3/3"]
     for line in lines:
         assert line.isprintable()
@@ -64,7 +63,7 @@ def test_a_log_has_one_plain_line_for_each_epoch():
 
 
 def test_keras_gives_way_and_says_nothing(capsys):
-    fit(lambda train: Progress(train, tell=lambda line: None), verbose="auto")
+    fit(lambda train: Progress(train, print_fn=lambda line: None), verbose="auto")
     assert capsys.readouterr().out == ""
 
 
@@ -77,7 +76,7 @@ def test_without_a_terminal_lines_are_printed(capsys):
 
 def test_several_steps_of_a_call_and_an_unknown_number_of_steps():
     lines = []
-    fit(lambda train: Progress(train, tell=lines.append), steps_per_execution=3)
+    fit(lambda train: Progress(train, print_fn=lines.append), steps_per_execution=3)
     assert len(lines) == 3
     model = build(create_strategy(1))
 
@@ -86,7 +85,7 @@ def test_several_steps_of_a_call_and_an_unknown_number_of_steps():
 
     spec = tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1])
     data = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    model.fit(data, epochs=2, verbose=0, callbacks=[Progress(tell=lines.append)])
+    model.fit(data, epochs=2, verbose=0, callbacks=[Progress(print_fn=lines.append)])
     assert lines[-1].startswith("Epoch 2/2 - ")
     assert lines[-1].endswith("steps/s")
 
@@ -100,7 +99,7 @@ def test_long_epochs_are_told_of_between_their_ends():
             return self.now
 
     lines = []
-    fit(lambda train: Progress(train, tell=lines.append, clock=Slow()), epochs=1)
+    fit(lambda train: Progress(train, print_fn=lines.append, clock=Slow()), epochs=1)
     assert lines[0].startswith("Epoch 1/1 - step ")
     assert lines[-1].startswith("Epoch 1/1 - ")
     assert "step" not in lines[-1]

@@ -17,8 +17,8 @@ from replicas import create_strategy
 from test_keras_compat import ours, rows, stock
 
 from tfmulti import keras_compat
-from tfmulti.keras_compat import TABLE, created_ops, replacing
-from tfmulti.keras_compat.replacing import is_replaced, replace
+from tfmulti.keras_compat import TABLE, randomness, replacement
+from tfmulti.keras_compat.replacement import is_replaced, replace
 
 INSTALLED = [entry for entry in TABLE if entry.make is not None]
 
@@ -207,7 +207,7 @@ def exercise(strategy, folder):
 
 @pytest.mark.parametrize("kind", ["none", "stock"])
 def test_no_entry_acts_without_a_strategy_of_ours(kind, acted, tmp_path, monkeypatch):
-    monkeypatch.setattr(replacing, "_strategies", set())
+    monkeypatch.setattr(replacement, "_strategies", set())
     exercise(stock() if kind == "stock" else tf.distribute.get_strategy(), tmp_path)
     assert acted == set()
 
@@ -219,7 +219,7 @@ def test_entries_act_under_a_strategy_of_ours(acted, tmp_path):
 
 @pytest.mark.parametrize("entry", FUNCTIONS, ids=targets(FUNCTIONS))
 def test_no_entry_is_used_where_nothing_is_ours(entry, monkeypatch):
-    monkeypatch.setattr(replacing, "_strategies", set())
+    monkeypatch.setattr(replacement, "_strategies", set())
     nothing = types.SimpleNamespace()
     for scope in (tf.distribute.get_strategy(), stock()):
         with scope.scope():
@@ -230,21 +230,21 @@ def test_a_strategy_that_is_gone_counts_no_more(monkeypatch):
     class Gone:
         repairs_keras = True
 
-    monkeypatch.setattr(replacing, "_strategies", type(replacing._strategies)())
+    monkeypatch.setattr(replacement, "_strategies", type(replacement._strategies)())
     strategy = Gone()
-    replacing.note_strategy(strategy)
-    assert replacing.while_one_is_there()
+    replacement.note_strategy(strategy)
+    assert replacement.while_one_is_there()
     del strategy
     gc.collect()
-    assert not replacing.while_one_is_there()
+    assert not replacement.while_one_is_there()
 
 
 def test_a_launcher_is_ours_where_our_strategy_has_made_it():
     launcher = types.SimpleNamespace()
-    assert not replacing.of_launcher(launcher)
+    assert not replacement.of_launcher(launcher)
     extended = types.SimpleNamespace(ops=types.SimpleNamespace(_launchers=[launcher]))
     keras_compat.own_launchers(types.SimpleNamespace(extended=extended))
-    assert replacing.of_launcher(launcher)
+    assert replacement.of_launcher(launcher)
 
 
 def test_layers_that_were_made_before_keep_their_losses():
@@ -278,7 +278,7 @@ def test_no_canary_reads_upstreams_source():
 
 
 def test_what_is_replaced_for_a_time_is_in_the_table():
-    here = {(id(owner), name) for owner, name, _ in created_ops._AROUND}
+    here = {(id(owner), name) for owner, name, _ in randomness._AROUND}
     listed = {(id(e.owner), e.name) for e in TABLE if e.within == "replaced_ops"}
     assert here == listed
 

@@ -8,8 +8,10 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti import command_line, train, trainer
-from tfmulti.config import TrainConfig
+from tfmulti.runtime import command_line
+from tfmulti.train import __main__ as command
+from tfmulti.train import loop, run_reporter
+from tfmulti.train.config import TrainConfig
 
 
 def run(*arguments, env=None, cwd=None):
@@ -48,7 +50,7 @@ def test_help_is_quick_and_tells_every_flag_with_its_default():
     ],
 )
 def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
-    assert train.main(["train", *arguments]) == command_line.BAD_USAGE
+    assert command.main(["train", *arguments]) == command_line.BAD_USAGE
     message = capsys.readouterr().err
     assert all(word in message for word in words)
 
@@ -114,7 +116,7 @@ def test_the_default_model_learns_the_digits_and_the_files_are_there(tmp_path):
     assert names == {"model.keras", "history.csv", "result.json", "logs"}
     assert list((tmp_path / "logs" / "train").iterdir())
     model = keras.models.load_model(tmp_path / "model.keras")
-    assert trainer.digest_weights(model) == result["weights_sha256"]
+    assert run_reporter.digest_weights(model) == result["weights_sha256"]
     for word in ("replicas", "global batch size", "examples per second", "validation accuracy"):
         assert word in done.stdout
 
@@ -124,7 +126,7 @@ def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
     for name in ("one_device", "mirrored"):
         cpus = 2 if name == "mirrored" else 0
         run_config = config(tmp_path / name, strategy=name, logical_cpus=cpus, **settings)
-        trainer.train_and_evaluate(run_config, tell=lambda line: None)
+        loop.train_and_evaluate(run_config, print_fn=lambda line: None)
     models = [keras.models.load_model(path) for path in sorted(tmp_path.glob("*/model.keras"))]
     for one, other in zip(*(model.get_weights() for model in models), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
@@ -132,7 +134,7 @@ def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
 
 def test_the_audit_is_told(tmp_path):
     lines = []
-    trainer.train_and_evaluate(config(tmp_path, audit_shards=True), tell=lines.append)
+    loop.train_and_evaluate(config(tmp_path, audit_shards=True), print_fn=lines.append)
     assert lines[0] == "mirrored on CPU:0, CPU:1 (as asked): 2 replicas, global batch size 64"
     shards = [line for line in lines if line.startswith("shards of epoch")]
     assert [line.split(":")[0] for line in shards] == ["shards of epoch 0", "shards of epoch 1"]
@@ -152,7 +154,7 @@ def test_the_audit_is_told(tmp_path):
     ids=lambda settings: next(iter(settings)),
 )
 def test_flags_that_change_training_train(tmp_path, settings):
-    result = trainer.train_and_evaluate(config(tmp_path, **settings), tell=lambda line: None)
+    result = loop.train_and_evaluate(config(tmp_path, **settings), print_fn=lambda line: None)
     assert np.isfinite(result["metrics"]["loss"])
     assert result["metrics"]["val_accuracy"] > 0.3
 
@@ -169,9 +171,9 @@ def test_the_result_counts_the_whole_run_however_often_it_was_started(tmp_path):
             raise Killed
 
     with pytest.raises(Killed):
-        trainer.train_and_evaluate(config(tmp_path, **settings), kill)
+        loop.train_and_evaluate(config(tmp_path, **settings), kill)
     told = []
-    result = trainer.train_and_evaluate(config(tmp_path, **settings), told.append)
+    result = loop.train_and_evaluate(config(tmp_path, **settings), told.append)
     assert any("resumed at step 28" in line for line in told)
     assert (result["steps"], result["examples"], result["epochs"]) == (45, 3 * 1437, 3)
 

@@ -22,8 +22,8 @@ _HOMES = {
     "resolve_cluster": "cluster",
     "create_model": "models",
     "load_dataset": "datasets",
-    "TrainConfig": "trainer",
-    "train_and_evaluate": "trainer",
+    "TrainConfig": "config",
+    "train_and_evaluate": "trainer.loop",
     "notebook_launch": "notebook",
     "DistributedGradientTape": "gradients",
     "no_sync": "gradients",
@@ -41,7 +41,7 @@ def __getattr__(name):
         raise AttributeError(f"module 'tfmulti' has no attribute {name!r}")
     home = _HOMES.get(name, name)
     if home not in _WITHOUT_TENSORFLOW and "tensorflow" not in sys.modules:
-        importlib.import_module("tfmulti.command_line").import_tensorflow()
+        importlib.import_module("tfmulti.runtime.command_line").import_tensorflow()
     module = importlib.import_module(f"tfmulti.{home}")
     return module if home == name else getattr(module, name)
 

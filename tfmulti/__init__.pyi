@@ -5,20 +5,20 @@ from tfmulti.cluster import Cluster as Cluster
 from tfmulti.cluster import resolve_cluster as resolve_cluster
 from tfmulti.data import distribute_eval as distribute_eval
 from tfmulti.data import distribute_train as distribute_train
-from tfmulti.datasets import load_dataset as load_dataset
-from tfmulti.gathering import gather_batch as gather_batch
-from tfmulti.gradients import DistributedGradientTape as DistributedGradientTape
-from tfmulti.gradients import no_sync as no_sync
-from tfmulti.gradients import reduce_gradients as reduce_gradients
-from tfmulti.learning_rate import scale_learning_rate as scale_learning_rate
-from tfmulti.models import create_model as create_model
-from tfmulti.normalization import (
+from tfmulti.data.datasets import load_dataset as load_dataset
+from tfmulti.notebook import notebook_launch as notebook_launch
+from tfmulti.step.gathering import gather_batch as gather_batch
+from tfmulti.step.gradients import DistributedGradientTape as DistributedGradientTape
+from tfmulti.step.gradients import no_sync as no_sync
+from tfmulti.step.gradients import reduce_gradients as reduce_gradients
+from tfmulti.step.normalization import (
     synchronize_batch_normalization as synchronize_batch_normalization,
 )
-from tfmulti.notebook import notebook_launch as notebook_launch
-from tfmulti.optimizers import DistributedOptimizer as DistributedOptimizer
+from tfmulti.step.optimizer import DistributedOptimizer as DistributedOptimizer
+from tfmulti.step.whole_batch import WholeBatchLoss as WholeBatchLoss
+from tfmulti.step.whole_batch import WholeBatchMetric as WholeBatchMetric
 from tfmulti.strategies import create_strategy as create_strategy
-from tfmulti.trainer import TrainConfig as TrainConfig
-from tfmulti.trainer import train_and_evaluate as train_and_evaluate
-from tfmulti.whole_batches import WholeBatchLoss as WholeBatchLoss
-from tfmulti.whole_batches import WholeBatchMetric as WholeBatchMetric
+from tfmulti.train import TrainConfig as TrainConfig
+from tfmulti.train import train_and_evaluate as train_and_evaluate
+from tfmulti.train.learning_rate import scale_learning_rate as scale_learning_rate
+from tfmulti.train.models import create_model as create_model

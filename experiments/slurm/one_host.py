@@ -35,7 +35,7 @@ class Report:
     def __init__(self):
         self.all_hold, self._began = True, time.monotonic()
 
-    def tell(self, what: str, holds: bool, seen: object) -> None:
+    def print_fn(self, what: str, holds: bool, seen: object) -> None:
         """Prints one line."""
         self.all_hold &= bool(holds)
         seconds = time.monotonic() - self._began
@@ -56,13 +56,13 @@ def main() -> int:
     slurm = SlurmHere()
     with slurm, tempfile.TemporaryDirectory(prefix="slurm-runs-") as runs:
         slurm.environ |= {"PYTHON": sys.executable, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        report.tell("Slurm", True, slurm.run(["srun", "--version"]).stdout.strip())
+        report.print_fn("Slurm", True, slurm.run(["srun", "--version"]).stdout.strip())
         check_clusters(slurm, report)
         check_without_srun(slurm, report)
         digest = check_training(slurm, report, Path(runs))
         check_requeue(slurm, report, Path(runs), digest)
         check_cancel(slurm, report, Path(runs))
-    report.tell("processes left behind", not slurm.left_behind, len(slurm.left_behind))
+    report.print_fn("processes left behind", not slurm.left_behind, len(slurm.left_behind))
     return 0 if report.all_hold else 1
 
 
@@ -82,7 +82,7 @@ def check_clusters(slurm: SlurmHere, report: Report) -> None:
         places = sorted(index for _, index, _ in found)
         alike = len(clusters) == 1 and {source for source, _, _ in found} == {"Slurm"}
         seen = f"workers {places} of {' and '.join(sorted(clusters)) or done.stderr}"
-        report.tell(f"srun {' '.join(options)}", alike and places == [0, 1, 2], seen)
+        report.print_fn(f"srun {' '.join(options)}", alike and places == [0, 1, 2], seen)
 
 
 def check_without_srun(slurm: SlurmHere, report: Report) -> None:
@@ -96,10 +96,10 @@ def check_without_srun(slurm: SlurmHere, report: Report) -> None:
         slurm.run([*before, "sbatch", *options, "--wrap", code])
         text = output.read_text().strip().splitlines()[-1]
         what = " ".join([*before, f"sbatch --ntasks={tasks}, without srun in it"])
-        report.tell(what, words in text, text)
+        report.print_fn(what, words in text, text)
     done = slurm.run(["salloc", "--ntasks=2", sys.executable, "-c", RESOLVE])
     text = next((line for line in done.stderr.splitlines() if "Received" in line), done.stderr)
-    report.tell("salloc --ntasks=2, without srun", "with srun" in done.stderr, text)
+    report.print_fn("salloc --ntasks=2, without srun", "with srun" in done.stderr, text)
 
 
 def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:
@@ -107,11 +107,11 @@ def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:
     command = ["srun", "--ntasks=2", sys.executable, *TRAIN, *flags_of(runs / "whole")]
     done = slurm.run(command)
     chosen = [line for line in done.stdout.splitlines() if "names a cluster" in line]
-    report.tell("srun --ntasks=2", done.returncode == 0, f"exit code {done.returncode}")
-    report.tell("where the cluster came from", bool(chosen), *(chosen or [done.stderr]))
+    report.print_fn("srun --ntasks=2", done.returncode == 0, f"exit code {done.returncode}")
+    report.print_fn("where the cluster came from", bool(chosen), *(chosen or [done.stderr]))
     digests = dict(DIGEST.findall(done.stdout))
     same = len(digests) == 2 and len(set(digests.values())) == 1
-    report.tell("weights_sha256 of both workers", same, sorted(set(digests.values())))
+    report.print_fn("weights_sha256 of both workers", same, sorted(set(digests.values())))
     return digests.get("0", "")
 
 
@@ -128,19 +128,19 @@ def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> 
     slurm.run(["scancel", "--signal=TERM", job])
     slurm.wait_for(lambda: "exit code" in text(), "the workers to end", PATIENCE_S)
     [first] = re.findall("exit code ([0-9]+), restarts so far: 0", text())
-    report.tell("scancel --signal=TERM", first == "143", f"exit code {first}")
+    report.print_fn("scancel --signal=TERM", first == "143", f"exit code {first}")
     slurm.wait_for(lambda: "restarts so far: 1" in text(), "the second start to end", PATIENCE_S)
     [second] = re.findall("exit code ([0-9]+), restarts so far: 1", text())
-    report.tell("scontrol requeue, from the script", second == "0", f"exit code {second}")
+    report.print_fn("scontrol requeue, from the script", second == "0", f"exit code {second}")
     resumed = [line for line in text().splitlines() if "esum" in line or "goes on" in line]
-    report.tell("it goes on from the checkpoint", bool(resumed), *(resumed[:1] or ["nothing"]))
+    report.print_fn("it goes on from the checkpoint", bool(resumed), *(resumed[:1] or ["nothing"]))
     if second != "0":
         print(text())
         return
     result = json.loads((workdir / "result.json").read_text())
-    report.tell("restarts in result.json", result["restarts"] == 1, result["restarts"])
+    report.print_fn("restarts in result.json", result["restarts"] == 1, result["restarts"])
     same = result["weights_sha256"] == digest
-    report.tell("same weights as uninterrupted", same, result["weights_sha256"])
+    report.print_fn("same weights as uninterrupted", same, result["weights_sha256"])
 
 
 def check_cancel(slurm: SlurmHere, report: Report, runs: Path) -> None:
@@ -158,7 +158,7 @@ def check_cancel(slurm: SlurmHere, report: Report, runs: Path) -> None:
     slurm.wait_for(is_over, "the job to end", 100)
     seconds = time.monotonic() - began
     saved = [line for line in log.read_text().splitlines() if "saved step" in line]
-    report.tell("scancel", saved, f"{' '.join(saved[:1])} after at most {seconds:.0f} s")
+    report.print_fn("scancel", saved, f"{' '.join(saved[:1])} after at most {seconds:.0f} s")
 
 
 def submit(slurm: SlurmHere, report: Report, log: Path, flags: list[str]) -> str:
@@ -167,7 +167,7 @@ def submit(slurm: SlurmHere, report: Report, log: Path, flags: list[str]) -> str
     script = [str(HERE / "train.sbatch"), *flags]
     submitted = slurm.run(["sbatch", "--parsable", *size, *script], cwd=log.parent)
     job = submitted.stdout.strip()
-    report.tell("sbatch train.sbatch", job.isdecimal(), job or submitted.stderr)
+    report.print_fn("sbatch train.sbatch", job.isdecimal(), job or submitted.stderr)
     return job
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 COMMANDS = (
     "munged",

@@ -14,8 +14,8 @@ import numpy as np
 
 from conformance import worker
 from conformance.compare import WAITS
-from tfmulti import processes
 from tfmulti.launch.pmi import ProcessManager
+from tfmulti.runtime import processes
 
 # Of one promise, in one place. A run of several seconds that takes this long waits for ever.
 TIMEOUT_S = 100

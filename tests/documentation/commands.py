@@ -10,7 +10,7 @@ import shlex
 from unittest import mock
 
 from documentation.pages import ROOT, Block
-from tfmulti import command_line
+from tfmulti.runtime import command_line
 
 # What a user may be told to run, beside python, pip and make.
 PROGRAMS = {

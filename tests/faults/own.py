@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from faults.workers import NOTICE_S, expect, started
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 
 def script(fault, codes, words):

@@ -24,7 +24,7 @@ from faults.workers import (
     two_workers,
     weights,
 )
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 
 def lost(number, victim):

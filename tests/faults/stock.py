@@ -12,7 +12,7 @@ from pathlib import Path
 
 from faults.network import cable
 from faults.workers import started
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 # Twice what tfmulti promises, and the start.
 WHILE_S = 30

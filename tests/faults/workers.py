@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tfmulti import processes
+from tfmulti.runtime import processes
 
 HERE = Path(__file__).parent
 PATIENCE_S = 120

@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti import trainer
-from tfmulti.config import TrainConfig
+from tfmulti.train import loop
+from tfmulti.train.config import TrainConfig
 
 DIGEST = re.compile(r"^worker (\d): weights_sha256=([0-9a-f]{64})$", re.MULTILINE)
 
@@ -42,7 +42,7 @@ def weights_of(folder):
 def one_device(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one_device")
     config = TrainConfig(strategy="one_device", optimizer="sgd", epochs=3, workdir=str(folder))
-    trainer.train_and_evaluate(config, tell=lambda line: None)
+    loop.train_and_evaluate(config, print_fn=lambda line: None)
     return folder
 
 

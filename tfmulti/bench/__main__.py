@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 
-from tfmulti import command_line
 from tfmulti.bench.config import BenchConfig
-from tfmulti.console import create_console
+from tfmulti.runtime import command_line
+from tfmulti.runtime.console import create_console
 
 USAGE = "python -m tfmulti.bench [flags]: measures steps, where their time goes, and all-reduces."
 
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, shows tables, and writes files.
 
     Returns:
-        The exit code: 0 where something was measured, also where a set-up does not run; 1 where
+        The exit code: 0 where something was measured, also where a configuration fails; 1 where
         nothing was; 2 for a wrong command line.
     """
     argv = sys.argv if argv is None else argv
@@ -39,7 +39,7 @@ def _measure(config) -> int:
     console = create_console()
     if config.monitors:
         return _measure_monitors(config, console)
-    found = run.run_bench(config, tell=lambda line: console.print(line, style="dim"))
+    found = run.run_bench(config, print_fn=lambda line: console.print(line, style="dim"))
     table.show(found, console)
     for line in record.write_all(found, config):
         console.print(line, style="dim")
@@ -51,7 +51,7 @@ def _measure(config) -> int:
 def _measure_monitors(config, console) -> int:
     from tfmulti.bench import monitors, table
 
-    found = monitors.measure(config, tell=lambda line: console.print(line, style="dim"))
+    found = monitors.measure(config, print_fn=lambda line: console.print(line, style="dim"))
     table.show_table(monitors.create_table(found), console)
     for key, ratio in found["ratios"].items():
         console.print(f"{key}: {'not measured' if ratio is None else f'{ratio:.4f}'}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from tfmulti.config import VERIFY, check_settings, setting
+from tfmulti.choices import VERIFY
+from tfmulti.settings import check_settings, setting
 
 WORKLOADS = ("compute", "communication", "resnet50", "transformer", "own")
 KINDS = (
@@ -70,7 +71,9 @@ class BenchConfig:
     project: int | None = setting(
         None, "Project the step to 2, 4, ... up to this number of workers.", at_least=2
     )
-    rounds: int = setting(6, "Rounds over all set-ups at most; --minutes ends them.", at_least=1)
+    rounds: int = setting(
+        6, "Rounds over all configurations at most; --minutes ends them.", at_least=1
+    )
     steps: int | None = setting(
         None, "Steps of a block; by default 10 to 30, about two seconds.", at_least=4
     )
@@ -80,7 +83,9 @@ class BenchConfig:
     minutes: float = setting(
         7.5, "Time for the whole run, about; further rounds are left out.", at_least=0.1
     )
-    timeout: float = setting(240.0, "Seconds for a set-up to start, or for a block.", at_least=1.0)
+    timeout: float = setting(
+        240.0, "Seconds for a configuration to start, or for a block.", at_least=1.0
+    )
     batch_size: int | None = setting(
         None, "Examples per replica; by default each workload's own.", at_least=1
     )
@@ -131,7 +136,7 @@ class BenchConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of set-ups that may be measured."""
+        """The kinds of configurations that may be measured."""
         text = ",".join(KINDS) if self.setups is None else self.setups
         return tuple(part.strip() for part in text.split(","))
 

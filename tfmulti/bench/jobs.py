@@ -1,4 +1,4 @@
-"""One job: the processes of one set-up, started once and told what to do."""
+"""One job: the processes of one configuration, started once and told what to do."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from pathlib import Path
 
 from tfmulti.bench import control
 from tfmulti.bench.setups import FOLDER, Setup
-from tfmulti.launch.failure import Ended, last_words
 from tfmulti.launch.group import Group
-from tfmulti.launch.logs import open_logs
+from tfmulti.launch.logs import Ended, log_tail, open_logs
 
 _LOOK_S = 0.1
 _END_S = 15.0
 
 
 class JobFailed(Exception):
-    """A set-up does not run; the message has its last words."""
+    """A configuration does not run; the message has its last words."""
 
 
 class Job:
-    """The processes of a set-up. Used in a `with` statement, none outlives it.
+    """The processes of a configuration. Used in a `with` statement, none outlives it.
 
     They are started in `start` and not before. Each runs under a guard of `tfmulti.launch`, so
     that all are ended even where the driver is killed.
@@ -160,7 +159,7 @@ class Job:
 
     def _last_words(self, first: int = 0) -> str:
         for index in sorted(self._logs, key=lambda index: index != first):
-            words = last_words(self._logs[index].since_start())
+            words = log_tail(self._logs[index].since_start())
             if words.strip():
                 return words
         return ""

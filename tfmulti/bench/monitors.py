@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfmulti import files
 from tfmulti.bench import machine, setups
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job
 from tfmulti.bench.setups import Setup
 from tfmulti.bench.statistics import percentile, step_seconds, summarize
 from tfmulti.bench.tables import TextTable
+from tfmulti.runtime import files
 
 # Long enough for the thread that reads the devices to do so, once a second, in every block.
 _BLOCK_S = 3.0
@@ -56,19 +56,19 @@ class Round:
         return self.unmonitored[1] / self.unmonitored[0]
 
 
-def measure(config: BenchConfig, tell: Callable[[str], None]) -> dict:
+def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
     """Measures the first workload with one worker, and with several over TensorFlow's ring.
 
     Args:
         config: The bench.
-        tell: Function that takes a line of text for the user.
+        print_fn: Function that takes a line of text for the user.
 
     Returns:
-        `"rows"`, one for each set-up, of the clock and of the processor's seconds of all threads,
+        `"rows"`, one for each configuration, of the clock and of the processor seconds of all threads,
         which other programs disturb less; and `"ratios"`, the largest of each.
 
     Raises:
-        JobFailed: Where a set-up does not run.
+        JobFailed: Where a configuration does not run.
     """
     workload = config.workload_names[0]
     config = dataclasses.replace(config, monitors=False)
@@ -78,7 +78,7 @@ def measure(config: BenchConfig, tell: Callable[[str], None]) -> dict:
         for setup in setups.create_setups(workload, config)
         if (setup.kind, setup.replicas) in wanted and setup.scaling == setups.WEAK
     ]
-    rows = [row for setup in chosen for row in _measure_setup(workload, setup, config, tell)]
+    rows = [row for setup in chosen for row in _measure_setup(workload, setup, config, print_fn)]
     ratios = {
         key: max((row["ratio"] for row in rows if row["by"] == by), default=None)
         for by, key in KEYS.items()
@@ -86,23 +86,23 @@ def measure(config: BenchConfig, tell: Callable[[str], None]) -> dict:
     return {"machine": machine.describe(), "rows": rows, "ratios": ratios}
 
 
-def _measure_setup(workload, setup: Setup, config, tell) -> list[dict]:
+def _measure_setup(workload, setup: Setup, config, print_fn) -> list[dict]:
     folder = Path(config.workdir) / "logs" / "monitors" / setup.name.replace(" ", "_")
     rounds: dict[str, list[Round]] = {CLOCK: [], PROCESSOR: []}
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(Job(setup, folder, config.timeout))
-        tell(f"{workload}: starting {setup.name}")
+        print_fn(f"{workload}: starting {setup.name}")
         job.start()
         warm = [_train(job, _WARM_UP_STEPS, monitored) for monitored in (True, False)]
         least, most = _STEPS
         steps = config.steps or min(most, max(least, int(_BLOCK_S / warm[1][CLOCK])))
-        # The minutes are for both set-ups.
+        # The minutes are for both configurations.
         deadline = time.perf_counter() + config.minutes * 30.0
         for number in range(config.rounds):
             if number and time.perf_counter() > deadline:
-                tell(f"{workload}: {setup.name}: time is over after {number} rounds")
+                print_fn(f"{workload}: {setup.name}: time is over after {number} rounds")
                 break
-            tell(f"{workload}: {setup.name}, round {number + 1} of {config.rounds}")
+            print_fn(f"{workload}: {setup.name}, round {number + 1} of {config.rounds}")
             blocks = [(monitored, _train(job, steps, monitored)) for monitored in _ORDER]
             for by, found in rounds.items():
                 found.append(
@@ -156,7 +156,7 @@ def write(found: dict, config: BenchConfig) -> Path:
 
 def create_table(found: dict) -> TextTable:
     """Returns the result as a table."""
-    columns = ("workload", "set-up", "by", "without ms", "with ms")
+    columns = ("workload", "configuration", "by", "without ms", "with ms")
     columns += ("ratio", "p10-p90", "error", "noise")
     rows = [
         (

@@ -44,7 +44,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_speed_up(axis, name, rows):
-    """Bars, a group for each set-up: a line between two sizes would say little."""
+    """Bars, a group for each configuration: a line between two sizes would say little."""
     chosen = [row for row in rows if row["status"] == OK and row["kind"] not in _NOT_SCALING]
     chosen = [row for row in chosen if row["replicas"] > 1 and row["speed_up"]]
     labels = [f"{row['setup']}, {row['steps_per_execution']} a call" for row in chosen]

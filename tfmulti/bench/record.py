@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmulti import files
 from tfmulti.bench import tables
 from tfmulti.bench.config import BenchConfig
+from tfmulti.runtime import files
 
 _COLUMNS = ("setup", "kind", "replicas", "scaling", "steps_per_execution", "global_batch_size")
 _MEASURED = ("throughput", "speed_up", "efficiency", "efficiency_of_control")
@@ -45,7 +45,7 @@ def write_all(found: Mapping[str, Any], config: BenchConfig) -> list[str]:
 
 
 def _write_csv(found, path):
-    """Writes one row for each set-up and number of steps a call; seconds and bytes throughout."""
+    """Writes a row for each configuration and number of steps a call; in seconds and bytes."""
     summary = ("median", "p10", "p90", "mean", "n", "best")
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)

@@ -26,8 +26,8 @@ def describe_workload(name: str, series: Sequence[Series]) -> dict:
         series: What was measured.
 
     Returns:
-        `"rows"`, one for each set-up and number of steps a call; `"breakdown"`, one for each
-        set-up of ours on several workers or replicas, with a verdict.
+        `"rows"`, one for each configuration and number of steps a call; `"breakdown"`, one for each
+        configuration of ours on several workers or replicas, with a verdict.
     """
     rows = [_describe(each) for each in series]
     for row in rows:
@@ -86,7 +86,7 @@ def _describe_block(block: Block) -> dict:
 
 
 def find(rows, kind: str, replicas: int, steps_per_execution: int = 1, scaling=setups.WEAK):
-    """Returns the row of a set-up that ran, or None."""
+    """Returns the row of a configuration that ran, or None."""
     wanted = (kind, replicas, steps_per_execution, scaling)
     for row in rows:
         known = tuple(row[n] for n in ("kind", "replicas", "steps_per_execution", "scaling"))
@@ -118,7 +118,7 @@ def _compare(row, rows):
 
 
 def _break_down(row, rows):
-    """Divides the step of a set-up of ours, once for all its numbers of steps a call."""
+    """Divides the step of a configuration of ours, once for all its numbers of steps a call."""
     kind, count = row["kind"], row["replicas"]
     is_one = kind == setups.ONE_WORKER
     chosen = is_one or kind in (setups.MIRRORED, *setups.MULTI_WORKER)

@@ -15,12 +15,12 @@ _ALLREDUCE_S = 40.0
 _FLOAT_BYTES = 4
 
 
-def run_bench(config: BenchConfig, tell: Callable[[str], None]) -> dict:
+def run_bench(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
     """Measures, and returns what `bench.json` holds.
 
     Args:
         config: The bench.
-        tell: Function that takes a line of text for the user.
+        print_fn: Function that takes a line of text for the user.
     """
     setups.check_peers(config)
     began = time.perf_counter()
@@ -32,13 +32,13 @@ def run_bench(config: BenchConfig, tell: Callable[[str], None]) -> dict:
     for number, name in enumerate(names):
         now = time.perf_counter()
         deadline = now + (end - now) / (len(names) - number)
-        rounds = Rounds(name, config, folder / name, tell)
+        rounds = Rounds(name, config, folder / name, print_fn)
         chosen = [each for each in setups.create_setups(name, config) if each.kind not in broken]
         series = rounds.run(chosen, deadline)
         # A peer that does not run here takes its time once only.
         broken |= {each.setup.kind for each in series if each.failure} & set(setups.PEERS)
         found["workloads"][name] = results.describe_workload(name, series)
-    found["allreduce"] = transports.measure(config, folder, tell) if reduces else None
+    found["allreduce"] = transports.measure(config, folder, print_fn) if reduces else None
     found["ratios"], found["missing"] = ratios.compute_ratios(found)
     found["projection"] = _project(found, config) if config.project else None
     found["seconds"] = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Goes round the set-ups of a workload: who trains when, and for how long."""
+"""Goes round the configurations of a workload: who trains when, and for how long."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Block:
 
 @dataclasses.dataclass
 class Series:
-    """What was measured of a set-up with one number of steps a call.
+    """What was measured of a configuration with one number of steps a call.
 
     Attributes:
-        setup: The set-up.
+        setup: The configuration.
         steps_per_execution: Steps of one call.
         blocks: The blocks of all rounds.
         long_block: A long block, for the time of `fit` beyond its steps.
@@ -82,27 +82,32 @@ class Series:
 
 
 class Rounds:
-    """All set-ups of one workload.
+    """All configurations of one workload.
 
     Args:
         workload: The workload.
         config: The bench.
         folder: Where the processes' output goes.
-        tell: Function that takes a line of text for the user.
+        print_fn: Function that takes a line of text for the user.
     """
 
     def __init__(
-        self, workload: str, config: BenchConfig, folder: Path, tell: Callable[[str], None]
+        self, workload: str, config: BenchConfig, folder: Path, print_fn: Callable[[str], None]
     ):
-        self._workload, self._config, self._folder, self._tell = workload, config, folder, tell
+        self._workload, self._config, self._folder, self._print_fn = (
+            workload,
+            config,
+            folder,
+            print_fn,
+        )
         self._series: list[tuple[Job, Series]] = []
         self._steps: dict[int, int] = {}
 
     def run(self, chosen: Sequence[Setup], deadline: float) -> list[Series]:
-        """Starts all set-ups, goes round them until time is over, and ends them.
+        """Starts all configurations, goes round them until time is over, and ends them.
 
         Args:
-            chosen: The set-ups.
+            chosen: The configurations.
             deadline: When to begin no further round, by `time.perf_counter()`.
 
         Returns:
@@ -120,7 +125,7 @@ class Rounds:
 
     def _start(self, job):
         name = job.setup.name
-        self._tell(f"{self._workload}: starting {name}")
+        self._print_fn(f"{self._workload}: starting {name}")
         own = [Series(job.setup, number) for number in job.setup.steps_per_execution]
         self._series += [(job, series) for series in own]
         try:
@@ -150,7 +155,7 @@ class Rounds:
 
     def _fail(self, job, error):
         words = str(error).strip()
-        self._tell(
+        self._print_fn(
             f"{self._workload}: {job.setup.name} does not run: its last words are in bench.json"
         )
         job.kill()
@@ -163,7 +168,7 @@ class Rounds:
 
     def _measure_once(self):
         """Draws batches alone; trains long blocks."""
-        self._tell(f"{self._workload}: input alone, and long blocks")
+        self._print_fn(f"{self._workload}: input alone, and long blocks")
         for job, series in self._running():
             ours = job.setup.kind in (setups.PLAIN, *setups.OURS)
             try:
@@ -189,9 +194,9 @@ class Rounds:
         for number in range(self._config.rounds):
             began = time.perf_counter()
             if number and began + longest > deadline:
-                self._tell(f"{self._workload}: time is over after {number} rounds")
+                self._print_fn(f"{self._workload}: time is over after {number} rounds")
                 break
-            self._tell(f"{self._workload}: round {number + 1} of {self._config.rounds}")
+            self._print_fn(f"{self._workload}: round {number + 1} of {self._config.rounds}")
             # The long blocks were a round in the first order.
             forth = number % 2 == (self._workload == _TAIL_WORKLOAD)
             for job, series in self._running()[:: 1 if forth else -1]:

@@ -1,4 +1,4 @@
-"""Which set-ups a workload is measured in, and how each is started."""
+"""Which configurations a workload is measured in, and how each is started."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import tfmulti
-from tfmulti import processes
 from tfmulti.bench.config import KINDS, SWITCHED, BenchConfig
+from tfmulti.runtime import processes
 
 INDEX = "TFMULTI_BENCH_INDEX"
-"""Which process of its set-up a process is, where TF_CONFIG does not say it."""
+"""Which process of its configuration a process is, where TF_CONFIG does not say it."""
 
 FOLDER = "{folder}"
-"""In a command: the folder of the set-up."""
+"""In a command: the folder of the configuration."""
 
 (PLAIN, ONE_REPLICA, ONE_WORKER, CONTROL, MIRRORED, RING, MPI, MPI_BFLOAT16, *PEERS) = KINDS
 DDP, STOCK_MIRRORED, STOCK_MULTI_WORKER = PEERS
 MULTI_WORKER = (RING, MPI, MPI_BFLOAT16, *SWITCHED)
-# The set-up whose environment is switched, its setting of the bench, and the launcher's flag.
+# The configuration whose environment is switched, its bench setting, and the launcher's flag.
 _SWITCHES = {
     "mpi_unpinned": (MPI, {"pin": False}, "--threads=1"),
     "mpi_all_threads": (MPI, {"pin": False}, "--threads=0"),
@@ -53,7 +53,7 @@ _SCRIPTS = {
     STOCK_MIRRORED: "stock_mirrored.py",
     STOCK_MULTI_WORKER: "stock_multi_worker.py",
 }
-# 0.1 MB of gradients: what travels decides nothing, and each set-up takes half a minute.
+# 0.1 MB of gradients: what travels decides nothing, and each configuration takes half a minute.
 NOT_MEASURED = {"compute": (MPI_BFLOAT16,)}
 # What the peers' scripts have.
 PEERS_WORKLOADS = ("compute", "communication")
@@ -101,7 +101,7 @@ def check_peers(config: BenchConfig) -> None:
 
 
 def create_setups(workload: str, config: BenchConfig) -> list[Setup]:
-    """Returns the set-ups of a workload, in the order of the first round."""
+    """Returns the configurations of a workload, in the order of the first round."""
     several = [count for count in config.numbers if count > 1]
     chosen = [_ours(kind, 1, workload, config) for kind in (PLAIN, ONE_REPLICA, ONE_WORKER)]
     for count in several:
@@ -158,9 +158,9 @@ def launcher(count: int, kind: str, config: BenchConfig, replicas: int) -> tuple
 
     Args:
         count: The number of workers.
-        kind: The kind of the set-up.
+        kind: The kind of the configuration.
         config: The bench.
-        replicas: Replicas of the set-up, for which a worker of `mirrored` has the cores.
+        replicas: Replicas of the configuration, for which a worker of `mirrored` has the cores.
     """
     threads = config.cores_each * (replicas if kind == MIRRORED else 1)
     flags = (f"--num_workers={count}", f"--threads={threads if config.pin else 0}")

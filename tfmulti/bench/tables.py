@@ -43,7 +43,7 @@ def create_tables(found: Mapping[str, Any]) -> list[TextTable]:
 
 
 def _steps(name, workload) -> TextTable:
-    columns = ("set-up", "a call", "step ms", "p10-p90", "n", "examples/s", "speed-up")
+    columns = ("configuration", "a call", "step ms", "p10-p90", "n", "examples/s", "speed-up")
     columns += ("efficiency", "of control")
     rows, notes = [], []
     for row in workload["rows"]:
@@ -79,11 +79,17 @@ def _kinds(found) -> TextTable:
         "the step beyond the control's, both with several steps a call; host is what a step "
         "costs more with one a call.",
     ]
-    return TextTable("The set-ups", ("set-up", "what"), told, notes)
+    return TextTable("The configurations", ("configuration", "what"), told, notes)
 
 
 def _around(name, workload) -> TextTable:
-    columns = ("set-up", "start s", "first step s", "verification s", "fit beyond its steps s")
+    columns = (
+        "configuration",
+        "start s",
+        "first step s",
+        "verification s",
+        "fit beyond its steps s",
+    )
     columns += ("peak MB of each process",)
     found: dict[str, list] = {}
     for row in workload["rows"]:
@@ -112,7 +118,7 @@ def _around(name, workload) -> TextTable:
 
 
 def _parts(name, workload) -> TextTable:
-    columns = ("set-up", "input ms", "compute", "reduction", "host", "verdict")
+    columns = ("configuration", "input ms", "compute", "reduction", "host", "verdict")
     rows, advice = [], {}
     for each in workload["breakdown"]:
         parts = [f"{each[key] * 1e3:.1f}" for key in ("input", "compute", "reduction", "host")]

@@ -1,4 +1,4 @@
-"""Builds a set-up's model and pipeline, and trains blocks of steps while a clock looks on."""
+"""Builds a configuration's model and pipeline, and trains blocks of steps under a clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfmulti.bench import setups, workloads
 from tfmulti.bench.config import BenchConfig
 from tfmulti.callbacks import Devices, Throughput
 from tfmulti.data import distribute_train
-from tfmulti.optimizers import DistributedOptimizer, distribute_optimizers
+from tfmulti.step.optimizer import DistributedOptimizer, distribute_optimizers
 from tfmulti.strategies import create_strategy
 
 _SEED = 0
@@ -45,7 +45,7 @@ class Ends(keras.callbacks.Callback):
 
 
 class Trained:
-    """A model in one set-up, ready to train.
+    """A model in one configuration, ready to train.
 
     Args:
         config: The bench.
@@ -96,7 +96,7 @@ class Trained:
             return {"ends": self._draw(data)}
         ends, monitors, began = Ends(), [], time.perf_counter()
         if monitored:
-            monitors = [Throughput(data, tell=_forget), Devices(tell=_forget)]
+            monitors = [Throughput(data, print_fn=_forget), Devices(print_fn=_forget)]
         self._model(steps_per_execution).fit(
             data, epochs=1, shuffle=False, verbose=0, callbacks=[*monitors, ends]
         )

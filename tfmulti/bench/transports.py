@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-from tfmulti import processes
 from tfmulti.bench import setups
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.setups import Setup
 from tfmulti.bench.statistics import Summary, summarize
+from tfmulti.runtime import processes
 
 SIZES = (1, 32 * 1024, 1024**2, 16 * 1024**2)
 """Numbers of float32 values."""
@@ -25,10 +25,10 @@ _ROUNDS = 3
 _TIMES = {1: 60, 32 * 1024: 40, 1024**2: 12, 16 * 1024**2: 4}
 
 
-def measure(config: BenchConfig, folder: Path, tell) -> dict:
-    """Measures all transports between as many workers as the largest set-up has.
+def measure(config: BenchConfig, folder: Path, print_fn) -> dict:
+    """Measures all transports between as many workers as the largest configuration has.
 
-    They take turns, as set-ups do; each has its first sums of a size for warm-up.
+    They take turns, as configurations do; each has its first sums of a size for warm-up.
 
     Returns:
         `"workers"`; `"floats"`; `"transports"`: by name, for each size the `Summary` of the
@@ -47,14 +47,14 @@ def measure(config: BenchConfig, folder: Path, tell) -> dict:
         jobs = []
         for setup in chosen:
             job = stack.enter_context(Job(setup, folder / setup.kind, config.timeout))
-            tell(f"all-reduce: starting {setup.kind}")
+            print_fn(f"all-reduce: starting {setup.kind}")
             try:
                 job.start()
                 jobs.append(job)
             except JobFailed as error:
                 failures[setup.kind] = str(error)
         for number in range(_ROUNDS):
-            tell(f"all-reduce: round {number + 1} of {_ROUNDS}")
+            print_fn(f"all-reduce: round {number + 1} of {_ROUNDS}")
             for job in jobs[:: -1 if number % 2 else 1]:
                 _measure_sizes(job, seconds, failures)
             jobs = [job for job in jobs if job.setup.kind not in failures]

@@ -1,4 +1,4 @@
-"""One process of a set-up of ours: `python -m tfmulti.bench.worker TASK`, TASK being JSON.
+"""One process of a configuration of ours: `python -m tfmulti.bench.worker TASK`, TASK being JSON.
 
 It takes its cores before TensorFlow is imported, so that TensorFlow sees no others.
 """
@@ -11,14 +11,14 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 
-from tfmulti import command_line
 from tfmulti.bench import control
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.setups import CONTROL, INDEX, MULTI_WORKER
+from tfmulti.runtime import command_line
 
 
 def main(argv: list[str]) -> int:
-    """Builds the set-up of a task and does the driver's orders. Returns the exit code."""
+    """Builds the configuration of a task and does the driver's orders. Returns the exit code."""
     task = json.loads(argv[1])
     config = BenchConfig(**task["config"])
     index = process_index()

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from tfmulti.bench.config import BenchConfig
-from tfmulti.datasets import load_dataset
-from tfmulti.models import create_model
+from tfmulti.data.datasets import load_dataset
+from tfmulti.train.models import create_model
 
 CLASSES = 10
 _STEPS_OF_DATA = 40

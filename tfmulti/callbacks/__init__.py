@@ -1,7 +1,7 @@
 """Keras callbacks that do the right thing on several replicas and workers."""
 
 from tfmulti import hardware as _hardware
-from tfmulti.callbacks import pace as _pace
+from tfmulti.callbacks import throughput as _pace
 from tfmulti.callbacks.checkpoint import Checkpoint as Checkpoint
 from tfmulti.callbacks.checkpoint import Preempted as Preempted
 from tfmulti.callbacks.devices import Devices as Devices

@@ -12,11 +12,12 @@ from pathlib import Path
 import keras
 from absl import logging
 
-from tfmulti import checkpoint, command_line, keras_compat
-from tfmulti.callbacks import resuming
+from tfmulti import checkpoint, keras_compat
+from tfmulti.checkpoint import resuming
 from tfmulti.cluster import environment
-from tfmulti.strategies import agreement
-from tfmulti.strategies.signals import signals_of
+from tfmulti.runtime import command_line
+from tfmulti.strategies import collectives
+from tfmulti.strategies.coordination import requests_of
 
 
 class Preempted(SystemExit):
@@ -44,7 +45,7 @@ class Checkpoint(keras.callbacks.Callback):
         every_minutes: Minutes from one to the next, by the chief's clock; None for none.
         keep: Generations to keep.
         resume: Whether to go on from what the folder holds; else what it holds is removed.
-        tell: Function of one line of text.
+        print_fn: Function of one line of text.
         clock: Returns seconds.
 
     Attributes:
@@ -70,15 +71,15 @@ class Checkpoint(keras.callbacks.Callback):
         every_minutes: float | None = None,
         keep: int = 2,
         resume: bool = True,
-        tell: Callable[[str], None] = logging.info,
+        print_fn: Callable[[str], None] = logging.info,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
         resuming.check_arguments(dataset, every_steps, every_minutes, keep)
         self._folder, self._dataset = Path(folder), dataset
         self._every_steps, self._every_minutes = every_steps, every_minutes
-        self._keep, self._resume, self._tell, self._clock = keep, resume, tell, clock
-        self._writer = resuming.Writer(tell)
+        self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
+        self._writer = resuming.Writer(print_fn)
         self._epoch = self._step = self._unsaved = 0
         self._resumed, self._callbacks = None, ()
         self.saved: list[int] = []
@@ -87,7 +88,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Puts the latest whole checkpoint back, where there is one."""
         self._strategy = self.model.distribute_strategy
-        self._signals = signals_of(self._strategy)
+        self._signals = requests_of(self._strategy)
         self._signals.reset()
         self._strategy.keeps_whole_sums = True
         resuming.check_steps(self._dataset, self.params.get("steps"))
@@ -96,11 +97,11 @@ class Checkpoint(keras.callbacks.Callback):
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed = None
-        if not self._resume and agreement.is_chief(self._strategy):
+        if not self._resume and collectives.is_chief(self._strategy):
             # Of an earlier run; their numbers would keep them before this one's.
             checkpoint.remove_all(self._folder)
         if self._resume:
-            self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._tell)
+            self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._print_fn)
         if self._resumed is not None:
             self._step = self.resumed_step = self._resumed.state["step"]
             self.resumed_position = self._resumed.state["position"]
@@ -169,13 +170,13 @@ class Checkpoint(keras.callbacks.Callback):
             raise Preempted
 
     def _is_time(self) -> bool:
-        if self._every_minutes is None or not agreement.is_chief(self._strategy):
+        if self._every_minutes is None or not collectives.is_chief(self._strategy):
             return False
         return self._clock() - self._last_time >= self._every_minutes * 60
 
     def _stop_if_told(self):
         if self._signals.agreed("stop") and self._dataset is not None:
-            self._tell(f"SIGTERM: saved step {self._step}, ending")
+            self._print_fn(f"SIGTERM: saved step {self._step}, ending")
             self._finish()
             raise Preempted
 
@@ -186,15 +187,15 @@ class Checkpoint(keras.callbacks.Callback):
         )
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
-        if agreement.is_chief(self._strategy):
+        if collectives.is_chief(self._strategy):
             self._writer.write(self._folder, self._step, snapshot, self._keep)
         else:
-            self._tell(f"saved step {self._step}, which the chief writes")
+            self._print_fn(f"saved step {self._step}, which the chief writes")
 
     def _finish(self):
         """Waits for the writer, on every worker, so that none leaves the chief alone."""
         failed = self._writer.finish()
-        agreement.compare(self._strategy, 0)
+        collectives.compare(self._strategy, 0)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if failed is not None:

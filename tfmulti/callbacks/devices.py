@@ -14,8 +14,8 @@ from absl import logging
 
 from tfmulti import hardware
 from tfmulti.callbacks.history import HistoryFile
-from tfmulti.strategies import agreement
-from tfmulti.strategies.notes import Notes
+from tfmulti.strategies import collectives
+from tfmulti.strategies.key_value import KeyValueExchange
 
 
 class Devices(keras.callbacks.Callback):
@@ -40,7 +40,7 @@ class Devices(keras.callbacks.Callback):
     Args:
         folder: Where each worker writes `devices_<task>.csv`, and TensorBoard's scalars in a
             folder `devices_<task>`, of each of its GPUs; None for neither.
-        tell: Function of one line of text.
+        print_fn: Function of one line of text.
         interval_s: Seconds from one reading to the next.
         readers: Objects with `read()`, which returns numbers by name, and `close()`; by default
             those of this host's devices.
@@ -60,7 +60,7 @@ class Devices(keras.callbacks.Callback):
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,
-        tell: Callable[[str], None] = logging.info,
+        print_fn: Callable[[str], None] = logging.info,
         *,
         interval_s: float = 1.0,
         readers: Sequence | None = None,
@@ -72,7 +72,7 @@ class Devices(keras.callbacks.Callback):
                 f"Received: interval_s={interval_s}. Use for example 1.0."
             )
         self._folder = None if folder is None else Path(folder)
-        self._tell, self._interval_s, self._given = tell, interval_s, readers
+        self._print_fn, self._interval_s, self._given = print_fn, interval_s, readers
         self._sampler: hardware.Sampler | None = None
         self._told_of_missing = False
         self.readings: dict[str, float] = {}
@@ -81,8 +81,8 @@ class Devices(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Begins to read."""
         self._stop()
-        self._notes = Notes(self.model.distribute_strategy)
-        self._chief = agreement.is_chief(self.model.distribute_strategy)
+        self._notes = KeyValueExchange(self.model.distribute_strategy)
+        self._chief = collectives.is_chief(self.model.distribute_strategy)
         self._table = self._writer = self._ended_epoch = self.imbalance = None
         readers = self._find_readers() if self._given is None else self._given
         self._sampler = hardware.Sampler(readers, self._interval_s)
@@ -128,7 +128,7 @@ class Devices(keras.callbacks.Callback):
             told.append(f"no GPU is read: {no_gpu}")
         if not self._told_of_missing:
             for line in told:
-                self._tell(line)
+                self._print_fn(line)
         self._told_of_missing = True
         return readers
 
@@ -147,9 +147,9 @@ class Devices(keras.callbacks.Callback):
         epoch, self._ended_epoch = self._ended_epoch, None
         if self.readings:
             name = self._notes.worker
-            self._tell(f"{name}, epoch {epoch + 1}: {hardware.describe(self.readings)}")
+            self._print_fn(f"{name}, epoch {epoch + 1}: {hardware.describe(self.readings)}")
         for failure in self._sampler.failures:
-            self._tell(f"{self._notes.worker}: no longer read: {failure}")
+            self._print_fn(f"{self._notes.worker}: no longer read: {failure}")
         self._sampler.failures.clear()
         if self._chief:
             self._compare(epoch)
@@ -158,12 +158,12 @@ class Devices(keras.callbacks.Callback):
         texts, missing = self._notes.read(epoch)
         if missing:
             names = ", ".join(sorted(missing))
-            self._tell(f"no readings of {names}: give `Devices` to every worker")
+            self._print_fn(f"no readings of {names}: give `Devices` to every worker")
         before, known = self.imbalance, {self._notes.worker: self.readings}
         self.imbalance = hardware.describe_imbalance(known | _parse(texts))
         # Once, not after every epoch for as long as it lasts.
         if self.imbalance is not None and before is None:
-            self._tell(self.imbalance)
+            self._print_fn(self.imbalance)
 
 
 def _parse(texts: Mapping[str, str]) -> dict[str, dict[str, float]]:

@@ -7,26 +7,28 @@ from collections.abc import Callable
 
 import keras
 
-from tfmulti.callbacks.speed import show_seconds
+from tfmulti.callbacks.screen import show_seconds
 
 
 class Events(keras.callbacks.Callback):
     """Tells when training begins, and when an epoch is done: for workers besides the chief.
 
     Args:
-        tell: Function of one line of text.
+        print_fn: Function of one line of text.
         clock: Returns seconds.
     """
 
-    def __init__(self, tell: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, print_fn: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ):
         super().__init__()
-        self._tell, self._clock, self._began = tell, clock, 0.0
+        self._print_fn, self._clock, self._began = print_fn, clock, 0.0
 
     def on_train_begin(self, logs=None):
         """Says so."""
         steps = self.params.get("steps")
         size = f" of {steps} steps" if steps else ""
-        self._tell(f"began: {self.params.get('epochs')} epochs{size}")
+        self._print_fn(f"began: {self.params.get('epochs')} epochs{size}")
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock."""
@@ -35,8 +37,8 @@ class Events(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Says so."""
         seconds = show_seconds(self._clock() - self._began)
-        self._tell(f"epoch {epoch + 1}/{self.params.get('epochs')} done in {seconds}")
+        self._print_fn(f"epoch {epoch + 1}/{self.params.get('epochs')} done in {seconds}")
 
     def on_train_end(self, logs=None):
         """Says so."""
-        self._tell("training has ended")
+        self._print_fn("training has ended")

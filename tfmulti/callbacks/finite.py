@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import finite
-from tfmulti.config import ON_NONFINITE
+from tfmulti.choices import ON_NONFINITE
+from tfmulti.step import finite
 
 _STEPS_BETWEEN_LOOKS_AT_A_GPU = 10
 
@@ -28,7 +28,7 @@ class NonFinite(keras.callbacks.Callback):
 
     Args:
         action: `"stop"` to end with an error, `"skip"` to go on without those updates.
-        tell: Function of one line of text.
+        print_fn: Function of one line of text.
 
     Attributes:
         skipped: Updates left out since `fit` began.
@@ -41,14 +41,14 @@ class NonFinite(keras.callbacks.Callback):
     0
     """
 
-    def __init__(self, action: str = "stop", tell: Callable[[str], None] = logging.warning):
+    def __init__(self, action: str = "stop", print_fn: Callable[[str], None] = logging.warning):
         super().__init__()
         if action not in ON_NONFINITE:
             raise ValueError(
                 f"`action` must be one of {', '.join(ON_NONFINITE)}. "
                 f"Received: action={action!r}. Use 'stop' to end with an error."
             )
-        self._action, self._tell, self._guard = action, tell, None
+        self._action, self._print_fn, self._guard = action, print_fn, None
         self.skipped = 0
 
     def on_train_begin(self, logs=None):
@@ -90,7 +90,7 @@ class NonFinite(keras.callbacks.Callback):
             return
         if self._action == "stop":
             self._stop(f"the gradient of {name} at step {step}")
-        self._tell(f"{count - self.skipped} update(s) left out, the first with {name}")
+        self._print_fn(f"{count - self.skipped} update(s) left out, the first with {name}")
         self.skipped = count
 
     def _check_weights(self):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti import files
+from tfmulti.runtime import files
 
 
 class HistoryFile(keras.callbacks.Callback):

@@ -9,14 +9,13 @@ from collections.abc import Callable
 import keras
 
 from tfmulti import hardware
-from tfmulti.callbacks import pace
-from tfmulti.callbacks.screen import Screen
-from tfmulti.callbacks.speed import Pace, pair_logs, show_seconds, show_value
-from tfmulti.console import is_terminal
+from tfmulti.callbacks import throughput
+from tfmulti.callbacks.screen import Pace, Screen, pair_logs, show_seconds, show_value
+from tfmulti.runtime.console import is_terminal
 
 _REFRESH_S = 0.25
 _SAY_SOMETHING_S = 60.0
-_SHOWN_ELSEWHERE = ("learning_rate", *pace.NAMES, *hardware.NAMES)
+_SHOWN_ELSEWHERE = ("learning_rate", *throughput.NAMES, *hardware.NAMES)
 
 
 class Progress(keras.callbacks.Callback):
@@ -31,26 +30,26 @@ class Progress(keras.callbacks.Callback):
     Args:
         dataset: What `distribute_train` returned; it knows its examples. Without it speed is in
             steps per second.
-        tell: Function of one line of text: then there is no bar, wherever this runs. By default
+        print_fn: Function of one line of text: then there is no bar, wherever this runs. By default
             standard output, with a bar where that is a terminal.
         clock: Returns seconds.
 
     Example:
     >>> lines = []
-    >>> callback = Progress(tell=lines.append)
+    >>> callback = Progress(print_fn=lines.append)
     """
 
     def __init__(
         self,
         dataset=None,
         *,
-        tell: Callable[[str], None] | None = None,
+        print_fn: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
         self._dataset, self._clock = dataset, clock
-        self._screen = Screen() if tell is None and is_terminal() else None
-        self._tell = tell or print
+        self._screen = Screen() if print_fn is None and is_terminal() else None
+        self._print_fn = print_fn or print
         self._callbacks, self._pace, self._next = (), None, 0.0
         self._phase, self._loss = "train", None
 
@@ -110,7 +109,7 @@ class Progress(keras.callbacks.Callback):
         names = sorted(logs, key=lambda name: name.removeprefix("val_") != "loss")
         shown = {name: logs[name] for name in names if name not in _SHOWN_ELSEWHERE}
         if self._screen is None:
-            self._tell(self._plain_line(shown, rate))
+            self._print_fn(self._plain_line(shown, rate))
         else:
             self._screen.leave_line(self._title, pair_logs(shown), rate)
 
@@ -135,7 +134,7 @@ class Progress(keras.callbacks.Callback):
             parts = [f"{self._title} - step {self._pace.done}/{self._pace.steps or '?'}"]
             parts += [f"{name}: {show_value(value)}" for name, value in logs.items()]
             parts += [self._pace.show_rate(), f"{show_seconds(left)} left" if left else ""]
-            self._tell(" - ".join(filter(None, parts)))
+            self._print_fn(" - ".join(filter(None, parts)))
         else:
             self._draw(logs)
 

@@ -15,17 +15,17 @@ class ShardAuditLog(keras.callbacks.Callback):
 
     Args:
         dataset: What `distribute_train(..., audit=True)` returned.
-        tell: Function of one line of text; None on workers that stay quiet.
+        print_fn: Function of one line of text; None on workers that stay quiet.
     """
 
-    def __init__(self, dataset, tell: Callable[[str], None] | None = logging.info):
+    def __init__(self, dataset, print_fn: Callable[[str], None] | None = logging.info):
         super().__init__()
-        self._dataset, self._tell = dataset, tell
+        self._dataset, self._print_fn = dataset, print_fn
         self.reports = []
 
     def on_epoch_end(self, epoch, logs=None):
         """Compares the epoch's rows over all replicas."""
         report = self._dataset.audit.report(self._dataset.position[0])
         self.reports.append(report)
-        if self._tell is not None:
-            self._tell(f"shards of {report}")
+        if self._print_fn is not None:
+            self._print_fn(f"shards of {report}")

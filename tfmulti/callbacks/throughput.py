@@ -1,14 +1,61 @@
-"""Examples per second, global; what of a step is waiting for data; the time left."""
+"""Examples per second, global; what part of a step is waiting for data; the time left."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import keras
 
-from tfmulti.callbacks.pace import NAMES, TimedSteps, describe
+NAMES = (
+    "examples_per_second",
+    "examples_per_second_now",
+    "examples_per_second_per_replica",
+    "steps_per_second",
+    "input_share",
+)
+"""What an epoch's logs get."""
+
+
+@dataclasses.dataclass
+class TimedSteps:
+    """Steps that were timed.
+
+    Attributes:
+        steps: How many.
+        seconds: How long they took.
+        waited: Seconds of these for which they waited for data; None where it is not known.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    waited: float | None = None
+
+    def add(self, other: TimedSteps) -> None:
+        """Adds the steps and the seconds of another."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+
+
+def describe(found: Mapping[str, float], seconds_left: float | None = None) -> str:
+    """Returns a line for people about what `Throughput` adds to the logs.
+
+    >>> describe({"examples_per_second": 1234.5, "input_share": 0.031}, seconds_left=125.0)
+    '1,234 examples/s so far, 3% of the time waiting for data, about 0:02:05 left'
+    """
+    formats = {
+        "examples_per_second_now": "{:,.0f} examples/s now",
+        "examples_per_second": "{:,.0f} examples/s so far",
+        "examples_per_second_per_replica": "{:,.0f} per replica",
+        "steps_per_second": "{:,.4g} steps/s",
+        "input_share": "{:.0%} of the time waiting for data",
+    }
+    parts = [text.format(found[name]) for name, text in formats.items() if name in found]
+    if seconds_left is not None:
+        parts.append(f"about {datetime.timedelta(seconds=round(seconds_left))} left")
+    return ", ".join(parts)
 
 
 class Throughput(keras.callbacks.Callback):
@@ -27,7 +74,7 @@ class Throughput(keras.callbacks.Callback):
         dataset: What `distribute_train` returned; it knows its examples, and how long the steps
             wait for them (with one step a call: else the two overlap).
         clock: Returns seconds.
-        tell: Function of one line of text, called after each epoch; None to stay quiet.
+        print_fn: Function of one line of text, called after each epoch; None to stay quiet.
 
     Attributes:
         examples: Examples trained on since `fit` began, over all replicas; None where unknown.
@@ -44,10 +91,10 @@ class Throughput(keras.callbacks.Callback):
         dataset=None,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        tell: Callable[[str], None] | None = None,
+        print_fn: Callable[[str], None] | None = None,
     ):
         super().__init__()
-        self._dataset, self._clock, self._tell = dataset, clock, tell
+        self._dataset, self._clock, self._print_fn = dataset, clock, print_fn
         if dataset is not None:
             # Before the step is traced, of which it becomes a part.
             dataset.measure_waiting()
@@ -154,7 +201,7 @@ class Throughput(keras.callbacks.Callback):
         found = {name: _shorten(name, value) for name, value in found.items() if value is not None}
         if logs is not None:
             logs.update(found)
-        if self._tell is not None and found:
+        if self._print_fn is not None and found:
             self._line = describe(found, self.seconds_left)
 
     def on_train_end(self, logs=None):
@@ -164,7 +211,7 @@ class Throughput(keras.callbacks.Callback):
     def _tell_line(self):
         # Not at the end of the epoch, when a progress bar's line is not ended.
         if self._line is not None:
-            self._tell(self._line)
+            self._print_fn(self._line)
             self._line = None
 
     def _begin(self):

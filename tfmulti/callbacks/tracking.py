@@ -9,7 +9,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.strategies import agreement
+from tfmulti.strategies import collectives
 
 
 class _OfChief(keras.callbacks.Callback):
@@ -29,7 +29,7 @@ class _OfChief(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Begins a run, or goes on with one that was begun before `fit`."""
-        if not agreement.is_chief(self.model.distribute_strategy):
+        if not collectives.is_chief(self.model.distribute_strategy):
             return
         self._inner = self._begin()
         self._inner.set_params(self.params)

@@ -106,19 +106,19 @@ def _write_files(path, tensors, state):
 
 
 def latest_good(
-    folder: str | os.PathLike[str], tell: Callable[[str], None] = print
+    folder: str | os.PathLike[str], print_fn: Callable[[str], None] = print
 ) -> Generation | None:
     """Returns the latest generation that is whole, or None; tells of those that are not.
 
     Args:
         folder: Where generations are kept.
-        tell: Function of one line of text for each generation that is passed over.
+        print_fn: Function of one line of text for each generation that is passed over.
     """
     for path in _numbered(Path(folder)):
         try:
             return _check(path)
         except (OSError, ValueError, KeyError) as error:
-            tell(f"checkpoint {path} is damaged ({error}); the one before it is taken")
+            print_fn(f"checkpoint {path} is damaged ({error}); the one before it is taken")
     return None
 
 

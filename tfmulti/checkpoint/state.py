@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import accumulation, held, keras_compat
+from tfmulti import keras_compat
 from tfmulti.checkpoint.generations import CheckpointError, Generation, load
+from tfmulti.step import accumulation, model_contents
 
 # What callbacks that stop training, lower the rate or keep the best remember.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
@@ -43,7 +44,7 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
         callbacks: The callbacks of this `fit`.
         metrics: Whether to copy the metrics' states, which matter within an epoch only.
     """
-    accumulation.settle(model, held.optimizers_of(model, nested=True))
+    accumulation.settle(model, model_contents.optimizers_of(model, nested=True))
     variables = named_variables(model)
     if metrics:
         variables |= metric_variables(model)
@@ -92,7 +93,7 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
     skip = {id(v) for v in model.metrics_variables}
     named = {name: v for name, v in named.items() if id(v) not in skip}
     seen: set[int] = set()
-    for number, optimizer in enumerate(held.optimizers_of(model, nested=True)):
+    for number, optimizer in enumerate(model_contents.optimizers_of(model, nested=True)):
         for index, variable in enumerate(optimizer.variables):
             if id(variable) not in seen:
                 named[f"optimizer/{number}/{index:06d}"] = variable
@@ -105,7 +106,7 @@ def _what_optimizers_update(model) -> list:
     """For each optimizer, the places in `model.variables` of what it was built for."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     built = []
-    for optimizer in held.optimizers_of(model, nested=True):
+    for optimizer in model_contents.optimizers_of(model, nested=True):
         updated = [places.get(id(v)) for v in keras_compat.updated_variables(optimizer)]
         built.append(updated if optimizer.built and None not in updated else None)
     return built
@@ -113,7 +114,7 @@ def _what_optimizers_update(model) -> list:
 
 def _build_optimizers(state, model) -> None:
     """Builds those that Keras leaves to their first update: what they hold is to be put back."""
-    found = held.optimizers_of(model, nested=True)
+    found = model_contents.optimizers_of(model, nested=True)
     for optimizer, updated in zip(found, state.get("optimizers", ())):
         if updated and not optimizer.built and max(updated) < len(model.variables):
             with model.distribute_strategy.scope():

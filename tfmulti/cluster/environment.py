@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 TOKEN = "TFMULTI_TOKEN"
-"""The secret of one job: only who knows it may come to the meeting of its workers."""
+"""The secret of one job: only who knows it may come to the rendezvous of its workers."""
 
 START_TIMEOUT = "TFMULTI_START_TIMEOUT"
 """Seconds that workers wait for one another before TensorFlow starts."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tfmulti.cluster.address import address_fault, split_address
 from tfmulti.cluster.errors import ClusterError, show, suggest, tf_config_error
+from tfmulti.cluster.network import address_fault, split_address
 from tfmulti.cluster.task import TRAINING_TYPES, Cluster
 
 ENVIRONMENT = "the environment variable TF_CONFIG"

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import environment
-from tfmulti.cluster.address import MAX_PORT
 from tfmulti.cluster.errors import ClusterError, variable_error
+from tfmulti.cluster.network import MAX_PORT
 from tfmulti.cluster.task import Cluster
 
 _MAX_DIGITS = 10

@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import iterators
 from tfmulti.sharding import ShardPlan
+from tfmulti.step import iterators
 
 
 @dataclasses.dataclass(frozen=True)

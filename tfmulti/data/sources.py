@@ -212,7 +212,7 @@ def _refuse_batches(dataset):
 
 
 def _load_named(name):
-    from tfmulti.datasets import load_split
+    from tfmulti.data.datasets import load_split
 
     return load_split(name)
 

@@ -7,9 +7,9 @@ import dataclasses
 import json
 import sys
 
-from tfmulti import command_line
-from tfmulti.doctor.check import FAILURE
 from tfmulti.doctor.config import DoctorConfig
+from tfmulti.doctor.report import FAILURE
+from tfmulti.runtime import command_line
 
 USAGE = "python -m tfmulti.doctor [flags]: is this host, and this cluster, ready to train?"
 
@@ -38,9 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         from rich.console import Console
 
-        from tfmulti.doctor import table
+        from tfmulti.doctor import report
 
-        table.show(found.areas, Console())
+        report.show(found.areas, Console())
         sys.stdout.flush()
     if found.met:
         from tfmulti.doctor import peers

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 
 from tfmulti.cluster import Cluster, ClusterError, environment, network, resolve_cluster
-from tfmulti.cluster.address import is_ip_address, split_address
-from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, plural
+from tfmulti.cluster.network import is_ip_address, split_address
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, plural
 
 _TF_CONFIG = "TF_CONFIG"
 _NAMES_S = 5.0

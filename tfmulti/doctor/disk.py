@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes
 
 TEST_BYTES = 64_000_000
 """Bytes that are written and read to measure the speed."""

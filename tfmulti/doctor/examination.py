@@ -7,14 +7,13 @@ import os
 from collections.abc import Mapping
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import addresses, disk, gpus, host, links, packages, peers, traps, variables
-from tfmulti.doctor.check import Check
-from tfmulti.doctor.commands import run
+from tfmulti.doctor import addresses, disk, gpus, host, links, packages, peers, pitfalls, variables
 from tfmulti.doctor.config import DoctorConfig
 from tfmulti.doctor.cuda import check_cuda
 from tfmulti.doctor.nvidia import read_driver
-from tfmulti.doctor.tensorflow_process import ask, check_import
-from tfmulti.meeting import find_timeout
+from tfmulti.doctor.report import Check
+from tfmulti.doctor.tensorflow_process import ask, check_import, run
+from tfmulti.rendezvous import find_timeout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +73,6 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
         ("Work folder", disk.check_workdir(config.workdir)),
         ("Cluster", cluster_checks),
         ("Variables", variables.check_variables(environ, cluster)),
-        ("Traps", traps.check_traps(environ, cluster, num_gpus)),
+        ("Traps", pitfalls.check_pitfalls(environ, cluster, num_gpus)),
     ]
     return Examination(areas, cluster if met else None, timeout_s)

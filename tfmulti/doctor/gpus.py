@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, plural
 from tfmulti.doctor.nvidia import Driver, Gpu
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, plural
 from tfmulti.doctor.tensorflow_process import Report
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

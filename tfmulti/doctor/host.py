@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfmulti.cgroups import Limits, read_limits
-from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.runtime.memory import Limits, read_limits
 
 BYTES_PER_GPU = 16e9
 """Memory of the host for each GPU: the rule of the guides, 32, 64 and 128 GB for 2, 4 and 8."""

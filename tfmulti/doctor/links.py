@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from tfmulti.doctor.check import OK, UNKNOWN, WARNING, Check, plural
-from tfmulti.doctor.commands import Output
 from tfmulti.doctor.gpus import NO_GPU
+from tfmulti.doctor.report import OK, UNKNOWN, WARNING, Check, plural
+from tfmulti.doctor.tensorflow_process import Output
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _GPU_LINE = re.compile(r"GPU (\d+):")

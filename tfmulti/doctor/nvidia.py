@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfmulti.doctor.commands import Output, run
+from tfmulti.doctor.tensorflow_process import Output, run
 
 _FIELDS = (
     "index",

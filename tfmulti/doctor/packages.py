@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 
 # All of them write the same folder `tensorflow`.
 TENSORFLOWS = (

@@ -1,33 +1,55 @@
-"""One worker's open door while the doctors of all workers visit one another.
-
-The words are those of a meeting (`tfmulti.meeting.messages`): nobody is answered who does not know
-the job's token. Then the visitor may ask for the time, and send bytes that are thrown away.
-"""
+"""One worker's open door while the doctors of all workers visit one another."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import socket
 import struct
 import threading
 import time
 
-from tfmulti.doctor.peer_round import (
-    BUSY,
-    BYE,
-    DONE,
-    GO,
-    LINE_S,
-    LISTENER,
-    LOAD,
-    MAX_LOAD_BYTES,
-    PING,
-    VISITOR,
-    Round,
-)
-from tfmulti.meeting import messages
-from tfmulti.meeting.listening import open_listeners
+from tfmulti.cluster import Cluster
+from tfmulti.rendezvous import messages
+from tfmulti.rendezvous.messages import Token
+from tfmulti.rendezvous.server import open_listeners
+
+VISITOR, LISTENER = "doctor", "doctor's host"
+PING, LOAD, BYE = b"ping", b"load", b"bye"
+GO, BUSY, DONE = b"go", b"busy", b"done"
+MAX_LOAD_BYTES = 1 << 30
+LINE_S = 5.0
+"""Seconds for a stranger to say who it is."""
+
+
+@dataclasses.dataclass
+class Round:
+    """One round of visits, seen from one worker.
+
+    Attributes:
+        name: What the round is for; who is in another one comes again later.
+        cluster: The cluster, seen from this worker.
+        token: The token.
+        deadline: `time.monotonic()` at which everything ends.
+        load_s: Seconds that measuring one speed should take; 0 measures none.
+        loading: Held while this worker measures a speed, so that each measures alone.
+        instance: A random name of this worker.
+    """
+
+    name: str
+    cluster: Cluster
+    token: Token
+    deadline: float
+    load_s: float = 0.0
+    loading: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    instance: str = dataclasses.field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until everything ends, at least 0."""
+        return max(0.0, self.deadline - time.monotonic())
+
 
 _LOOK_S = 0.1
 _MARGIN_S = 5.0
@@ -101,7 +123,7 @@ class Listener:
                 connection.close()
 
     def _receive(self, connection, machine):
-        faults = (OSError, EOFError, messages.BadMessage, ValueError)
+        faults = (OSError, EOFError, messages.MessageError, ValueError)
         try:
             with contextlib.suppress(*faults), connection:
                 prepare(connection)
@@ -121,15 +143,15 @@ class Listener:
         line = read_line(reader)
         try:
             said = messages.read(line, self.round.token.secret, VISITOR, random)
-        except messages.BadMessage:
+        except messages.MessageError:
             self._turn_away(connection, reader, line)
             return None
         index, instance = said.get("index"), said.get("instance")
         if type(index) is not int or not isinstance(instance, str):
-            raise messages.BadMessage("a message of another version")
+            raise messages.MessageError("a message of another version")
         if said.get("round") != self.round.name:
             # It is ahead of this worker: it comes again.
-            raise messages.BadMessage("another round")
+            raise messages.MessageError("another round")
         answer = {"notes": self.notes}
         context = random + instance
         connection.sendall(messages.write(self.round.token.secret, LISTENER, context, answer))
@@ -178,7 +200,7 @@ class Listener:
 
     def _load(self, connection, reader, left):
         if not 0 < left <= MAX_LOAD_BYTES:
-            raise messages.BadMessage("a load of another size")
+            raise messages.MessageError("a load of another size")
         if not self.round.loading.acquire(blocking=False):
             connection.sendall(BUSY + b"\n")
             return
@@ -218,5 +240,5 @@ def read_line(reader) -> bytes:
     if not line:
         raise EOFError
     if not line.endswith(b"\n"):
-        raise messages.BadMessage("a message that is too long")
+        raise messages.MessageError("a message that is too long")
     return line

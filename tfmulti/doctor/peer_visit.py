@@ -8,9 +8,8 @@ import random
 import socket
 import time
 
-from tfmulti.cluster.address import split_address
-from tfmulti.doctor.peer_listener import prepare, read_line
-from tfmulti.doctor.peer_round import (
+from tfmulti.cluster.network import split_address
+from tfmulti.doctor.peer_listener import (
     BUSY,
     BYE,
     GO,
@@ -21,9 +20,11 @@ from tfmulti.doctor.peer_round import (
     PING,
     VISITOR,
     Round,
+    prepare,
+    read_line,
 )
-from tfmulti.meeting import messages
-from tfmulti.meeting.errors import describe_fault
+from tfmulti.rendezvous import messages
+from tfmulti.rendezvous.errors import describe_fault
 
 _RETRY_S = 0.2
 _PINGS = 20
@@ -84,7 +85,7 @@ class Visitor:
                 found.has_no_address = not self.round.cluster.names_come_late
                 if found.has_no_address:
                     return
-            except (OSError, EOFError, messages.BadMessage, ValueError) as error:
+            except (OSError, EOFError, messages.MessageError, ValueError) as error:
                 found.fault = describe_fault(error)
             if found.notes is not None or found.refused:
                 return

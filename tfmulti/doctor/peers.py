@@ -12,14 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import Cluster, environment
-from tfmulti.cluster.address import split_address
-from tfmulti.doctor.check import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.cluster.network import split_address
 from tfmulti.doctor.nvidia import Gpu
-from tfmulti.doctor.peer_listener import Listener
-from tfmulti.doctor.peer_round import Round
+from tfmulti.doctor.peer_listener import Listener, Round
 from tfmulti.doctor.peer_visit import Visit, Visitor
-from tfmulti.meeting.errors import MeetingError, check_alike, name_worker
-from tfmulti.meeting.token import digest_cluster, find_token
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.rendezvous.errors import RendezvousError, check_alike, name_worker
+from tfmulti.rendezvous.messages import digest_cluster, find_token
 
 LOAD_S, ALL_LOADS_S = 0.5, 20.0
 """Seconds that one speed, and all of a worker's, are measured for."""
@@ -123,7 +122,7 @@ def check_peers(
     notes = describe_worker(cluster, gpus, environ)
     try:
         visits, listener = visit_all(cluster, notes, timeout_s, environ)
-    except MeetingError as error:
+    except RendezvousError as error:
         hint = "See who holds the port with `ss -ltnp`: an earlier run?"
         text = f"nobody can come in: {error.__cause__ or error}"
         return [Check(name, FAILURE, text, hint)], False
@@ -139,7 +138,7 @@ def check_peers(
 
 def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
     """Waits until all workers are here, so that a launcher ends none before it has spoken."""
-    with contextlib.suppress(MeetingError):
+    with contextlib.suppress(RendezvousError):
         visit_all(cluster, {}, timeout_s, environ, measures=False)
 
 
@@ -220,7 +219,7 @@ def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Che
         check_alike(cluster, {index: each["alike"] for index, each in everyone.items()})
         text = f"{plural(len(everyone), 'worker')} have the same of {', '.join(notes['alike'])}"
         checks = [Check(versions, OK, text)]
-    except MeetingError as error:
+    except RendezvousError as error:
         hint = "Install the same versions on every worker, and start all the same way."
         checks = [Check(versions, FAILURE, str(error), hint)]
     told = {index: ", ".join(each["gpus"]) or "none" for index, each in sorted(everyone.items())}

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.address import is_ip_address, split_address
-from tfmulti.doctor.check import FAILURE, OK, WARNING, Check
+from tfmulti.cluster.network import is_ip_address, split_address
+from tfmulti.doctor.report import FAILURE, OK, WARNING, Check
 
 MEANINGS = {
     "NCCL_SOCKET_IFNAME": "network interfaces that NCCL speaks over",

@@ -1,10 +1,10 @@
 """What the processor, the memory and the GPUs of this host are doing; imports no TensorFlow."""
 
-from tfmulti.hardware.balance import describe_imbalance as describe_imbalance
-from tfmulti.hardware.finding import find_readers as find_readers
-from tfmulti.hardware.gpus import Gpus as Gpus
-from tfmulti.hardware.processor import Processor as Processor
+from tfmulti.hardware.readers import Gpus as Gpus
+from tfmulti.hardware.readers import Processor as Processor
+from tfmulti.hardware.readers import find_readers as find_readers
 from tfmulti.hardware.sampler import Sampler as Sampler
 from tfmulti.hardware.summary import NAMES as NAMES
 from tfmulti.hardware.summary import describe as describe
+from tfmulti.hardware.summary import describe_imbalance as describe_imbalance
 from tfmulti.hardware.summary import summarize as summarize

@@ -5,7 +5,6 @@ the versions that it was tried on, and its canary in `tests/test_keras_compat.py
 upstream no longer needs the cure. `versions.NAMES` has what is read as well.
 """
 
-from tfmulti.keras_compat.building import noting_unbuilt as noting_unbuilt
 from tfmulti.keras_compat.collectives import own_launchers as own_launchers
 from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
@@ -17,8 +16,8 @@ from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
 from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_batches
-from tfmulti.keras_compat.names import AddedElsewhere as AddedElsewhere
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
+from tfmulti.keras_compat.names import OwnAllReduce as OwnAllReduce
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import all_metrics as all_metrics
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses
@@ -65,9 +64,10 @@ from tfmulti.keras_compat.reference import same_eager_numbers as same_eager_numb
 from tfmulti.keras_compat.reference import separate_traces as separate_traces
 from tfmulti.keras_compat.reference import write_handle as write_handle
 from tfmulti.keras_compat.replacement import Replacement as Replacement
-from tfmulti.keras_compat.replacing import note_strategy as note_strategy
+from tfmulti.keras_compat.replacement import note_strategy as note_strategy
 from tfmulti.keras_compat.steps import mark_step as mark_step
 from tfmulti.keras_compat.table import TABLE as TABLE
 from tfmulti.keras_compat.table import install as install
+from tfmulti.keras_compat.tracing import noting_unbuilt as noting_unbuilt
 from tfmulti.keras_compat.versions import check_versions as check_versions
 from tfmulti.keras_compat.versions import installed_versions as installed_versions

@@ -182,7 +182,7 @@ class LocalCPUs(mwms.CollectiveAllReduceExtended):
         return tuple(devices), "CPU"
 
 
-class AddedElsewhere(mwms.CollectiveAllReduceExtended):
+class OwnAllReduce(mwms.CollectiveAllReduceExtended):
     """Adds what replicas reduce by another way than TensorFlow's collectives.
 
     `MultiWorkerMirroredStrategy` takes its own alone, which cost 6 times a copy of the bytes on

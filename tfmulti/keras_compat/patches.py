@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.keras_compat import dataset_copies, replacing
+from tfmulti.keras_compat import hooks, replacement
 
 # What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
 _SEED_STEP = 0x9E3779B1
@@ -110,7 +110,7 @@ def _look(epoch_iterator):
     if hasattr(adapter, "py_dataset"):
         batch = adapter._standardize_batch(adapter.py_dataset[0])
         return tf.nest.map_structure(tf.convert_to_tensor, batch)
-    batch = dataset_copies.first_of_copy(getattr(adapter, "_dataset", None))
+    batch = hooks.first_of_copy(getattr(adapter, "_dataset", None))
     if batch is not None:
         return batch
     for _, _, iterator in epoch_iterator:
@@ -145,11 +145,11 @@ def count_shares_in_moments(original, current_share):
     """
 
     def moments(x, axes, keepdims):
-        share = current_share()
+        replica_batch = current_share()
         context = tf.distribute.get_replica_context()
-        if share is None or not share.may_be_empty or context is None:
+        if replica_batch is None or not replica_batch.may_be_empty or context is None:
             return original(x, axes, keepdims)
-        counted = share.num_real > 0
+        counted = replica_batch.num_real > 0
         keep = functools.partial(tf.reduce_sum, axis=axes, keepdims=True)
         sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]
         sums = [tf.where(counted, value, tf.zeros_like(value)) for value in sums]
@@ -173,12 +173,12 @@ def count_masks_of_all_replicas(original, current_share):
     """
 
     def moments(self, inputs, mask):
-        share, context = current_share(), tf.distribute.get_replica_context()
+        replica_batch, context = current_share(), tf.distribute.get_replica_context()
         many = context is not None and context.num_replicas_in_sync > 1
-        if mask is None or not self.synchronized or share is None or not many:
+        if mask is None or not self.synchronized or replica_batch is None or not many:
             return original(self, inputs, mask)
         valid = tf.cast(mask, inputs.dtype)[..., None] * tf.ones_like(inputs)
-        valid = tf.where(share.num_real > 0, valid, tf.zeros_like(valid))
+        valid = tf.where(replica_batch.num_real > 0, valid, tf.zeros_like(valid))
         keep = functools.partial(tf.reduce_sum, axis=self._reduction_axes, keepdims=True)
         masked = tf.where(valid > 0, inputs, tf.zeros_like(inputs))
         total, count = context.all_reduce("SUM", [keep(masked), keep(valid)])
@@ -214,7 +214,7 @@ def around_call_of(kind: type, call_loss) -> None:
     """
     if "__call__" in vars(kind):
         make = functools.partial(around, function=call_loss)
-        replacing.replace(kind, "__call__", make, replacing.in_scope)
+        replacement.replace(kind, "__call__", make, replacement.in_scope)
 
 
 def update_with_function(original, update):

@@ -11,7 +11,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 
-from tfmulti.keras_compat.replacing import replace
+from tfmulti.keras_compat.replacement import replace
 
 _numbers = itertools.count(1)
 _mark: int | None = None

@@ -32,7 +32,7 @@ def mark_step(fn, kind: str, model: keras.Model) -> None:
 
 
 def within_steps(original, take_gradient):
-    """Has tapes give gradients of the whole batch; see `tfmulti.gradients`.
+    """Has tapes give gradients of the whole batch; see `tfmulti.step.gradients`.
 
     Args:
         original: TensorFlow's own method.

@@ -12,14 +12,8 @@ from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
 
-from tfmulti.keras_compat import (
-    collectives,
-    hooks,
-    optimizers,
-    patches,
-    replacing,
-)
-from tfmulti.keras_compat.replacement import Replacement, for_a_time, of_model
+from tfmulti.keras_compat import collectives, hooks, optimizers, patches, replacement
+from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
 _SHAPES = '"Shape mismatch in the collective instance"'
@@ -29,7 +23,7 @@ _UNLIKE = "waiting for ever, and results of two things mixed, where workers call
 def _optimizer(name, cures, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
     """An update that every replica does by itself: as optimizers that know no replicas do it."""
     plain = plain or getattr(base_optimizer.BaseOptimizer, name)
-    make, used = optimizers.update_alike(plain), replacing.of_optimizer
+    make, used = optimizers.update_alike(plain), replacement.of_optimizer
     canary = "test_canary_an_optimizers_update_goes_across_replicas"
     needs = ("gradients_are_global",)
     return Replacement(owner, name, make, used, cures, canary, needs, arguments)
@@ -57,13 +51,13 @@ _OPTIMIZERS = (
         keras.optimizers.Optimizer,
         "_backend_apply_gradients",
         patches.around,
-        replacing.of_optimizer,
+        replacement.of_optimizer,
         "a reduction at each step of `gradient_accumulation_steps`",
         "test_canary_an_accumulating_optimizer_reduces_at_each_step",
         ("accumulate",),
         ("grads", "trainable_variables"),
     ),
-    of_model(
+    model_entry(
         "compile_from_config",
         hooks.after_loading,
         "a loaded model's optimizer that no longer sends half of the bytes",
@@ -78,7 +72,7 @@ _NUMBERS = tuple(
         keras.Variable,
         name,
         hooks.number_of(kind),
-        replacing.of_variable,
+        replacement.of_variable,
         f"TypeError: {kind.__name__}() argument must be ..., not 'MirroredVariable'",
         "test_canary_a_variable_of_replicas_is_no_number",
     )
@@ -91,7 +85,7 @@ _CALLS = (
             keras.Model,
             name,
             hooks.before_calls(name),
-            replacing.while_one_is_there,
+            replacement.while_one_is_there,
             f"{_UNLIKE}; a model made in no scope that trains on one device without a word",
             "test_canary_calls_are_not_looked_at",
             ("before_call",),
@@ -100,7 +94,7 @@ _CALLS = (
         for name in ("fit", "evaluate", "predict")
     ),
     *(
-        of_model(
+        model_entry(
             name,
             hooks.before_calls(name),
             "a step on a batch that is not verified",
@@ -113,7 +107,7 @@ _CALLS = (
         keras.callbacks.CallbackList,
         "set_model",
         hooks.prepare_callbacks,
-        replacing.of_given_model,
+        replacement.of_given_model,
         '"BadZipFile", "unable to lock file" and doubled lines where every worker writes what one '
         "should",
         "test_canary_stock_callbacks_know_no_chief",
@@ -124,14 +118,14 @@ _CALLS = (
         keras.callbacks.CallbackList,
         "on_epoch_end",
         hooks.end_epochs,
-        replacing.of_callbacks,
+        replacement.of_callbacks,
         '"Collective ... expected type" where one worker alone stops after an epoch; callbacks '
         "that see a part of a sum of gradients",
         "test_canary_callbacks_see_one_replicas_sum_of_gradients",
         ("settle", "agree"),
         ("epoch", "logs"),
     ),
-    of_model(
+    model_entry(
         "_get_metrics_result_or_logs",
         hooks.logs_without_steps,
         "an epoch without logs where training goes on after its last step",
@@ -145,8 +139,8 @@ _DATA = (
         Replacement(
             owner,
             "__iter__",
-            lambda original: lambda self: replacing.note_distributing(original, self),
-            replacing.of_dataset,
+            lambda original: lambda self: replacement.note_distributing(original, self),
+            replacement.of_dataset,
             "what `_create_device_dataset` cures: it does not know the strategy",
             "test_canary_datasets_of_devices_are_tuned",
         )
@@ -156,7 +150,7 @@ _DATA = (
         multi_device_iterator_ops,
         "_create_device_dataset",
         patches.untuned,
-        replacing.distributing,
+        replacement.distributing,
         "`fit` and `evaluate` that return seconds after their last step: whoever destroys such a "
         "dataset waits for the next look of the thread that tunes it",
         "test_canary_datasets_of_devices_are_tuned",
@@ -167,7 +161,7 @@ _DATA = (
             cross_device_utils.CollectiveReplicaLauncher,
             name,
             make,
-            replacing.of_launcher,
+            replacement.of_launcher,
             cures,
             canary,
             arguments=arguments,
@@ -202,7 +196,7 @@ _DATA = (
 _CREATED_OPS = "traces and outputs that verification has made, found by training"
 _REDUCES = "replicas that cannot each do what one device does, when a step is verified"
 _FOR_A_TIME = (
-    for_a_time(
+    temporary_entry(
         keras.layers.Layer,
         "_maybe_build",
         "noting_unbuilt",
@@ -211,7 +205,7 @@ _FOR_A_TIME = (
         arguments=("call_spec",),
     ),
     *(
-        for_a_time(
+        temporary_entry(
             owner,
             name,
             within,
@@ -228,7 +222,7 @@ _FOR_A_TIME = (
         )
     ),
     *(
-        for_a_time(
+        temporary_entry(
             mirrored.MirroredExtended,
             name,
             "reducing_nothing",

@@ -8,19 +8,14 @@ from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-from tfmulti.keras_compat import (
-    hooks,
-    patches,
-    steps,
-    unknown_rows,
-)
-from tfmulti.keras_compat.replacement import in_scope, of_model
+from tfmulti.keras_compat import hooks, patches, steps, tracing
+from tfmulti.keras_compat.replacement import model_entry, scope_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
 _SHAPES = '"Shape mismatch in the collective instance"'
 
 _STEPS = (
-    of_model(
+    model_entry(
         "_maybe_symbolic_build",
         patches.build_from_one_share,
         '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" where '
@@ -30,7 +25,7 @@ _STEPS = (
         needs=("first_local_value", "before_pass", "once_built", "refuse"),
         arguments=("iterator", "data_batch"),
     ),
-    of_model(
+    model_entry(
         "_make_function",
         steps.mark_steps,
         "a step that is a tf.function, a partial or a lambda taken for a function of a script's "
@@ -38,7 +33,7 @@ _STEPS = (
         "test_canary_a_step_by_another_name",
         arguments=("step_function",),
     ),
-    in_scope(
+    scope_entry(
         tf.GradientTape,
         "gradient",
         steps.within_steps,
@@ -47,7 +42,7 @@ _STEPS = (
         needs=("take_gradient",),
         arguments=("target", "sources", "output_gradients", "unconnected_gradients"),
     ),
-    in_scope(
+    scope_entry(
         polymorphic_function.Function,
         "__call__",
         steps.inline_functions,
@@ -56,7 +51,7 @@ _STEPS = (
         needs=("inlines",),
     ),
     *(
-        in_scope(
+        scope_entry(
             keras.Layer,
             name,
             steps.keep_losses_apart(kind),
@@ -68,21 +63,21 @@ _STEPS = (
         )
         for name, kind in (("_losses", list), ("_loss_ids", set))
     ),
-    of_model(
+    model_entry(
         "make_predict_function",
-        unknown_rows.predict_any_rows,
+        tracing.predict_any_rows,
         "`predict` that waits for ever under several workers: a trace for each number of rows",
         "test_canary_predict_is_traced_for_the_rows_that_it_is_given",
         arguments=("force",),
     ),
-    of_model(
+    model_entry(
         "_autoconvert_optionals",
-        unknown_rows.step_on_any_rows,
+        tracing.step_on_any_rows,
         "`train_on_batch` and `test_on_batch` that wait for ever under several workers",
         "test_canary_a_step_on_a_batch_is_traced_for_its_rows",
         arguments=("step_func",),
     ),
-    of_model(
+    model_entry(
         "predict_on_batch",
         hooks.predict_on_batch_by,
         "answers that come once for each replica: 13 rows in, 26 out",
@@ -93,7 +88,7 @@ _STEPS = (
 )
 
 _LOSSES = (
-    in_scope(
+    scope_entry(
         keras_loss,
         "reduce_weighted_values",
         patches.around,
@@ -103,7 +98,7 @@ _LOSSES = (
         arguments=("sample_weight", "mask", "reduction", "dtype"),
     ),
     *(
-        in_scope(
+        scope_entry(
             keras_loss,
             name,
             patches.keep_means,
@@ -115,7 +110,7 @@ _LOSSES = (
         for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution")
     ),
     *(
-        in_scope(
+        scope_entry(
             tf.nn,
             name,
             patches.around,
@@ -130,7 +125,7 @@ _LOSSES = (
             ("scale_regularization_loss", "regularization_loss", "regularization_loss"),
         )
     ),
-    in_scope(
+    scope_entry(
         keras.losses.Loss,
         "__call__",
         patches.around,
@@ -139,7 +134,7 @@ _LOSSES = (
         needs=("call_loss",),
         arguments=("y_true", "y_pred", "sample_weight"),
     ),
-    in_scope(
+    scope_entry(
         keras.metrics.MeanMetricWrapper,
         "update_state",
         patches.update_with_function,
@@ -148,7 +143,7 @@ _LOSSES = (
         needs=("update_metric_function",),
         arguments=("y_true", "y_pred", "sample_weight"),
     ),
-    in_scope(
+    scope_entry(
         keras.metrics.Mean,
         "result",
         hooks.noting_result,
@@ -157,7 +152,7 @@ _LOSSES = (
         needs=("note_result",),
     ),
     *(
-        in_scope(
+        scope_entry(
             kind,
             "update_state",
             make,
@@ -174,7 +169,7 @@ _LOSSES = (
 )
 
 _LAYERS = (
-    in_scope(
+    scope_entry(
         keras_nn,
         "_compute_moments_sync",
         patches.count_shares_in_moments,
@@ -183,7 +178,7 @@ _LAYERS = (
         needs=("current_share",),
         arguments=("x", "axes", "keepdims"),
     ),
-    in_scope(
+    scope_entry(
         keras.layers.BatchNormalization,
         "_moments",
         patches.count_masks_of_all_replicas,
@@ -192,14 +187,14 @@ _LAYERS = (
         needs=("current_share",),
         arguments=("inputs", "mask"),
     ),
-    in_scope(
+    scope_entry(
         keras.random.SeedGenerator,
         "next",
         patches.vary_seeds,
         "masks of dropout and augmentation that are the same on all replicas and workers",
         "test_canary_dropout_is_the_same_on_all_replicas",
     ),
-    in_scope(
+    scope_entry(
         keras.Variable,
         "_initialize",
         hooks.before_variables,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tfmulti import command_line
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
+from tfmulti.runtime import command_line
 
 USAGE = "python -m tfmulti.launch [flags] -- COMMAND: runs a command on all workers of this host."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfmulti.config import check_settings, setting
+from tfmulti.settings import check_settings, setting
 
 ALLOCATORS = ("keep", "default")
 

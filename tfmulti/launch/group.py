@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfmulti.launch import guard
-from tfmulti.launch.failure import Ended
-from tfmulti.launch.logs import Log
+from tfmulti.launch import supervisor
+from tfmulti.launch.logs import Ended, Log
 
 _LAST_S = 10.0
 
@@ -89,7 +88,7 @@ class Group:
             with self._logs[index].open_for_worker(self._heading) as log:
                 process = subprocess.Popen(
                     # -I and -S: nothing in the user's environment can keep the guard from starting.
-                    [sys.executable, "-I", "-S", str(Path(guard.__file__)), str(theirs)]
+                    [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), str(theirs)]
                     + self._command,
                     env=environ,
                     stdin=subprocess.DEVNULL,

@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tfmulti.cluster import environment
-from tfmulti.launch import failure, hosts, resources
+from tfmulti.launch import logs, placement
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.launch.failure import Ended
 from tfmulti.launch.group import Group, signals_as_events
-from tfmulti.launch.logs import Log, open_logs
+from tfmulti.launch.logs import Ended, Log, open_logs
 from tfmulti.launch.pmi import ProcessManager
 
 PEERS_GRACE_S = 5.0
@@ -59,7 +58,7 @@ class Job:
     Args:
         config: The settings.
         command: The program and its arguments.
-        tell: Function that takes a line of text for the user.
+        print_fn: Function that takes a line of text for the user.
         variables: For each worker's index, variables to set besides the launcher's own.
         create_log: What makes the log of a worker, as `logs.Log`.
 
@@ -71,12 +70,12 @@ class Job:
         self,
         config: LaunchConfig,
         command: Sequence[str],
-        tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+        print_fn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         *,
         variables: Mapping[int, Mapping[str, str]] | None = None,
         create_log: Callable[..., Log] = Log,
     ):
-        self.config, self.command, self.tell = config, command, tell
+        self.config, self.command, self.print_fn = config, command, print_fn
         self.outcome: Outcome | None = None
         self._variables, self._create_log = variables or {}, create_log
         self._events: queue.SimpleQueue = queue.SimpleQueue()
@@ -93,7 +92,7 @@ class Job:
         Raises:
             ValueError: For a hosts file that cannot be used.
         """
-        first_start = hosts.tf_configs_here(self.config)
+        first_start = placement.tf_configs_here(self.config)
         names = {index: f"worker {index}" for index in first_start}
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
@@ -109,7 +108,7 @@ class Job:
             if code == 0 and not kept:
                 shutil.rmtree(folder, ignore_errors=True)
             elif not kept:
-                self.tell(f"The logs of all workers are in {folder}")
+                self.print_fn(f"The logs of all workers are in {folder}")
 
     def _run_until_done(self, configs) -> int:
         while True:
@@ -128,7 +127,7 @@ class Job:
             signalled = self._rest(delay)
             if signalled is not None:
                 return 128 + signalled
-            configs = hosts.tf_configs_here(self.config)
+            configs = placement.tf_configs_here(self.config)
 
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
@@ -142,7 +141,7 @@ class Job:
         environments = {
             index: {
                 **common,
-                **resources.variables(self.config, place, len(configs)),
+                **placement.variables(self.config, place, len(configs)),
                 **self._variables.get(index, {}),
                 "TF_CONFIG": tf_config,
                 environment.PROGRESS: str(progress / f"worker_{index}"),
@@ -172,7 +171,7 @@ class Job:
                 kill_at = time.monotonic() + wait_s
                 group.send(signal.SIGTERM if event == signal.SIGHUP else event)
             now = time.monotonic()
-            if kill_at is None and (found := failure.first_failure(ended)):
+            if kill_at is None and (found := logs.first_failure(ended)):
                 failed_at = now if failed_at is None else failed_at
                 waits = found.returncode == environment.PEER_LOST and now - failed_at < CAUSE_S
                 if not waits:
@@ -182,7 +181,7 @@ class Job:
             if kill_at is not None and now >= kill_at:
                 group.kill()
         self._next_event(0.0)
-        first = None if signalled else first or failure.first_failure(ended)
+        first = None if signalled else first or logs.first_failure(ended)
         return Outcome(ended, first, signalled)
 
     def _next_event(self, wait_s):
@@ -201,7 +200,7 @@ class Job:
         if not preempted:
             if first.returncode in _PERMANENT and not self._has_progress:
                 if self.config.max_restarts:
-                    self.tell("Not restarted: it failed before any training step was done.")
+                    self.print_fn("Not restarted: it failed before any training step was done.")
                 return None
             if self._counted >= self.config.max_restarts:
                 return None
@@ -210,7 +209,7 @@ class Job:
         self._restarts += 1
         why = "preempted, not counted" if preempted else f"of {self.config.max_restarts}"
         count = self._restarts if preempted else self._counted
-        self.tell(f"Restart {count} ({why}) of all workers in {delay:g} s")
+        self.print_fn(f"Restart {count} ({why}) of all workers in {delay:g} s")
         return delay
 
     def _rest(self, seconds) -> int | None:
@@ -229,17 +228,19 @@ class Job:
         running = sorted(set(self._logs) - {each.index for each in ended})
         if running:
             names = ", ".join(f"worker {index}" for index in running)
-            self.tell(f"No other has failed by itself; still running: {names}")
+            self.print_fn(f"No other has failed by itself; still running: {names}")
 
     def _tell_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:
             for each in ended[: ended.index(first)]:
-                self.tell(f"worker {each.index} ended early, with exit code {each.returncode}")
+                self.print_fn(f"worker {each.index} ended early, with exit code {each.returncode}")
         log = self._logs[first.index]
         log.show_rest()
-        self.tell(f"worker {first.index} {first.describe()} (log: {log.path})")
+        self.print_fn(f"worker {first.index} {first.describe()} (log: {log.path})")
         if first.returncode == -signal.SIGKILL:
-            self.tell("If nobody has killed it, this host had no memory left: see dmesg.")
-        words = failure.last_words(log.since_start())
+            self.print_fn("If nobody has killed it, this host had no memory left: see dmesg.")
+        words = logs.log_tail(log.since_start())
         if words:
-            self.tell("\n".join(f"[worker {first.index}] {line}" for line in words.splitlines()))
+            self.print_fn(
+                "\n".join(f"[worker {first.index}] {line}" for line in words.splitlines())
+            )

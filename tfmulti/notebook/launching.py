@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,11 +13,59 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tfmulti.launch import failure
+from tfmulti.cluster import gpus
+from tfmulti.launch import logs
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
 from tfmulti.launch.logs import Log
-from tfmulti.notebook import carry, cells, gpus, worker
+from tfmulti.notebook import cells, serialization, worker
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NONE = "-1"
+
+
+def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
+    """Returns the environment variables that give each worker its GPUs.
+
+    Two workers cannot be on one GPU: NCCL refuses it. So all train on the CPU where there are fewer
+    GPUs than workers.
+
+    Args:
+        num_workers: Number of workers on this host.
+        visible: The GPUs, as CUDA_VISIBLE_DEVICES names them.
+
+    Example:
+    >>> [each["CUDA_VISIBLE_DEVICES"] for each in variables(2, ["0", "1", "2", "3"])]
+    ['0,1', '2,3']
+    >>> variables(2, ["0"]), variables(2, []), variables(1, ["0"])
+    ([{'CUDA_VISIBLE_DEVICES': '-1'}, {'CUDA_VISIBLE_DEVICES': '-1'}], [{}, {}], [{}])
+    """
+    if num_workers == 1 or not visible:
+        return [{} for _ in range(num_workers)]
+    if len(visible) < num_workers:
+        return [{VISIBLE: _NONE} for _ in range(num_workers)]
+    # As many for each: replicas of a strategy are so many on every worker.
+    each = len(visible) // num_workers
+    return [
+        {VISIBLE: ",".join(visible[each * index : each * (index + 1)])}
+        for index in range(num_workers)
+    ]
+
+
+def list_visible(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the GPUs that this process may use, without TensorFlow, which would take them.
+
+    >>> list_visible({"CUDA_VISIBLE_DEVICES": "2,3"}), list_visible({"CUDA_VISIBLE_DEVICES": "-1"})
+    (['2', '3'], [])
+    """
+    given = environ.get(VISIBLE)
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        # CUDA takes those before the first that it does not know.
+        bad = next((i for i, name in enumerate(names) if name in ("", _NONE)), len(names))
+        return names[:bad]
+    return [str(number) for number in range(gpus.count_gpus())]
+
 
 GRACE_S = 5.0
 """Seconds for the workers to end after the cell was interrupted."""
@@ -122,8 +171,8 @@ def _read_settings(function, num_workers, settings) -> LaunchConfig:
 
 def _write_call(folder, function, arguments, config):
     try:
-        carry.save_call(folder, function, *arguments)
-    except carry.CannotCarry as error:
+        serialization.save_call(folder, function, *arguments)
+    except serialization.SerializationError as error:
         raise ValueError(
             "`function` must use only what can go to another process. "
             f"Received: {_name(function)} with {error}. "
@@ -141,7 +190,7 @@ def _write_call(folder, function, arguments, config):
 
 
 def _create_job(folder, config) -> Job:
-    visible = dict(enumerate(gpus.variables(config.num_workers, gpus.list_visible())))
+    visible = dict(enumerate(variables(config.num_workers, list_visible())))
     kind = Log if config.all_output else cells.CellLog
     if config.log_dir is None:
         # One that is kept until the error has been explained.
@@ -151,7 +200,7 @@ def _create_job(folder, config) -> Job:
         config,
         [sys.executable, "-c", worker.PROGRAM, str(folder)],
         # The error that is raised says it.
-        tell=lambda line: None,
+        print_fn=lambda line: None,
         variables=visible,
         create_log=partial(kind, terminal=cells.CellTerminal()),
     )
@@ -160,7 +209,7 @@ def _create_job(folder, config) -> Job:
 def _load_result(folder):
     own = worker.folder_of(folder, 0)
     try:
-        return carry.load_result(own)
+        return serialization.load_result(own)
     except Exception as error:
         # Keras begins with the configuration of the whole model, at each level.
         text = re.split(r"(?:Exception|Error) encountered[\w ]*: ", str(error))[-1]
@@ -182,7 +231,7 @@ def _explain(folder, job, function) -> str:
         what = json.loads(path.read_text())
     except (OSError, ValueError):
         log = Path(job.config.log_dir, f"worker_{first.index}.log")
-        words = failure.last_words(log.read_text(errors="replace"))
+        words = logs.log_tail(log.read_text(errors="replace"))
         return f"{who} {first.describe()}.\n{words}".strip()
     return f"{what['cause']}\nOn {who}, in {_name(function)}:\n{what['where']}".rstrip(" :\n")
 

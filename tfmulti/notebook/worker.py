@@ -11,9 +11,9 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from tfmulti import command_line
 from tfmulti.cluster import resolve_cluster
-from tfmulti.notebook import carry, cells
+from tfmulti.notebook import cells, serialization
+from tfmulti.runtime import command_line
 
 SETTINGS = "settings.json"
 ERROR = "error.json"
@@ -45,13 +45,13 @@ def _run(folder) -> int:
     settings = json.loads((folder / SETTINGS).read_text())
     cells.add_sources(settings["sources"])
     try:
-        if carry.names_tensorflow(folder):
+        if serialization.names_tensorflow(folder):
             # Before the function does. It is quiet even where the notebook has set the variable.
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
             command_line.import_tensorflow({})
-        function, args, kwargs = carry.load_call(folder)
+        function, args, kwargs = serialization.load_call(folder)
         # Every worker writes its model, since reading one can need the others.
-        carry.save_result(own, function(*args, **kwargs))
+        serialization.save_result(own, function(*args, **kwargs))
     except KeyboardInterrupt:
         return command_line.INTERRUPTED
     except BaseException as error:
@@ -65,7 +65,7 @@ def _fail(error, cluster, own, settings) -> int:
     """Writes the error for the notebook, tells the others of it; returns the exit code."""
     ending = None
     if "tensorflow" in sys.modules:
-        from tfmulti.strategies.ending import end_worker
+        from tfmulti.strategies.peer_errors import end_worker
 
         ending = end_worker(error, cluster)
     if settings["whole_traceback"]:

@@ -7,9 +7,9 @@ import json
 import signal
 import sys
 
-from tfmulti import command_line, files
-from tfmulti.console import create_console
 from tfmulti.parity.config import ParityConfig
+from tfmulti.runtime import command_line, files
+from tfmulti.runtime.console import create_console
 
 USAGE = "python -m tfmulti.parity [flags]: proves that many devices give one device's result."
 
@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compares, and shows a table.
 
     Returns:
-        The exit code: 0 where every set-up agrees with one device, 1 where one differs or
+        The exit code: 0 where every configuration agrees with one device, 1 where one differs or
         fails, 2 for a wrong command line.
     """
     argv = sys.argv if argv is None else argv
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     config, values, code = command_line.read_command_line(ParityConfig, argv, USAGE, *more)
     if code is not None:
         return code
-    # So that the processes of a set-up are ended when this one is asked to end.
+    # So that the processes of a configuration are ended when this one is asked to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
     try:
         return _compare(config, values.traceback)
@@ -39,7 +39,9 @@ def _compare(config, tracebacks) -> int:
     from tfmulti.parity import experiment, table
 
     console = create_console()
-    result = experiment.run_experiment(config, tell=lambda line: console.print(line, style="dim"))
+    result = experiment.run_experiment(
+        config, print_fn=lambda line: console.print(line, style="dim")
+    )
     table.show(result, config, console, tracebacks)
     if config.json:
         written = {

@@ -1,4 +1,4 @@
-"""Compares what two set-ups left behind."""
+"""Compares what two configurations left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDING_STEPS = 100
 
 @dataclasses.dataclass
 class Comparison:
-    """The differences of one set-up from one device.
+    """The differences of one configuration from one device.
 
     Each is the largest |a - b| / max(1, |b|), b being one device's; NaN differs from all but
     NaN by infinity.
@@ -160,7 +160,7 @@ def _check_same_form(summary, expected):
         one, other = getattr(summary, name), getattr(expected, name)
         if one != other:
             raise ValueError(
-                "A set-up must train the same variables in as many steps as one device. "
+                "A configuration must train the same variables in as many steps as one device. "
                 f"Received: {len(one)} {name}, against {len(other)}. "
                 "Let the model function make the same layers however many devices there are."
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfmulti.config import DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZERS, check_settings, setting
+from tfmulti.choices import DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZERS
+from tfmulti.settings import check_settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,14 @@ class ParityConfig:
     tolerance: float = setting(
         1e-6, "Difference allowed, absolute or relative to one device's value.", at_least=0.0
     )
-    timeout: int = setting(600, "Seconds for each set-up.", at_least=1)
+    timeout: int = setting(600, "Seconds for each configuration.", at_least=1)
     json: str | None = setting(None, "File to write the result to, with every difference.")
 
     def __post_init__(self):
         check_settings(self)
         if not self.setups:
             raise ValueError(
-                "`replicas` and `workers` must name at least one set-up. "
+                "`replicas` and `workers` must name at least one configuration. "
                 f"Received: replicas={self.replicas!r}, workers={self.workers!r}. "
                 "Use for example --replicas 2,3."
             )

@@ -7,7 +7,6 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfmulti import causes
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.probes import (
     probe_calls,
@@ -17,6 +16,7 @@ from tfmulti.parity.probes import (
 )
 from tfmulti.parity.steps import Bench
 from tfmulti.parity.training import load_case
+from tfmulti.verification import causes
 
 
 def diagnose(config: ParityConfig, num_shares: int, differing: list[str]) -> list[dict]:
@@ -24,7 +24,7 @@ def diagnose(config: ParityConfig, num_shares: int, differing: list[str]) -> lis
 
     Args:
         config: The comparison.
-        num_shares: Replicas of the set-up that differs.
+        num_shares: Replicas of the configuration that differs.
         differing: The variables that differ first.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Runs one device and every set-up, one after another, and judges them."""
+"""Runs one device and every configuration, one after another, and judges them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tfmulti import causes, processes
 from tfmulti.parity import run
 from tfmulti.parity.compare import (
     KINDS,
@@ -22,9 +21,11 @@ from tfmulti.parity.compare import (
 )
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.record import Record
+from tfmulti.runtime import processes
+from tfmulti.verification import causes
 
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
-# How much larger than the noise a set-up's difference may be: it is one sample of many.
+# How much larger than the noise a configuration's difference may be: it is one sample of many.
 NOISE_FACTOR = 10
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": "{}"}
 _LAST_LINES = 6
@@ -34,7 +35,7 @@ _CHATTER = ("WARNING: All log messages", "I0000", "W0000")
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one set-up.
+    """What became of one configuration.
 
     Attributes:
         name: Such as "2 replicas".
@@ -63,7 +64,7 @@ class Result:
             makes on one device; None where it could not be measured.
         no_noise: Why it could not be measured.
         limits: For weights, loss and metrics: the largest difference that is none.
-        outcomes: One for each set-up; one device alone where it failed.
+        outcomes: One for each configuration; one device alone where it failed.
     """
 
     layout: str
@@ -74,23 +75,23 @@ class Result:
 
     @property
     def is_equal(self) -> bool:
-        """Whether every set-up agrees with one device."""
+        """Whether every configuration agrees with one device."""
         return all(outcome.verdict == EQUAL for outcome in self.outcomes)
 
 
-def run_experiment(config: ParityConfig, tell: Callable[[str], object] = print) -> Result:
-    """Trains on one device and in every set-up, compares, and looks for causes.
+def run_experiment(config: ParityConfig, print_fn: Callable[[str], object] = print) -> Result:
+    """Trains on one device and in every configuration, compares, and looks for causes.
 
     Args:
         config: The comparison.
-        tell: Function that takes a line of text about the progress.
+        print_fn: Function that takes a line of text about the progress.
 
     Returns:
-        The result. A set-up that raises an error is a part of it.
+        The result. A configuration that raises an error is a part of it.
     """
     with tempfile.TemporaryDirectory(prefix="tfmulti_parity_") as name:
         folder = Path(name)
-        tell("one device, and again with the rows of each batch in another order ...")
+        print_fn("one device, and again with the rows of each batch in another order ...")
         failed = _run(config, run.ONE_DEVICE, 1, folder / "one", "one device")
         if failed:
             return Result("", None, "", {}, [failed])
@@ -101,13 +102,13 @@ def run_experiment(config: ParityConfig, tell: Callable[[str], object] = print) 
         result = Result(layout, noise, no_noise, limits(config.tolerance, noise), [])
         for kind, count in config.setups:
             title = f"{count} {kind}"
-            tell(f"{title} ...")
+            print_fn(f"{title} ...")
             place = folder / title
             outcome = _run(config, kind, count, place, title)
             outcome = outcome or _judge(config, place, (kind, count), reference, result.limits)
             result.outcomes.append(outcome)
             shutil.rmtree(place, ignore_errors=True)
-        _explain(config, result, folder / "diagnosis", tell)
+        _explain(config, result, folder / "diagnosis", print_fn)
         return result
 
 
@@ -145,7 +146,7 @@ def _judge(config, place, setup, reference, allowed) -> Outcome:
     return outcome
 
 
-def _explain(config, result, place, tell):
+def _explain(config, result, place, print_fn):
     """Looks for the causes of what no record explains by itself."""
     unexplained = [
         (outcome, count)
@@ -153,7 +154,7 @@ def _explain(config, result, place, tell):
         if outcome.verdict in (DIFFERS, REFUSED) and not _is_explained(outcome)
     ]
     if unexplained:
-        tell("looking for the cause on one device ...")
+        print_fn("looking for the cause on one device ...")
         outcome, count = unexplained[0]
         differing = outcome.comparison.differing if outcome.comparison else []
         failed = _run(config, run.DIAGNOSIS, count, place, "diagnosis", differing=differing)

@@ -47,7 +47,7 @@ class Layout:
 def choose_layout(available: int, config: ParityConfig) -> Layout:
     """Chooses how many of the examples to train on, and in how many epochs.
 
-    The last batch of an epoch does not divide by any set-up's replicas, and training goes on
+    The last batch of an epoch does not divide by any configuration's replicas, and training goes on
     after it.
 
     Args:

@@ -8,12 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import causes, keras_compat
-from tfmulti.causes import Finding
+from tfmulti import keras_compat
 from tfmulti.parity.calls import Call, Calls, is_of_rows
 from tfmulti.parity.relations import MEAN, SUM, is_close, relate
 from tfmulti.parity.steps import Bench, Step
 from tfmulti.parity.training import rounding_of
+from tfmulti.verification import causes
+from tfmulti.verification.causes import Finding
 
 _FLOAT32 = 2**-23
 

@@ -1,4 +1,4 @@
-"""What a set-up leaves behind: its weights after every step, its losses and metrics."""
+"""What a configuration leaves behind: its weights after every step, its losses and metrics."""
 
 from __future__ import annotations
 

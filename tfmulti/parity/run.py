@@ -1,4 +1,4 @@
-"""One set-up in a process of its own: `python -m tfmulti.parity.run FOLDER`.
+"""One configuration in a process of its own: `python -m tfmulti.parity.run FOLDER`.
 
 The folder's `task.json` says what to do. What comes of it is left there: records, or
 `error.json`.
@@ -12,8 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from tfmulti import command_line, processes
 from tfmulti.parity.config import ParityConfig
+from tfmulti.runtime import command_line, processes
 
 ONE_DEVICE, REPLICAS, WORKERS, DIAGNOSIS = "one_device", "replicas", "workers", "diagnosis"
 

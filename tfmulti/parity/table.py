@@ -14,7 +14,7 @@ from tfmulti.parity.experiment import EQUAL, NOISE_FACTOR, Result
 
 
 def show(result: Result, config: ParityConfig, console: Console, tracebacks: bool = False) -> None:
-    """Prints one row for each set-up, then the causes and what to write instead.
+    """Prints one row for each configuration, then the causes and what to write instead.
 
     Args:
         result: What `run_experiment` returned.
@@ -24,7 +24,7 @@ def show(result: Result, config: ParityConfig, console: Console, tracebacks: boo
     """
     title = f"{config.model} on {config.dataset}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    table.add_column("set-up", no_wrap=True)
+    table.add_column("configuration", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for kind in KINDS:
         table.add_column(kind, justify="right", no_wrap=True)
@@ -84,7 +84,7 @@ def _show_verdict(result, config, console):
             highlight=False,
         )
     if result.is_equal:
-        console.print(Text("Every set-up gives one device's result.", style="bold green"))
+        console.print(Text("Every configuration gives one device's result.", style="bold green"))
     elif result.layout:
         names = [outcome.name for outcome in result.outcomes if outcome.verdict != EQUAL]
         console.print(Text(f"Not one device's result: {', '.join(names)}.", style="bold red"))

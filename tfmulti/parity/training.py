@@ -11,15 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.config import TrainConfig
 from tfmulti.data import distribute_train
+from tfmulti.data.datasets import load_dataset
 from tfmulti.data.sources import ArraySource, create_source
-from tfmulti.datasets import load_dataset
-from tfmulti.models import create_model
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.layout import Layout, choose_layout
 from tfmulti.parity.record import Record, Summary
-from tfmulti.trainer.compiling import compile_model
+from tfmulti.train.compiling import compile_model
+from tfmulti.train.config import TrainConfig
+from tfmulti.train.models import create_model
 
 _ROUNDINGS = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-23, "float64": 2**-52}
 
@@ -109,7 +109,7 @@ def train_and_record(
 
     Args:
         case: What is trained on.
-        strategy: The set-up's strategy.
+        strategy: The configuration's strategy.
         record: Where to write.
         reorder: Whether to give the rows of each batch in another order, to measure noise.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.strategies import agreement
+from tfmulti.strategies import collectives
 
 # What names the file or the folder that a stock callback writes.
 _PLACES = (
@@ -29,11 +29,11 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         ValueError: For `BackupAndRestore`, which must also read what another worker wrote.
     """
     strategy = model.distribute_strategy
-    if not getattr(strategy, "repairs_keras", False) or agreement.num_workers(strategy) == 1:
+    if not getattr(strategy, "repairs_keras", False) or collectives.num_workers(strategy) == 1:
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
-    if agreement.is_chief(strategy):
+    if collectives.is_chief(strategy):
         return
     for kind, name in _PLACES:
         place = getattr(callback, name, None)

@@ -9,21 +9,30 @@ from collections.abc import Mapping
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import accumulation, gradients, iterators, keras_compat, losses, shares, whole_batches
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
+from tfmulti import keras_compat, step
+from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
-from tfmulti.config import COMMUNICATIONS, STRATEGIES, VERIFY
-from tfmulti.optimizers import distribute_loaded
-from tfmulti.strategies import agreement, chief, on_batch, outside, progress, proving, together
-from tfmulti.strategies.multi_worker import Patience, Sending, create_multi_worker
-from tfmulti.strategies.repaired import (
+from tfmulti.step import accumulation, gradients, iterators, losses, whole_batch
+from tfmulti.step.optimizer import distribute_loaded
+from tfmulti.strategies import (
+    chief,
+    collectives,
+    coordination,
+    on_batch,
+    program_order,
+    scope_check,
+    verifying,
+)
+from tfmulti.strategies.base import (
     MirroredStrategy,
     OneDeviceStrategy,
     TPUStrategy,
     first_local_value,
 )
-from tfmulti.strategies.signals import Signals
+from tfmulti.strategies.coordination import CoordinationRequests
+from tfmulti.strategies.multi_worker import CommunicationOptions, Timeouts, create_multi_worker
 
 
 def create_strategy(
@@ -35,7 +44,7 @@ def create_strategy(
     communication: str = "auto",
     bucket_bytes: int | None = None,
     start_timeout: float | None = None,
-    peer_timeout: float | None = None,
+    heartbeat_timeout: float | None = None,
     must_agree: Mapping[str, object] | None = None,
     verify: str = "auto",
     distribute_optimizers: bool = True,
@@ -61,7 +70,7 @@ def create_strategy(
             MPI, and all of them over TensorFlow's ring and NCCL.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
-        peer_timeout: Seconds after which a worker that is silent counts as lost; by default
+        heartbeat_timeout: Seconds after which a worker that is silent counts as lost; by default
             TensorFlow's ten.
         must_agree: What must be the same on all workers: name -> a value that JSON can hold.
         verify: Whether a few rows show, before the first step, that several replicas come to
@@ -104,16 +113,18 @@ def create_strategy(
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
-        patience = Patience(start_timeout, peer_timeout)
-        sending = Sending(communication, bucket_bytes)
+        timeouts = Timeouts(start_timeout, heartbeat_timeout)
+        communication_options = CommunicationOptions(communication, bucket_bytes)
         agreed = {"verify": verify, **(must_agree or {})}
-        strategy = create_multi_worker(cluster, sending, logical_cpus, patience, agreed)
+        strategy = create_multi_worker(
+            cluster, communication_options, logical_cpus, timeouts, agreed
+        )
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
     else:
         strategy = create_one_device(devices, logical_cpus)
     num_local = iterators.num_local_replicas(strategy)
-    strategy.signals = Signals(strategy.num_replicas_in_sync, num_local)
+    strategy.signals = CoordinationRequests(strategy.num_replicas_in_sync, num_local)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.verify, strategy.distribute_optimizers = verify, distribute_optimizers
     strategy.why = f"{name} on {names} ({reason})"
@@ -121,15 +132,15 @@ def create_strategy(
         strategy.why += f", over {strategy.communication}"
     keras_compat.own_launchers(strategy)
     keras_compat.note_strategy(strategy)
-    outside.note_strategy(strategy)
+    scope_check.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
 
 
 def _before_call(model, name, data):
-    together.compare_call(model.distribute_strategy, name)
-    outside.look_for_scope(model, name, data)
-    proving.before_call(model, name, data)
+    program_order.compare_call(model.distribute_strategy, name)
+    scope_check.look_for_scope(model, name, data)
+    verifying.before_call(model, name, data)
 
 
 def _warn_of_others(name, cluster):
@@ -141,31 +152,31 @@ def _repair_keras():
     take = functools.partial(gradients.take_gradient, accumulation.leaves_reduction_to_update)
     keras_compat.install(
         accumulate=accumulation.accumulate,
-        agree=agreement.agree_on_stopping,
+        agree=collectives.agree_on_stopping,
         average_loss=losses.average_loss,
         before_call=_before_call,
-        before_pass=agreement.before_pass,
-        call_loss=whole_batches.call_loss,
-        compare_variable=together.compare_variable,
-        current_share=shares.current_share,
+        before_pass=collectives.before_pass,
+        call_loss=whole_batch.call_loss,
+        compare_variable=program_order.compare_variable,
+        current_share=step.current_replica_batch,
         distribute_loaded=distribute_loaded,
         first_local_value=first_local_value,
         gradients_are_global=gradients.has_reduced,
         in_step=gradients.in_step,
         inlines=gradients.in_keras_step,
         keeps_means=losses.keeps_means,
-        more_callbacks=progress.callbacks_for,
-        once_built=proving.once_built,
+        more_callbacks=coordination.callbacks_for,
+        once_built=verifying.verify_once_built,
         predict=on_batch.predict,
         prepare_callback=chief.prepare_callback,
         reduce_loss=losses.reduce_loss,
-        refuse=outside.refuse_made_outside,
+        refuse=scope_check.refuse_made_outside,
         regularization_loss=losses.regularization_loss,
         settle=accumulation.settle_own,
         take_gradient=take,
-        update_metric_function=whole_batches.update_metric_function,
-        weigh_mean=shares.weigh_mean,
-        note_result=shares.note_result,
+        update_metric_function=whole_batch.update_metric_function,
+        weigh_mean=step.weigh_mean,
+        note_result=step.note_result,
     )
 
 

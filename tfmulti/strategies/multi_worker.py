@@ -11,32 +11,33 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfmulti import cluster as cluster_lib
-from tfmulti import command_line, keras_compat, meeting
+from tfmulti import keras_compat, rendezvous
 from tfmulti.cluster import environment, mpi, network
-from tfmulti.strategies import ending
-from tfmulti.strategies.repaired import MultiWorkerMirroredStrategy
-from tfmulti.transport import CACHED_PIECE_BYTES, Transport
+from tfmulti.mpi_all_reduce import CACHED_PIECE_BYTES, MpiAllReduce
+from tfmulti.runtime import command_line
+from tfmulti.strategies import peer_errors
+from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
 _RPC_LAYER = "grpc"
 _SIGTERM_S = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How workers wait for one another.
 
     Attributes:
         start_timeout: Seconds at the start; None for the default.
-        peer_timeout: Seconds of silence after which a worker counts as lost; None for
+        heartbeat_timeout: Seconds of silence after which a worker counts as lost; None for
             TensorFlow's ten.
     """
 
     start_timeout: float | None = None
-    peer_timeout: float | None = None
+    heartbeat_timeout: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Sending:
+class CommunicationOptions:
     """How workers add their gradients.
 
     Attributes:
@@ -50,9 +51,9 @@ class Sending:
 
 def create_multi_worker(
     cluster: cluster_lib.Cluster | None,
-    sending: Sending = Sending(),
+    communication_options: CommunicationOptions = CommunicationOptions(),
     logical_cpus: int = 0,
-    patience: Patience = Patience(),
+    timeouts: Timeouts = Timeouts(),
     must_agree: Mapping[str, object] | None = None,
 ) -> MultiWorkerMirroredStrategy:
     """Creates the strategy of one worker of a cluster; all workers must do the same."""
@@ -64,14 +65,14 @@ def create_multi_worker(
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
     communication, reason = choose_communication(
-        sending.communication, cluster.num_workers, logical_cpus
+        communication_options.communication, cluster.num_workers, logical_cpus
     )
     if cluster.num_workers > 1:
-        _meet(cluster, patience.start_timeout, must_agree or {})
-        ending.watch_uncaught(cluster)
+        _meet(cluster, timeouts.start_timeout, must_agree or {})
+        peer_errors.watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
-        # After the meeting: it has a deadline, and MPI has none.
+        # After the rendezvous: it has a deadline, and MPI has none.
         communicator = mpi.communicator(cluster.num_workers, cluster.worker_index)
     os.environ["TF_CONFIG"] = cluster.to_json()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -83,11 +84,11 @@ def create_multi_worker(
     )
     engine = "RING" if communication == "mpi" else communication.upper()
     options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=sending.bucket_bytes or 0,
+        bytes_per_pack=communication_options.bucket_bytes or 0,
         implementation=tf.distribute.experimental.CommunicationImplementation(engine),
     )
     try:
-        with keras_compat.heartbeats(patience.peer_timeout):
+        with keras_compat.heartbeats(timeouts.heartbeat_timeout):
             strategy = MultiWorkerMirroredStrategy(
                 resolver, options, logical_cpus or 1, elsewhere=communicator is not None
             )
@@ -99,17 +100,19 @@ def create_multi_worker(
     strategy.compares_acts = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
-        strategy.extended.add = _create_transport(communicator, cluster, sending.bucket_bytes).add
+        strategy.extended.add = _create_transport(
+            communicator, cluster, communication_options.bucket_bytes
+        ).add
     return strategy
 
 
-def _create_transport(communicator, cluster, bucket_bytes) -> Transport:
+def _create_transport(communicator, cluster, bucket_bytes) -> MpiAllReduce:
     me = (cluster.task_type, cluster.task_index)
     others = [f"/job:{k}/replica:0/task:{i}" for k, i in cluster.tasks if (k, i) != me]
     settings = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     if mpi.on_one_host(communicator):
         settings["piece_bytes"] = CACHED_PIECE_BYTES
-    return Transport(communicator, lambda: keras_compat.check_peers(others), **settings)
+    return MpiAllReduce(communicator, lambda: keras_compat.check_peers(others), **settings)
 
 
 def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) -> tuple[str, str]:
@@ -150,7 +153,7 @@ def _meet(cluster, start_timeout, must_agree):
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     network.warn_of_public_addresses(cluster)
     notes = {**keras_compat.installed_versions(), **must_agree}
-    meeting.meet(cluster, notes, timeout_s=start_timeout)
+    rendezvous.join(cluster, notes, timeout_s=start_timeout)
 
 
 def _end_after_sigterm():

@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import iterators, shares
+from tfmulti import step
+from tfmulti.step import iterators
 
 
 def predict(model: keras.Model, x):
@@ -40,11 +41,11 @@ def predict(model: keras.Model, x):
 
 def _create_function(model):
     strategy = model.distribute_strategy
-    step = shares.guard(model.predict_step, "predict", model, padded=False)
-    step = shares.share_whole_batch(step, iterators.num_local_replicas(strategy))
+    fn = step.guard(model.predict_step, "predict", model, padded=False)
+    fn = step.divide_whole_batch(fn, iterators.num_local_replicas(strategy))
 
     def predict_rows(data):
-        outputs = strategy.run(step, args=(data,))
+        outputs = strategy.run(fn, args=(data,))
         return tf.nest.map_structure(
             lambda part: _join(strategy.experimental_local_results(part)),
             outputs,

@@ -19,12 +19,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import iterators, keras_compat
+from tfmulti import keras_compat
+from tfmulti.step import iterators
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification import telling
-from tfmulti.verification.neutral import neutral_layers
+from tfmulti.verification.own import is_stock, neutral_layers
 from tfmulti.verification.runs import Case
-from tfmulti.verification.stock import is_stock
 from tfmulti.verification.trial import NotVerified, Trial
 
 

@@ -1,15 +1,18 @@
-"""Which parts of a model are the user's own, and where they are written."""
+"""Which parts of a model are the user's own, stock, or different by the user's choice."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import os
 import types
 
 import keras
+from absl import logging
 
-from tfmulti import held, keras_compat
+from tfmulti import keras_compat
+from tfmulti.step import model_contents
 
 STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optimizer"
 _STEPS = {"train": ("train_step",), "test": ("test_step",), "predict": ("predict_step",)}
@@ -60,7 +63,11 @@ def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
             found.append(_of(LAYER, _method(model, "call"), "call"))
         found += [_of(LAYER, x) for x in _own_functions(layer)]
     if kind == "train":
-        found += [_of(OPTIMIZER, x) for x in held.optimizers_of(model, nested=True) if _is_own(x)]
+        found += [
+            _of(OPTIMIZER, x)
+            for x in model_contents.optimizers_of(model, nested=True)
+            if _is_own(x)
+        ]
     return found
 
 
@@ -109,3 +116,41 @@ def _own_functions(layer) -> list:
     names += ("bias_regularizer", "kernel_constraint", "recurrent_activation")
     held = [getattr(layer, name, None) for name in names]
     return [thing for thing in held if callable(thing) and _is_own(thing)]
+
+
+@contextlib.contextmanager
+def neutral_layers(model: keras.Model):
+    """Has batch normalization that each replica does by itself synchronized meanwhile.
+
+    It normalizes with the statistics of its own rows, which is another thing than on one device,
+    and meant so. The rest of the model is then compared.
+    """
+    layers = [x for x in keras_compat.all_layers(model) if _is_local(x)]
+    if layers:
+        names = ", ".join(layer.name for layer in layers)
+        logging.info("Verified as if it was synchronized: %s.", names)
+    for layer in layers:
+        layer.synchronized = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.synchronized = False
+
+
+def _is_local(layer) -> bool:
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+
+
+def is_stock(model: keras.Model, kind: str) -> bool:
+    """Whether every part of a model's step is Keras's own.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    if type(model).__module__.split(".")[0] != "keras" or own_parts(model, kind):
+        return False
+    # In float8 layers keep the largest of each replica's own numbers.
+    layers = keras_compat.all_layers(model)
+    return all(getattr(layer, "quantization_mode", None) is None for layer in layers)

@@ -7,9 +7,8 @@ import pickle
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import iterators
 from tfmulti.sharding import PADDING_WEIGHT
-from tfmulti.shares import Counted, rows
+from tfmulti.step import Counted, iterators, rows
 
 
 class Rows:
@@ -112,9 +111,9 @@ def take_shares(strategy, batch, *, counted: bool, padded: bool):
     num_rows = rows.count_rows(rows.parts_of(batch)[0])
     shares = []
     for place in iterators.local_shares(strategy):
-        share = rows.take_share(batch, place, number)
-        share = _pad(share, -(-num_rows // number)) if padded else share
-        shares.append(Counted(share, num_rows) if counted else share)
+        replica_batch = rows.take_replica_rows(batch, place, number)
+        replica_batch = _pad(replica_batch, -(-num_rows // number)) if padded else replica_batch
+        shares.append(Counted(replica_batch, num_rows) if counted else replica_batch)
     return iterators.to_replicas(strategy, tuple(shares))
 
 
@@ -123,8 +122,8 @@ def first_row(place, number: int, num_rows) -> tf.Tensor:
     return place * (num_rows // number) + tf.minimum(place, num_rows % number)
 
 
-def _pad(share, most):
-    parts = rows.parts_of(share)
+def _pad(replica_batch, most):
+    parts = rows.parts_of(replica_batch)
     missing = most - rows.count_rows(parts[0])
 
     def fill(part):
@@ -133,7 +132,7 @@ def _pad(share, most):
         )
         return tf.concat([part, tf.repeat(row, missing, axis=0)], axis=0)
 
-    x, y, *weights = share
+    x, y, *weights = replica_batch
     own = weights[0] if weights else tf.ones(rows.count_rows(parts[0]))
     own = tf.cast(own, tf.float32)
     shape = tf.concat([[missing], tf.shape(own)[1:]], axis=0)

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import accumulation, gradients, held, iterators, keras_compat
+from tfmulti import keras_compat
+from tfmulti.step import accumulation, gradients, iterators, model_contents
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.rows import Rows
 
@@ -128,7 +129,7 @@ class Shared:
         with keras_compat.separate_traces():
             outputs = self.function(*parts)
             metrics = {} if case.kind == PREDICT else case.model.get_metrics_result()
-            accumulation.settle(case.model, held.optimizers_of(case.model, nested=True))
+            accumulation.settle(case.model, model_contents.optimizers_of(case.model, nested=True))
         return Outcome([_by_name(outputs)], [_by_name(metrics)])
 
     def _run(self, *parts):
@@ -181,7 +182,7 @@ def _step_of(case):
 def _traced(case, function, example):
     if (
         case.eager
-        and all(x.built for x in held.optimizers_of(case.model, nested=True))
+        and all(x.built for x in model_contents.optimizers_of(case.model, nested=True))
         and case.model.built
     ):
         return function
@@ -196,7 +197,7 @@ def _trace_built(case, function, specs):
         # A step may draw from Python's or NumPy's generators as it is traced.
         random.seed(0)
         np.random.seed(0)
-        optimizers = held.optimizers_of(case.model, nested=True)
+        optimizers = model_contents.optimizers_of(case.model, nested=True)
         with keras_compat.noting_unbuilt(optimizers) as unbuilt:
             try:
                 return tf.function(function).get_concrete_function(*specs)

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import held, keras_compat
+from tfmulti import keras_compat
+from tfmulti.step import model_contents
 
 TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
     "trainable weight",
@@ -50,7 +51,7 @@ class State:
     def __init__(self, model: keras.Model, functions=()):
         self.parts: list[Part] = []
         self._known: set[int] = set()
-        optimizers = held.optimizers_of(model, nested=True)
+        optimizers = model_contents.optimizers_of(model, nested=True)
         slots = [v for optimizer in optimizers for v in optimizer.variables]
         self._add(model.trainable_variables, TRAINABLE)
         self._add(model.metrics_variables, METRIC)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tfmulti import causes
-from tfmulti.verification import own
+from tfmulti.verification import causes, own
 from tfmulti.verification.differences import Difference
 from tfmulti.verification.runs import TRAIN, Case
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT

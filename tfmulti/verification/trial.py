@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tfmulti import held, keras_compat
+from tfmulti import keras_compat
+from tfmulti.step import model_contents
 from tfmulti.verification.differences import CLOSE, Difference, compare, distance
 from tfmulti.verification.runs import TRAIN, Case, Outcome, Reference, Shared
 from tfmulti.verification.state import COMPARED, OPTIMIZER, TRAINABLE, State
@@ -195,7 +196,7 @@ def _compute_dtype(model) -> str:
     layers = [model, *keras_compat.all_layers(model)]
     sent = {
         getattr(each, "tfmulti_compression", None)
-        for each in held.optimizers_of(model, nested=True)
+        for each in model_contents.optimizers_of(model, nested=True)
     }
     found = ({layer.compute_dtype for layer in layers} | sent) & set(CLOSE)
     return max(found or {"float32"}, key=CLOSE.get)

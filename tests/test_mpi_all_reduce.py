@@ -1,0 +1,166 @@
+"""Sums over workers through MPI: buckets, order, errors; and real jobs that MPI has started."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmulti import mpi_all_reduce
+from tfmulti.cluster import mpi, resolve_cluster
+
+SCRIPT = Path(__file__).parent / "multi_worker" / "mpi_worker.py"
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+
+
+class Communicator:
+    """mpi4py's, as one of two workers sees it whose other one sends the same."""
+
+    size = 2
+
+    def __init__(self, hold=None):
+        self.sent, self.hold = [], hold
+
+    def _note(self, array):
+        if self.hold is not None:
+            self.hold.wait()
+        self.sent.append(array.nbytes)
+
+    def Allreduce(self, array, result):  # noqa: N802
+        self._note(array)
+        result[...] = array * 2
+
+    def Alltoall(self, array, result):  # noqa: N802
+        self._note(array)
+        result[...] = array[[0, 0]]
+
+    def Allgather(self, array, result):  # noqa: N802
+        self._note(array)
+        result[...] = array
+
+
+def values():
+    rng = np.random.default_rng(0)
+    shapes = [(3, 4), (), (1000, 50), (7,), (2, 2)]
+    return [tf.constant(rng.normal(size=shape).astype("float32")) for shape in shapes]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 4 * 2**20])
+@pytest.mark.parametrize("eager", [True, False])
+def test_sums_have_the_values_and_shapes_of_what_was_sent(bucket_bytes, eager):
+    sender = mpi_all_reduce.MpiAllReduce(Communicator(), lambda: None, bucket_bytes)
+    add = sender.add if eager else tf.function(sender.add)
+    for _ in range(2):
+        for added, value in zip(add(values()), values()):
+            assert added.shape == value.shape
+            np.testing.assert_array_equal(added, value * 2)
+
+
+def test_small_tensors_are_packed_and_large_ones_go_alone_the_last_first():
+    communicator = Communicator()
+    mpi_all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=400_000).add(values())
+    assert communicator.sent == [200_000, 4 * (12 + 1 + 7 + 4)]
+    communicator.sent.clear()
+    mpi_all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=1).add(values())
+    assert communicator.sent == [4 * 4, 4 * 7, 200_000, 4, 4 * 12]
+
+
+def test_large_tensors_go_in_pieces_where_that_is_asked_for():
+    communicator = Communicator()
+    sender = mpi_all_reduce.MpiAllReduce(communicator, lambda: None, 1, piece_bytes=80_000)
+    for added, value in zip(sender.add(values()), values()):
+        np.testing.assert_array_equal(added, value * 2)
+    assert communicator.sent == [16, 28, 80_000, 80_000, 40_000, 4, 48]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
+    communicator = Communicator()
+    sender = mpi_all_reduce.MpiAllReduce(communicator, lambda: None)
+    # The other worker sends the first half of what this one does.
+    value = tf.cast(tf.tile(tf.random.normal([51], seed=1), [2]), dtype)
+    [added] = tf.function(sender.add)([value])
+    assert added.dtype == value.dtype
+    np.testing.assert_array_equal(tf.cast(added, "float32"), tf.cast(value, "float32") * 2)
+    assert communicator.sent == [2 * 102, 102]
+
+
+def test_odd_numbers_of_halves_are_filled_up():
+    sender = mpi_all_reduce.MpiAllReduce(Communicator(), lambda: None)
+    [added] = sender.add([tf.ones([1], tf.bfloat16)])
+    assert added.shape == (1,)
+    assert float(added[0]) == 2
+
+
+def test_integers_are_added():
+    sender = mpi_all_reduce.MpiAllReduce(Communicator(), lambda: None)
+    [added] = sender.add([tf.constant([1, 2**40], tf.int64)])
+    np.testing.assert_array_equal(added, [2, 2**41])
+
+
+def test_whoever_waits_asks_whether_the_others_are_there():
+    never = threading.Event()
+
+    def check():
+        raise RuntimeError("worker 1 does not answer heartbeats")
+
+    sender = mpi_all_reduce.MpiAllReduce(Communicator(hold=never), check)
+    with pytest.raises(tf.errors.OpError, match="does not answer heartbeats"):
+        tf.function(sender.add)([tf.ones([2])])
+    never.set()
+
+
+def test_an_error_of_mpi_reaches_the_step():
+    class Broken(Communicator):
+        def Allreduce(self, array, result):  # noqa: N802
+            raise OSError("no route")
+
+    sender = mpi_all_reduce.MpiAllReduce(Broken(), lambda: None)
+    with pytest.raises(tf.errors.OpError, match="Broken pipe to another worker: no route"):
+        tf.function(sender.add)([tf.ones([2])])
+
+
+def test_an_environment_that_is_given_is_not_mpis():
+    assert resolve_cluster(environ={"PMI_SIZE": "2"}) is None
+    assert mpi.size_in_environment({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
+
+
+def run(command, **environ):
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environ}
+    environ.pop("TF_CONFIG", None)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_mpiexec_needs_no_tf_config():
+    """Two processes; the digest of the weights is the same on both, and one device's."""
+    train = [sys.executable, "-m", "tfmulti.train", "--epochs=1", "--steps_per_epoch=4"]
+    output = run([str(MPIEXEC), "-n", "2", *train, "--strategy=multi_worker"])
+    assert "over mpi (MPI has started the job): 2 replicas" in output
+    # The lines of the two can run into one another.
+    digests = re.findall(r"weights_sha256=([0-9a-f]{64})", output)
+    assert len(digests) == 2 and len(set(digests)) == 1
+
+
+def test_a_launched_job_speaks_mpi_and_tells_who_is_lost(tmp_path):
+    launch = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--mpi"]
+    command = [*launch, f"--log_dir={tmp_path}", "--", sys.executable, str(SCRIPT)]
+    cases = (
+        ("raise", 1, "its own mistake"),
+        ("raise", 0, "its own mistake"),
+        ("kill", 1, "is lost"),
+    )
+    for how, failing, expected in cases:
+        done = subprocess.run(
+            [*command, how, str(failing)], capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode not in (0, 2), done.stdout
+        text = (tmp_path / f"worker_{1 - failing}.log").read_text()
+        assert "over mpi" in text
+        assert expected in [line for line in text.splitlines() if line.startswith("error: ")][-1]

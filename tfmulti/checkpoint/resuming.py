@@ -1,0 +1,227 @@
+"""The parts of `Checkpoint`: what is copied, how it is written, and how it is put back."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tfmulti import checkpoint, keras_compat
+from tfmulti.runtime import command_line
+from tfmulti.strategies import collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one `fit` works with.
+
+    Attributes:
+        model: The model.
+        dataset: What `distribute_train` returned, or None.
+        callbacks: All callbacks of this `fit`.
+    """
+
+    model: keras.Model
+    dataset: object
+    callbacks: Sequence
+
+
+def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
+    """Raises ValueError for arguments of `Checkpoint` that cannot be."""
+    for name, value, least in (("every_steps", every_steps, 1), ("keep", keep, 1)):
+        if value is not None and value < least:
+            raise ValueError(
+                f"`{name}` must be at least {least}. Received: {name}={value}. Use a larger number."
+            )
+    if every_minutes is not None and every_minutes <= 0:
+        raise ValueError(
+            "`every_minutes` must be more than 0. "
+            f"Received: every_minutes={every_minutes}. Use for example 10."
+        )
+    if dataset is None and (every_steps or every_minutes):
+        raise ValueError(
+            "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
+            "Received: dataset=None. Give what distribute_train returned."
+        )
+
+
+def check_steps(dataset, steps: int | None) -> None:
+    """Raises ValueError where `fit` takes other epochs than the data's own."""
+    if dataset is not None and steps != dataset.plan.steps_per_epoch:
+        raise ValueError(
+            "`fit` must take whole epochs of `dataset`, or the position in it is not known. "
+            f"Received: {steps} steps, and {dataset.plan.steps_per_epoch} per epoch of the data. "
+            "Give steps_per_epoch to distribute_train instead."
+        )
+
+
+def _describe_data(dataset) -> dict | None:
+    """What makes the order of the examples."""
+    if dataset is None:
+        return None
+    names = ("num_examples", "global_batch_size", "seed", "remainder", "steps_per_epoch")
+    return {name: getattr(dataset.plan, name) for name in names}
+
+
+def _check_data(before, now):
+    differing = [n for n in before or {} if now is not None and before[n] != now[n]]
+    if differing:
+        name = differing[0]
+        raise checkpoint.CheckpointError(
+            "A run must go on with the same data in the same order. "
+            f"Received: {name}={now[name]}, and {before[name]} in the checkpoint. "
+            "Give the same, or begin anew in another folder."
+        )
+
+
+def is_within_fit(frame, model: keras.Model) -> bool:
+    """Whether a frame of the main thread is within `fit` of a model."""
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def steps_done(dataset) -> int:
+    """Returns the steps of the present epoch that were taken before this `fit`."""
+    return dataset.plan.steps_per_epoch - dataset.steps_left()
+
+
+def take(
+    run: Run, epoch: int, step: int, strategy, *, begun: bool, within_epoch: bool
+) -> checkpoint.Snapshot:
+    """Copies a run's state to the host; every worker must call it.
+
+    Args:
+        run: What `fit` works with.
+        epoch: The epoch in which training is to go on.
+        step: Steps since the run began.
+        strategy: The strategy.
+        begun: Whether callbacks have been told that this epoch begins.
+        within_epoch: Whether steps of it were taken.
+    """
+    snapshot = checkpoint.take_snapshot(run.model, run.callbacks, metrics=within_epoch)
+    position = None
+    if run.dataset is not None:
+        number, done = run.dataset.position
+        position = [number, done] if within_epoch else [number + (done > 0), 0]
+    history = run.model.history
+    values = {n: [float(v) for v in values] for n, values in history.history.items()}
+    state = {
+        "epoch": epoch,
+        "step": step,
+        "begun": begun,
+        "position": position,
+        "num_replicas": strategy.num_replicas_in_sync,
+        "data": _describe_data(run.dataset),
+        "history": {"epoch": list(history.epoch), "values": values},
+    }
+    return checkpoint.Snapshot(snapshot.tensors, {**snapshot.state, **state})
+
+
+class Writer:
+    """Writes snapshots in a thread, one at a time, and remembers whether the last one failed."""
+
+    def __init__(self, print_fn: Callable[[str], None]):
+        self._print_fn, self._thread, self._error = print_fn, None, None
+
+    def write(self, folder: Path, number: int, snapshot: checkpoint.Snapshot, keep: int) -> None:
+        """Begins to write, after what is being written has ended."""
+        self.finish()
+        self._thread = threading.Thread(
+            target=self._work,
+            args=(folder, number, snapshot, keep),
+            name=f"{command_line.OWN_THREADS}: checkpoint",
+        )
+        self._thread.start()
+
+    def _work(self, folder, number, snapshot, keep):
+        try:
+            checkpoint.write(folder, number, snapshot.tensors, snapshot.state, keep)
+            self._error = None
+        except checkpoint.CheckpointError as error:
+            self._error = error
+            self._print_fn(f"checkpoint of step {number} not written: {error}")
+
+    def finish(self) -> checkpoint.CheckpointError | None:
+        """Waits for what is being written; returns the error of the last one, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._error
+
+
+class Resumed:
+    """A state that was put back, but for what Keras and callbacks do when an epoch begins."""
+
+    def __init__(self, state: dict, tensors: dict[str, tf.Tensor]):
+        self.state, self._tensors = state, tensors
+
+    def finish(self, run: Run) -> None:
+        """Puts back the metrics and the history; called when the first epoch has begun.
+
+        What callbacks have changed as it began, such as a rate that a schedule halves, they had
+        changed before the checkpoint too: it is put back as well.
+        """
+        keras_compat.set_initial_epoch(run.model, None)
+        if self.state.get("begun"):
+            checkpoint.put_back(self.state, self._tensors, run.model, run.callbacks)
+        for name, variable in checkpoint.metric_variables(run.model).items():
+            if name in self._tensors:
+                variable.assign(self._tensors[name])
+        run.model.history.epoch[:] = self.state["history"]["epoch"]
+        run.model.history.history.update(self.state["history"]["values"])
+
+
+def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) -> Resumed | None:
+    """Puts the chief's latest whole checkpoint back, on every worker."""
+    with tempfile.TemporaryDirectory() as copies:
+        generation = _from_chief(folder, strategy, Path(copies), print_fn)
+        if generation is None:
+            return None
+        _check_data(generation.state["data"], _describe_data(run.dataset))
+        tensors = checkpoint.restore(generation, run.model, run.callbacks)
+    state = generation.state
+    if run.dataset is not None and state["position"] is not None:
+        run.dataset.set_position(*state["position"])
+    print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
+    if state["num_replicas"] != strategy.num_replicas_in_sync:
+        _tell_what_differs(run.model, state["num_replicas"], strategy, print_fn)
+    return Resumed(state, tensors)
+
+
+def _from_chief(folder, strategy, copies: Path, print_fn) -> checkpoint.Generation | None:
+    chief = collectives.is_chief(strategy)
+    found = checkpoint.latest_good(folder, print_fn) if chief else None
+    if collectives.num_workers(strategy) == 1:
+        return found
+    names = checkpoint.FILES
+    for name in names:
+        data = (found.path / name).read_bytes() if found is not None else b""
+        data = collectives.broadcast(strategy, data if chief else None)
+        if not data:
+            return None
+        if not chief:
+            place = copies / "step_0"
+            place.mkdir(exist_ok=True)
+            (place / name).write_bytes(data)
+    return found if chief else checkpoint.latest_good(copies, print_fn)
+
+
+def _tell_what_differs(model, before, strategy, print_fn):
+    causes = []
+    if keras_compat.local_statistics(model):
+        causes.append("batch normalization of each replica by itself")
+    if keras_compat.random_layers(model):
+        causes.append("random streams, one for each replica")
+    now = strategy.num_replicas_in_sync
+    if causes:
+        print_fn(
+            f"going on with {now} replicas after {before}: not the same, for {', '.join(causes)}"
+        )

@@ -1,0 +1,14 @@
+"""What flags and arguments can be chosen from."""
+
+OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
+COMMUNICATIONS = ("auto", "ring", "nccl", "mpi")
+COMPRESSIONS = ("bfloat16", "float16")
+SCALING_RULES = ("none", "linear", "sqrt")
+ON_NONFINITE = ("stop", "skip")
+RESUME = ("auto", "never")
+TRACKERS = ("none", "wandb", "mlflow")
+DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+DEFAULT_GLOBAL_BATCH_SIZE = 64
+VERIFY = ("auto", "always", "never")
+AUTO = "auto"

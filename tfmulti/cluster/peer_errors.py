@@ -1,0 +1,117 @@
+"""What an error of TensorFlow says of the other workers, in words that name them.
+
+TensorFlow's own text blames heartbeats or sockets, and names a task somewhere in the middle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from tfmulti.cluster import environment
+from tfmulti.cluster.task import Cluster
+
+ERROR = 1
+_TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+_REPORTED = re.compile(r"Error reported from /job:(\w+)(?:/replica:\d+)?/task:(\d+): ")
+# What a worker tells the others when it fails; after it comes the error.
+REPORT = "this worker failed: "
+_LOST = (
+    "heartbeat",
+    "Socket closed",
+    "Connection reset",
+    "Connection refused",
+    "failed to connect",
+    "Broken pipe",
+    "recvmsg",
+    "unhealthy",
+    "CoordinationService",
+    "Error reported from",
+)
+_UNLIKE = (
+    "Shape mismatch in the collective",
+    "expected type",
+    "joining a group with size",
+    "Collective instance",
+)
+_MAX_LENGTH = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerError:
+    """How this worker ends because of the others.
+
+    Attributes:
+        exit_code: 144 where another worker has gone; 1 where workers do different things.
+        text: What to tell people.
+    """
+
+    exit_code: int
+    text: str
+
+
+def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError | None:
+    """Returns what an error means, or None where it says nothing of other workers.
+
+    Args:
+        error: What was raised on this worker.
+        cluster: The cluster, or None where there is none.
+
+    Example:
+    >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
+    >>> text = "Socket closed ... from remote target /job:worker/replica:0/task:1 while"
+    >>> ending = find_ending(RuntimeError(text), cluster)
+    >>> ending.exit_code, ending.text.split(".")[0]
+    (144, 'worker 1 at 10')
+    """
+    text = str(error)
+    module = type(error).__module__ or ""
+    theirs = module.startswith("tensorflow") or type(error) is RuntimeError
+    if cluster is None or not theirs:
+        return None
+    unlike = [text.find(sign) for sign in _UNLIKE if sign in text]
+    if unlike:
+        return PeerError(ERROR, _describe_unlike(text[min(unlike) :].splitlines()[0]))
+    if REPORT in text:
+        said = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
+        reported = _REPORTED.search(text)
+        who = _name(cluster, reported[1], int(reported[2])) if reported else "another worker"
+        return PeerError(environment.PEER_LOST, f"{who} failed, and this worker with it: {said}")
+    if not any(sign in text for sign in _LOST):
+        return None
+    return PeerError(environment.PEER_LOST, f"{_find_who(text, cluster)} is lost: {_reason(text)}")
+
+
+def _find_who(text, cluster) -> str:
+    mine = (cluster.task_type, cluster.task_index)
+    tasks = [(kind, int(index)) for kind, index in _TASK.findall(text)]
+    others = list(dict.fromkeys(task for task in tasks if task != mine))
+    if others:
+        return ", ".join(_name(cluster, *task) for task in others)
+    # Only the service that looks after the workers, which the first task runs, has no name there.
+    return _name(cluster, *cluster.tasks[0])
+
+
+def _name(cluster, task_type, index) -> str:
+    addresses = cluster.spec.get(task_type, ())
+    where = f" at {addresses[index]}" if index < len(addresses) else ""
+    return f"{task_type} {index}{where}"
+
+
+def _reason(text) -> str:
+    silent = "it has stopped sending heartbeats (ended, frozen or cut off)"
+    reasons = {
+        "stopped sending heartbeats": silent,
+        "unhealthy": silent,
+        "eartbeat": "it no longer answers heartbeats (frozen or cut off)",
+    }
+    found = [words for sign, words in reasons.items() if sign in text]
+    return f"{found[0] if found else 'its connection has closed'}. Start all workers again."
+
+
+def _describe_unlike(line) -> str:
+    return (
+        "Workers must do the same steps with the same model. "
+        f"Received: {line[:_MAX_LENGTH]} "
+        "Compare the model, the data and the settings of all workers."
+    )

@@ -1,0 +1,155 @@
+"""What tracing needs: variables that a step would build, and any number of rows in one trace."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import values as distributed_values
+
+
+class NotBuilt(Exception):
+    """A step has come to a layer or an optimizer that has no variables yet."""
+
+
+@contextlib.contextmanager
+def noting_unbuilt(optimizers):
+    """Ends a trace at the first layer or optimizer that it would build, with `NotBuilt`.
+
+    Cures "Unable to lift tensor" where variables of several replicas are made within a trace
+    that nobody has run yet.
+
+    Args:
+        optimizers: The optimizers that the step can use.
+
+    Yields:
+        A list that will hold a function that builds what was come to; to be called in the
+        strategy's scope, outside of the trace.
+    """
+    found: list = []
+    original = keras.layers.Layer._maybe_build
+    unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
+
+    @functools.wraps(original)
+    def maybe_build(layer, call_spec):
+        if layer.built or not tf.inside_function() or _is_symbolic(call_spec):
+            return original(layer, call_spec)
+        arguments = keras.tree.map_structure(_to_symbolic, call_spec.user_arguments_dict)
+        found.append(lambda: layer(**arguments))
+        raise NotBuilt(layer.name)
+
+    def build(optimizer, variables):
+        variables = list(variables)
+        del optimizer.__dict__["build"]
+
+        def build_now():
+            with keras.name_scope(optimizer.name):
+                optimizer.build(variables)
+
+        found.append(build_now)
+        raise NotBuilt(optimizer.name)
+
+    keras.layers.Layer._maybe_build = maybe_build
+    for optimizer in unbuilt:
+        object.__setattr__(optimizer, "build", functools.partial(build, optimizer))
+    try:
+        yield found
+    finally:
+        keras.layers.Layer._maybe_build = original
+        for optimizer in unbuilt:
+            optimizer.__dict__.pop("build", None)
+
+
+def _is_symbolic(call_spec) -> bool:
+    leaves = keras.tree.flatten(call_spec.user_arguments_dict)
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
+
+
+def _to_symbolic(leaf):
+    if isinstance(leaf, tf.Tensor):
+        return keras.KerasTensor(
+            [None, *leaf.shape[1:]] if leaf.shape.rank else (), leaf.dtype.name
+        )
+    return leaf
+
+
+def predict_any_rows(original):
+    """Has workers trace what they give batches to for any number of rows, from the first on.
+
+    `tf.function` is traced anew where it meets another number of rows, collectives get their keys
+    while they are traced, and a worker whose rows alone have changed has other keys from then on.
+    """
+
+    def make_predict_function(self, force=False):
+        original(self, force)
+        if _has_other_workers(self):
+            self.predict_function = _for_any_rows(self.predict_function)
+
+    return make_predict_function
+
+
+def step_on_any_rows(original):
+    """As `predict_any_rows`, for the step that `train_on_batch` and `test_on_batch` call."""
+
+    def autoconvert_optionals(self, step_func):
+        return original(self, _for_any_rows(step_func) if _has_other_workers(self) else step_func)
+
+    return autoconvert_optionals
+
+
+def _has_other_workers(model) -> bool:
+    strategy = model.distribute_strategy
+    several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return several and strategy.num_replicas_in_sync > 1
+
+
+class _AnyRows:
+    """A `tf.function` of one batch that is traced for any number of its rows."""
+
+    def __init__(self, function):
+        self._function, self._traced = function, set()
+        self.__name__ = getattr(function, "__name__", "function")
+
+    def __call__(self, data):
+        if tf.executing_eagerly() and not tf.config.functions_run_eagerly():
+            self._trace(data)
+        return self._function(data)
+
+    def _trace(self, data):
+        """Puts a trace for any rows into the function's cache, where calls find it."""
+        specs = tf.nest.map_structure(_without_rows, data, expand_composites=False)
+        known = (repr(specs), *(s for s in tf.nest.flatten(specs) if isinstance(s, tf.TypeSpec)))
+        if known not in self._traced:
+            self._function.get_concrete_function(specs)
+            self._traced.add(known)
+
+    def __getattr__(self, name):
+        return getattr(self._function, name)
+
+
+def _for_any_rows(function):
+    is_traced = hasattr(function, "get_concrete_function")
+    return _AnyRows(function) if is_traced and not isinstance(function, _AnyRows) else function
+
+
+def _without_rows(value):
+    known = isinstance(value, (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
+    if known or isinstance(value, distributed_values.PerReplica):
+        return _relax(tf.type_spec_from_value(value))
+    return value
+
+
+def _relax(spec: tf.TypeSpec) -> tf.TypeSpec:
+    if isinstance(spec, distributed_values.PerReplicaSpec):
+        return type(spec)(*(_relax(part) for part in spec._component_specs))
+    if not getattr(spec, "shape", None):
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
+        )
+    return type(spec)(shape, spec.dtype)

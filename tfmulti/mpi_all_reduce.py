@@ -1,0 +1,242 @@
+"""Adds tensors of all workers through MPI, while TensorFlow goes on with what follows.
+
+A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
+all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
+asked for together have been started: so the backward pass overlaps with the sums of the layers
+behind it, where the worker has more than one core. Large tensors go to MPI where they lie,
+without a copy; small ones are packed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+DEFAULT_BUCKET_BYTES = 4 * 2**20
+CACHED_PIECE_BYTES = 2**20
+"""Workers of one host add through memory that they share: such pieces stay in the cache."""
+# TensorFlow takes over an array without a copy where it begins at a multiple of this.
+_ALIGNMENT = 64
+# A tensor above this share of a bucket is not worth a copy.
+_ALONE = 8
+_LOOK_S = 0.3
+_HALF = (tf.float16, tf.bfloat16)
+
+
+class _Call:
+    """One call of MPI that is under way."""
+
+    def __init__(self, kind, array):
+        self.kind, self.array = kind, array
+        self.done = threading.Event()
+        self.result, self.error = None, None
+
+
+class MpiAllReduce:
+    """Adds tensors over all workers of a job.
+
+    Args:
+        communicator: mpi4py's communicator of all workers.
+        check_peers: Called each second while a sum is waited for; raises where another worker
+            does not answer.
+        bucket_bytes: Bytes of the small tensors that are sent together.
+        piece_bytes: Bytes of a large tensor that MPI adds in one call; None for all of it.
+    """
+
+    def __init__(
+        self,
+        communicator,
+        check_peers: Callable[[], None],
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        piece_bytes: int | None = None,
+    ):
+        self._communicator, self._check_peers = communicator, check_peers
+        self._bucket_bytes = bucket_bytes
+        self._size = communicator.size
+        self._piece_bytes = piece_bytes
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        # With one core, a sum and the backward pass would only take turns.
+        self._overlaps = len(os.sched_getaffinity(0)) > 1
+        with tf.init_scope(), tf.device("CPU:0"):
+            # What makes TensorFlow keep the order of the program.
+            self._last = tf.Variable(0, dtype=tf.int64, trainable=False)
+        threading.Thread(target=self._serve, name="tfmulti-mpi", daemon=True).start()
+
+    def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the sums over all workers; float16 and bfloat16 travel as they are.
+
+        Args:
+            tensors: Dense tensors, of the same shapes on all workers.
+        """
+        sums: list = [None] * len(tensors)
+        buckets = _fill_buckets(tensors, self._bucket_bytes)
+        packed = [_pack([tensors[place] for place in bucket]) for bucket in buckets]
+        for bucket, added in zip(buckets, self._add_packed(packed)):
+            for place, part in zip(bucket, _unpack(added, [tensors[p] for p in bucket])):
+                sums[place] = part
+        return sums
+
+    def _add_packed(self, packed) -> list[tf.Tensor]:
+        """Halves are exchanged and added as float32 here, since few MPIs can add them."""
+        halves = [i for i, tensor in enumerate(packed) if tensor.dtype in _HALF]
+        kinds = ["exchange" if i in halves else "add" for i in range(len(packed))]
+        sent = [self._cut(tensor) if i in halves else tensor for i, tensor in enumerate(packed)]
+        added = self._send(kinds, sent)
+        parts = [_add_parts(added[i], packed[i].dtype) for i in halves]
+        for i, whole in zip(halves, self._send(["gather"] * len(parts), parts)):
+            flat = tf.bitcast(whole, packed[i].dtype)[: tf.size(packed[i])]
+            added[i] = tf.reshape(flat, tf.shape(packed[i]))
+        if not tf.executing_eagerly():
+            for tensor, original in zip(added, packed):
+                tensor.set_shape(original.shape)
+        return added
+
+    def _cut(self, tensor):
+        """Cuts a tensor into a part for each worker, as bits that numpy knows."""
+        flat = tf.bitcast(tf.reshape(tensor, [-1]), tf.uint16)
+        missing = -tf.size(flat) % self._size
+        return tf.reshape(tf.pad(flat, [[0, missing]]), [self._size, -1])
+
+    def _send(self, kinds, tensors) -> list[tf.Tensor]:
+        """Makes a call for each tensor; in one go where nothing could be done meanwhile."""
+        if not tensors:
+            return []
+        if len(tensors) == 1 or not self._overlaps:
+            fetched = self._call(
+                lambda _, *arrays: self._begin_and_finish(kinds, arrays),
+                tensors,
+                [tensor.dtype for tensor in tensors],
+            )
+        else:
+            tickets = [
+                self._call(lambda _, array, kind=kind: [self._begin(kind, array)], [tensor], [])
+                for kind, tensor in zip(kinds, tensors)
+            ]
+            with tf.control_dependencies([ticket for [ticket] in tickets]):
+                fetched = [None] + [
+                    tf.numpy_function(self._finish, ticket, tensor.dtype)
+                    for ticket, tensor in zip(tickets, tensors)
+                ]
+        ranks = [1 if kind == "gather" else t.shape.rank for kind, t in zip(kinds, tensors)]
+        return [_of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
+
+    def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
+        """Calls a function that returns a number first, after all such calls before it."""
+        with tf.control_dependencies(tensors):
+            last = self._last.read_value()
+        # TensorFlow unwraps a single result.
+        results = tf.nest.flatten(
+            tf.numpy_function(function, [last, *tensors], [tf.int64, *dtypes])
+        )
+        results[0].set_shape([])
+        self._last.assign(results[0])
+        return results
+
+    def _begin(self, kind, array) -> np.int64:
+        number = next(self._numbers)
+        self._calls[number] = call = _Call(kind, np.asarray(array, order="C"))
+        self._work.put(call)
+        return np.int64(number)
+
+    def _begin_and_finish(self, kinds, arrays) -> list:
+        numbers = [self._begin(kind, array) for kind, array in zip(kinds, arrays)]
+        return [numbers[-1], *(self._finish(number) for number in numbers)]
+
+    def _finish(self, number) -> np.ndarray:
+        call = self._calls.pop(int(number))
+        while not call.done.wait(_LOOK_S):
+            self._check_peers()
+        if call.error is not None:
+            self._check_peers()
+            raise RuntimeError(f"Broken pipe to another worker: {call.error}")
+        return call.result
+
+    def _serve(self):
+        while True:
+            call = self._work.get()
+            try:
+                call.result = self._run(call.kind, call.array)
+            except Exception as error:
+                call.error = error
+            call.array = None
+            call.done.set()
+
+    def _run(self, kind, array):
+        if kind == "add":
+            result = _empty(array.shape, array.dtype)
+            for sent, received in zip(self._pieces(array), self._pieces(result)):
+                self._communicator.Allreduce(sent, received)
+        elif kind == "exchange":
+            result = _empty(array.shape, array.dtype)
+            self._communicator.Alltoall(array, result)
+        else:
+            result = _empty((self._size, *array.shape), array.dtype)
+            self._communicator.Allgather(array, result)
+            result = result.reshape(-1)
+        return result
+
+    def _pieces(self, array) -> list[np.ndarray]:
+        if self._piece_bytes is None or array.nbytes <= self._piece_bytes:
+            return [array]
+        flat, step = array.reshape(-1), self._piece_bytes // array.dtype.itemsize
+        return [flat[begin : begin + step] for begin in range(0, flat.size, step)]
+
+
+def _of_rank(tensor, rank) -> tf.Tensor:
+    if not tf.executing_eagerly():
+        tensor.set_shape([None] * rank)
+    return tensor
+
+
+@tf.function(jit_compile=True)
+def _add_parts(parts, dtype):
+    """Adds what all workers have sent of this worker's part; XLA makes one pass of it."""
+    values = tf.cast(tf.bitcast(parts, dtype), tf.float32)
+    return tf.bitcast(tf.cast(tf.reduce_sum(values, axis=0), dtype), tf.uint16)
+
+
+def _empty(shape, dtype) -> np.ndarray:
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _fill_buckets(tensors, most_bytes: int) -> list[list[int]]:
+    """Returns places of tensors that are sent together, the last first: they are there first."""
+    buckets: list[list[int]] = []
+    filling: dict[tf.DType, tuple[list[int], int]] = {}
+    for place in reversed(range(len(tensors))):
+        tensor = tensors[place]
+        size = tensor.shape.num_elements()
+        size = most_bytes if size is None else size * tensor.dtype.size
+        if size * _ALONE >= most_bytes:
+            buckets.append([place])
+            continue
+        bucket, have = filling.pop(tensor.dtype, ([], 0))
+        if have + size > most_bytes:
+            buckets.append(bucket)
+            bucket, have = [], 0
+        filling[tensor.dtype] = ([*bucket, place], have + size)
+    return buckets + [bucket for bucket, _ in filling.values()]
+
+
+def _pack(tensors):
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def _unpack(packed, originals):
+    if len(originals) == 1:
+        return [packed]
+    parts = tf.split(packed, [tensor.shape.num_elements() for tensor in originals])
+    return [tf.reshape(part, original.shape) for part, original in zip(parts, originals)]

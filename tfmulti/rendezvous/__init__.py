@@ -1,0 +1,162 @@
+"""Workers meet before TensorFlow starts: all there, all alike, or an error that says who and what.
+
+TensorFlow waits in silence, without an end, for a worker that never starts, and blames the network
+where two workers run different programs. Here all workers of a cluster come to the first one's own
+address within a deadline, and compare what they are about to do.
+
+The standard library's asyncio is used and not grpcio: the port must be TensorFlow's own a moment
+later, and only a socket of one's own can be closed with certainty, without TIME_WAIT; nor does a
+second copy of gRPC then share the process with TensorFlow's.
+
+`messages` has the lines that are spoken, `token` the secret that they are signed with, `host` and
+`guest` the two parts, `listening` the sockets, `errors` what users read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+
+from tfmulti.cluster import Cluster, environment
+from tfmulti.rendezvous.client import Client
+from tfmulti.rendezvous.errors import RendezvousError, check_alike, missing_error, twice_error
+from tfmulti.rendezvous.messages import MAX_BYTES, find_token
+from tfmulti.rendezvous.server import Server
+
+__all__ = ["RendezvousError", "join"]
+
+DEFAULT_TIMEOUT_S = 60.0
+_SPARE_BYTES = 1024
+
+
+def join(
+    cluster: Cluster,
+    notes: Mapping[str, object] | None = None,
+    *,
+    timeout_s: float | None = None,
+    token: str | None = None,
+) -> dict[int, dict]:
+    """Waits until all workers of a cluster are there, and checks that they are alike.
+
+    Every worker calls it, before TensorFlow starts. The first worker listens at its own address
+    meanwhile, and has freed the port when this returns or raises.
+
+    Args:
+        cluster: The cluster, seen from this worker.
+        notes: What must be the same on all: name -> a value that JSON can hold. The cluster and
+            the versions of Python and tfmulti are added.
+        timeout_s: Seconds to wait for the others. The first worker whose time is over ends it for
+            all. None takes the environment's `TFMULTI_START_TIMEOUT`, else 60.
+        token: A secret that all workers have. None takes the environment's `TFMULTI_TOKEN`, else
+            one made from the cluster's addresses, with a warning.
+
+    Returns:
+        What each worker said, by its position in `cluster.tasks`.
+
+    Raises:
+        MeetingError: Where workers do not come, two have the same task, a note or the token
+            differs, or the first worker cannot listen.
+        ValueError: For notes that JSON cannot hold, or longer than 64 KiB; for a time that is no
+            number of seconds above 0.
+
+    Example:
+        >>> meet(Cluster({"worker": ["127.0.0.1:12345"]}, "worker", 0), {"epochs": 3})[0]["epochs"]
+        3
+    """
+    own = _complete(cluster, notes or {})
+    timeout_s = find_timeout(timeout_s)
+    if cluster.num_workers == 1:
+        return {0: own}
+    secret = find_token(cluster, token)
+    began = time.monotonic()
+    if cluster.worker_index == 0:
+        outcome = _run(lambda: Server(cluster, own, secret, timeout_s).serve())
+    else:
+        outcome = _run(lambda: Client(cluster, own, secret, timeout_s).join())
+    if "missing" in outcome:
+        seconds = time.monotonic() - began
+        raise missing_error(cluster, outcome["missing"], seconds, outcome["remarks"])
+    if "twice" in outcome:
+        raise twice_error(cluster, outcome["twice"], outcome["machines"])
+    # JSON has made strings of the positions, except on the first worker.
+    said = {int(index): dict(theirs) for index, theirs in outcome["notes"].items()}
+    check_alike(cluster, said)
+    return said
+
+
+def find_timeout(timeout_s: float | None, environ: Mapping[str, str] = os.environ) -> float:
+    """Returns the seconds to wait: those given, else those of the environment, else 60.
+
+    Raises:
+        ValueError: For what is no number of seconds above 0.
+
+    Example:
+        >>> find_timeout(None, {"TFMULTI_START_TIMEOUT": "5"})
+        5.0
+    """
+    name, given = "timeout_s", timeout_s
+    if given is None:
+        name = environment.START_TIMEOUT
+        given = environ.get(name, DEFAULT_TIMEOUT_S)
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(
+            f"`{name}` must be a number of seconds above 0. Received: {name}={given!r}. "
+            f"Use for example {DEFAULT_TIMEOUT_S:g}."
+        )
+    return seconds
+
+
+def _complete(cluster, notes) -> dict:
+    spec = {kind: list(addresses) for kind, addresses in cluster.spec.items()}
+    try:
+        version = importlib.metadata.version("tfmulti")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    python = ".".join(platform.python_version_tuple()[:2])
+    everything = {"cluster": spec, "python": python, "tfmulti": version, **notes}
+    try:
+        text = json.dumps(everything)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`notes` must be what JSON can hold. Received: {error}. Use numbers and strings."
+        ) from error
+    if len(text) > MAX_BYTES - _SPARE_BYTES:
+        raise ValueError(
+            f"`notes` must be shorter than {MAX_BYTES} bytes, with the cluster. "
+            f"Received: {len(text)} bytes. Use a digest for what is long."
+        )
+    return json.loads(text)
+
+
+def _run(create):
+    """Runs a coroutine; in a thread of its own where a loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(create())
+    result: list = []
+
+    def run():
+        try:
+            result.append((asyncio.run(create()), None))
+        except BaseException as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value

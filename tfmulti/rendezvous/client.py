@@ -1,0 +1,115 @@
+"""Every other worker's part: it comes to the first one's address, and waits for the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+
+from tfmulti.cluster import Cluster
+from tfmulti.cluster.errors import show
+from tfmulti.cluster.network import split_address
+from tfmulti.rendezvous import messages
+from tfmulti.rendezvous.errors import RendezvousError, describe_fault, name_worker, where_told
+from tfmulti.rendezvous.messages import Token
+from tfmulti.rendezvous.server import LINE_S, cut
+
+_RETRY_S = 0.1
+_MARGIN_S = 2.0
+
+
+class Client:
+    """One worker on its way to the rendezvous.
+
+    Args:
+        cluster: The cluster, seen from this worker.
+        notes: What this worker says.
+        token: The token.
+        timeout_s: Seconds to wait for all.
+    """
+
+    def __init__(self, cluster: Cluster, notes: dict, token: Token, timeout_s: float):
+        self.cluster, self.notes, self.token, self.timeout_s = cluster, notes, token, timeout_s
+        self._instance = secrets.token_hex(16)
+
+    async def join(self) -> dict:
+        """Comes as often as needed, until there is an outcome or time is over.
+
+        Returns:
+            The outcome: `notes`, or `missing` with `remarks`, or `twice` with `machines`.
+
+        Raises:
+            MeetingError: Where the host refuses this worker's token.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self.timeout_s
+        fault = "no answer"
+        while clock() < deadline:
+            try:
+                return await self._visit(deadline)
+            except asyncio.TimeoutError:
+                fault = "no answer"
+            except (OSError, EOFError, messages.MessageError) as error:
+                fault = describe_fault(error)
+            await asyncio.sleep(min(_RETRY_S, max(deadline - clock(), 0)))
+        return {"missing": [0], "remarks": [f"the last try to reach it ended with: {fault}"]}
+
+    async def _visit(self, deadline) -> dict:
+        clock = asyncio.get_running_loop().time
+        kind, number = self.cluster.tasks[0]
+        host, port = split_address(self.cluster.spec[kind][number])
+        limit = messages.MAX_BYTES * (self.cluster.num_workers + 1)
+        opening = asyncio.open_connection(host, port, limit=limit)
+        reader, writer = await asyncio.wait_for(opening, min(LINE_S, deadline - clock()))
+        try:
+            # A connection from a port to itself succeeds where nobody listens.
+            if writer.get_extra_info("sockname") == writer.get_extra_info("peername"):
+                raise ConnectionRefusedError
+            greeting_s = min(LINE_S, deadline - clock())
+            line = await asyncio.wait_for(messages.read_line(reader), greeting_s)
+            random = messages.read_greeting(line)
+            writer.write(self._introduce(random, deadline - clock()))
+            line = await asyncio.wait_for(
+                messages.read_line(reader), deadline - clock() + _MARGIN_S
+            )
+            refusal = messages.read_refusal(line)
+            if refusal is not None:
+                raise self._refused_error(refusal)
+            return messages.read(line, self.token.secret, "host", random + self._instance)
+        except BaseException:
+            cut(writer)
+            raise
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _introduce(self, random, left_s) -> bytes:
+        content = {
+            "index": self.cluster.worker_index,
+            "instance": self._instance,
+            "left_s": left_s,
+            "notes": self.notes,
+        }
+        return messages.write(self.token.secret, "guest", random, content)
+
+    def _refused_error(self, refusal) -> RendezvousError:
+        host = name_worker(self.cluster, 0)
+        if self.token.is_given:
+            theirs = "another one" if refusal.get("token_is_given") else "none"
+            received = f"TFMULTI_TOKEN is set here, and {host} has {theirs}"
+        elif refusal.get("token_is_given"):
+            received = f"TFMULTI_TOKEN is not set here, and {host} has one"
+        else:
+            mine = {kind: list(addresses) for kind, addresses in self.cluster.spec.items()}
+            theirs = show(refusal.get("cluster"))
+            return RendezvousError(
+                "All workers must have the same cluster, in the same order. "
+                f"Received: {json.dumps(mine)} here, and {theirs} on {host}. "
+                f"See that it is the same in {where_told(self.cluster)}."
+            )
+        return RendezvousError(
+            f"All workers must have the same token. Received: {received}. "
+            "Set TFMULTI_TOKEN to the same text on every worker, or on none."
+        )

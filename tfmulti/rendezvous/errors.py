@@ -1,0 +1,121 @@
+"""The error of a rendezvous, and how workers are named in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from tfmulti.cluster import Cluster
+from tfmulti.cluster.errors import show
+
+
+class RendezvousError(RuntimeError):
+    """The workers did not come together, or do not fit together; the message says which."""
+
+
+def name_worker(cluster: Cluster, index: int) -> str:
+    """Returns a worker's task and address.
+
+    Example:
+        >>> name_worker(Cluster({"worker": ["a:1", "b:1"]}, "worker", 0), 1)
+        'worker 1 at b:1'
+    """
+    kind, number = cluster.tasks[index]
+    return f"{kind} {number} at {cluster.spec[kind][number]}"
+
+
+def name_workers(cluster: Cluster, indices: Iterable[int]) -> str:
+    """Returns several workers' tasks and addresses, with commas between."""
+    return ", ".join(name_worker(cluster, index) for index in sorted(indices))
+
+
+def missing_error(
+    cluster: Cluster, missing: Iterable[int], seconds: float, remarks: Iterable[str] = ()
+) -> RendezvousError:
+    """Returns the error for workers that did not come.
+
+    Args:
+        cluster: The cluster.
+        missing: Their positions in `cluster.tasks`.
+        seconds: How long this worker has waited for them.
+        remarks: What else was seen, each a clause.
+    """
+    missing = list(missing)
+    seen = "".join(f"; {remark}" for remark in remarks)
+    return RendezvousError(
+        f"All {cluster.num_workers} workers must start within the time limit of each other. "
+        f"Received: after {seconds:.1f} s {len(missing)} did not come: "
+        f"{name_workers(cluster, missing)}{seen}. "
+        "Start them, or see in their logs why they ended; see that the addresses are the same in "
+        f"{where_told(cluster)}, and that no firewall is between. "
+        "A larger start_timeout (seconds) waits longer."
+    )
+
+
+def twice_error(cluster: Cluster, index: int, hosts: Iterable[str]) -> RendezvousError:
+    """Returns the error for two workers that say they are the same."""
+    return RendezvousError(
+        "Every worker must have a task of its own. "
+        f"Received: two that say they are {name_worker(cluster, index)}, "
+        f"from {' and '.join(hosts)}. "
+        f"Give each another index in {where_told(cluster)}."
+    )
+
+
+def where_told(cluster: Cluster) -> str:
+    """Returns where a cluster's tasks and addresses are told, for the middle of a sentence.
+
+    Example:
+        >>> where_told(Cluster({"worker": ["a:1"]}, "worker", 0, source="Slurm"))
+        'the variables that Slurm gives every worker'
+    """
+    if cluster.source == "TF_CONFIG":
+        return "every worker's TF_CONFIG"
+    if cluster.source == "MPI":
+        return "what MPI tells every worker"
+    return f"the variables that {cluster.source} gives every worker"
+
+
+def describe_fault(error: BaseException) -> str:
+    """Returns what went wrong with a connection, for the middle of a sentence."""
+    if isinstance(error, EOFError):
+        return "an end without a word"
+    # Of a name that is not found the number is of another kind, and negative.
+    if getattr(error, "errno", None) and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error) or "no word in time"
+
+
+def check_alike(cluster: Cluster, notes: Mapping[int, Mapping[str, object]]) -> None:
+    """Checks that all workers say the same.
+
+    Args:
+        cluster: The cluster.
+        notes: For each worker's position in `cluster.tasks`, what it says: name -> value.
+
+    Raises:
+        MeetingError: Where a value differs; it names each difference with the values of all.
+    """
+    names = dict.fromkeys(name for index in sorted(notes) for name in notes[index])
+    differences = []
+    for name in names:
+        said: dict[str, list[int]] = {}
+        for index in sorted(notes):
+            value = show(notes[index][name]) if name in notes[index] else "nothing"
+            said.setdefault(value, []).append(index)
+        if len(said) > 1:
+            values = (f"{value} on {_few(cluster, who)}" for value, who in said.items())
+            differences.append(f"{name} is {', but '.join(values)}")
+    if differences:
+        raise RendezvousError(
+            "All workers must run the same program with the same settings and versions. "
+            f"Received: {'; '.join(differences)}. "
+            "Start every worker with the same command line, environment and cluster."
+        )
+
+
+def _few(cluster, indices, most=3) -> str:
+    named = ", ".join("{} {}".format(*cluster.tasks[index]) for index in indices[:most])
+    return named if len(indices) <= most else f"{named} and {len(indices) - most} more"

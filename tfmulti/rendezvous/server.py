@@ -1,0 +1,276 @@
+"""The first worker's part: it waits for the others, and tells all of them what all said."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import math
+import os
+import secrets
+import socket
+import struct
+
+from tfmulti.cluster import Cluster
+from tfmulti.cluster.errors import show
+from tfmulti.cluster.network import advise_port, is_ip_address, split_address
+from tfmulti.rendezvous import messages
+from tfmulti.rendezvous.errors import RendezvousError, describe_fault
+from tfmulti.rendezvous.messages import Token
+
+_EVERYWHERE = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
+_BACKLOG = 1024
+
+
+def open_listeners(cluster: Cluster) -> list[socket.socket]:
+    """Listens at the address of this worker.
+
+    Only the interfaces of that address listen where this machine has them, else all: behind
+    address translation the others know another address than this machine does.
+
+    Raises:
+        MeetingError: Where another process listens there, or the port is not permitted.
+    """
+    host, port = split_address(cluster.address)
+    try:
+        return _listen(_interfaces(host), port) or _listen(_EVERYWHERE, port)
+    except OSError as error:
+        raise RendezvousError(
+            "The first worker must be able to listen at its address, where the workers meet. "
+            f"Received: {cluster.address}: {error.strerror or error}. "
+            f"See who holds the port with `ss -ltnp`, or {advise_port(cluster)}"
+        ) from error
+
+
+def _interfaces(host: str) -> list[tuple[int, str]]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return []
+    interfaces = list(dict.fromkeys((family, address[0]) for family, _, _, _, address in found))
+    # Many systems give their own name the address 127.0.1.1, at which no other machine comes in.
+    if not is_ip_address(host) and host != "localhost":
+        if any(ipaddress.ip_address(each.split("%")[0]).is_loopback for _, each in interfaces):
+            return []
+    return interfaces
+
+
+def _listen(interfaces, port) -> list[socket.socket]:
+    listeners: list[socket.socket] = []
+    try:
+        for family, address in interfaces:
+            try:
+                listeners.append(_listen_at(family, address, port))
+            except OSError as error:
+                # An address of another machine, or a kind of address that this one lacks.
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _listen_at(family, address, port) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def cut(writer: asyncio.StreamWriter) -> None:
+    """Ends a connection at once, so that its port does not stay in TIME_WAIT."""
+    connection = writer.transport.get_extra_info("socket")
+    if connection is not None and connection.fileno() >= 0:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+LINE_S = 5.0
+"""Seconds for a stranger to say who it is."""
+
+_GOODBYE_S = 2.0
+_MAX_STRANGERS = 128
+_MAX_REMARKS = 3
+
+
+@dataclasses.dataclass
+class _Client:
+    index: int
+    instance: str
+    notes: dict
+    left_s: float
+    machine: str
+    context: str
+    writer: asyncio.StreamWriter
+
+
+class Server:
+    """One rendezvous, at the first worker.
+
+    Args:
+        cluster: The cluster, seen from its first worker.
+        notes: What this worker says.
+        token: The token.
+        timeout_s: Seconds to wait for all.
+    """
+
+    def __init__(self, cluster: Cluster, notes: dict, token: Token, timeout_s: float):
+        self.cluster, self.notes, self.token, self.timeout_s = cluster, notes, token, timeout_s
+        self._clients: dict[str, _Client] = {}
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._remarks: dict[str, None] = {}
+        self._twice: dict | None = None
+        self._ended = False
+
+    async def serve(self) -> dict:
+        """Waits for all, tells them the outcome, and frees the port.
+
+        Returns:
+            The outcome: `notes`, or `missing` with `remarks`, or `twice` with `machines`.
+
+        Raises:
+            MeetingError: Where nothing can listen at this worker's address.
+        """
+        self._changed = asyncio.Event()
+        self._deadline = asyncio.get_running_loop().time() + self.timeout_s
+        servers = []
+        try:
+            for listener in open_listeners(self.cluster):
+                servers.append(
+                    await asyncio.start_server(
+                        self._receive, sock=listener, limit=messages.MAX_BYTES
+                    )
+                )
+            await self._until(lambda: self._twice or not self._missing(), self._deadline_s)
+            outcome = self._outcome()
+            await self._tell(outcome)
+            return outcome
+        finally:
+            self._ended = True
+            for server in servers:
+                server.close()
+            for writer in list(self._connections):
+                cut(writer)
+            # The sockets are closed in the next turns of the loop.
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    async def _until(self, is_so, deadline_s):
+        clock = asyncio.get_running_loop().time
+        while not is_so():
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline_s() - clock())
+            except asyncio.TimeoutError:
+                return
+
+    def _deadline_s(self) -> float:
+        return self._deadline
+
+    def _missing(self) -> list[int]:
+        there = {client.index for client in self._clients.values()}
+        return [index for index in range(1, self.cluster.num_workers) if index not in there]
+
+    def _outcome(self) -> dict:
+        if self._twice:
+            return self._twice
+        if self._missing():
+            return {"missing": self._missing(), "remarks": list(self._remarks)}
+        said = {client.index: client.notes for client in self._clients.values()}
+        return {"notes": {0: self.notes, **said}}
+
+    async def _tell(self, outcome):
+        for client in self._clients.values():
+            line = messages.write(self.token.secret, "host", client.context, outcome)
+            client.writer.write(line)
+        limit = asyncio.get_running_loop().time() + _GOODBYE_S
+        # Who has read it closes the connection, so that this port does not stay in TIME_WAIT.
+        await self._until(lambda: not self._clients, lambda: limit)
+
+    async def _receive(self, reader, writer):
+        client = None
+        self._connections.add(writer)
+        try:
+            if self._ended or len(self._connections) - len(self._clients) > _MAX_STRANGERS:
+                return
+            random = secrets.token_hex(16)
+            writer.write(messages.write_greeting(random))
+            line = await asyncio.wait_for(messages.read_line(reader), LINE_S)
+            client = self._admit(line, random, writer)
+            if client is not None:
+                self._changed.set()
+                await reader.read(1)
+        except (messages.MessageError, asyncio.TimeoutError, EOFError, OSError) as error:
+            self._remark(f"{_machine(writer)} came with {describe_fault(error)}")
+        finally:
+            if client is not None and self._clients.get(client.instance) is client:
+                del self._clients[client.instance]
+            self._connections.discard(writer)
+            self._changed.set()
+            cut(writer)
+
+    def _admit(self, line, random, writer) -> _Client | None:
+        """Takes a worker in; returns None where it is refused, and has been told so."""
+        try:
+            content = messages.read(line, self.token.secret, "guest", random)
+        except messages.MessageError:
+            self._refuse(line, writer)
+            return None
+        client = _read_client(content, random, writer, self.cluster.num_workers)
+        others = [other for other in self._clients.values() if other.index == client.index]
+        before = self._clients.get(client.instance)
+        if before:
+            cut(before.writer)
+        elif others or client.index == 0:
+            first = others[0].machine if others else "the first worker itself"
+            self._twice = {"twice": client.index, "machines": [first, client.machine]}
+        self._clients[client.instance] = client
+        # The first to run out of time ends it for all, so that all can tell who is missing.
+        now = asyncio.get_running_loop().time()
+        self._deadline = min(self._deadline, now + client.left_s)
+        return client
+
+    def _refuse(self, line, writer):
+        """Tells why, without a code: who has no token could not check one."""
+        reason = {"token_is_given": self.token.is_given}
+        remark = "another token"
+        if not self.token.is_given:
+            reason["cluster"] = self.notes["cluster"]
+            with contextlib.suppress(messages.MessageError, AttributeError):
+                theirs = messages.unchecked(line).get("notes").get("cluster")
+                if theirs != self.notes["cluster"]:
+                    remark = f"another cluster, {show(theirs)}"
+        self._remark(f"{_machine(writer)} came with {remark}")
+        writer.write(messages.write_refusal(reason))
+
+    def _remark(self, text):
+        if len(self._remarks) < _MAX_REMARKS:
+            self._remarks[text] = None
+
+
+def _read_client(content, random, writer, num_workers) -> _Client:
+    index, instance = content.get("index"), content.get("instance")
+    notes, left_s = content.get("notes"), content.get("left_s")
+    is_index = type(index) is int and 0 <= index < num_workers
+    is_time = type(left_s) in (int, float) and math.isfinite(left_s)
+    if not (is_index and is_time and isinstance(instance, str) and isinstance(notes, dict)):
+        raise messages.MessageError("a message of another version")
+    machine, context = _machine(writer), random + instance
+    return _Client(index, instance, notes, left_s, machine, context, writer)
+
+
+def _machine(writer) -> str:
+    peer = writer.get_extra_info("peername")
+    return peer[0] if peer else "somebody"

@@ -1,0 +1,249 @@
+"""What the entry points share: flags from settings, `--help`, exit codes, short errors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from absl import flags, logging
+
+from tfmulti.runtime.errors import cause_of as cause_of
+from tfmulti.runtime.errors import place_of
+from tfmulti.runtime.exit import OWN_THREADS as OWN_THREADS
+from tfmulti.runtime.exit import leave as leave
+from tfmulti.runtime.exit import leave_at_exit as leave_at_exit
+from tfmulti.runtime.exit import wait_for_threads as wait_for_threads
+
+ERROR = 1
+BAD_USAGE = 2
+INTERRUPTED = 130
+_WRONG_VALUE = re.compile(r"flag --(\w+)=(.*?): ", re.DOTALL)
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "number or auto": "a whole number or auto",
+}
+
+
+def define_flags(settings: type) -> flags.FlagValues:
+    """Returns one flag for each field of a dataclass, made by `config.setting`."""
+    values = flags.FlagValues()
+    for field in dataclasses.fields(settings):
+        _define(values, field)
+    return values
+
+
+def define_traceback(values: flags.FlagValues) -> None:
+    """Adds `--traceback`."""
+    flags.DEFINE_bool("traceback", False, "Show an error with all its frames.", flag_values=values)
+
+
+def define_verbose(values: flags.FlagValues) -> None:
+    """Adds `--verbose`."""
+    text = "Show what TensorFlow and its libraries log."
+    flags.DEFINE_bool("verbose", False, text, flag_values=values)
+
+
+def read_settings(settings: type, values: flags.FlagValues):
+    """Returns the dataclass with the values of its flags.
+
+    Raises:
+        ValueError: For a value that cannot be.
+    """
+    return settings(
+        **{field.name: values[field.name].value for field in dataclasses.fields(settings)}
+    )
+
+
+def _define(values, field):
+    text, choices = field.metadata["help"], field.metadata["choices"]
+    default, kind, word = field.default, str(field.type), field.metadata["word"]
+    if word:
+        parser = _NumberOr(word)
+        flags.DEFINE(parser, field.name, default, text, values, flags.ArgumentSerializer())
+    elif choices:
+        flags.DEFINE_enum(field.name, default, choices, text, flag_values=values)
+    elif kind.startswith("bool"):
+        flags.DEFINE_bool(field.name, default, text, flag_values=values)
+    elif kind.startswith("int"):
+        flags.DEFINE_integer(field.name, default, text, flag_values=values)
+    elif kind.startswith("float"):
+        flags.DEFINE_float(field.name, default, text, flag_values=values)
+    else:
+        flags.DEFINE_string(field.name, default, text, flag_values=values)
+
+
+class _NumberOr(flags.ArgumentParser):
+    """Takes a whole number, or one word."""
+
+    def __init__(self, word: str):
+        self.word = word
+
+    def parse(self, argument):
+        return argument if argument == self.word else int(argument)
+
+    def flag_type(self):
+        return f"number or {self.word}"
+
+
+def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
+    """Parses a command line.
+
+    Args:
+        values: The flags.
+        argv: The command line, the program's name first.
+        usage: What the program is for, the first line of `--help`.
+
+    Returns:
+        None where the program should go on, else its exit code.
+    """
+    if any(argument in ("--help", "-h", "-help") for argument in argv[1:]):
+        print(f"{usage}\n")
+        for name in sorted(values):
+            print(_describe(values[name]))
+        return 0
+    try:
+        rest = values(argv)
+    except flags.Error as error:
+        print(f"error: {_explain(error, values)} See --help.", file=sys.stderr)
+        return BAD_USAGE
+    if len(rest) > 1:
+        print(
+            "error: The command takes flags only. "
+            f"Received: {' '.join(rest[1:])}. Write --name=value or --name value.",
+            file=sys.stderr,
+        )
+        return BAD_USAGE
+    return None
+
+
+def _explain(error, values) -> str:
+    """Says what is wrong with a flag in three parts."""
+    if isinstance(error, flags.UnrecognizedFlagError):
+        text = f"Unknown command line flag '{error.flagname}'."
+        return text + _suggest(error.flagname, list(values), "--")
+    wrong = _WRONG_VALUE.match(str(error))
+    if wrong is None or wrong[1] not in values:
+        return f"{str(error).rstrip('.')}."
+    name, value = wrong[1], wrong[2]
+    known = getattr(values[name].parser, "enum_values", None)
+    kind = f"one of {', '.join(known)}" if known else _KINDS.get(values[name].flag_type())
+    text = f"`{name}` must be {kind or 'something else'}. Received: --{name}={value}."
+    return text + _suggest(value, known or [])
+
+
+def _suggest(word, known, before="") -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {before}{close[0]}?" if close else ""
+
+
+def read_command_line(settings: type, argv: list[str], usage: str, *define_more):
+    """Returns what a command line asks for, as a dataclass whose fields are its flags.
+
+    Args:
+        settings: The dataclass.
+        argv: See `parse`.
+        usage: See `parse`.
+        *define_more: Functions that add flags, as `define_traceback`.
+
+    Returns:
+        `(settings, values, None)`; `(None, values, exit code)` where the program is to end.
+    """
+    values = define_flags(settings)
+    for define in define_more:
+        define(values)
+    code = parse(values, argv, usage)
+    if code is None:
+        try:
+            return read_settings(settings, values), values, None
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = BAD_USAGE
+    return None, values, code
+
+
+def _describe(flag) -> str:
+    default = "none" if flag.default is None else flag.default
+    return f"  --{flag.name}: {flag.help}\n      default: {default}"
+
+
+def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
+    """Imports TensorFlow without its chatter, unless TF_CPP_MIN_LOG_LEVEL below 3 asks for it.
+
+    TensorFlow 2.21 writes lines before it has read that variable, so standard error is kept
+    back meanwhile; an error of the import brings it out again.
+
+    Args:
+        environ: Where the variable is looked for, and set.
+        verbose: Whether to let it chatter, as if the variable were 0.
+    """
+    if verbose:
+        environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
+        logging.set_verbosity(logging.INFO)
+    # Errors too: TensorFlow writes them in several ways, and the exception has the same words.
+    if environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3") != "3":
+        import tensorflow  # noqa: F401
+
+        return
+    with _standard_error_kept_back():
+        import keras  # noqa: F401
+        import tensorflow as tf
+
+        if not Path("/dev/nvidiactl").exists():
+            tf.config.list_physical_devices()
+
+
+def show_error(error: BaseException, with_traceback: bool, text: str | None = None) -> None:
+    """Tells people of an error: its cause, then the line of theirs that it came from.
+
+    Args:
+        error: What was raised.
+        with_traceback: Whether to show all of its frames first.
+        text: What to say instead of the error's own words.
+    """
+    if with_traceback:
+        traceback.print_exception(error)
+    print(f"error: {cause_of(error) if text is None else text}", file=sys.stderr)
+    place = place_of(error) if text is None else None
+    if place is not None:
+        print(f"  at {place}", file=sys.stderr)
+    if not with_traceback and text is None:
+        print("(--traceback shows where it came from)", file=sys.stderr)
+
+
+def run_and_leave(main) -> NoReturn:
+    """Ends the process with what `main` returns, or with its SystemExit's number; see `leave`."""
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        code = INTERRUPTED
+    leave(code if isinstance(code, int) else ERROR)
+
+
+@contextlib.contextmanager
+def _standard_error_kept_back():
+    sys.stderr.flush()
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            kept.seek(0)
+            os.write(original, kept.read())
+            raise
+        finally:
+            os.dup2(original, 2)
+            os.close(original)

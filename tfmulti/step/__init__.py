@@ -1,0 +1,19 @@
+"""What one replica received of a step: its share of the global batch.
+
+`strategy.run` surrounds each of Keras's steps with this. A share without a row would end the
+process in a convolution on CPU (oneDNN), so it gets one filler row, whose traces are removed:
+from gradients by tapes (`tfmulti.step.gradients`), from metrics and layer state here, from
+synchronized batch statistics in `keras_compat`.
+"""
+
+from tfmulti.step.guard import divide_whole_batch as divide_whole_batch
+from tfmulti.step.guard import guard as guard
+from tfmulti.step.logs import add_by_dtype as add_by_dtype
+from tfmulti.step.logs import note_result as note_result
+from tfmulti.step.logs import weigh_mean as weigh_mean
+from tfmulti.step.replica_batch import ReplicaBatch as ReplicaBatch
+from tfmulti.step.replica_batch import as_current as as_current
+from tfmulti.step.replica_batch import current_replica_batch as current_replica_batch
+from tfmulti.step.rows import Counted as Counted
+from tfmulti.step.rows import fill_if_empty as fill_if_empty
+from tfmulti.step.rows import without_count as without_count

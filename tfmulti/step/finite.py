@@ -1,0 +1,116 @@
+"""Looks, within the step, whether gradients are finite, and leaves out an update that is not."""
+
+from __future__ import annotations
+
+import types
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.step import iterators
+
+
+class FiniteGuard:
+    """Stands between an optimizer's gradients and its update.
+
+    It sees gradients after they were reduced, so that all replicas and workers find the same.
+    """
+
+    def __init__(self):
+        self._names: list[str] = []
+        with tf.init_scope(), tf.device("CPU:0"):
+            # How many updates were left out; of the first: the step and the variable, from 1.
+            self._found = tf.Variable(np.zeros(3, "int64"), trainable=False)
+
+    def apply(self, optimizer, grads, trainable_variables=None) -> None:
+        """Applies gradients that are finite; counts those that are not."""
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            self._names = [variable.path for variable in trainable_variables]
+            if not optimizer.built:
+                optimizer.build(trainable_variables)
+        grads = list(grads)
+        bad = _bad_ones(grads)
+
+        def leave_out():
+            self._count(bad, optimizer)
+
+        def go_on():
+            type(optimizer).apply(optimizer, grads, trainable_variables)
+
+        tf.cond(tf.reduce_any(bad), _as_branch(leave_out), _as_branch(go_on))
+
+    def _count(self, bad, optimizer):
+        """Counts an update that was left out, once for all replicas of this process."""
+        step = tf.cast(_local(optimizer.iterations), tf.int64) + 1
+        first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(bad) + 1])
+        again = tf.constant([1, 0, 0], tf.int64)
+        found = tf.where(self._found[0] == 0, first, again)
+        self._found.assign_add(tf.where(iterators.is_first_local_replica(), found, 0))
+
+    def read(self) -> tuple[int, int, str]:
+        """Returns how many updates were left out; of the first one, the step and the variable."""
+        count, step, number = self._found.numpy().tolist()
+        known = 0 < number <= len(self._names)
+        return count, step, self._names[number - 1] if known else f"variable {number}"
+
+    def reset(self) -> None:
+        """Forgets what was found."""
+        self._found.assign(np.zeros(3, "int64"))
+
+
+def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
+    """Returns the guard that `watch` has put into an optimizer, or None."""
+    return getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_guard", None)
+
+
+def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
+    """Puts a guard into an optimizer, or into the inner one of a `LossScaleOptimizer`.
+
+    The inner one's gradients are those of the loss itself; that a scaled one overflows is the
+    outer one's everyday work.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    guard = FiniteGuard()
+    object.__setattr__(inner, "tfmulti_guard", guard)
+    if not getattr(inner, "tfmulti_distributed", False):
+        object.__setattr__(inner, "apply", types.MethodType(guard.apply, inner))
+    return guard
+
+
+def update_of(optimizer: keras.optimizers.Optimizer):
+    """Returns the function that applies reduced gradients: the guard's, or the class's own."""
+    guard = getattr(optimizer, "tfmulti_guard", None)
+    return type(optimizer).apply if guard is None else guard.apply
+
+
+def _as_branch(function):
+    def branch():
+        function()
+        return tf.constant(True)
+
+    return branch
+
+
+def _local(variable) -> tf.Tensor:
+    if not isinstance(variable, keras.Variable):
+        # Under accumulation the iterations are computed.
+        return tf.convert_to_tensor(variable)
+    value = variable.value
+    if isinstance(value, tf.distribute.DistributedValues):
+        value = tf.distribute.get_strategy().experimental_local_results(value)[0]
+    return value.read_value()
+
+
+def _bad_ones(grads) -> tf.Tensor:
+    """Tells of each gradient whether it is not finite, a bool vector."""
+    values = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+    return tf.stack(
+        [
+            tf.constant(False)
+            if value is None
+            else tf.logical_not(tf.reduce_all(tf.math.is_finite(value)))
+            for value in values
+        ]
+    )

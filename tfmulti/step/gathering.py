@@ -1,0 +1,165 @@
+"""The rows of the whole global batch on every replica, for losses that compare rows."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfmulti import step
+from tfmulti.step import iterators, losses
+
+# Workers and GPUs add floats, int32 and int64 alone.
+_TRAVELS_AS = {
+    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+}
+
+
+def gather_batch(structure):
+    """Gathers the rows of the whole global batch on every replica, in the batch's order.
+
+    For what a replica cannot know from its own rows: contrastive losses, negatives from the
+    batch, in-batch retrieval, statistics over the batch. Losses and metrics of Keras that need
+    the whole batch are served by `WholeBatchLoss` and `WholeBatchMetric`. What is a mean or a
+    sum over rows is right without it.
+
+    It can be differentiated: each replica's rows receive the gradients of all replicas' losses
+    with respect to them, added up. Replicas' losses are weighed with weights that add to one, so
+    a loss of all rows, the same on every replica, has one device's gradient.
+
+    Shares can be uneven or empty; rows that padding added are left out. On one replica, and
+    outside of a replica's step, the structure is returned as it is. All replicas must call it
+    alike, and not within `tf.cond` or `tf.while_loop`.
+
+    Two views of the same examples are gathered as two tensors. Put one behind the other before,
+    they come back replica by replica: `[a0, b0, a1, b1]` and not `[a0, a1, b0, b1]`.
+
+    With B bytes in the whole batch's rows and n replicas, each replica sends and receives
+    2 (n - 1) / n B bytes, and as many for the gradients of what has some; 4 n bytes for each
+    tensor tell how many rows there are. Meanwhile it holds 2 B bytes, of which the B of the result
+    stay until the backward pass. A batch of 4,096 embeddings of 256 floats has 4 MiB.
+
+    Args:
+        structure: A tensor of shape `(rows, ...)`, or a nested structure of such tensors, of which
+            each replica has its own rows; None stays None. Numbers of any type: bool and small
+            integers travel as int32, floats of any precision as they are.
+
+    Returns:
+        The same structure, of tensors of shape `(rows of the global batch, ...)`.
+
+    Raises:
+        ValueError: For strings, for ragged and sparse tensors, and for a tensor without rows.
+
+    Example: each row's positive is its own partner, its negatives are all others of the batch.
+
+    >>> def contrastive_loss(images, texts, temperature=0.1):
+    ...     images, texts = gather_batch((images, texts))
+    ...     logits = tf.matmul(images, texts, transpose_b=True) / temperature
+    ...     labels = tf.range(tf.shape(logits)[0])
+    ...     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    ...     return tf.reduce_mean(losses)
+    >>> float(contrastive_loss(tf.eye(3), tf.eye(3))) < 1e-3
+    True
+    """
+    context = tf.distribute.get_replica_context()
+    parts = tf.nest.flatten(structure, expand_composites=False)
+    places = [place for place, part in enumerate(parts) if part is not None]
+    if context is None or not places or losses.has_whole_batch():
+        return structure
+    replica_batch = step.current_replica_batch()
+    if context.num_replicas_in_sync == 1:
+        return structure
+    own = [_own_rows(parts[place], replica_batch) for place in places]
+    for place, part in zip(places, _gather(own, context)):
+        parts[place] = part
+    return tf.nest.pack_sequence_as(structure, parts, expand_composites=False)
+
+
+def _own_rows(part, replica_batch) -> tf.Tensor:
+    """Returns this replica's rows of a tensor, without one that is filler."""
+    if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
+        raise _refusal("dense tensors", part, "Use .to_tensor() or tf.sparse.to_dense first.")
+    part = tf.convert_to_tensor(part)
+    if part.dtype == tf.string:
+        raise _refusal("numbers", part, "Use numbers instead, as keras.layers.Hashing gives them.")
+    if part.shape.rank == 0:
+        raise _refusal(
+            "tensors with rows", part, "Leave out what belongs to no row; all replicas have it."
+        )
+    if replica_batch is None or not replica_batch.may_be_empty:
+        return part
+    # A share without a row has a row of zeros in its place, whatever is made of it.
+    return part[: tf.where(replica_batch.num_real > 0, tf.shape(part)[0], 0)]
+
+
+def _refusal(rule, part, advice) -> ValueError:
+    kind = type(part).__name__ if not isinstance(part, tf.Tensor) else "tensor"
+    return ValueError(
+        f"`structure` must hold {rule}. Received: a {kind} of shape {part.shape} and type "
+        f"{part.dtype.name}. {advice}"
+    )
+
+
+def _gather(own, context) -> list[tf.Tensor]:
+    """Puts every replica's rows into their places among zeros, and adds all replicas' up.
+
+    Sums are what every way to send knows, MPI too, and they need no rows of equal numbers.
+    """
+    number = iterators.share_number(context)
+    counts = tf.stack([tf.shape(part)[0] for part in own])
+    one_hot = tf.one_hot(number, context.num_replicas_in_sync)
+    # As float32, in which GPUs add; whole numbers to 2**24.
+    counts = context.all_reduce("SUM", tf.cast(counts, tf.float32)[:, None] * one_hot)
+    counts = tf.unstack(tf.cast(counts, tf.int32))
+    starts = [tf.reduce_sum(count[:number]) for count in counts]
+    totals = [tf.reduce_sum(count) for count in counts]
+    placed = [
+        _place(_to_travel(tf.stop_gradient(part)), start, total)
+        for part, start, total in zip(own, starts, totals)
+    ]
+    gathered = step.add_by_dtype(placed)
+    gathered = [_arrived(whole, part.dtype) for part, whole in zip(own, gathered)]
+    return [
+        _with_gradient(part, whole, start)
+        if part.dtype.is_floating or part.dtype.is_complex
+        else whole
+        for part, whole, start in zip(own, gathered, starts)
+    ]
+
+
+def _to_travel(value):
+    dtype = _TRAVELS_AS.get(value.dtype, value.dtype)
+    return tf.bitcast(value, dtype) if value.dtype.is_complex else tf.cast(value, dtype)
+
+
+def _arrived(value, dtype):
+    return tf.bitcast(value, dtype) if dtype.is_complex else tf.cast(value, dtype)
+
+
+def _place(part, start, total):
+    after = total - start - tf.shape(part)[0]
+    paddings = tf.pad([[start, after]], [[0, tf.rank(part) - 1], [0, 0]])
+    placed = tf.pad(part, paddings)
+    return tf.ensure_shape(placed, None if part.shape.rank is None else [None, *part.shape[1:]])
+
+
+def _with_gradient(own, whole, start):
+    """Returns `whole`, of which `own` are this replica's rows, from `start` on.
+
+    The gradients are added tensor by tensor, so that what nobody differentiates costs nothing.
+    """
+    rows = tf.shape(own)[0]
+
+    @tf.custom_gradient
+    def attach(own, whole):
+        def gradient(cotangent):
+            context = tf.distribute.get_replica_context()
+            cotangent = tf.convert_to_tensor(cotangent)
+            added = context.all_reduce("SUM", _to_travel(cotangent))
+            part = _arrived(added[start : start + rows], cotangent.dtype)
+            return tf.ensure_shape(part, own.shape), None
+
+        return tf.identity(whole), gradient
+
+    return attach(own, tf.stop_gradient(whole))

@@ -1,0 +1,309 @@
+"""Gradients of the whole batch, from every tape of a training step.
+
+Within a step of Keras on several replicas, `tf.GradientTape.gradient` with respect to variables
+gives what one device's tape would: the target is weighed where the backward pass begins (see
+`tfmulti.step.weighting`), and the gradients are added over all replicas. All that follows, be it
+an optimizer, clipping by hand, a second backward pass or an update by `assign_sub`, is then the
+same on every replica. The idea is that of Horovod's `DistributedGradientTape` (Sergeev and Del
+Balso, 2018, https://arxiv.org/abs/1802.05799).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+
+import keras
+import tensorflow as tf
+
+from tfmulti.step import sparse_gradients, weighting
+from tfmulti.step.replica_batch import ReplicaBatch, as_current, current_replica_batch
+
+_local = threading.local()
+_IN_BRANCH = (
+    "Replicas must not reduce within tf.cond, tf.while_loop or tf.map_fn, which one of them might "
+    "do and another not. Received: a gradient with respect to variables, synchronized batch "
+    "normalization or another reduction in a branch or a loop of a step. Take gradients before, "
+    "and put `optimizer.apply` alone into the branch."
+)
+
+
+class DistributedGradientTape(tf.GradientTape):
+    """A `tf.GradientTape` whose gradients are the whole batch's, in loops of one's own too.
+
+    In a `train_step` under `fit`, `tf.GradientTape` does the same by itself. In a function that a
+    script gives to `strategy.run`, where nothing tells how many rows a replica has, this class
+    takes the mean over replicas, each counting alike. An optimizer does not reduce again.
+
+    Arguments and methods are those of `tf.GradientTape`.
+    """
+
+    def gradient(self, target, sources, output_gradients=None, unconnected_gradients=None):
+        """Returns gradients as `tf.GradientTape.gradient`; those of variables are reduced."""
+        more = (
+            {}
+            if unconnected_gradients is None
+            else {"unconnected_gradients": unconnected_gradients}
+        )
+        take = super().gradient
+        if output_gradients is None and current_replica_batch() is None and _on_many():
+            count = tf.distribute.get_replica_context().num_replicas_in_sync
+            even = ReplicaBatch(
+                tf.constant(1), tf.constant(1), num_global=tf.constant(float(count))
+            )
+            with as_current(even):
+                return take(target, sources, **more)
+        return take(target, sources, output_gradients, **more)
+
+
+@contextlib.contextmanager
+def no_sync():
+    """Leaves gradients of the tapes within unreduced, to be added up by hand first.
+
+    Each is this replica's part of the whole batch's: within a step parts can be added, as of a
+    batch that is taken in pieces, and `reduce_gradients` then makes the whole of the sum, with
+    one reduction for all of them. They must not be kept in variables from one step to the next:
+    what a step leaves there is averaged over replicas by rows. Over steps Keras's
+    `gradient_accumulation_steps` reduces once an update. The name is that of PyTorch's
+    `DistributedDataParallel.no_sync`.
+
+    Example:
+    >>> with no_sync():
+    ...     with tf.GradientTape() as tape:
+    ...         x = tf.Variable(3.0)
+    ...         y = x * x
+    ...     part = tape.gradient(y, x)
+    >>> float(reduce_gradients([part])[0])
+    6.0
+    """
+    previous = getattr(_local, "unreduced", False)
+    _local.unreduced = True
+    try:
+        yield
+    finally:
+        _local.unreduced = previous
+
+
+def reduce_gradients(grads) -> list:
+    """Adds over all replicas what tapes have given within `no_sync`.
+
+    Args:
+        grads: Gradients, a list of tensors, `tf.IndexedSlices` and None.
+
+    Returns:
+        The same of the whole batch; on one replica as they are.
+    """
+    grads = list(grads)
+    if not _on_many():
+        return grads
+    _local.reduced = True
+    return _reduce_present(grads, [None] * len(grads), current_replica_batch())
+
+
+def reduce_for_update(grads) -> list:
+    """Makes gradients the whole batch's for an optimizer, where no tape has done so.
+
+    Args:
+        grads: What the optimizer was given, a list of tensors, `tf.IndexedSlices` and None.
+    """
+    if not _on_many() or has_reduced():
+        return list(grads)
+    replica_batch = current_replica_batch()
+    if replica_batch is not None and not getattr(_local, "weighed", False):
+        # Not of a tape: of `tf.gradients`, say.
+        grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
+    return reduce_gradients(grads)
+
+
+def has_reduced() -> bool:
+    """Whether a tape has reduced gradients in the step that this thread traces."""
+    return getattr(_local, "reduced", False)
+
+
+def has_left_to_update() -> bool:
+    """Whether a tape has left gradients to the update, which reduces what it has added up."""
+    return getattr(_local, "left", False)
+
+
+def one_step(fn, reduced: bool = False):
+    """Wraps what a replica runs.
+
+    Args:
+        fn: A step, in which no tape has reduced yet, or a part of one.
+        reduced: Whether its gradients are the whole batch's already.
+    """
+
+    @functools.wraps(fn)
+    def step(*args, **kwargs):
+        previous = dict(vars(_local))
+        vars(_local).update(dict.fromkeys(("weighed", "unreduced", "left"), False))
+        vars(_local).update(reduced=reduced, in_step=True)
+        try:
+            return fn(*args, **kwargs)
+        except RuntimeError as error:
+            if "merge_call` called while defining" not in str(error):
+                raise
+            raise ValueError(_IN_BRANCH) from error
+        finally:
+            vars(_local).clear()
+            vars(_local).update(previous)
+
+    return step
+
+
+def in_step() -> bool:
+    """Whether this thread traces what a replica of several runs."""
+    return getattr(_local, "in_step", False)
+
+
+def in_keras_step() -> bool:
+    """Whether this thread traces a step of Keras on several replicas."""
+    return in_step() and current_replica_batch() is not None
+
+
+def take_gradient(
+    leaves_to_update, original, tape, target, sources, output_gradients=None, **kwargs
+):
+    """Replaces `tf.GradientTape.gradient`.
+
+    Args:
+        leaves_to_update: Function that tells of a model whether its optimizer reduces.
+        original: TensorFlow's own method.
+        tape: The tape.
+        target: What is differentiated.
+        sources: With respect to what.
+        output_gradients: What the backward pass begins with. Who gives it does a backward pass of
+            their own, as recomputed activations do, which is left alone.
+        **kwargs: For `original`.
+    """
+    replica_batch = current_replica_batch()
+    flat = tf.nest.flatten(sources)
+    is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
+    if (
+        output_gradients is not None
+        or replica_batch is None
+        or not _on_many()
+        or not any(is_variable)
+    ):
+        return original(tape, target, sources, output_gradients, **kwargs)
+    targets = [_as_tensor(each) for each in tf.nest.flatten(target)]
+    roots = [weighting.weigh_root(each, replica_batch) for each in targets]
+    grads = original(tape, targets, flat, roots, **kwargs)
+    parts = [sparse_gradients.parts_of(grad) for grad in grads]
+    owners = [place for place, some in enumerate(parts) for _ in some]
+    values = _without_filler([part for some in parts for part in some], replica_batch)
+    _local.weighed = True
+    if all(is_variable) and leaves_to_update(replica_batch.model):
+        # The update reduces what it has added up; see `tfmulti.step.accumulation`.
+        _local.reduced = _local.left = True
+    elif not getattr(_local, "unreduced", False):
+        _local.reduced = True
+        values = _reduce_known(
+            values, [flat[i] if is_variable[i] else None for i in owners], replica_batch
+        )
+    values = iter(values)
+    grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]
+    inverse = weighting.part_of_sum(replica_batch)
+    grads = [
+        g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
+    ]
+    return tf.nest.pack_sequence_as(sources, grads)
+
+
+def reduce_values(grads, rows_alike, compression) -> list:
+    """Adds gradients over all replicas; dense ones of full precision can travel in half of it.
+
+    Args:
+        grads: The gradients, none of them None.
+        rows_alike: Of each, whether it is of rows that every replica reads.
+        compression: The type in which to send, or None.
+    """
+    if not grads:
+        return []
+    rows = [grad if same else None for grad, same in zip(grads, rows_alike)]
+    sent = [grad if row is None else row.values for grad, row in zip(grads, rows)]
+    types = [grad.dtype for grad in sent]
+    full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in sent]
+    if compression is not None:
+        sent = [tf.cast(g, compression) if f else g for g, f in zip(sent, full)]
+    context = tf.distribute.get_replica_context()
+    added = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
+    added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
+    return [
+        grad if row is None else tf.IndexedSlices(grad, row.indices, row.dense_shape)
+        for grad, row in zip(added, rows)
+    ]
+
+
+def _reduce_present(grads, variables, replica_batch) -> list:
+    """Reduces gradients of which some can be None."""
+    model = replica_batch.model if replica_batch is not None else None
+    present = [(g, v) for g, v in zip(grads, variables) if g is not None]
+    alike = [_same_on_all(g, v, model) for g, v in present]
+    compression = _compression(model)
+    reduced = iter(reduce_values([g for g, _ in present], alike, compression))
+    return [None if grad is None else next(reduced) for grad in grads]
+
+
+def _reduce_known(values, variables, replica_batch) -> list:
+    """Reduces those gradients that are of variables."""
+    known = [place for place, variable in enumerate(variables) if variable is not None]
+    reduced = _reduce_present(
+        [values[place] for place in known], [variables[place] for place in known], replica_batch
+    )
+    values = list(values)
+    for place, value in zip(known, reduced):
+        values[place] = value
+    return values
+
+
+def _compression(model) -> str | None:
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kinds = [getattr(each, "tfmulti_compression", None) for each in (optimizer, inner)]
+    return kinds[0] or kinds[1]
+
+
+def _same_on_all(grad, variable, model) -> bool:
+    """Whether a gradient is of rows that every replica reads."""
+    if tf.executing_eagerly():
+        return sparse_gradients.noted_same_on_all(grad, variable, model)
+    return sparse_gradients.same_on_all(grad)
+
+
+def _without_filler(grads, replica_batch):
+    """Removes the gradients of a replica without a row; a product with 0 would keep NaN."""
+    if not replica_batch.may_be_empty:
+        return grads
+    present = [grad for grad in grads if grad is not None]
+    if not present:
+        return grads
+    sparse = [isinstance(grad, tf.IndexedSlices) for grad in present]
+    values = [g.values if s else tf.convert_to_tensor(g) for g, s in zip(present, sparse)]
+    values = tf.cond(
+        replica_batch.num_real > 0,
+        lambda: [tf.identity(value) for value in values],
+        lambda: [tf.zeros_like(value) for value in values],
+    )
+    made = iter(
+        tf.IndexedSlices(v, g.indices, g.dense_shape) if s else v
+        for v, g, s in zip(values, present, sparse)
+    )
+    return [None if grad is None else next(made) for grad in grads]
+
+
+def _scaled(grad, factor):
+    if isinstance(grad, tf.IndexedSlices):
+        values = grad.values * tf.cast(factor, grad.values.dtype)
+        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return grad * tf.cast(factor, grad.dtype)
+
+
+def _as_tensor(value):
+    return tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
+
+
+def _on_many() -> bool:
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1

@@ -1,0 +1,159 @@
+"""Surrounds Keras's steps, so that shares without a row do no harm and logs are global."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.step import logs as logs_lib
+from tfmulti.step import rows as rows_lib
+from tfmulti.step.replica_batch import ReplicaBatch, as_current
+
+
+def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
+    """Wraps one of Keras's steps so that it counts its rows, and shares without a row do no harm.
+
+    Args:
+        fn: The step, a function of one batch.
+        kind: `"train"`, `"test"` or `"predict"`.
+        model: The model, or None.
+        padded: Whether the batch's sample weights can mark filler rows, which are cut off.
+
+    Returns:
+        A function of one batch.
+    """
+
+    def step(data):
+        num_global = None
+        if isinstance(data, rows_lib.Counted):
+            data, num_global = data
+        if padded:
+            data = rows_lib.without_filler(data)
+        replica_batch = _measure(data, model)
+        if replica_batch is None:
+            if kind == "train":
+                _refuse_without_rows(data)
+            return fn(data)
+        if num_global is not None:
+            replica_batch.num_global = tf.cast(num_global, tf.float32)
+        if kind == "train":
+            # Here and now, not within a branch of the step's own.
+            replica_batch.count_globally()
+        if replica_batch.may_be_empty:
+            data = rows_lib.fill_if_empty(data)
+        with as_current(replica_batch):
+            return (
+                _predict(fn, data, replica_batch)
+                if kind == "predict"
+                else _learn(fn, data, replica_batch, kind)
+            )
+
+    return step
+
+
+def _predict(fn, data, replica_batch):
+    outputs = fn(data)
+    return tf.nest.map_structure(
+        lambda part: _cut(part, replica_batch), outputs, expand_composites=False
+    )
+
+
+def _learn(fn, data, replica_batch, kind):
+    trackers = logs_lib.output_losses(replica_batch) if replica_batch.may_be_empty else []
+    metrics = _metric_states(replica_batch.model, trackers) if replica_batch.may_be_empty else []
+    states = _states_from_rows(replica_batch) if kind == "train" else []
+    before = [variable.read_value() for variable in [*metrics, *states]]
+    totals = [tracker.total.value.read_value() for tracker in trackers]
+    logs_lib.forget_results()
+    logs = fn(data)
+    differing = logs_lib.compare_with_metrics(logs, replica_batch)
+    _restore_if_empty(metrics, before, replica_batch)
+    for tracker, total in zip(trackers, totals):
+        logs_lib.count_once(tracker, total, replica_batch)
+    if kind != "train":
+        return logs_lib.make_global(logs, replica_batch, differing)[0]
+    begin = before[len(metrics) :]
+    changes = [_weighed(state - old, replica_batch) for state, old in zip(states, begin)]
+    signals = getattr(tf.distribute.get_strategy(), "signals", None)
+    logs, changes = logs_lib.make_global(logs, replica_batch, differing, signals, changes)
+    for state, old, change in zip(states, begin, changes):
+        state.assign(old + change)
+    return logs
+
+
+def divide_whole_batch(step, num_local_replicas: int):
+    """Has each local replica take its share of a batch that all were given whole.
+
+    `train_on_batch` and `test_on_batch` do not split their arguments.
+    """
+
+    def share_of(data):
+        if rows_lib.parts_of(data) is None:
+            return step(data)
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        number = tf.cast(replica, tf.int32) % num_local_replicas
+        return step(rows_lib.take_replica_rows(data, number, num_local_replicas))
+
+    return share_of
+
+
+def _measure(data, model) -> ReplicaBatch | None:
+    parts = rows_lib.parts_of(data)
+    if parts is None:
+        return None
+    static, num_rows = parts[0].shape[0], rows_lib.count_rows(parts[0])
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1 or static:
+        return ReplicaBatch(num_rows, num_rows, model=model)
+    return ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True, model=model)
+
+
+def _refuse_without_rows(data):
+    raise ValueError(
+        "Every tensor of a batch must have rows, so that replicas can be weighed by theirs. "
+        f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), data)}. "
+        "Give numbers that belong to no row to the model as attributes."
+    )
+
+
+def _metric_states(model, trackers) -> list:
+    """Returns the states of metrics but those of `trackers`."""
+    if model is None:
+        return []
+    apart = {variable.path for tracker in trackers for variable in tracker.variables}
+    metrics = [v for v in model.metrics_variables if v.path not in apart]
+    # A metric of the whole batch has seen rows here, too.
+    return [v.value for v in metrics if v.aggregation != "only_first_replica"]
+
+
+def _restore_if_empty(variables, before, replica_batch):
+    def put_back():
+        for variable, value in zip(variables, before):
+            variable.assign(value)
+        return tf.constant(True)
+
+    if variables:
+        tf.cond(replica_batch.num_real > 0, lambda: tf.constant(False), put_back)
+
+
+def _states_from_rows(replica_batch) -> list:
+    """Returns the states of layers that each replica changes by what its own rows say.
+
+    Each changes by the mean of all replicas' changes, by rows, so that no replica trains,
+    evaluates or saves another model than the others.
+    """
+    if replica_batch.model is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return []
+    states = keras_compat.states_from_rows(replica_batch.model, every=replica_batch.may_be_empty)
+    return [variable.value for variable in states]
+
+
+def _weighed(change, replica_batch):
+    change = change * tf.cast(replica_batch.weight, change.dtype)
+    return tf.where(replica_batch.num_real > 0, change, tf.zeros_like(change))
+
+
+def _cut(part, replica_batch):
+    if not isinstance(part, (tf.Tensor, tf.RaggedTensor)) or not part.shape.rank:
+        return part
+    return part[: replica_batch.num_real] if replica_batch.may_be_empty else part

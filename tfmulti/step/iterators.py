@@ -1,0 +1,186 @@
+"""The iterator that Keras's compiled functions draw shares from, one for each local replica."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import tensorflow as tf
+
+from tfmulti.step import rows
+
+
+def to_replicas(strategy: tf.distribute.Strategy, shares: tuple):
+    """Makes one distributed value of the local replicas' shares."""
+    if strategy.num_replicas_in_sync == 1:
+        return shares[0]
+    first = first_local_replica(strategy)
+
+    def share_of(context):
+        return shares[context.replica_id_in_sync_group - first]
+
+    return strategy.experimental_distribute_values_from_function(share_of)
+
+
+def first_local_replica(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number in the job of this worker's first replica."""
+    return _worker(strategy)[0] * num_local_replicas(strategy)
+
+
+def local_shares(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
+    """Returns which shares of a global batch this worker's replicas take, in their order.
+
+    Neighbouring shares go to different workers, as TensorFlow deals batches out; Keras puts
+    the rows of `predict` together in that order.
+    """
+    worker, num_workers = _worker(strategy)
+    return tuple(worker + i * num_workers for i in range(num_local_replicas(strategy)))
+
+
+def share_number(context: tf.distribute.ReplicaContext) -> tf.Tensor:
+    """Returns which share of a global batch this replica takes, an int32 scalar.
+
+    What `local_shares` tells a worker of its replicas, as a replica knows it.
+    """
+    num_local = num_local_replicas(context.strategy)
+    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    num_workers = context.num_replicas_in_sync // num_local
+    return replica // num_local + replica % num_local * num_workers
+
+
+def _worker(strategy) -> tuple[int, int]:
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return 0, 1
+    resolver = strategy.cluster_resolver
+    spec = resolver.cluster_spec().as_dict()
+    num_chiefs = len(spec.get("chief", []))
+    worker = resolver.task_id + (num_chiefs if resolver.task_type == "worker" else 0)
+    return worker, num_chiefs + len(spec.get("worker", []))
+
+
+def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of this worker's replicas."""
+    return max(len(strategy.extended.worker_devices), 1)
+
+
+def is_first_local_replica() -> tf.Tensor | bool:
+    """Whether the replica that is traced is this worker's first one, a bool scalar."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return True
+    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
+    return replica % num_local_replicas(context.strategy) == 0
+
+
+class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):
+    """Gives each local replica its share of a step.
+
+    Keras takes it for a distributed iterator, and `tf.function` for a composite tensor, so
+    that a new one for each epoch costs no new trace.
+    """
+
+    iterator: tf.data.Iterator
+    source: int
+
+    @property
+    def element_spec(self):
+        """Spec of one replica's share."""
+        return _owner(self).element_spec
+
+    def get_next(self):
+        """Draws the next step and counts it as taken; tells Keras's steps its rows."""
+        owner = _owner(self)
+        waiting = getattr(owner, "waiting", None)
+        if waiting is None:
+            return owner.take(next(self.iterator))
+        return owner.take(waiting.measure(lambda: next(self.iterator)))
+
+    def get_next_as_optional(self):
+        """Draws the next step as a `tf.experimental.Optional` of shares."""
+        return OptionalShares(self.iterator.get_next_as_optional(), self.source)
+
+    def look(self):
+        """Draws a step to see its shapes, without counting it as taken."""
+        return rows.without_count(_owner(self).look(next(self.iterator)))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return rows.without_count(self.get_next())
+        except tf.errors.OutOfRangeError as error:
+            raise StopIteration from error
+
+
+def create_iterator(owner, number: int, pipeline: tf.data.Dataset) -> ReplicaIterator:
+    """Makes an iterator over a pipeline of shares for an owner that was registered."""
+    with tf.device("CPU:0"):
+        iterator = ReplicaIterator(iter(pipeline), number)
+    # An extension type takes no further attributes, but the owner must live as long as it does.
+    object.__setattr__(iterator, "_owner", owner)
+    return iterator
+
+
+class OptionalShares(tf.experimental.ExtensionType):
+    """The next step's shares, or nothing at the end of the data."""
+
+    optional: tf.experimental.Optional
+    source: int
+
+    def has_value(self):
+        """Whether there is another step."""
+        return self.optional.has_value()
+
+    def get_value(self):
+        """Returns the shares and counts the step as taken."""
+        return _owner(self).take(self.optional.get_value())
+
+
+# Extension types hold tensors and plain values only; the owner is found by its number.
+_owners: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(owner) -> int:
+    """Makes an object with `element_spec`, `take` and `look` known; returns its number."""
+    number = next(_numbers)
+    _owners[number] = owner
+    return number
+
+
+def _owner(value):
+    return _owners[value.source]
+
+
+class WholeBatches:
+    """Distributes a dataset of global batches by cutting each batch into shares.
+
+    TensorFlow does so with dense batches. Of ragged and sparse ones it cannot give a replica
+    nothing ("Serialized sparse should have at least 1 serialized tensor", "Tensor's shape (0,)
+    is not compatible"). Every worker reads all batches, as it does with TensorFlow too.
+
+    Args:
+        dataset: The batches, the same on every worker.
+        strategy: The strategy whose replicas they are for.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
+        self.strategy, self.element_spec = strategy, dataset.element_spec
+        numbers, count = local_shares(strategy), strategy.num_replicas_in_sync
+
+        def cut(*parts):
+            batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+            return tuple(rows.take_replica_rows(batch, number, count) for number in numbers)
+
+        self._shares = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+        self._number = register(self)
+
+    def __iter__(self) -> ReplicaIterator:
+        return create_iterator(self, self._number, self._shares)
+
+    def take(self, shares: tuple):
+        """Returns a step's shares as one distributed value."""
+        return to_replicas(self.strategy, shares)
+
+    look = take

@@ -1,0 +1,252 @@
+"""Logs of a step: without filler rows, and the same on all replicas and workers."""
+
+from __future__ import annotations
+
+import threading
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.step.replica_batch import current_replica_batch
+
+# What a user's class can give another answer to than Keras's own.
+_STEPS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
+_ROUNDING = 1e-6
+_local = threading.local()
+
+
+def output_losses(replica_batch) -> list:
+    """The trackers of several outputs' own losses."""
+    if replica_batch.model is None:
+        return []
+    return keras_compat.output_loss_trackers(replica_batch.model)
+
+
+def count_once(tracker, before, replica_batch) -> None:
+    """Makes a step count once over all replicas, with the mean over their rows.
+
+    Keras counts every call alike in the running mean of an output's own loss: as one or, where
+    it knows them, as its rows.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    part = (tracker.total - before) * replica_batch.weight * num_replicas
+    part = tf.where(replica_batch.num_real > 0, part, tf.zeros_like(part))
+    tracker.total.assign(before + part)
+
+
+def weigh_mean(metric, value):
+    """Returns a mean over this replica's rows, and its weight among all; None outside of a step.
+
+    The weights of all replicas add to one, so that a running mean counts the step once.
+    """
+    replica_batch = current_replica_batch()
+    if replica_batch is None or any(metric is tracker for tracker in output_losses(replica_batch)):
+        return None
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating:
+        return None
+    return tf.where(replica_batch.num_real > 0, value, tf.zeros_like(value)), replica_batch.weight
+
+
+def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
+    """Tells which of a step's logs are results of the model's metrics.
+
+    A step can return `{"loss": loss}` beside a metric of that name which it never updates. Call
+    it right after the step, before anything else changes the metrics' states.
+
+    Args:
+        logs: What the step returned.
+        replica_batch: The replica's rows of it.
+
+    Returns:
+        For each log, by its place, that has a metric's name and shape: 0.0 where it is that
+        metric's result on this replica, else 1.0, a float32 scalar. None where it can be nothing
+        else, as in Keras's own steps.
+    """
+    if not isinstance(logs, dict) or replica_batch.model is None or not logs:
+        return {}
+    if tf.distribute.get_replica_context().num_replicas_in_sync == 1:
+        return {}
+    logs = _flatten(logs)
+    results, differing = _results(replica_batch.model, logs), {}
+    for place, result in results.items():
+        value = _to_tensor(logs[place])
+        if value is None or value.dtype != result.dtype or value.shape != result.shape:
+            continue
+        counts = _differ(value, result) & (replica_batch.num_real > 0)
+        differing[place] = None if _is_stock(replica_batch.model) else tf.cast(counts, tf.float32)
+    return differing
+
+
+def _is_stock(model) -> bool:
+    own = [n for n in _STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
+    return not own and not any(name in vars(model) for name in _STEPS)
+
+
+def _differ(value, other) -> tf.Tensor:
+    """Whether two tensors differ by more than rounding."""
+    if not value.dtype.is_floating:
+        return tf.reduce_any(value != other)
+    apart = tf.abs(value - other) > tf.cast(_ROUNDING, value.dtype) * tf.abs(other)
+    return tf.reduce_any(apart | (tf.math.is_nan(value) != tf.math.is_nan(other)))
+
+
+def make_global(logs, replica_batch, differing, signals=None, beside=()):
+    """Makes a step's logs those of all replicas, and adds other tensors on the way.
+
+    The metrics' are computed from the metrics' states added up over all replicas, as Keras
+    does at the end of an epoch; so a callback that decides on a batch's logs decides the same on
+    every worker. What a step has computed by itself is averaged by rows.
+
+    Args:
+        logs: What the step returned.
+        replica_batch: The replica's rows of it.
+        differing: What `compare_with_metrics` has found.
+        signals: What workers want of one another, which goes with the same reduction; or None.
+        beside: Tensors to add over all replicas with the same reduction.
+
+    Returns:
+        The logs, and the sums of `beside`.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return logs, list(beside)
+    variables = replica_batch.model.metrics_variables if differing else []
+    variables = [v for v in variables if v.aggregation == "sum"]
+    states = [variable.value.read_value() for variable in variables]
+    places = _flatten(logs) if isinstance(logs, dict) else {}
+    flags = {place: flag for place, flag in differing.items() if flag is not None}
+    own = {place: log for place, log in places.items() if place in flags or place not in differing}
+    parts = _parts_of_means(own, replica_batch)
+    numbers = [_concat([replica_batch.num_real, *flags.values(), *parts.values()])] if own else []
+    wishes = [] if signals is None else [signals.part_of_step()]
+    added = add_by_dtype([*states, *numbers, *beside, *wishes])
+    if signals is not None:
+        signals.note(added.pop())
+    states, added = added[: len(states)], added[len(states) :]
+    numbers, sums = added[: len(numbers)], added[len(numbers) :]
+    if not places:
+        return logs, sums
+    with keras.StatelessScope(state_mapping=list(zip(variables, states))):
+        results = _results(replica_batch.model, {place: places[place] for place in differing})
+    if own:
+        rows, found, means = tf.split(numbers[0], [1, len(flags), -1])
+        flags = dict(zip(flags, tf.unstack(found)))
+        own = _split(tf.math.divide_no_nan(means, rows), own, parts)
+    return _choose(logs, results, flags, own), sums
+
+
+def _flatten(logs) -> dict[tuple, object]:
+    """Returns logs by their place: `(name,)`, or `(name, key)` where a metric gives several."""
+    flat = {}
+    for name, log in logs.items():
+        inner = {(name, key): value for key, value in log.items()} if isinstance(log, dict) else {}
+        flat |= inner or {(name,): log}
+    return flat
+
+
+def note_result(result, metric):
+    """Returns a metric's result; a step can log it under another name than the metric's.
+
+    Args:
+        result: The class's own method.
+        metric: The metric.
+    """
+    value = result(metric)
+    if current_replica_batch() is not None:
+        _local.__dict__.setdefault("results", {})[id(value)] = (value, metric)
+    return value
+
+
+def forget_results() -> None:
+    """Forgets what `note_result` has noted in this thread, as a step begins."""
+    _local.__dict__["results"] = {}
+
+
+def _metric_of(log):
+    """The metric whose result a log is, or None."""
+    value, metric = getattr(_local, "results", {}).get(id(log), (None, None))
+    return metric if value is log else None
+
+
+def _results(model, places) -> dict[tuple, tf.Tensor]:
+    """Returns the present results of those metrics that stand at some places of the logs."""
+    found, names = {}, {metric.name for metric in model.metrics}
+    if any(place[0] not in names for place in places):
+        found = _flatten(model.get_metrics_result())
+    for metric in model.metrics:
+        if any(place[0] == metric.name and place not in found for place in places):
+            found |= _flatten({metric.name: metric.result()})
+    for place, log in places.items():
+        metric = _metric_of(log)
+        if metric is not None and place not in found:
+            found[place] = metric.result()
+    found = {place: _to_tensor(found[place]) for place in places if place in found}
+    return {place: value for place, value in found.items() if value is not None}
+
+
+def _to_tensor(value) -> tf.Tensor | None:
+    """Returns a number as a tensor; a metric's `result` can be its variable. Else None."""
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
+    """What this replica adds to the sums over all rows, flat, for each log that has a mean."""
+    rows = tf.cast(replica_batch.num_real, tf.float32)
+    parts = {}
+    for place, log in logs.items():
+        value = _to_tensor(log)
+        if value is None or not value.dtype.is_floating or not value.shape.is_fully_defined():
+            continue
+        if value.shape.rank and tf.executing_eagerly():
+            # It may have a number for each row, and replicas have other numbers of rows.
+            continue
+        flat = tf.reshape(tf.cast(value, tf.float32), [-1])
+        parts[place] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
+    return parts
+
+
+def _concat(parts) -> tf.Tensor:
+    return tf.concat([tf.reshape(tf.cast(part, tf.float32), [-1]) for part in parts], axis=0)
+
+
+def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:
+    """Takes the means of all logs apart again."""
+    sizes = [part.shape[0] for part in parts.values()]
+    found = {}
+    for place, mean in zip(parts, tf.split(means, sizes) if sizes else []):
+        log = _to_tensor(logs[place])
+        found[place] = tf.cast(tf.reshape(mean, log.shape), log.dtype)
+    return found
+
+
+def _choose(logs, results, flags, means) -> dict:
+    """Takes a metric's result for a log that is one on every replica, else the mean by rows."""
+
+    def choose(place, log):
+        if place in flags and place in means and place in results:
+            return tf.where(flags[place] > 0, means[place], results[place])
+        value = results.get(place, means.get(place, _to_tensor(log)))
+        return log if value is None else value
+
+    return {
+        name: {key: choose((name, key), value) for key, value in log.items()}
+        if isinstance(log, dict)
+        else choose((name,), log)
+        for name, log in logs.items()
+    }
+
+
+def add_by_dtype(values) -> list[tf.Tensor]:
+    """Adds values over all replicas; workers pack what goes together, of one dtype only."""
+    added: list = [None] * len(values)
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        places = [i for i, value in enumerate(values) if value.dtype == dtype]
+        sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in places])
+        for place, value in zip(places, sums):
+            added[place] = value
+    return added

@@ -1,0 +1,189 @@
+"""`tf.distribute` strategies with three public methods repaired for Keras 3."""
+
+from __future__ import annotations
+
+import weakref
+
+import tensorflow as tf
+
+from tfmulti import devices as devices_lib
+from tfmulti import keras_compat, step
+from tfmulti.step import gradients, iterators, model_contents
+from tfmulti.strategies import scope_check
+
+
+def first_local_value(strategy: tf.distribute.Strategy, values):
+    """Takes each distributed value in a nested structure to the first local replica's.
+
+    A share without a row gets a filler row: what a model is built from must have some.
+    """
+
+    def first(value):
+        if isinstance(value, tf.distribute.DistributedValues):
+            return strategy.experimental_local_results(value)[0]
+        return value
+
+    values = tf.nest.map_structure(first, values, expand_composites=False)
+    return step.fill_if_empty(values)
+
+
+class _ForKeras:
+    """Repairs what Keras 3 asks of a strategy. Nothing changes for other callers."""
+
+    repairs_keras = True
+    # What was chosen, on which devices, and why; for people.
+    why = ""
+    # Set by the data pipeline when it marks filler rows in the sample weights.
+    marks_padding = False
+    # Whether a step is verified before it is taken for the first time.
+    verify = "auto"
+    # What that has taken so far.
+    seconds_verified = 0.0
+    # While verification has every replica do what one device does.
+    counts_one_replica = False
+    # Whether optimizers that nobody has wrapped are taken.
+    distribute_optimizers = True
+    # Set where a sum of gradients is kept in a checkpoint, bit for bit.
+    keeps_whole_sums = False
+    # Weak references to what the latest of Keras's steps has returned.
+    _logs = ()
+
+    @property
+    def num_replicas_in_sync(self):
+        """Replicas that take one step together."""
+        return 1 if self.counts_one_replica else super().num_replicas_in_sync
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on every replica; Keras's own steps also where a share has no row."""
+        if self.counts_one_replica:
+            return super().run(fn, args=args, kwargs=kwargs, options=options)
+        kind, model = keras_compat.step_of(fn)
+        several = self.num_replicas_in_sync > 1
+        if several and kind in ("train", "test"):
+            _refuse_jit_compile(model, self.num_replicas_in_sync)
+        if several and kind == "train":
+            scope_check.refuse_made_outside(model)
+            if not self.distribute_optimizers:
+                _refuse_bare(model)
+        if kind and len(args) == 1 and (several or self.marks_padding):
+            fn = step.guard(fn, kind, model, padded=self.marks_padding)
+            num_local_replicas = iterators.num_local_replicas(self)
+            if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
+                fn = step.divide_whole_batch(fn, num_local_replicas)
+        else:
+            args = tuple(step.without_count(value) for value in args)
+        # One replica's gradients are the whole batch's.
+        fn = gradients.one_step(fn, reduced=not several)
+        outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
+        if kind in ("train", "test"):
+            self._logs = _weak(outputs)
+        return outputs
+
+    def reduce(self, reduce_op, value, axis):
+        """Reduces as usual; a step's logs, with `axis=0` as Keras asks for them, locally.
+
+        Keras reduces every batch log so, which under several workers raises an error in
+        stock TensorFlow for a scalar, and takes a vector's own mean. The answer is the mean or
+        sum over this worker's replicas, whose logs are global already.
+        """
+        if axis == 0 and (_is_scalar(value) or any(log() is value for log in self._logs)):
+            local = tf.stack(self.experimental_local_results(value))
+            mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+            return tf.reduce_mean(local, axis=0) if mean else tf.reduce_sum(local, axis=0)
+        return super().reduce(reduce_op, value, axis)
+
+    def experimental_distribute_dataset(self, dataset, options=None):
+        """Distributes a dataset; those of `tfmulti.data` know themselves how."""
+        distribute_to = getattr(dataset, "distribute_to", None)
+        if distribute_to is not None:
+            return distribute_to(self)
+        dataset = keras_compat.without_tuning(dataset)
+        specs = tf.nest.flatten(dataset.element_spec)
+        uneven = any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
+        if uneven and self.num_replicas_in_sync > 1:
+            return iterators.WholeBatches(dataset, self)
+        if self.num_replicas_in_sync > 1 and all(isinstance(s, tf.TensorSpec) for s in specs):
+            # Shares of a batch that Python has made lie in its own memory, into which steps write.
+            dataset = _copied(dataset)
+        return super().experimental_distribute_dataset(dataset, options)
+
+
+def _refuse_jit_compile(model, num_replicas):
+    if model.jit_compile is True:
+        raise ValueError(
+            "`jit_compile` must be False on several replicas: XLA compiles for one device. "
+            f"Received: jit_compile=True, num_replicas={num_replicas}. "
+            "Use model.compile(..., jit_compile=False)."
+        )
+
+
+def _refuse_bare(model):
+    bare = [
+        type(optimizer).__name__
+        for optimizer in model_contents.optimizers_of(model)
+        if not getattr(optimizer, "tfmulti_distributed", False)
+        and not getattr(getattr(optimizer, "inner_optimizer", None), "tfmulti_distributed", False)
+    ]
+    if bare:
+        raise ValueError(
+            "With `distribute_optimizers=False` each optimizer must be wrapped. "
+            f"Received: {', '.join(bare)}. Use tfmulti.DistributedOptimizer(optimizer), or leave "
+            "the argument out."
+        )
+
+
+def _weak(outputs) -> list:
+    values = tf.nest.flatten(outputs, expand_composites=False)
+    kinds = (tf.Tensor, tf.distribute.DistributedValues)
+    return [weakref.ref(value) for value in values if isinstance(value, kinds)]
+
+
+def _copied(dataset):
+    """Returns a dataset whose batches lie in memory of their own."""
+
+    def copy(*parts):
+        batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+        return tf.nest.map_structure(lambda part: tf.raw_ops.DeepCopy(x=part), batch)
+
+    return dataset.map(copy)
+
+
+def _is_distributed(data) -> bool:
+    parts = tf.nest.flatten(data, expand_composites=False)
+    return any(isinstance(part, tf.distribute.DistributedValues) for part in parts)
+
+
+def _is_scalar(value) -> bool:
+    if isinstance(value, tf.distribute.DistributedValues):
+        return all(getattr(v, "shape", None) == () for v in getattr(value, "values", [None]))
+    # Eager steps of older versions give numbers.
+    return tf.TensorShape(getattr(value, "shape", ())).rank == 0
+
+
+class OneDeviceStrategy(_ForKeras, tf.distribute.OneDeviceStrategy):
+    """All variables and computation on one device."""
+
+
+class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
+    """One replica on each of several local devices."""
+
+
+class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
+    """One or more replicas on each worker of a cluster."""
+
+    compares_acts = False
+
+    def __init__(self, cluster_resolver, communication_options, num_cpus=1, elsewhere=False):
+        setting = (self, cluster_resolver, communication_options)
+        if elsewhere:
+            extended = keras_compat.OwnAllReduce(*setting)
+        elif num_cpus > 1 and not devices_lib.has_gpu():
+            extended = keras_compat.LocalCPUs(*setting, num_cpus)
+        else:
+            super().__init__(*setting[1:])
+            return
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+class TPUStrategy(_ForKeras, tf.distribute.TPUStrategy):
+    """One replica on each TPU core. Not tried: no TPU was at hand."""

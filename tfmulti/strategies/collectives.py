@@ -1,0 +1,132 @@
+"""What all workers must know of one another, compared by a small reduction."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import keras_compat
+from tfmulti.step import iterators
+
+_UNKNOWN = -1
+_DIGIT = 2**20
+_CHUNK = 2**18
+
+
+def num_workers(strategy: tf.distribute.Strategy) -> int:
+    """Returns the workers of the job; 1 where a strategy knows of none."""
+    return strategy.num_replicas_in_sync // iterators.num_local_replicas(strategy)
+
+
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this worker is the one that writes."""
+    return strategy.extended.should_checkpoint
+
+
+def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
+    """Returns the smallest and the largest of all workers' numbers.
+
+    It is a collective: every worker must call it.
+
+    Args:
+        strategy: The strategy of this worker.
+        number: A whole number below 2**24 in size.
+    """
+    if num_workers(strategy) == 1:
+        return number, number
+    function = getattr(strategy, "compare_function", None)
+    if function is None:
+        function = strategy.compare_function = _create_compare_function(strategy)
+    table = function(tf.constant(number, tf.float32))
+    table = strategy.experimental_local_results(table)[0].numpy()
+    return int(table.min()), int(table.max())
+
+
+def _create_compare_function(strategy):
+    def add(number):
+        # Reductions add; so each replica writes its own place of a table.
+        context = tf.distribute.get_replica_context()
+        place = tf.one_hot(context.replica_id_in_sync_group, strategy.num_replicas_in_sync)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, place * number)
+
+    return tf.function(lambda number: strategy.run(add, args=(number,)))
+
+
+def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
+    """Gives the chief's bytes to all workers; every worker must call it.
+
+    Args:
+        strategy: The strategy of this worker.
+        data: The bytes, on the chief; None on the others.
+    """
+    sizes = divmod(len(data), _DIGIT) if data is not None else (0, 0)
+    size = sum(compare(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
+    if num_workers(strategy) == 1 or not size:
+        return data or b""
+    function = strategy.add_function = getattr(
+        strategy, "add_function", None
+    ) or _create_add_function(strategy)
+    words = np.zeros(-(-size // (4 * _CHUNK)) * _CHUNK, np.int32)
+    if data is not None:
+        words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
+    for start in range(0, len(words), _CHUNK):
+        # A collective takes one shape for all calls.
+        added = function(tf.constant(words[start : start + _CHUNK]))
+        words[start : start + _CHUNK] = strategy.experimental_local_results(added)[0].numpy()
+    return words.view(np.uint8)[:size].tobytes()
+
+
+def _create_add_function(strategy):
+    num_local = iterators.num_local_replicas(strategy)
+
+    def add(chunk):
+        context = tf.distribute.get_replica_context()
+        first = tf.cast(context.replica_id_in_sync_group, tf.int32) % num_local == 0
+        return context.all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.where(first, chunk, tf.zeros_like(chunk))
+        )
+
+    return tf.function(
+        lambda chunk: strategy.run(add, args=(chunk,)),
+        input_signature=[tf.TensorSpec([_CHUNK], tf.int32)],
+    )
+
+
+def before_pass(strategy, epoch_iterator) -> None:
+    """Prepares Keras's iterator over the batches of a `fit` or an `evaluate`."""
+    keras_compat.follow_position(epoch_iterator)
+    agree_on_number_of_batches(strategy, epoch_iterator)
+
+
+def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
+    """Has all workers go on to the end of the longest data where their numbers differ.
+
+    Keras counts each worker's own batches, so that one stops while another waits for it. A
+    worker without data takes part with empty shares until all are done.
+    """
+    if getattr(epoch_iterator, "tfmulti_agreed", False):
+        # Of validation, which `fit` begins anew after every epoch.
+        return
+    epoch_iterator.tfmulti_agreed = True
+    number = keras_compat.number_of_batches(epoch_iterator, iterators.num_local_replicas(strategy))
+    least, most = compare(strategy, _UNKNOWN if number is None else number)
+    if least != most:
+        logging.warning(
+            "Workers have unequal numbers of batches: %s to %d. All go on to the end of the "
+            "longest data; a worker that has none left takes part without rows.",
+            "an unknown number" if least == _UNKNOWN else least,
+            most,
+        )
+    keras_compat.set_number_of_batches(epoch_iterator, None if least == _UNKNOWN else most)
+
+
+def agree_on_stopping(model) -> None:
+    """Has every worker stop after the epoch in which one of them wants to."""
+    strategy = model.distribute_strategy
+    if not getattr(strategy, "repairs_keras", False) or num_workers(strategy) == 1:
+        return
+    _, wanted = compare(strategy, int(bool(model.stop_training)))
+    if wanted and not model.stop_training:
+        logging.warning("Stopping after this epoch, as another worker does.")
+        model.stop_training = True

@@ -1,0 +1,81 @@
+"""When steps are verified: before the first one of a `fit`, an `evaluate` or a `predict`."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, verification
+from tfmulti.step import sparse_gradients, whole_batch
+from tfmulti.strategies import collectives
+from tfmulti.verification import Feed, Workers
+from tfmulti.verification.runs import PREDICT, TEST, TRAIN
+
+_KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batch": TEST}
+_EVEN = ("drop", "repeat_first")
+_WORKERS = Workers(collectives.compare, collectives.broadcast)
+
+
+def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
+    """Looks at a model that several replicas are going to train or to evaluate.
+
+    Args:
+        strategy: The model's strategy.
+        model: The model, built.
+        look: Function that returns a batch, as the replicas have it.
+        iterator: Keras's iterator over the batches; None for `train_on_batch`.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return
+    whole_batch.prepare_losses(model)
+    whole_batch.prepare_metrics(model)
+    if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
+        x = keras.utils.unpack_x_y_sample_weight(look())[0]
+        sparse_gradients.note_positions(model, verification.rows_lib.gather_local(strategy, x))
+    name, validates = getattr(model, "tfmulti_call", ("", False))
+    if name not in _KINDS:
+        return
+    feed = _feed(look, iterator)
+    verification.verify_once(model, _KINDS[name], feed, _WORKERS)
+    if name == "fit" and validates:
+        verification.verify_once(model, TEST, feed, _WORKERS, early=True)
+
+
+def before_call(model: keras.Model, name: str, data) -> None:
+    """Verifies the step of `predict`, which Keras begins without a look at its data."""
+    strategy = model.distribute_strategy
+    ours = getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync > 1
+    if name == "predict" and ours and strategy.verify != "never":
+        batch = _first_rows(data)
+        if batch is not None:
+            verification.verify_once(model, PREDICT, Feed(lambda: batch), _WORKERS)
+
+
+def _first_rows(data):
+    """Returns some rows of what `predict` was given, or None where a look would use them up."""
+    if isinstance(data, tf.data.Dataset):
+        iterator = iter(data)
+        look = getattr(iterator, "look", None)
+        return look() if look else next(iterator, None)
+    if isinstance(data, keras.utils.PyDataset):
+        return data[0]
+    kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    parts = tf.nest.flatten(data, expand_composites=False)
+    if not all(isinstance(part, kinds) for part in parts):
+        return None
+    return (tf.nest.map_structure(lambda part: part[:_MOST], data, expand_composites=False),)
+
+
+_MOST = 64
+
+
+def _feed(look, iterator) -> Feed:
+    if iterator is None:
+        return Feed(look)
+    own, static = keras_compat.feed_of(iterator)
+    plan = getattr(own, "plan", None)
+    if plan is None:
+        return Feed(look, static)
+    padded = plan.remainder == "pad"
+    return Feed(look, plan.remainder in _EVEN, counted=True, padded=padded)

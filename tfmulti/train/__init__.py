@@ -1,0 +1,1 @@
+"""Trains a model on a dataset under a strategy, and writes what came of it."""

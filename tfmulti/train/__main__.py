@@ -1,0 +1,98 @@
+"""The command line: `python -m tfmulti.train`.
+
+Imports no TensorFlow until the flags and the cluster have been checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tfmulti import cluster
+from tfmulti.runtime import command_line, console
+from tfmulti.train.config import TrainConfig
+
+USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the flags, trains, and shows a table. Returns the exit code."""
+    argv = sys.argv if argv is None else argv
+    more = (command_line.define_traceback, command_line.define_verbose)
+    config, values, code = command_line.read_command_line(TrainConfig, argv, USAGE, *more)
+    if code is not None:
+        return code
+    try:
+        return _train(config, values.verbose)
+    except Exception as error:
+        return _end(error, config, values.traceback)
+    except KeyboardInterrupt:
+        return _end_interrupted(config)
+
+
+def _end_interrupted(config) -> int:
+    """Says what was saved, and the others of a cluster why this worker ends."""
+    print("Interrupted: what is being written is finished.", file=sys.stderr, flush=True)
+    if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
+        from tfmulti.strategies.peer_errors import end_worker
+
+        task = cluster.resolve_cluster(config.tf_config, check_network=False)
+        end_worker(RuntimeError("interrupted by Ctrl-C"), task)
+    command_line.wait_for_threads()
+    saved = sorted(Path(config.workdir).glob("checkpoints/step_*")) if config.workdir else []
+    if saved:
+        step = int(saved[-1].name.removeprefix("step_"))
+        text = f"Saved: step {step}, in {saved[-1].parent}. The same command goes on from there."
+    else:
+        text = "Nothing was saved: " + (
+            "no epoch had ended." if config.workdir else "no --workdir."
+        )
+    print(text, file=sys.stderr)
+    return command_line.INTERRUPTED
+
+
+def _end(error, config, with_traceback) -> int:
+    """Says why this worker ends, tells the others where it is its own fault; the exit code."""
+    ending = None
+    if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
+        from tfmulti.strategies.peer_errors import end_worker
+
+        ending = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
+    command_line.show_error(error, with_traceback, None if ending is None else ending.text)
+    return command_line.ERROR if ending is None else ending.exit_code
+
+
+def _train(config: TrainConfig, verbose: bool) -> int:
+    task = None
+    if config.strategy in ("auto", "multi_worker"):
+        task = cluster.resolve_cluster(config.tf_config)
+    command_line.import_tensorflow(verbose=verbose)
+    from tfmulti.train.loop import train_and_evaluate
+
+    result = train_and_evaluate(config, print_fn=lambda line: print(line, flush=True))
+    if task is None or task.is_chief:
+        _show(result, config.workdir)
+    return 0
+
+
+def _show(result, workdir):
+    metrics, rate = result["metrics"], result["examples_per_second"]
+    # Keras sorts them by name.
+    names = sorted(metrics, key=lambda name: name.removeprefix("val_") != "loss")
+    words = {name: name.replace("val_", "validation ").replace("_", " ") for name in names}
+    workers = console.count(result["num_workers"], "worker")
+    rows = {
+        "strategy": result["strategy"],
+        "replicas": f"{result['num_replicas']} on {workers}",
+        "global batch size": result["global_batch_size"],
+        "steps": f"{result['steps']:,} in {result['seconds']:,.1f} s",
+        "examples per second": f"{rate:,.0f}" if rate else "not measured",
+        **{words[name]: f"{metrics[name]:.4f}" for name in names},
+        "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
+        "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
+    }
+    console.show_result(rows, "tfmulti.train")
+
+
+if __name__ == "__main__":
+    command_line.run_and_leave(main)

@@ -1,0 +1,319 @@
+"""`--per_replica_batch_size auto`: the largest batch that fits, the same on all workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tensorflow as tf
+
+from tfmulti import checkpoint, devices
+from tfmulti.choices import AUTO
+from tfmulti.cluster import environment
+from tfmulti.runtime import memory
+from tfmulti.step import iterators
+from tfmulti.strategies import collectives
+from tfmulti.train.config import TrainConfig
+
+LARGEST = 8192
+_FIRST = 8
+# What validation, checkpoints and the first batches of an epoch take besides the steps.
+_HEADROOM = 0.9
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        size: The largest number of examples of one replica that fits.
+        peak: Bytes that a worker, or its fullest GPU, held at most with it.
+        too_large: The smallest size that did not fit; None where none was met.
+        cap: The largest size that leaves an epoch steps enough.
+    """
+
+    size: int
+    peak: int
+    too_large: int | None
+    cap: int
+
+
+def search(attempt: Callable[[list[int]], SizeTrial]) -> Found:
+    """Finds the largest size that fits: powers of two first, then halves between.
+
+    Args:
+        attempt: Function that tries sizes in their order, in a fresh process, up to the first
+            that does not fit.
+
+    Raises:
+        RuntimeError: Where one example does not fit.
+
+    Example:
+    >>> def attempt(sizes):
+    ...     fit = [size for size in sizes if size <= 100]
+    ...     return Tried(fit[-1] if fit else 0, 0, next((s for s in sizes if s > 100), None), 900)
+    >>> search(attempt).size
+    96
+    """
+    sizes = [_FIRST]
+    while sizes[-1] < LARGEST:
+        sizes.append(2 * sizes[-1])
+    best = attempt(sizes)
+    too_large = best.too_large
+    while not best.size and too_large > 1:
+        best = attempt([too_large // 2])
+        too_large = best.too_large or too_large
+    if not best.size:
+        raise RuntimeError(
+            "One example per replica must fit in memory. Received: 1 did not. "
+            "Use a larger --memory_limit, a smaller model or another device."
+        )
+    for _ in range(_ROUNDS):
+        middle = _between(best.size, too_large)
+        if middle is None:
+            break
+        tried = attempt([middle])
+        if tried.size:
+            best = tried
+        else:
+            too_large = middle
+    return Found(best.size, best.peak, too_large, best.cap)
+
+
+def _between(fits, too_large) -> int | None:
+    """Returns a size in the middle, a multiple of eight where sizes are large; None for none."""
+    if too_large is None:
+        return None
+    middle = (fits + too_large) // 2
+    if middle > 2 * _FIRST:
+        middle -= middle % _FIRST
+    return middle if middle > fits else None
+
+
+def resolve_batch_size(
+    config: TrainConfig, strategy: tf.distribute.Strategy, print_fn: Callable[[str], None]
+) -> TrainConfig:
+    """Returns the run with a number in place of `per_replica_batch_size="auto"`.
+
+    Every worker tries on its own devices; the smallest of what they find is taken by all. A run
+    that goes on from a checkpoint keeps its batch size. Call it on every worker, before anything
+    is made in the strategy's scope.
+
+    Args:
+        config: The run.
+        strategy: The strategy of this worker.
+        print_fn: Function of one line of text, for the chief.
+
+    Raises:
+        RuntimeError: Where no size fits, or a step fails for another reason.
+        ValueError: On a TPU.
+    """
+    if config.per_replica_batch_size != AUTO:
+        return config
+    if isinstance(strategy, tf.distribute.TPUStrategy):
+        raise ValueError(
+            "`per_replica_batch_size=auto` needs a process of its own for its trials, which cannot "
+            "have the TPU. Received: strategy tpu. Give a number, such as 128."
+        )
+    print_fn = print_fn if collectives.is_chief(strategy) else _be_quiet
+    num_replicas = strategy.num_replicas_in_sync
+    _, kept = collectives.compare(strategy, _kept_batch_size(config, strategy))
+    if kept:
+        print_fn(f"per_replica_batch_size=auto: global batch size {kept}, as in the checkpoint")
+        return _replace(config, kept)
+    found, limit = _find(config, strategy, print_fn)
+    size, _ = collectives.compare(strategy, found.size)
+    print_fn(f"per_replica_batch_size=auto: {size} ({_explain(size, found, limit)})")
+    return _replace(config, size * num_replicas)
+
+
+def _replace(config, global_batch_size):
+    numbers = {"per_replica_batch_size": None, "global_batch_size": global_batch_size}
+    return dataclasses.replace(config, memory_limit=None, **numbers)
+
+
+def _be_quiet(line):
+    """Says nothing: the chief speaks for all."""
+
+
+def _find(config, strategy, print_fn) -> tuple[Found, int | None]:
+    limit = find_limit(config, strategy)
+    room = "a GPU's memory" if limit is None else memory.show_size(limit)
+    print_fn(f"per_replica_batch_size=auto: trying real steps; a worker may take {room}")
+    num_local = iterators.num_local_replicas(strategy)
+    allowed = None if limit is None else int(limit * _HEADROOM)
+
+    def attempt(sizes):
+        num_replicas = strategy.num_replicas_in_sync
+        tried = try_in_child_process(config, sizes, num_replicas, num_local, allowed)
+        fits = f"{tried.size} fits in {memory.show_size(tried.peak)}" if tried.size else ""
+        fails = f"{tried.too_large} does not fit" if tried.too_large else ""
+        print_fn(f"  {', '.join(filter(None, (fits, fails)))}")
+        return tried
+
+    return search(attempt), limit
+
+
+def find_limit(config: TrainConfig, strategy: tf.distribute.Strategy) -> int | None:
+    """Returns the bytes that a worker may take; None for all that its GPUs have.
+
+    Without a GPU and a `memory_limit` it is half of what this host, or its container, has,
+    divided by the workers on this host.
+    """
+    if config.memory_limit is not None:
+        return memory.parse_size(config.memory_limit)
+    if devices.has_gpu():
+        return None
+    return memory.available() // 2 // _workers_here(strategy)
+
+
+def _workers_here(strategy) -> int:
+    resolver = getattr(strategy, "cluster_resolver", None)
+    if collectives.num_workers(strategy) == 1 or resolver is None:
+        return 1
+    spec = resolver.cluster_spec()
+    own = spec.task_address(resolver.task_type, resolver.task_id).rpartition(":")[0]
+    addresses = [each for job in spec.jobs for each in spec.job_tasks(job)]
+    return sum(each.rpartition(":")[0] == own for each in addresses)
+
+
+def _kept_batch_size(config, strategy) -> int:
+    """Returns the global batch size of the checkpoint to go on from; 0 without one."""
+    if config.workdir is None or config.resume != "auto" or not collectives.is_chief(strategy):
+        return 0
+    latest = checkpoint.latest_good(Path(config.workdir) / "checkpoints", _be_quiet)
+    data = latest.state.get("data") if latest else None
+    return data["global_batch_size"] if data else 0
+
+
+def _explain(size, found, limit) -> str:
+    if size < found.size:
+        return "as another worker found"
+    peak = memory.show_size(found.peak)
+    room = peak if limit is None else f"{peak} of {memory.show_size(limit)}"
+    if size == found.cap:
+        return f"{room}; more would leave fewer than 8 steps an epoch"
+    return f"{room}; {found.too_large} did not fit" if found.too_large else room
+
+
+_LOOK_S = 0.02
+_LAST_LINES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeTrial:
+    """What came of some sizes.
+
+    Attributes:
+        size: The largest that fitted; 0 for none.
+        peak: Bytes held at most with it.
+        too_large: The one that did not fit, or None.
+        cap: The largest size that leaves an epoch steps enough.
+    """
+
+    size: int
+    peak: int
+    too_large: int | None
+    cap: int
+
+
+def try_in_child_process(
+    config: TrainConfig, sizes: list[int], num_replicas: int, num_local: int, limit: int | None
+) -> SizeTrial:
+    """Trains a few steps at each size in a fresh process, up to the first that does not fit.
+
+    Args:
+        config: The run.
+        sizes: Examples of one replica, ascending.
+        num_replicas: Replicas of the job.
+        num_local: Replicas of this worker.
+        limit: Bytes that the process, or its fullest GPU, may hold; None for no other limit than
+            the device's.
+
+    Raises:
+        RuntimeError: Where a step fails for another reason than memory.
+    """
+    request = {"sizes": sizes, "num_replicas": num_replicas, "num_local": num_local}
+    settings = dataclasses.asdict(config)
+    settings |= {"per_replica_batch_size": None, "memory_limit": None, "tf_config": None}
+    request["config"] = {**settings, "strategy": "auto", "communication": "auto"}
+    size = peak = cap = 0
+    begun = None
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        # A GPU's memory is none of the process's own.
+        for message in _messages(request, None if devices.has_gpu() else limit, log):
+            if "error" in message:
+                raise _error(message["error"])
+            begun = message.get("begins", begun)
+            if "size" in message:
+                cap = message["cap"]
+                if limit is not None and message["peak"] > limit:
+                    break
+                size, peak, begun = message["size"], message["peak"], None
+            elif "no_memory" in message:
+                begun = begun or sizes[0]
+        log.seek(0)
+        words = " ".join(log.read().splitlines()[-_LAST_LINES:])
+    if begun is None and not size:
+        raise _error(words or "the process ended without a word")
+    return SizeTrial(size, peak, begun, cap)
+
+
+def _messages(request, limit, log) -> Iterator[dict]:
+    """Starts the process, and yields what it says; it has ended when this returns."""
+    reading, writing = os.pipe()
+    environ = {k: v for k, v in os.environ.items() if k != environment.PROGRESS}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tfmulti.train.batch_size_trial",
+                json.dumps({**request, "pipe": writing}),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            pass_fds=[writing],
+        )
+    finally:
+        os.close(writing)
+    try:
+        yield from _read(reading, process, limit)
+    finally:
+        os.close(reading)
+        process.kill()
+        process.stdin.close()
+        process.wait()
+
+
+def _read(reading, process, limit):
+    rest = b""
+    while True:
+        if select.select([reading], [], [], _LOOK_S)[0]:
+            piece = os.read(reading, 1 << 16)
+            if not piece:
+                return
+            *lines, rest = (rest + piece).split(b"\n")
+            yield from map(json.loads, lines)
+        if limit is not None and memory.peak_of(process.pid) > limit:
+            # Before this host ends something else for want of memory.
+            yield {"no_memory": "more than the limit"}
+            return
+
+
+def _error(words) -> RuntimeError:
+    return RuntimeError(
+        "`per_replica_batch_size=auto` trains some steps, which must not fail. "
+        f"Received: {words.rstrip('.')}. Give a number, and see what fails then."
+    )

@@ -1,0 +1,183 @@
+"""What one training run is made from, checked before TensorFlow is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfmulti.choices import (
+    AUTO,
+    COMMUNICATIONS,
+    COMPRESSIONS,
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    DTYPE_POLICIES,
+    ON_NONFINITE,
+    OPTIMIZERS,
+    RESUME,
+    SCALING_RULES,
+    STRATEGIES,
+    TRACKERS,
+    VERIFY,
+)
+from tfmulti.runtime.memory import parse_size
+from tfmulti.settings import check_settings, setting
+from tfmulti.sharding import REMAINDERS
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run; every setting is a flag of `python -m tfmulti.train`.
+
+    Raises:
+        ValueError: For a value that cannot be, or that does not go with another.
+
+    Example:
+    >>> TrainConfig(strategy="mirrored", logical_cpus=2, epochs=3).epochs
+    3
+    """
+
+    strategy: str = setting("auto", "Where to train.", STRATEGIES)
+    tf_config: str | None = setting(
+        None, "File or folder with the cluster; by default the variable TF_CONFIG."
+    )
+    model: str = setting("cnn", "cnn, mlp, or package.module:function.")
+    dataset: str = setting(
+        "digits", "digits, a tensorflow-datasets name, or package.module:function."
+    )
+    per_replica_batch_size: int | str | None = setting(
+        None,
+        "Examples per step of one replica, instead of --global_batch_size; auto takes as many as "
+        "fit in memory.",
+        at_least=1,
+        word=AUTO,
+    )
+    memory_limit: str | None = setting(
+        None,
+        "Memory of one worker for --per_replica_batch_size auto, as in 4GB; by default a GPU's "
+        "own, without one half of this container's, divided by its workers.",
+    )
+    global_batch_size: int | None = setting(
+        None,
+        f"Examples per step over all replicas. By default {DEFAULT_GLOBAL_BATCH_SIZE}.",
+        at_least=1,
+    )
+    epochs: int = setting(20, "Passes over the data.", at_least=1)
+    steps_per_epoch: int | None = setting(
+        None, "Steps per epoch; by default one pass over the data.", at_least=1
+    )
+    optimizer: str | None = setting(
+        None, "Optimizer; momentum is SGD with momentum 0.9. By default adam.", OPTIMIZERS
+    )
+    learning_rate: float | None = setting(
+        None, "Rate for the base batch size. By default the optimizer's own.", at_least=0.0
+    )
+    learning_rate_scaling: str = setting(
+        "none", "How the rate grows with the global batch size.", SCALING_RULES
+    )
+    base_batch_size: int = setting(
+        256, "Batch size for which the learning rate was tuned.", at_least=1
+    )
+    warmup_epochs: float = setting(0.0, "Epochs of gradual warm-up.", at_least=0.0)
+    dtype_policy: str = setting("float32", "Keras dtype policy.", DTYPE_POLICIES)
+    gradient_accumulation_steps: int = setting(
+        1, "Steps whose gradients make one update.", at_least=1
+    )
+    steps_per_execution: int = setting(1, "Steps per call of the compiled function.", at_least=1)
+    remainder: str = setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
+    communication: str = setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
+    bucket_bytes: int | None = setting(
+        None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
+    )
+    compression: str | None = setting(
+        None, "Send gradients in half the bytes, rounded.", COMPRESSIONS
+    )
+    start_timeout: float | None = setting(
+        None,
+        "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
+        at_least=0.001,
+    )
+    heartbeat_timeout: float | None = setting(
+        None, "Seconds of silence after which a worker counts as lost; by default 10.", at_least=1.0
+    )
+    logical_cpus: int = setting(
+        0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
+    )
+    seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
+    on_nonfinite: str = setting(
+        "stop", "When a gradient is infinite or not a number.", ON_NONFINITE
+    )
+    resume: str = setting("auto", "Whether to go on from --workdir's checkpoints.", RESUME)
+    checkpoint_steps: int | None = setting(
+        None, "Steps from one checkpoint to the next within an epoch.", at_least=1
+    )
+    checkpoint_minutes: float | None = setting(
+        None, "Minutes from one checkpoint to the next within an epoch.", at_least=0.001
+    )
+    audit_shards: bool = setting(False, "Tell which rows each replica received.")
+    monitor: bool = setting(
+        False, "Tell throughput, processor, memory and GPUs after every epoch, on every worker."
+    )
+    track: str = setting("none", "Log every epoch to Weights & Biases or to MLflow.", TRACKERS)
+    workdir: str | None = setting(
+        None, "Folder for model.keras, history.csv, result.json and logs/."
+    )
+    verify: str = setting(
+        "auto",
+        "Whether a few rows show, before the first step, that many replicas give one device's "
+        "result; auto leaves out what is made of stock parts alone.",
+        VERIFY,
+    )
+    deterministic: bool = setting(False, "Use deterministic operations only; slower.")
+
+    def __post_init__(self):
+        check_settings(self)
+        if self.global_batch_size and self.per_replica_batch_size:
+            raise ValueError(
+                "`global_batch_size` and `per_replica_batch_size` exclude each other. Received: "
+                f"global_batch_size={self.global_batch_size}, "
+                f"per_replica_batch_size={self.per_replica_batch_size}. Give one of them."
+            )
+        if self.memory_limit is not None:
+            parse_size(self.memory_limit)
+            if self.per_replica_batch_size != AUTO:
+                raise ValueError(
+                    "`memory_limit` goes with per_replica_batch_size=auto. Received: "
+                    f"memory_limit={self.memory_limit!r}, "
+                    f"per_replica_batch_size={self.per_replica_batch_size}. "
+                    "Use --per_replica_batch_size auto, or leave --memory_limit out."
+                )
+        if self.tf_config and self.strategy not in ("auto", "multi_worker"):
+            raise ValueError(
+                "`tf_config` goes with multi_worker and auto. "
+                f"Received: tf_config={self.tf_config!r}, strategy={self.strategy!r}. "
+                "Use --strategy multi_worker, or leave --tf_config out."
+            )
+        if self.communication != "auto" and self.strategy not in ("auto", "multi_worker"):
+            raise ValueError(
+                "`communication` goes with multi_worker. "
+                f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
+                "Leave --communication out."
+            )
+        if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
+            raise ValueError(
+                "`logical_cpus` above 1 goes with mirrored, multi_worker and auto. "
+                f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
+                "Use --strategy mirrored."
+            )
+
+    def resolve_global_batch_size(self, num_replicas: int) -> int:
+        """Returns the examples per step over all replicas.
+
+        Raises:
+            ValueError: Where `"auto"` has not been replaced with a number.
+
+        >>> TrainConfig(per_replica_batch_size=32).resolve_global_batch_size(4)
+        128
+        """
+        if self.per_replica_batch_size == AUTO:
+            raise ValueError(
+                "`per_replica_batch_size` must be a number here. Received: 'auto'. "
+                "Use train_and_evaluate, which finds it."
+            )
+        if self.per_replica_batch_size:
+            return self.per_replica_batch_size * num_replicas
+        return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE

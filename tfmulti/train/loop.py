@@ -1,0 +1,122 @@
+"""Trains a model on a dataset under a strategy, and writes what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+
+import numpy as np
+
+from tfmulti import callbacks, keras_compat
+from tfmulti.cluster import environment
+from tfmulti.data import distribute_eval, distribute_train
+from tfmulti.data.datasets import load_dataset
+from tfmulti.strategies import create_strategy
+from tfmulti.train.batch_size import resolve_batch_size
+from tfmulti.train.compiling import compile_model, prepare_keras
+from tfmulti.train.config import TrainConfig
+from tfmulti.train.models import create_model
+from tfmulti.train.run_reporter import RunReporter, digest_weights
+from tfmulti.train.run_summary import summarize_run
+
+_SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
+
+
+def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
+    """Trains and validates a model, on this worker or this process's devices.
+
+    Every worker of a cluster calls it with the same configuration. With `workdir` the chief
+    writes `model.keras`, `history.csv`, `result.json` and `logs/`.
+
+    Args:
+        config: The run.
+        print_fn: Function that takes one line of text for the user.
+
+    Returns:
+        The contents of `result.json`.
+
+    Raises:
+        ValueError: For a model, data or settings that do not go together.
+        RuntimeError: Where the devices or the cluster are not there.
+    """
+    strategy = _create_strategy(config)
+    config = resolve_batch_size(config, strategy, print_fn)
+    global_batch_size = config.resolve_global_batch_size(strategy.num_replicas_in_sync)
+    prepare_keras(config)
+    train_split, test_split = load_dataset(config.dataset)
+    train = distribute_train(
+        train_split,
+        strategy,
+        global_batch_size,
+        seed=config.seed,
+        remainder=config.remainder,
+        steps_per_epoch=config.steps_per_epoch,
+        audit=config.audit_shards,
+    )
+    test = distribute_eval(test_split, strategy, global_batch_size)
+    with strategy.scope():
+        model = create_model(config.model, train_split)
+        base_rate = compile_model(model, config, train)
+    worker = RunReporter(strategy, config.workdir, print_fn)
+    worker.introduce(global_batch_size)
+    numbers = summarize_run(config, train.plan, worker.num_workers, model, base_rate)
+    worker.show_numbers(numbers)
+    throughput = callbacks.Throughput(train, print_fn=worker.print_fn_of_monitors(config))
+    began = time.perf_counter()
+    try:
+        history = model.fit(
+            train,
+            validation_data=test,
+            epochs=config.epochs,
+            shuffle=False,
+            verbose=0,
+            callbacks=[throughput, *worker.create_callbacks(train, config)],
+        )
+    finally:
+        worker.close()
+    seconds = time.perf_counter() - began
+    result = _describe(numbers, worker, throughput, history, seconds)
+    for name, before in zip(("steps", "examples"), worker.done_before(train.plan)):
+        # Of the whole run, however often it was started again.
+        result[name] += before
+    result["weights_sha256"] = digest_weights(model)
+    worker.finish(model, result)
+    return result
+
+
+def _create_strategy(config):
+    names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
+    settings = {name: getattr(config, name) for name in (*names, "heartbeat_timeout", "verify")}
+    return create_strategy(config.strategy, must_agree=_settings_of_all(config), **settings)
+
+
+def _settings_of_all(config) -> dict:
+    settings = dataclasses.asdict(config)
+    return {f"--{k}": v for k, v in settings.items() if k not in _SETTINGS_OF_ONE_WORKER}
+
+
+def _describe(numbers, worker, throughput, history, seconds) -> dict:
+    metrics = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
+    measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
+    return {
+        "strategy": type(worker.strategy).__name__,
+        "num_workers": worker.num_workers,
+        "num_replicas": worker.strategy.num_replicas_in_sync,
+        "global_batch_size": numbers.global_batch_size,
+        "per_replica_batch_size": numbers.per_replica_batch_size,
+        "learning_rate": numbers.learning_rate,
+        "steps": throughput.steps,
+        "epochs": len(history.epoch),
+        "examples": throughput.examples,
+        "seconds": round(seconds, 3),
+        "examples_per_second": measured["examples_per_second"],
+        "metrics": metrics,
+        "restarts": environment.count_restarts(os.environ),
+        "versions": {
+            "python": platform.python_version(),
+            **keras_compat.installed_versions(),
+            "numpy": np.__version__,
+        },
+    }

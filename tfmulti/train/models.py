@@ -1,0 +1,115 @@
+"""The models that the command line offers, by name or by "package.module:function"."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.data.datasets import resolve_function
+
+
+def create_model(name: str, train) -> keras.Model:
+    """Creates a model; call it in the strategy's scope.
+
+    Args:
+        name: `"cnn"` or `"mlp"`, both classifiers that give logits, or
+            `"package.module:function"`, a function of `train`, or of nothing, that returns a
+            `keras.Model`.
+        train: The training split that `load_dataset` returned.
+
+    Returns:
+        A `keras.Model`, compiled or not.
+
+    Raises:
+        ValueError: For a name that is unknown or does not give a model, or for data that the
+            model cannot take.
+    """
+    if ":" in name:
+        function = resolve_function(name, argument="--model")
+        model = function(train) if _takes_data(function) else function()
+        if not isinstance(model, keras.Model):
+            raise ValueError(
+                "`model` must name a function that returns a keras.Model. "
+                f"Received: {name!r}, which returned {type(model).__name__}. "
+                "Return the model, compiled or not."
+            )
+        return model
+    if name not in MODELS:
+        raise ValueError(
+            f"`model` must be one of {', '.join(MODELS)}, or 'package.module:function'. "
+            f"Received: model={name!r}. Use 'cnn' for images."
+        )
+    return MODELS[name](train)
+
+
+def create_cnn(train) -> keras.Model:
+    """Creates a small convolutional classifier, without dropout or batch normalization.
+
+    It is smooth throughout, so that rounding, which differs with the number of rows that a
+    device sees, stays rounding. A maximum over equal pixels (a flat background) or a ReLU at 0
+    would turn it into another gradient.
+
+    Takes images of shape `(batch, height, width, channels)`; gives logits of shape
+    `(batch, classes)`.
+    """
+    shape, num_classes = _describe(train, rank=3, model="cnn")
+    return keras.Sequential(
+        [
+            keras.Input(shape),
+            keras.layers.Conv2D(32, 3, padding="same", activation="tanh"),
+            keras.layers.Conv2D(32, 3, padding="same", activation="tanh", strides=2),
+            keras.layers.Conv2D(64, 3, padding="same", activation="tanh"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="tanh"),
+            keras.layers.Dense(num_classes),
+        ],
+        name="cnn",
+    )
+
+
+def create_mlp(train) -> keras.Model:
+    """Creates a classifier with two dense layers; gives logits of shape `(batch, classes)`."""
+    shape, num_classes = _describe(train, rank=None, model="mlp")
+    return keras.Sequential(
+        [
+            keras.Input(shape),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="tanh"),
+            keras.layers.Dense(128, activation="tanh"),
+            keras.layers.Dense(num_classes),
+        ],
+        name="mlp",
+    )
+
+
+MODELS = {"cnn": create_cnn, "mlp": create_mlp}
+
+
+def _takes_data(function) -> bool:
+    try:
+        return bool(inspect.signature(function).parameters)
+    except ValueError:
+        # Of a function that is not Python's nothing is known.
+        return True
+
+
+def _describe(train, rank, model) -> tuple[tuple[int, ...], int]:
+    """Returns the shape of one example and the number of classes."""
+    if isinstance(train, tf.data.Dataset):
+        shape = tuple(tf.nest.flatten(train.element_spec)[0].shape)
+        largest = train.map(lambda x, y, *_: tf.cast(y, tf.int64)).reduce(np.int64(0), tf.maximum)
+        num_classes = int(tf.reduce_max(largest)) + 1
+    else:
+        x, y = train[0], np.asarray(train[1])
+        shape = None if isinstance(x, dict) else tuple(np.shape(x)[1:])
+        num_classes = int(y.max()) + 1 if y.dtype.kind in "iu" else 0
+    if shape is None or num_classes < 2 or (rank is not None and len(shape) != rank):
+        raise ValueError(
+            f"`model={model}` needs examples of one array{' with rank 3' if rank else ''} and "
+            f"integer labels. Received: example shape {shape}, {num_classes} classes. "
+            "Write a model of your own: --model package.module:function."
+        )
+    return shape, num_classes
