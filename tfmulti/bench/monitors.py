@@ -64,8 +64,8 @@ def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
         print_fn: Function that takes a line of text for the user.
 
     Returns:
-        `"rows"`, one for each configuration, of the clock and of the processor seconds of all threads,
-        which other programs disturb less; and `"ratios"`, the largest of each.
+        `"rows"`, one for each configuration, of the clock and of the processor seconds of all
+        threads, which other programs disturb less; and `"ratios"`, the largest of each.
 
     Raises:
         JobFailed: Where a configuration does not run.

@@ -56,7 +56,7 @@ class ReplicaBatch:
 
 def current_replica_batch() -> ReplicaBatch | None:
     """Returns the share of the step that this thread traces, or None outside of one."""
-    return getattr(_local, "share", None)
+    return getattr(_local, "replica_batch", None)
 
 
 @contextlib.contextmanager

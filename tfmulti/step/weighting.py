@@ -6,12 +6,12 @@ a mean over the batch is the sum over replicas of w_r times the replica's own me
     w_r = n_r / n,        and so  sum_r w_r = 1.
 
 - **Gradients** (`tfmulti.step.gradients`): a tape weighs its target, the replica's mean loss, with
-  w_r where the backward pass begins, and adds the gradients over replicas. What is the same on every
-  replica (penalties on weights, a loss over gathered rows) needs no care, since the weights add
-  to one. Weighed later, layers whose backward pass crosses replicas would be wrong.
+  w_r where the backward pass begins, and adds the gradients over replicas. What is the same on
+  every replica (penalties on weights, a loss over gathered rows) needs no care, since the weights
+  add to one. Weighed later, layers whose backward pass crosses replicas would be wrong.
 - **Losses** (`tfmulti.step.losses`) that do not divide by rows: one that divides by a count c_r of
-  its own (valid steps under a mask, sample weights) is multiplied by (c_r / c) / w_r first, a sum by
-  1 / w_r.
+  its own (valid steps under a mask, sample weights) is multiplied by (c_r / c) / w_r first, a sum
+  by 1 / w_r.
 - **Running means** of a number that a step has computed take it with the weight w_r.
 - **State** that a layer computes from its rows changes by the mean of the replicas' changes.
 - **Filler rows** count nothing: those of padding are cut off before a step; that of a replica

@@ -51,7 +51,7 @@ class CommunicationOptions:
 
 def create_multi_worker(
     cluster: cluster_lib.Cluster | None,
-    communication_options: CommunicationOptions = CommunicationOptions(),
+    options: CommunicationOptions = CommunicationOptions(),
     logical_cpus: int = 0,
     timeouts: Timeouts = Timeouts(),
     must_agree: Mapping[str, object] | None = None,
@@ -65,7 +65,7 @@ def create_multi_worker(
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
     communication, reason = choose_communication(
-        communication_options.communication, cluster.num_workers, logical_cpus
+        options.communication, cluster.num_workers, logical_cpus
     )
     if cluster.num_workers > 1:
         _meet(cluster, timeouts.start_timeout, must_agree or {})
@@ -82,15 +82,13 @@ def create_multi_worker(
         rpc_layer=_RPC_LAYER,
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
-    engine = "RING" if communication == "mpi" else communication.upper()
-    options = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=communication_options.bucket_bytes or 0,
-        implementation=tf.distribute.experimental.CommunicationImplementation(engine),
-    )
     try:
         with keras_compat.heartbeats(timeouts.heartbeat_timeout):
             strategy = MultiWorkerMirroredStrategy(
-                resolver, options, logical_cpus or 1, elsewhere=communicator is not None
+                resolver,
+                _collective_options(communication, options.bucket_bytes),
+                logical_cpus or 1,
+                elsewhere=communicator is not None,
             )
     except RuntimeError as error:
         if "program startup" not in str(error):
@@ -100,13 +98,20 @@ def create_multi_worker(
     strategy.compares_acts = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
-        strategy.extended.add = _create_transport(
-            communicator, cluster, communication_options.bucket_bytes
-        ).add
+        all_reduce = _create_mpi_all_reduce(communicator, cluster, options.bucket_bytes)
+        strategy.extended.add = all_reduce.add
     return strategy
 
 
-def _create_transport(communicator, cluster, bucket_bytes) -> MpiAllReduce:
+def _collective_options(communication, bucket_bytes):
+    engine = "RING" if communication == "mpi" else communication.upper()
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=bucket_bytes or 0,
+        implementation=tf.distribute.experimental.CommunicationImplementation(engine),
+    )
+
+
+def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
     me = (cluster.task_type, cluster.task_index)
     others = [f"/job:{k}/replica:0/task:{i}" for k, i in cluster.tasks if (k, i) != me]
     settings = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
