@@ -1,5 +1,6 @@
 """Four logical CPUs for the whole run, and real workers on loopback."""
 
+import collections
 import contextlib
 import os
 import subprocess
@@ -20,6 +21,19 @@ def pytest_configure(config):
     from tfmulti import devices
 
     devices.set_logical_cpus(4)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks all but the first cases of a test that is `sampled` as slow."""
+    seen = collections.Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            test = item.nodeid.split("[")[0]
+            seen[test] += 1
+            if seen[test] > marker.args[0]:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

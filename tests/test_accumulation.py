@@ -51,6 +51,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_accumulation_gives_one_devices_result(name):
     weights = [weights_of(train(number, OPTIMIZERS[name])) for number in (1, 3)]

@@ -55,6 +55,7 @@ def test_where_one_example_does_not_fit_it_is_said():
 AUTO = TrainConfig(strategy="one_device", model="mlp", per_replica_batch_size="auto", epochs=1)
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_trains_and_tells_its_memory():
     tried = search.try_in_child_process(AUTO, [8, 16, 8192], 1, 1, None)
     # 1,437 digits, of which an epoch keeps eight steps.
@@ -62,6 +63,7 @@ def test_a_process_of_its_own_trains_and_tells_its_memory():
     assert tried.peak > 100e6
 
 
+@pytest.mark.slow
 def test_a_limit_ends_the_process_and_another_error_is_told():
     tried = search.try_in_child_process(AUTO, [8], 1, 1, int(60e6))
     assert (tried.size, tried.too_large) == (0, 8)

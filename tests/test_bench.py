@@ -255,6 +255,7 @@ def test_all_processes_of_a_job_do_an_order(tmp_path):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -298,6 +299,7 @@ def run_bench(folder, *flags, cwd=None, result="bench.json"):
     return done.stdout, json.loads((folder / result).read_text())
 
 
+@pytest.mark.slow
 def test_a_slow_source_is_input_bound_and_a_broken_set_up_does_not_stop_the_others(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     flags = ["--model=own:create", "--dataset=own:load", "--batch_size=8", "--noallreduce"]

@@ -102,6 +102,7 @@ def whole_fixture(tmp_path_factory):
     return whole
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_replicas", "steps"),
     [
@@ -124,6 +125,7 @@ def test_a_killed_run_ends_as_one_that_was_not(num_replicas, steps, whole, tmp_p
     assert_same_history(history, resumed_history)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_between_checkpoints_takes_the_steps_again(whole, tmp_path):
     weights, history, _ = whole(2)
     with pytest.raises(Killed):
@@ -136,6 +138,7 @@ def test_a_run_that_was_killed_between_checkpoints_takes_the_steps_again(whole, 
     assert_same_history(history, resumed_history)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(whole, tmp_path):
     weights, history, _ = whole(1)
     train(1, tmp_path)
@@ -145,6 +148,7 @@ def test_a_finished_run_is_not_trained_again(whole, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_sigterm_saves_and_exits(num_replicas, whole, tmp_path):
     weights, history, _ = whole(num_replicas)
@@ -159,6 +163,7 @@ def test_sigterm_saves_and_exits(num_replicas, whole, tmp_path):
     assert_same_history(history, resumed_history)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_replicas(whole, tmp_path):
     weights, _, _ = whole(1, dropout=False)
     with pytest.raises(Killed):
@@ -168,6 +173,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(whole, tmp_path):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_differs_with_another_number_of_replicas_is_told(tmp_path):
     with pytest.raises(Killed):
         train(2, tmp_path, End(4, kill), every_steps=1)
@@ -217,12 +223,14 @@ def test_every_dtype_comes_back(dtype, tmp_path):
     np.testing.assert_array_equal(checkpoint.load(checkpoint.latest_good(tmp_path))["a"], value)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     train(1, tmp_path)
     with pytest.raises(checkpoint.CheckpointError, match="of the same model and optimizer"):
         train(1, tmp_path, optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -241,6 +249,7 @@ class BestOfEach(keras.callbacks.Callback):
         self.best = {name: min(value, self.best.get(name, value)) for name, value in logs.items()}
 
 
+@pytest.mark.slow
 def test_a_callback_may_remember_anything(whole, tmp_path):
     first, second = BestOfEach(), BestOfEach()
     with pytest.raises(Killed):
@@ -252,6 +261,7 @@ def test_a_callback_may_remember_anything(whole, tmp_path):
     assert second.best["loss"] <= first.best["loss"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("every_steps", [1, None])
 def test_what_callbacks_do_as_an_epoch_begins_is_done_once(every_steps, tmp_path):
     """A schedule that halves the rate, resumed within an epoch and where one begins."""
@@ -269,6 +279,7 @@ def test_what_callbacks_do_as_an_epoch_begins_is_done_once(every_steps, tmp_path
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_dataset_is_saved_between_epochs(tmp_path):
     with pytest.raises(ValueError, match="need `dataset`"):
         tfmulti.callbacks.Checkpoint(tmp_path, every_steps=1)

@@ -42,12 +42,14 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
     assert done.stdout == "exit functions are called\n"
 
 
+@pytest.mark.slow
 def test_a_thread_that_never_ends_holds_nothing_up():
     done, seconds = run(WAITS_FOR_EVER + "command_line.leave(1)")
     assert done.returncode == 1
     assert seconds < 15
 
 
+@pytest.mark.slow
 def test_our_own_threads_are_waited_for():
     done, _ = run(WRITES + "command_line.leave(0)")
     assert done.stdout == "written\nexit functions are called\n"

@@ -366,6 +366,7 @@ def test_unknown_config_or_version(tfds, no_network, name):
     assert_three_parts(error, "config and version", repr(name), "'mnist' alone", "load_split")
 
 
+@pytest.mark.slow
 def test_absent_data_fails_in_time_and_data_on_disk_needs_no_code(tfds, tmp_path):
     create_builder_class(tfds, "OnDisk", {"train": [1, 2], "test": [3]})().download_and_prepare()
     script = """

@@ -154,6 +154,7 @@ def test_a_worker_that_does_not_come_is_named():
     assert there.status == "ok"
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_found_is_told_by_its_cause():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "nobody.invalid:12345"]}
     cluster = Cluster(spec, "worker", 0)

@@ -248,6 +248,7 @@ def test_the_readme_is_short():
     assert len(seen.splitlines()) <= 150
 
 
+@pytest.mark.slow
 def test_pages_are_made_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],

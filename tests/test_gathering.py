@@ -141,6 +141,7 @@ def train(num_replicas, num_rows, run_eagerly=False, verify="auto", **feed):
     return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 43), (2, 33), (3, 33)])
 def test_fit_with_negatives_from_the_batch_is_one_devices(num_replicas, num_rows, run_eagerly):

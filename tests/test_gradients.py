@@ -168,6 +168,7 @@ def train(num_replicas, step, eager=False):
     return np.concatenate([w.ravel() for w in model.get_weights()]), history["loss"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: getattr(step, "__name__", "function"))
 def test_a_step_by_hand_gives_one_devices_result(step):
     weights, losses = train(3, step)
@@ -176,6 +177,7 @@ def test_a_step_by_hand_gives_one_devices_result(step):
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_eager_steps_by_hand_too():
     np.testing.assert_allclose(
         train(2, sharpness_aware, eager=True)[0], train(1, sharpness_aware)[0], rtol=0, atol=1e-6

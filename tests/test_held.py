@@ -117,6 +117,7 @@ def train(name, num_replicas, folder, kill_after=None):
     return model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_replicas"), [("list", 2), ("an object", 1), ("a layer", 2)])
 def test_they_are_distributed_saved_and_resumed(name, num_replicas, tmp_path):
     expected = train(name, 1, tmp_path / "one")

@@ -107,6 +107,7 @@ def test_an_unknown_name_is_an_attribute_error():
     assert "create_strategy" in dir(tfmulti)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [None, "0"])
 def test_the_first_use_keeps_back_what_tensorflow_says_unless_asked_for(level):
     environ = {name: text for name, text in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}

@@ -176,6 +176,7 @@ def normalized():
     )
 
 
+@pytest.mark.slow
 def test_canary_batch_statistics_count_every_row():
     # Batches of two rows and of one: the second replica is left without a row.
     check_needed(
@@ -183,6 +184,7 @@ def test_canary_batch_statistics_count_every_row():
     )
 
 
+@pytest.mark.slow
 def test_canary_masked_batch_statistics_are_each_replicas_own():
     x = np.random.RandomState(1).randn(8, 3, 4).astype("float32")
     x[:3, 1:] = 0
@@ -253,6 +255,7 @@ def test_canary_a_tf_function_within_a_step_cannot_reduce():
     )
 
 
+@pytest.mark.slow
 def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
     def run(strategy):
         return trained(strategy, normalized, *rows(13))
@@ -278,6 +281,7 @@ def test_canary_a_step_on_a_batch_is_traced_for_its_rows():
     assert len(set(map(str, traced))) > 1
 
 
+@pytest.mark.slow
 def test_canary_a_loss_is_divided_by_one_replicas_count():
     weights = np.arange(1.0, 14.0, dtype="float32")
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -287,11 +291,13 @@ def test_canary_a_loss_is_divided_by_one_replicas_count():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution"])
 def test_canary_a_loss_is_divided_by_the_replicas(name):
     check_needed(lambda strategy: trained(strategy, normalized, *rows(12)), f"loss.{name}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["compute_average_loss", "scale_regularization_loss"])
 def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
     def average(model, x, y):
@@ -302,6 +308,7 @@ def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
     check_needed(lambda strategy: trained(strategy, lambda: Own(average), *rows(13)), f"nn.{name}")
 
 
+@pytest.mark.slow
 def test_canary_a_loss_of_the_whole_batch_sees_a_share():
     x, y = rows(13)
     check_needed(
@@ -310,6 +317,7 @@ def test_canary_a_loss_of_the_whole_batch_sees_a_share():
     )
 
 
+@pytest.mark.slow
 def test_canary_a_metric_function_sees_a_share():
     def largest(y, prediction):
         return tf.reduce_max(prediction)
@@ -320,6 +328,7 @@ def test_canary_a_metric_function_sees_a_share():
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["Mean", "Sum"])
 def test_canary_a_running_mean_counts_replicas_alike(kind):
     class Tracked(Own):
@@ -350,6 +359,7 @@ def test_canary_a_branch_cannot_count_updates():
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -401,6 +411,7 @@ def test_canary_a_file_holds_the_users_optimizer(tmp_path):
         assert not hasattr(loaded(), "tfmulti_distributed")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch"])
 def test_canary_calls_are_not_looked_at(name):
     class Centred(keras.Model):
@@ -424,6 +435,7 @@ def test_canary_calls_are_not_looked_at(name):
         call()
 
 
+@pytest.mark.slow
 def test_canary_callbacks_see_one_replicas_sum_of_gradients():
     def run(strategy):
         found = []
@@ -610,6 +622,7 @@ def run_collectives(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("_all_gather", "gather"), ("all_reduce", "reduce")])
 def test_canary_a_key_stands_for_one_shape(name, kind):
     sizes = [int(line.split()[0]) for line in run_collectives("nothing", kind).stdout.splitlines()]
@@ -619,6 +632,7 @@ def test_canary_a_key_stands_for_one_shape(name, kind):
     assert "Shape mismatch in the collective instance" in upstream.stderr
 
 
+@pytest.mark.slow
 def test_canary_new_keys_do_not_reach_nested_functions():
     assert run_collectives("nothing", "nested").returncode == 0
     assert run_collectives("_use_unique_instance_key", "nested").returncode != 0

@@ -310,6 +310,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on_and_are_no_failure(launch, number):
     flags = ["--num_workers=2", "--max_restarts=5", "--all_output"]
@@ -553,6 +554,7 @@ def pair():
     return [Cluster(spec, "worker", index) for index in range(2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_worker_that_is_missing_is_named_by_train(pair, missing):
     process = train(pair[1 - missing], "--start_timeout=1")
@@ -561,6 +563,7 @@ def test_a_worker_that_is_missing_is_named_by_train(pair, missing):
     assert f"did not come: worker {missing} at {pair[missing].address}" in stderr
 
 
+@pytest.mark.slow
 def test_settings_that_differ_are_named_by_train(pair):
     process = train(pair[0], "--epochs=3")
     with pytest.raises(

@@ -24,6 +24,7 @@ def fit(strategy, layers, optimizer, count=33, epochs=1):
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("synchronized", [False, True])
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_moving_statistics_are_the_same_on_all_replicas(synchronized, num_replicas):

@@ -42,6 +42,7 @@ def dense():
     return keras.Sequential([keras.layers.Dense(1, kernel_regularizer=penalty)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
 def test_reductions(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -53,12 +54,14 @@ def test_reductions(reduction):
     assert_one_devices_result(dense, data, loss=loss, weighted_metrics=["mae"])
 
 
+@pytest.mark.slow
 def test_zero_weights_count_in_the_mean():
     x, y, weights = rows()
     weights[::3] = 0
     assert_one_devices_result(dense, (x, y, weights), loss="mse", weighted_metrics=["mae"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_gives_one_number():
     def loss(y_true, y_pred):
         return tf.reduce_mean(tf.square(y_true - y_pred))
@@ -74,6 +77,7 @@ def test_a_keras_loss_on_outputs_without_a_last_axis():
     assert_one_devices_result(flat, (x, y[:, 0]), loss="mse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reduction",
     [
@@ -102,6 +106,7 @@ def test_masks(reduction):
     assert_one_devices_result(tagger, (x, y, weights), loss=loss, weighted_metrics=["accuracy"])
 
 
+@pytest.mark.slow
 def test_several_outputs_with_loss_weights():
     def two():
         inputs = keras.Input((4,))
@@ -147,6 +152,7 @@ class OwnStep(keras.Model):
     test_step = keras.Model.test_step
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "loss_fn",
     [lambda y, p: tf.reduce_mean(tf.square(y - p)), keras.losses.MeanSquaredError()],

@@ -554,6 +554,7 @@ tell("done")
 """
 
 
+@pytest.mark.slow
 def test_workers_compare_without_waiting_for_one_that_has_no_monitor(run_workers, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)

@@ -138,6 +138,7 @@ def run(command, **environ):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_mpiexec_needs_no_tf_config():
     """Two processes; the digest of the weights is the same on both, and one device's."""
     train = [sys.executable, "-m", "tfmulti.train", "--epochs=1", "--steps_per_epoch=4"]

@@ -46,6 +46,7 @@ def run_notebook(notebook, **options):
     return texts
 
 
+@pytest.mark.slow
 def test_the_script_of_the_readme_runs_twice_in_one_kernel():
     check = "accuracy = model.evaluate(test[0], test[1], verbose=0)[1]\nround(accuracy, 4)"
     first, accuracy, second, again = run_cells(SCRIPT, check, SCRIPT, check)
@@ -63,6 +64,7 @@ def test_two_replicas_in_a_kernel():
     assert "(2, 'mirrored on CPU:0, CPU:1 (as asked)')" in replicas
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("call", "rule"),
     [

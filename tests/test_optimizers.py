@@ -68,12 +68,14 @@ def assert_equal_runs(run, reference):
         np.testing.assert_allclose(run[1][name], values, rtol=0, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_setting_gives_one_devices_result(name):
     reference = train(1, OPTIMIZERS[name])
     assert_equal_runs(train(3, OPTIMIZERS[name]), reference)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["conv", "batch_norm", "gru"])
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_empty_share_leaves_no_trace(kind, num_replicas):
@@ -82,6 +84,7 @@ def test_an_empty_share_leaves_no_trace(kind, num_replicas):
     assert_equal_runs(train(num_replicas, OPTIMIZERS["sgd"], kind=kind), reference)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_padding_changes_nothing(num_replicas):
     reference = train(1, OPTIMIZERS["sgd"], count=43)
@@ -89,11 +92,13 @@ def test_padding_changes_nothing(num_replicas):
     assert_equal_runs(run, reference)
 
 
+@pytest.mark.slow
 def test_eager_steps_are_right_too():
     reference = train(1, OPTIMIZERS["sgd"])
     assert_equal_runs(train(2, OPTIMIZERS["sgd"], eager=True), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_nobody_has_wrapped_is_right_too(name, monkeypatch):
     reference = train(1, OPTIMIZERS[name], count=43)
@@ -101,6 +106,7 @@ def test_an_optimizer_that_nobody_has_wrapped_is_right_too(name, monkeypatch):
     assert_equal_runs(train(3, OPTIMIZERS[name], count=43), reference)
 
 
+@pytest.mark.slow
 def test_without_the_weights_of_rows_uneven_batches_are_wrong(monkeypatch):
     # The canary of the whole module.
     reference = train(1, OPTIMIZERS["sgd"], count=43)
@@ -134,6 +140,7 @@ def test_a_loss_scale_optimizer_takes_over_from_its_inner_one():
     assert not hasattr(inner, "tfmulti_distributed")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrapped", ["by compile", "inside", "outside"])
 def test_a_loss_scale_optimizer_is_right_wherever_it_is(wrapped):
     """43 examples in half precision, its losses scaled so that one replica overflows."""

@@ -157,6 +157,7 @@ def test_noise_is_measured_only_where_the_order_of_rows_means_nothing():
 # The causes, by experiments in this process.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "cause", "where"),
     [
@@ -185,6 +186,7 @@ def test_a_fault_is_named(model, cause, where):
     assert found[0]["advice"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["clean", "clean_in_many_ways", "clean_step", "amplified_rounding"]
 )
@@ -192,6 +194,7 @@ def test_no_fault_is_named_where_there_is_none(model):
     assert diagnose(model, 3, []) == []
 
 
+@pytest.mark.slow
 def test_coarse_rounding_is_named_where_no_variable_differs():
     found = diagnose("bfloat16", 3, [])
     named = [(finding["cause"], finding["where"]) for finding in found]
@@ -215,6 +218,7 @@ def diagnose(model, num_shares, differing):
 # The command line, with processes of its own.
 
 
+@pytest.mark.slow
 def test_a_clean_model_gives_one_devices_result(tmp_path):
     path = tmp_path / "parity.json"
     done = run("clean", "--replicas=2,3", "--workers=2", f"--json={path}")

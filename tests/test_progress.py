@@ -74,6 +74,7 @@ def test_without_a_terminal_lines_are_printed(capsys):
     assert text.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_several_steps_of_a_call_and_an_unknown_number_of_steps():
     lines = []
     fit(lambda train: Progress(train, print_fn=lines.append), steps_per_execution=3)

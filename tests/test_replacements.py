@@ -205,6 +205,7 @@ def exercise(strategy, folder):
     return model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["none", "stock"])
 def test_no_entry_acts_without_a_strategy_of_ours(kind, acted, tmp_path, monkeypatch):
     monkeypatch.setattr(replacement, "_strategies", set())
@@ -212,6 +213,7 @@ def test_no_entry_acts_without_a_strategy_of_ours(kind, acted, tmp_path, monkeyp
     assert acted == set()
 
 
+@pytest.mark.slow
 def test_entries_act_under_a_strategy_of_ours(acted, tmp_path):
     exercise(create_strategy(2), tmp_path)
     assert len(acted) > 20
@@ -226,6 +228,7 @@ def test_no_entry_is_used_where_nothing_is_ours(entry, monkeypatch):
             assert not entry.used(nothing, nothing)
 
 
+@pytest.mark.slow
 def test_a_strategy_that_is_gone_counts_no_more(monkeypatch):
     class Gone:
         repairs_keras = True

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "path"), CASES)
 def test_two_replicas_do_as_one_device(name, path):
     result = behaviour.run_case(name, create_strategy(2), path)
@@ -73,6 +74,7 @@ def test_predict_keeps_the_order_of_the_data():
     np.testing.assert_array_equal(model.predict(data, verbose=0), 2 * rows)
 
 
+@pytest.mark.slow
 def test_strategies_of_different_sizes_live_in_one_process():
     x, y = behaviour.plain(12)
     models = []
@@ -103,6 +105,7 @@ def test_logical_cpus_are_replicas():
     assert tfmulti.create_strategy("auto", logical_cpus=2).num_replicas_in_sync == 2
 
 
+@pytest.mark.slow
 def test_too_late_is_said(free_ports):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
@@ -151,6 +154,7 @@ def test_multi_worker_needs_a_cluster(monkeypatch):
         tfmulti.create_strategy("multi_worker")
 
 
+@pytest.mark.slow
 def test_tpu_says_what_it_needs():
     with pytest.raises(RuntimeError, match="Received: .* pip install tensorflow-tpu"):
         tfmulti.create_strategy("tpu")

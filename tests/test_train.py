@@ -71,6 +71,7 @@ def test_a_cluster_that_cannot_be_read_never_trains_alone(tf_config, word):
     assert "Epoch" not in done.stdout
 
 
+@pytest.mark.slow
 def test_multi_worker_without_a_cluster_is_refused():
     env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     done = subprocess.run(
@@ -89,6 +90,7 @@ def config(tmp_path, **settings):
     return TrainConfig(**{**defaults, **settings})
 
 
+@pytest.mark.slow
 def test_the_default_model_learns_the_digits_and_the_files_are_there(tmp_path):
     done = run("--strategy=mirrored", "--logical_cpus=2", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -121,6 +123,7 @@ def test_the_default_model_learns_the_digits_and_the_files_are_there(tmp_path):
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
     settings = {"optimizer": "sgd", "epochs": 3}
     for name in ("one_device", "mirrored"):
@@ -132,6 +135,7 @@ def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_audit_is_told(tmp_path):
     lines = []
     loop.train_and_evaluate(config(tmp_path, audit_shards=True), print_fn=lines.append)
@@ -141,6 +145,7 @@ def test_the_audit_is_told(tmp_path):
     assert all(line.endswith("each row once") for line in shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -163,6 +168,7 @@ class Killed(Exception):
     """Stands for a process that ends at once."""
 
 
+@pytest.mark.slow
 def test_the_result_counts_the_whole_run_however_often_it_was_started(tmp_path):
     settings = {"epochs": 3, "checkpoint_steps": 7, "global_batch_size": 100}
 

@@ -41,6 +41,7 @@ def assert_same(one, other):
         np.testing.assert_allclose(other[name], one[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [16, 5, 1])
 def test_train_on_batch_splits_the_batch(count):
     """A metric that counts rows tells whether each row was seen once."""
@@ -101,6 +102,7 @@ def test_composite_inputs(data, layers):
         assert_same(one, train(num_replicas))
 
 
+@pytest.mark.slow
 def test_logs_of_a_batch_are_those_of_all_rows():
     """Running values, as on one device, at every batch."""
 
@@ -122,6 +124,7 @@ def test_logs_of_a_batch_are_those_of_all_rows():
         assert_same(one, train(num_replicas))
 
 
+@pytest.mark.slow
 def test_jit_compile_is_refused_on_several_replicas():
     x, y, _ = rows()
     with pytest.raises(ValueError, match="`jit_compile` must be False on several replicas"):
@@ -159,6 +162,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_of_batches(source):
     def train(num_replicas):
@@ -236,6 +240,7 @@ def test_a_batch_with_a_number_that_belongs_to_no_row_is_refused():
         model.distribute_strategy.run(model.train_step, args=((tf.constant(1.0), rows()[1]),))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("distributed", "reductions"), [(True, 2), (False, 3)])
 def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, monkeypatch):
     """Gradients; metrics, wishes and statistics; the rows where the data do not tell."""

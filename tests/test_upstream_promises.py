@@ -169,6 +169,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["recurrent", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "recurrent")],
@@ -193,6 +194,7 @@ def test_networks_do_as_without_a_strategy(strategy, name):
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stateful_network_keeps_its_state_between_batches(strategy):
     """Each replica carries on its own rows."""
     x = np.random.default_rng(6).normal(size=(32, 4, 2)).astype("float32")

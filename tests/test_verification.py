@@ -67,6 +67,7 @@ EXACT = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", EXACT)
 def test_no_false_alarm(name, num_replicas):
@@ -93,6 +94,7 @@ TOLD = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", TOLD)
 def test_told_before_the_first_update(name, num_replicas):
@@ -110,6 +112,7 @@ def state_of(model):
     return [part.numpy().tobytes() for part in parts]
 
 
+@pytest.mark.slow
 def test_everything_is_put_back_bit_for_bit():
     """The weights, the optimizer, the seeds, and where the data stand."""
     strategy = create_strategy(verify="always")
@@ -134,6 +137,7 @@ def test_everything_is_put_back_bit_for_bit():
     assert at_first == [(before, (0, 0))]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without():
     weights = []
     for verify in ("always", "never"):
@@ -145,6 +149,7 @@ def test_training_is_the_same_with_and_without():
     assert weights[0].tobytes() == weights[1].tobytes()
 
 
+@pytest.mark.slow
 def test_what_is_told_leaves_no_trace():
     strategy = create_strategy()
     model = compile_in(strategy, lambda: dense(cases.Centre()))
@@ -159,6 +164,7 @@ def test_what_is_told_leaves_no_trace():
     assert strategy.num_replicas_in_sync == 2
 
 
+@pytest.mark.slow
 def test_functions_of_the_users_own_are_traced_anew_for_training():
     """A trace with one replica in sync would divide by 1 what two have added."""
     model = fit(cases.WithFunction)
@@ -167,6 +173,7 @@ def test_functions_of_the_users_own_are_traced_anew_for_training():
     assert model.seen[-1] == 2
 
 
+@pytest.mark.slow
 def test_seldom_asked_again():
     """Once for what is compiled and for a form of data; again after `compile`."""
     strategy = create_strategy()
@@ -183,6 +190,7 @@ def test_seldom_asked_again():
     assert seconds[0] and not seconds[1] and seconds[2] and not seconds[3]
 
 
+@pytest.mark.slow
 def test_stock_parts_are_left_to_the_matrix():
     for verify, make, loss in (("auto", dense, "mse"), ("never", dense, cases.root_of_mean)):
         strategy = create_strategy(verify=verify)
@@ -249,6 +257,7 @@ def test_a_step_that_a_few_rows_do_not_fit_is_told_and_trains():
     model.fit(data, verbose=0)
 
 
+@pytest.mark.slow
 def test_mixed_precision_ragged_and_dicts_raise_no_alarm():
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     fit(dense, keras.optimizers.Adam)

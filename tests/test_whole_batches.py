@@ -121,12 +121,14 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_losses(loss, num_replicas, num_rows):
     assert_alike(train(num_replicas, num_rows, loss), train(1, num_rows, loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize(
     "loss",
@@ -141,26 +143,31 @@ def test_sample_weights(loss, num_replicas):
     assert_alike(others, one)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("loss", [keras.losses.Dice, lambda: root_of_mean])
 def test_padding(loss, num_replicas):
     assert_alike(train(num_replicas, 43, loss, remainder="pad"), train(1, 43, loss))
 
 
+@pytest.mark.slow
 def test_eager_steps():
     loss = keras.losses.Dice
     assert_alike(train(3, 33, loss, Largest, run_eagerly=True), train(1, 33, loss, Largest))
 
 
+@pytest.mark.slow
 def test_a_bare_optimizer_where_batches_are_even():
     loss = keras.losses.Dice
     assert_alike(train(2, 32, loss, bare=True), train(1, 32, loss, bare=True))
 
 
+@pytest.mark.slow
 def test_without_it_keras_own_dice_is_one_devices_too():
     assert_alike(train(2, 32, loss="dice"), train(1, 32, loss="dice"))
 
 
+@pytest.mark.slow
 def test_circle_which_compares_all_pairs():
     def fit(num_replicas):
         keras.utils.set_random_seed(1)
@@ -177,6 +184,7 @@ def test_circle_which_compares_all_pairs():
     assert_alike(fit(3), fit(1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_masks_come_along(num_replicas):
     def fit(num_replicas):
@@ -209,6 +217,7 @@ METRICS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 def test_metrics(metric, num_replicas, num_rows):
@@ -217,6 +226,7 @@ def test_metrics(metric, num_replicas, num_rows):
     assert_alike(others, one)
 
 
+@pytest.mark.slow
 def test_metrics_with_padding_and_weights():
     one = train(1, 43, metric=lambda: root_of_mean, weighted=True)
     for num_replicas in (1, 3):
@@ -267,6 +277,7 @@ def test_a_model_that_is_saved_with_them_is_loaded(tmp_path):
     assert (again.name, again.metric.name) == ("root", "root_of_mean")
 
 
+@pytest.mark.slow
 def test_another_process_loads_it_where_the_class_is_named(tmp_path):
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
     model.compile("sgd", tfmulti.WholeBatchLoss("dice"))

@@ -20,6 +20,7 @@ def train(project, **flags):
     return metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "project", ["two_inputs", pytest.param("regression", marks=pytest.mark.slow)]
 )

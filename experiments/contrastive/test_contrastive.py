@@ -1,6 +1,7 @@
 """With the gather two replicas end where one device ends, without it they do not; the plot."""
 
 import numpy as np
+import pytest
 
 from experiments import common
 from experiments.contrastive import experiment
@@ -9,11 +10,13 @@ from experiments.contrastive import experiment
 TINY = {"epochs": 1, "width": 8, "global_batch_size": 205}
 
 
+@pytest.mark.slow
 def test_two_replicas_end_where_one_device_ends(ends_alike):
     metrics = ends_alike(experiment.train, experiment.Settings, **TINY)
     assert set(metrics) == {"loss", "recall"}
 
 
+@pytest.mark.slow
 def test_the_plot_and_the_table_show_what_goes_wrong_without_it(tmp_path):
     settings = experiment.Settings(replicas="1,2", workdir=str(tmp_path), **TINY)
     metrics, weights = experiment.train(settings)

@@ -7,6 +7,7 @@ from experiments.gan import experiment
 TINY = {"epochs": 1, "width": 8, "global_batch_size": 300}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["ring", pytest.param("digits", marks=pytest.mark.slow)])
 def test_two_replicas_end_where_one_device_ends(ends_alike, dataset, tmp_path):
     picture = str(tmp_path / "gan.png")

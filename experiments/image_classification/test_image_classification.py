@@ -6,6 +6,7 @@ import pytest
 from experiments.image_classification import experiment
 
 
+@pytest.mark.slow
 def test_without_augmentation_two_replicas_end_where_one_device_ends(ends_alike):
     tiny = {
         "augment": False,

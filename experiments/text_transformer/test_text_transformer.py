@@ -9,6 +9,7 @@ from experiments.text_transformer import experiment
 TINY = {"num_examples": 90, "length": 8, "epochs": 1, "width": 16, "depth": 1}
 
 
+@pytest.mark.slow
 def test_two_replicas_end_where_one_device_ends(ends_alike):
     metrics = ends_alike(
         experiment.train, experiment.Settings, global_batch_size=32, dtype_policy="float64", **TINY

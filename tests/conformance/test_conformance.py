@@ -68,6 +68,7 @@ def try_on_replicas(name, num_replicas):
     assert cell.ok, f"{cell.text} {cell.where}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", IN_EVERY_RUN)
 def test_three_replicas_do_as_one_device(name):
     try_on_replicas(name, 3)
@@ -101,6 +102,7 @@ def test_two_workers_do_as_one_device(place, tmp_path):
     assert not broken(rows)
 
 
+@pytest.mark.slow
 def test_two_workers_over_mpi_do_as_one_device(tmp_path):
     names = ["gradients sent as float16"]
     [place] = [column for column in columns.TFMULTI if column.communication == "mpi"]

@@ -41,6 +41,7 @@ def settings(count):
     )
 
 
+@pytest.mark.slow
 @settings(FEW)
 @hypothesis.given(cases())
 def test_any_size(case):

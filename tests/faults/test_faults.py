@@ -7,6 +7,7 @@ from faults.scenarios import SCENARIOS
 IN_EVERY_RUN = ["an exception in one pipeline", "models that differ"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -24,6 +24,7 @@ def assert_two_finite_epochs(history):
         assert np.all(np.isfinite(values)), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script_runs_on_one_machine(script, num_replicas):
@@ -38,6 +39,7 @@ def test_script_runs_on_one_machine(script, num_replicas):
             np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=weight.path)
 
 
+@pytest.mark.slow
 def test_a_vae_with_call_can_predict():
     model, history = vae.main(create_strategy(2), vae.CallableVAE)
     assert_two_finite_epochs(history)

@@ -24,6 +24,7 @@ def check(cell, program):
     assert cell.ok, f"{cell.text} {cell.where}\n{program}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", IN_EVERY_RUN)
 def test_a_program_is_exact_or_told(seed):
     program = programs.draw(seed)
@@ -55,6 +56,7 @@ def read(path):
         return dict(file)
 
 
+@pytest.mark.slow
 def test_without_verification_programs_differ():
     # What never finds a difference would be no check.
     if "verify" not in inspect.signature(tfmulti.create_strategy).parameters:
@@ -90,6 +92,7 @@ def test_every_part_is_drawn():
         assert names == set(made)
 
 
+@pytest.mark.slow
 def test_plain_keras_runs_what_is_told():
     # What fails on one device is no program.
     for seed in IN_EVERY_RUN:

@@ -30,12 +30,14 @@ def on_one_device(case, tmp_path):
     return getattr(callback_worker, case)(strategy, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case.__name__ for case in callback_worker.CASES])
 def test_workers_see_the_same(workers, case):
     _, seen = workers
     assert seen[0][case] == seen[1][case]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["files", "early_stopping", "plateau", "averages"])
 def test_workers_do_as_one_device(workers, case, tmp_path):
     _, seen = workers

@@ -14,6 +14,7 @@ import odd_cases
 from behaviour_cases import assert_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logical_cpus", "names"),
     [
@@ -34,6 +35,7 @@ def test_two_workers_do_as_one_device(run_workers, tmp_path, logical_cpus, names
             assert_same(found, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", ["metric_variable", "own_logs", "predict_on_batches"])
 def test_replicas_do_as_one_device(name, num_replicas):

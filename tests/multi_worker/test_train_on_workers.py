@@ -146,6 +146,7 @@ def model(train):
 """
 
 
+@pytest.mark.slow
 def test_a_users_own_train_step_with_different_seeds(run_workers, tmp_path):
     (tmp_path / "theirs.py").write_text(USERS_CODE)
     flags = ["--model=theirs:model", "--dataset=theirs:data", "--global_batch_size=8"]

@@ -35,6 +35,7 @@ def assert_one_devices(folder, num_workers, num_replicas, reference, why):
             np.testing.assert_allclose(found[name], value, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "logical_cpus"),
     [
@@ -55,6 +56,7 @@ def test_canary_a_key_of_tensorflows_stands_for_one_shape(run_workers, tmp_path)
     assert any("Shape mismatch in the collective" in done.stderr for done in ended)
 
 
+@pytest.mark.slow
 def test_workers_over_mpi(tmp_path, reference):
     environ = {name: text for name, text in os.environ.items() if name != "TF_CONFIG"} | PATHS
     command = [str(MPIEXEC), "-n", "2", sys.executable, str(SCRIPT), str(tmp_path), "0"]
