@@ -12,9 +12,11 @@ train: install
 test: install
 	$(BIN)/python -m pytest --numprocesses=2
 
-# Everything, the slow ones too.
+# Everything, the slow ones too, in parts: make test-all PART=2/8 runs the second of eight.
+PART ?= 1/1
+
 test-all: install
-	$(BIN)/python -m pytest --numprocesses=2 -m "slow or not slow"
+	$(BIN)/python -m pytest --numprocesses=2 -m "slow or not slow" --part $(PART)
 
 # Measures every promise under every strategy and on stock Keras; writes CONFORMANCE.md.
 conformance: install

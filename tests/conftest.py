@@ -23,9 +23,17 @@ def pytest_configure(config):
     devices.set_logical_cpus(4)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="The part of the tests to run: 2/6, say.")
+
+
+def pytest_report_header(config):
+    return f"part of the tests: {config.getoption('--part')}"
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks all but the first cases of a test that is `sampled` as slow."""
+def pytest_collection_modifyitems(config, items):
+    """Marks all but the first cases of a `sampled` test as slow, and leaves one part of all."""
     seen = collections.Counter()
     for item in items:
         marker = item.get_closest_marker("sampled")
@@ -34,6 +42,10 @@ def pytest_collection_modifyitems(items):
             seen[test] += 1
             if seen[test] > marker.args[0]:
                 item.add_marker("slow")
+    # Neighbours take alike long: they go to different parts.
+    part, parts = map(int, config.getoption("--part").split("/"))
+    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % parts != part - 1])
+    items[:] = items[part - 1 :: parts]
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+# A small model, its checkpoint and its logs; what a large model needs is not known yet.
+_LEAST_FREE_BYTES = 1_000_000
+_REASONS = {
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+    errno.EROFS: "its file system is read-only",
+    errno.ENOSPC: "its file system is full",
+    errno.EDQUOT: "the quota of this user is used up",
+    errno.ENOTDIR: "a part of it is a file",
+    errno.EEXIST: "it is a file",
+}
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
@@ -30,3 +43,36 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_folder(path: str | os.PathLike[str], argument: str) -> None:
+    """Makes a folder and writes into it, so that what cannot be kept is told before training.
+
+    Args:
+        path: The folder.
+        argument: The name of the argument or flag that it came from.
+
+    Raises:
+        ValueError: Where it is a file, read-only or full.
+    """
+    folder = Path(path)
+    probe = folder / f".{os.getpid()}.probe"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"written")
+        left = os.statvfs(folder)
+        if left.f_bavail * left.f_frsize < _LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        reason = _REASONS.get(error.errno, error.strerror)
+        raise ValueError(
+            f"`{argument}` must be a folder that can be written to. "
+            f"Received: {argument}={os.fspath(path)!r}: {reason}. "
+            "Name another folder, make room, or change its permissions."
+        ) from error
+    finally:
+        try:
+            probe.unlink(missing_ok=True)
+        except OSError:
+            # What was told before is the reason.
+            pass

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tfmulti import cluster
-from tfmulti.runtime import command_line, console
+from tfmulti.runtime import command_line, console, files
 from tfmulti.train.config import TrainConfig
 
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
@@ -66,6 +66,8 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     task = None
     if config.strategy in ("auto", "multi_worker"):
         task = cluster.resolve_cluster(config.tf_config)
+    if config.workdir and (task is None or task.is_chief):
+        files.check_folder(config.workdir, "workdir")
     command_line.import_tensorflow(verbose=verbose)
     from tfmulti.train.loop import train_and_evaluate
 

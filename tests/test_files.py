@@ -1,0 +1,49 @@
+"""Files that are never half-written, and folders that can be written to."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tfmulti.runtime import files
+
+
+def test_a_folder_is_made_and_left_as_it_was(tmp_path):
+    files.check_folder(tmp_path / "one" / "two", "workdir")
+    assert list((tmp_path / "one" / "two").iterdir()) == []
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_file_is_no_folder(tmp_path, below):
+    (tmp_path / "file").write_text("kept")
+    path = tmp_path / "file" / "folder" if below else tmp_path / "file"
+    with pytest.raises(ValueError, match="`workdir` must.*Received.*is a file.*Name another"):
+        files.check_folder(path, "workdir")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_what_the_system_refuses_is_told():
+    # Nobody makes a folder there, not root either.
+    with pytest.raises(ValueError, match="may not write there|read-only"):
+        files.check_folder("/sys/tfmulti", "workdir")
+
+
+def test_a_full_file_system_is_told(tmp_path, monkeypatch):
+    class Full:
+        f_bavail, f_frsize = 3, 4096
+
+    monkeypatch.setattr(files.os, "statvfs", lambda folder: Full)
+    with pytest.raises(ValueError, match="is full"):
+        files.check_folder(tmp_path, "workdir")
+
+
+def test_train_says_so_before_tensorflow_is_imported(tmp_path):
+    (tmp_path / "file").write_text("")
+    code = (
+        "import sys; from tfmulti.train import __main__; "
+        f"code = __main__.main(['train', '--strategy=one_device', '--workdir={tmp_path}/file']); "
+        "print(code, 'tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1 False"
+    assert "`workdir` must be a folder" in done.stderr
