@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
-import keras
 
 from tfmulti.runtime import command_line
 
@@ -23,13 +22,15 @@ _CONFIG = "config.json"
 _OTHERS = ("tensorflow", "numpy", "h5py", "jax", "torch", "threading", "weakref")
 
 
-def objects_of(model: keras.Model, path: Path) -> dict[str, object]:
+def objects_of(model, path: Path) -> dict[str, object]:
     """Returns what `keras.saving.load_model` needs as `custom_objects`.
 
     Args:
-        model: The model.
+        model: The Keras model.
         path: Its file, made by `model.save`.
     """
+    import keras
+
     with zipfile.ZipFile(path) as archive:
         wanted = set(_names_in(json.loads(archive.read(_CONFIG))))
     found: dict[str, object] = {}
