@@ -241,7 +241,8 @@ def test_random_numbers_that_cannot_be_fixed_are_told_once():
 
 def test_a_learning_rate_of_0_proves_nothing():
     strategy = create_strategy()
-    model = compile_in(strategy, dense, lambda: keras.optimizers.SGD(0.0))
+    nothing = keras.optimizers.schedules.ExponentialDecay(0.0, 1, 1.0)
+    model = compile_in(strategy, dense, lambda: keras.optimizers.SGD(nothing))
     with pytest.warns(UserWarning, match="not verified: no weight changes"):
         model.fit(*cases.rows(), batch_size=8, verbose=0)
 

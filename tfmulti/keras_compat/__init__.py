@@ -46,6 +46,7 @@ from tfmulti.keras_compat.optimizers import is_update_step as is_update_step
 from tfmulti.keras_compat.optimizers import mark_updates_alike as mark_updates_alike
 from tfmulti.keras_compat.optimizers import update_by as update_by
 from tfmulti.keras_compat.patches import around_call_of as around_call_of
+from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
 from tfmulti.keras_compat.patches import without_tuning as without_tuning
 from tfmulti.keras_compat.randomness import Draws as Draws

@@ -106,7 +106,7 @@ def _look(epoch_iterator):
     arrays = getattr(adapter, "_inputs", None)
     leaves = tf.nest.flatten(arrays) if arrays is not None else [None]
     if all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves):
-        return tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:_LOOKED]), arrays)
+        return tf.nest.map_structure(rows_from_all_over, arrays)
     if hasattr(adapter, "py_dataset"):
         batch = adapter._standardize_batch(adapter.py_dataset[0])
         return tf.nest.map_structure(tf.convert_to_tensor, batch)
@@ -120,6 +120,14 @@ def _look(epoch_iterator):
         "A dataset must hold at least one batch. Received: an empty dataset. "
         "Check the split and its filters."
     )
+
+
+def rows_from_all_over(array):
+    """Returns rows from all over an array or a tensor, which may be sorted."""
+    count = int(array.shape[0])
+    rows = np.arange(_LOOKED) * count // _LOOKED if count > _LOOKED else np.arange(count)
+    taken = tf.gather(array, rows) if isinstance(array, tf.Tensor) else array[rows]
+    return tf.convert_to_tensor(taken)
 
 
 def lacks_call(model: keras.Model) -> bool:

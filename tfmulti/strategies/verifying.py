@@ -64,6 +64,8 @@ def _first_rows(data):
     parts = tf.nest.flatten(data, expand_composites=False)
     if not all(isinstance(part, kinds) for part in parts):
         return None
+    if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
+        return (tf.nest.map_structure(keras_compat.rows_from_all_over, data),)
     return (tf.nest.map_structure(lambda part: part[:_MOST], data, expand_composites=False),)
 
 

@@ -1,21 +1,18 @@
 """Proves a step on the user's own code, before it is taken for the first time.
 
-A few rows of the first batch go through the step twice: whole on every replica, with nothing
+A few rows go through the step twice: whole on every replica, with nothing
 reduced, which is what one device does; and as shares, the ordinary way. What comes out another
 way is told, and everything is put back as it was.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -23,21 +20,9 @@ from tfmulti import keras_compat
 from tfmulti.step import iterators
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification import telling
-from tfmulti.verification.own import is_stock, neutral_layers
+from tfmulti.verification.looking import Workers, find_out
+from tfmulti.verification.own import is_stock
 from tfmulti.verification.runs import Case
-from tfmulti.verification.trial import NotVerified, Trial
-
-
-class Workers(NamedTuple):
-    """What workers know of one another.
-
-    Attributes:
-        compare: Function of a strategy and a whole number: the least and the largest of all.
-        broadcast: Function of a strategy and the chief's bytes, or None: these on all workers.
-    """
-
-    compare: Callable
-    broadcast: Callable
 
 
 class Feed(NamedTuple):
@@ -83,11 +68,11 @@ def verify_once(
     case = Case(model, kind, rows, feed.static, feed.counted, feed.padded)
     if not _is_first_time(case):
         return
-    rows.parts = rows.first(case.most_rows())
+    rows.parts = rows.spread(case.most_rows(), padded=feed.padded)
     if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync:
         rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
     begin = time.perf_counter()
-    text, reason = _find_out(case, workers)
+    text, reason = find_out(case, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
@@ -125,46 +110,5 @@ def _key(case):
     return case.kind, case.rows.form(), case.padded
 
 
-def _find_out(case, workers) -> tuple[str, str]:
-    """Returns the text of an error and the reason why nothing is known; both can be empty."""
-    reason = ""
-    for static in dict.fromkeys((case.static, True)):
-        case.static = static
-        trial, reason = _try(lambda: Trial(case), case.model)
-        if workers.compare(case.strategy, int(trial is not None))[0] == 0:
-            continue
-        found, reason = _try(trial.differences, case.model)
-        if workers.compare(case.strategy, int(found is not None))[0]:
-            return (telling.describe(case, found, trial.growth) if found else ""), ""
-        if workers.compare(case.strategy, int(trial.is_done))[1]:
-            break
-    return "", reason or "another worker could not run it"
-
-
-def _try(function, model):
-    """Returns what a function gives, or None and the reason why it could not."""
-    try:
-        with _same_random_numbers(), neutral_layers(model):
-            return function(), ""
-    except NotVerified as error:
-        return None, str(error)
-    except Exception as error:
-        logging.debug("A step could not be verified.", exc_info=True)
-        words = " ".join(str(error).split())
-        return None, f"{type(error).__name__}: {words[:300]}"
-
-
 def _warn(kind, reason):
     warnings.warn(f"`{kind}_step` was not verified: {reason}.", stacklevel=3)
-
-
-@contextlib.contextmanager
-def _same_random_numbers():
-    """Has Python, numpy and TensorFlow draw afterwards what they would have drawn without it."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with keras_compat.same_eager_numbers():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -42,14 +42,14 @@ class Difference:
     step: int = 1
 
 
-def compare(value, reference, before=None, noise: float = 0.0, close: float = CLOSE["float32"]):
+def compare(value, reference, change=None, noise: float = 0.0, close: float = CLOSE["float32"]):
     """Compares two arrays number by number.
 
     Args:
         value: What the replicas have.
         reference: One device's.
-        before: What it was before the step, for a variable; without it the numbers themselves
-            are what has changed.
+        change: The largest change that a step has made to it, for a variable; without it the
+            numbers themselves are what has changed.
         noise: How far rounding alone has moved a number of it.
         close: The part of the largest change that is rounding.
 
@@ -69,7 +69,7 @@ def compare(value, reference, before=None, noise: float = 0.0, close: float = CL
         return None
     if not _is_float(a) or not _is_float(b):
         return _first_unequal(a, b)
-    allowed = _allowed(b, before, noise, close)
+    allowed = _allowed(b, change, noise, close)
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(a - b)
@@ -79,6 +79,23 @@ def compare(value, reference, before=None, noise: float = 0.0, close: float = CL
     if not size.size or size[place] <= 1:
         return None
     return b[place].item(), a[place].item(), float(size[place]), tuple(int(i) for i in place)
+
+
+def largest_change(value, before=None) -> float:
+    """Returns the largest finite change of a number of an array; before it, it was 0 by default.
+
+    >>> largest_change(np.float32([1.0, 2.5]), np.float32([1.0, 2.0]))
+    0.5
+    """
+    value = np.asarray(value)
+    if not _is_float(value):
+        return 0.0
+    change = value.astype(np.float64)
+    if before is not None:
+        with np.errstate(invalid="ignore"):
+            change = change - np.asarray(before).astype(np.float64)
+    change = np.abs(change[np.isfinite(change)])
+    return float(change.max()) if change.size else 0.0
 
 
 def distance(value, reference) -> float:
@@ -93,13 +110,11 @@ def distance(value, reference) -> float:
     return float(np.where(both, 0.0, np.where(np.isfinite(apart), apart, np.inf)).max())
 
 
-def _allowed(reference, before, noise, close):
+def _allowed(reference, change, noise, close):
     kind = np.finfo(np.float64) if reference.dtype == np.float64 else np.finfo(np.float32)
     eps = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(reference.dtype.name, float(kind.eps))
     b = np.abs(reference.astype(np.float64))
-    change = b if before is None else np.abs(reference.astype(np.float64) - before)
-    change = change[np.isfinite(change)]
-    largest = float(change.max()) if change.size else 0.0
+    largest = largest_change(reference) if change is None else change
     b = np.where(np.isfinite(b), b, 0.0)
     noise = noise if np.isfinite(noise) else 0.0
     # The smallest numbers are flushed to zero by some devices.

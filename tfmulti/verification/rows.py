@@ -36,6 +36,33 @@ class Rows:
         times = -(-number // max(have, 1))
         return [_take(_repeat(part, times), number) for part in self.parts]
 
+    def spread(self, number: int, *, padded: bool = False) -> list:
+        """Returns the parts of rows from all over the batch: where rows are sorted, unlike ones.
+
+        Args:
+            number: How many.
+            padded: Whether some rows may be filler rows, which are left out.
+        """
+        have = min(int(rows.count_rows(part)) for part in self.parts)
+        counted = range(have)
+        if padded and self.roles()[-1] == 2:
+            weights = self.parts[-1].numpy().reshape([have, -1])[:, 0]
+            filler = (weights == 0) & np.signbit(weights)
+            counted = np.flatnonzero(~filler).tolist() or counted
+        last = len(counted) - 1
+        places = [round(i * last / (number - 1)) for i in range(number)]
+        if last < number - 1:
+            places = [i % len(counted) for i in range(number)]
+        # The last one first: a step may take fewer.
+        chosen = [counted[place] for place in [*places[-1:], *places[:-1]]]
+        return [_gather(part, chosen) for part in self.parts]
+
+    def roles(self) -> list[int]:
+        """Returns what each part is: 0 for inputs, 1 for labels, 2 for sample weights."""
+        whole = self.structure if isinstance(self.structure, (tuple, list)) else [self.structure]
+        leaves = [tf.nest.flatten(each, expand_composites=False) for each in whole]
+        return [min(i, 2) for i, each in enumerate(leaves) for leaf in each if leaf is not None]
+
     def twice(self, parts: list) -> list:
         """Returns parts with all rows twice."""
         return [_repeat(part, 2) for part in parts]
@@ -151,6 +178,17 @@ def _repeat(part, times):
     if isinstance(part, tf.SparseTensor):
         return tf.sparse.concat(0, [part] * times)
     return tf.concat([part] * times, axis=0)
+
+
+def _gather(part, places):
+    if isinstance(part, tf.SparseTensor):
+        return tf.sparse.concat(0, [_take_one(part, place) for place in places])
+    return tf.gather(part, places)
+
+
+def _take_one(part, place):
+    start = tf.concat([[tf.cast(place, tf.int64)], tf.zeros_like(part.dense_shape[1:])], axis=0)
+    return tf.sparse.slice(part, start, tf.concat([[1], part.dense_shape[1:]], axis=0))
 
 
 def _take(part, number):

@@ -21,6 +21,7 @@ TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
 )
 """What a variable is to the model; METRIC and OTHER are put back, but not compared as they are."""
 COMPARED = (TRAINABLE, WEIGHT, OPTIMIZER, OWN)
+_RANDOM_STATES = ("seed_generator_state", "StateVar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +30,22 @@ class Part:
 
     Attributes:
         handle: Its handle.
-        name: The variable's path or name.
+        name: The variable's path or name; several may have the same.
         kind: One of this module's.
         replica: Which local replica's it is, from 0; None for a variable that all share.
+        first: The place in `State.parts` of the same variable's first part.
     """
 
     handle: tf.Tensor
     name: str
     kind: str
     replica: int | None
+    first: int
+
+    @property
+    def is_random_state(self) -> bool:
+        """Whether it is the state of Keras's or TensorFlow's generators of random numbers."""
+        return self.name.split("/")[-1].split(":")[0] in _RANDOM_STATES
 
 
 class State:
@@ -57,7 +65,8 @@ class State:
         self._add(model.metrics_variables, METRIC)
         self._add(slots, OPTIMIZER)
         self._add(model.variables, WEIGHT)
-        self._add(_held_variables(model), OWN)
+        held_variables = _held_variables(model)
+        self._add(held_variables.values(), OWN, list(held_variables))
         for function in functions:
             names = {keras_compat.handle_key(v.handle): v.name for v in function.graph.variables}
             for handle in keras_compat.handles_of(function):
@@ -72,19 +81,23 @@ class State:
         for part, value in zip(self.parts, values):
             keras_compat.write_handle(part.handle, value)
 
-    def _add(self, variables, kind):
-        for variable in variables:
+    def _add(self, variables, kind, paths=()):
+        for place, variable in enumerate(variables):
             value = getattr(variable, "value", None)
             value = value if isinstance(variable, keras.Variable) else variable
             if value is None:
                 continue
             name = getattr(variable, "path", getattr(variable, "name", ""))
+            # TensorFlow calls all that have no name the same.
+            name = paths[place] if paths and name.startswith("Variable") else name
             parts = getattr(value, "values", None)
             if isinstance(value, tf.distribute.DistributedValues):
+                first = len(self.parts)
                 for replica, part in enumerate(parts):
-                    self._add_part(part.handle, name, self._kind_of(value, kind), replica)
+                    self._add_part(part.handle, name, self._kind_of(value, kind), replica, first)
             else:
-                self._add_part(value.handle, name, OTHER if kind == OWN else kind, None)
+                kind_here = self._kind_of(value, kind)
+                self._add_part(value.handle, name, OTHER if kind_here == OWN else kind_here, None)
 
     def _kind_of(self, value, kind):
         added = value.aggregation == tf.VariableAggregation.SUM
@@ -98,45 +111,50 @@ class State:
         name = names.get(keras_compat.handle_key(handle), "a variable")
         self._add_part(handle, name, OTHER, None)
 
-    def _add_part(self, handle, name, kind, replica):
+    def _add_part(self, handle, name, kind, replica, first=None):
         key = keras_compat.handle_key(handle)
         if key not in self._known:
             self._known.add(key)
-            self.parts.append(Part(handle, name, kind, replica))
+            first = len(self.parts) if first is None else first
+            self.parts.append(Part(handle, name, kind, replica, first))
 
 
-def _held_variables(model) -> list:
-    return [x for x in _walk(model) if isinstance(x, (keras.Variable, tf.Variable))]
+def _held_variables(model) -> dict:
+    """Variables that a model holds, by where it holds them, as `moving/0`."""
+    kinds = (keras.Variable, tf.Variable)
+    return {path: thing for path, thing in _walk(model) if isinstance(thing, kinds)}
 
 
 def _walk(model, depth=8) -> list:
-    """All objects that a model holds in attributes and containers, itself first."""
-    seen, found, level = set(), [], [model]
+    """All objects that a model holds in attributes and containers, itself first, with paths."""
+    seen, found, level = set(), [], [("", model)]
     for _ in range(depth):
         below = []
-        for thing in level:
+        for path, thing in level:
             if id(thing) not in seen:
                 seen.add(id(thing))
-                found.append(thing)
-                below += _held_by(thing)
+                found.append((path, thing))
+                start = f"{path}/" if path else ""
+                below += [(f"{start}{name}", part) for name, part in _held_by(thing)]
         level = below
     return found
 
 
 def _held_by(thing) -> list:
     if isinstance(thing, dict):
-        return list(thing.values())
+        return list(thing.items())
     if isinstance(thing, (list, tuple, set)):
-        return list(thing)
+        return list(enumerate(thing))
     if isinstance(thing, (keras.Variable, tf.Variable, tf.Tensor, np.ndarray, str, type)):
         return []
     if isinstance(thing, (tf.distribute.Strategy, tf.data.Dataset)) or not _may_hold(thing):
         return []
-    return list(vars(thing).values())
+    return list(vars(thing).items())
 
 
 def _may_hold(thing) -> bool:
     module = str(type(thing).__module__)
-    return hasattr(thing, "__dict__") and not module.startswith(
-        ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
-    )
+    foreign = ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
+    # A script's own classes are of `__main__`.
+    mine = module == "__main__" or not module.startswith(foreign)
+    return hasattr(thing, "__dict__") and mine

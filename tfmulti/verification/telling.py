@@ -21,27 +21,46 @@ _PREDICT_ADVICE = "Compute each row's prediction from that row alone."
 _NUMBER_ADVICE = "Return means over rows, or results of metrics."
 
 
-def describe(case: Case, found: list[Difference], growth: dict[str, float]) -> str:
+def describe(case: Case, found: list[Difference], growth: dict, view: str = "") -> str:
     """Returns the text of the error for what `Trial.differences` has found.
 
     Args:
         case: What was verified.
         found: The differences; not empty.
         growth: By how much each output grows where every row is there twice.
+        view: What was made up for the rows or the state; empty where nothing was.
     """
     number = case.strategy.num_replicas_in_sync
     first = found[0]
     sizes = case.sizes()
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
     more = ", ".join(names[:_MOST_NAMED])
+    made_up = f", with {view}" if view else ""
     more += f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
     cause, advice = _cause(case, found, growth)
     return (
         f"`{_METHODS[case.kind]}` must give one device's result on {number} replicas; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
-        f"Received: {_say(first, sizes)}{f'; also {more}' if more else ''}. "
+        f"Received: {_say(first, sizes)}{made_up}{f'; also {more}' if more else ''}. "
         f"Likely cause: {cause}. {advice} "
         '`verify="never"` of create_strategy leaves this check out.'
+    )
+
+
+def describe_outside(case: Case, names: list[str]) -> str:
+    """Returns the text of the error for variables that a step changes, and no replica owns.
+
+    Args:
+        case: What was verified.
+        names: Their names.
+    """
+    number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
+    many = "s" if len(names) > 1 else ""
+    return (
+        f"Variables that `{method}` changes must be created in the strategy's scope. "
+        f"Received: the variable{many} {', '.join(names[:_MOST_NAMED])}, created outside of it, "
+        f"which {number} replicas would each change. "
+        "Create what holds them within `with strategy.scope():`."
     )
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import numpy as np
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
-from tfmulti.verification.differences import CLOSE, Difference, compare, distance
+from tfmulti.verification.differences import CLOSE, Difference, compare, distance, largest_change
 from tfmulti.verification.runs import TRAIN, Case, Outcome, Reference, Shared
-from tfmulti.verification.state import COMPARED, OPTIMIZER, TRAINABLE, State
+from tfmulti.verification.state import COMPARED, OPTIMIZER, OTHER, TRAINABLE, WEIGHT, State
+from tfmulti.verification.views import PLAIN, View, vary_rows, vary_state
 
 # Numbers that are reported are sums over few rows; gradients are known less well.
 _OUTPUT = 0.1
 _NUM_NOISY = 2
 _RANDOM_NUMBERS = "random: it draws random numbers of its own, other ones for each replica"
+_NOTHING_TO_VARY = "there is nothing to vary"
+_NO_NUMBERS = "one device comes to no finite number"
 _NOTHING_CHANGES = "no weight changes in its first steps, as with a learning rate of 0"
 
 
@@ -25,20 +31,26 @@ class NotVerified(Exception):
     """What came out says nothing; the text tells why."""
 
 
+class NothingChanges(NotVerified):
+    """Both ways agree, on nothing; state as it can be later may show more."""
+
+
 class Trial:
     """One step of a model, whole and in shares.
 
     Args:
         case: What is verified.
+        agree: Function of whether this worker can go on: whether all can. A collective.
 
     Attributes:
         growth: By how much each output grows where every row is there twice, once a difference
             was found: a mean by 1, a sum by 2.
-        is_done: Whether the step could be run both ways.
+        made_up: What was made up for the latest view, in words.
+        outside: Names of variables that the step changes, and that belong to no replica.
     """
 
-    def __init__(self, case: Case):
-        self._case = case
+    def __init__(self, case: Case, agree: Callable[[bool], bool]):
+        self._case, self._agree = case, agree
         self._examples = [case.rows.first(size) for size in case.sizes()]
         # The ordinary way first: what a step makes when it is traced is made as in training.
         self._shared = Shared(case, self._examples[0])
@@ -46,64 +58,127 @@ class Trial:
         self._functions = [] if case.eager else [self._shared.function, self._reference.function]
         self._state = State(case.model, self._functions)
         self.growth: dict[str, float] = {}
-        self.is_done = False
+        self.outside: list[str] = []
+        self.made_up = ""
+        self._original = self._at_begin = None
+        # What is finite after one device's step with the rows as they are.
+        self._is_known: set = set()
         self._compute = _compute_dtype(case.model)
         self._close = CLOSE.get(self._compute, CLOSE["float32"])
 
-    def differences(self) -> list[Difference]:
+    def differences(self, view: View = PLAIN) -> list[Difference]:
         """Returns what comes out another way than on one device, the first first.
 
         Everything is put back as it was, whatever happens.
 
+        Args:
+            view: With which rows and which state.
+
         Raises:
-            NotVerified: Where one device's result differs from itself, or nothing changes.
+            NotVerified: Where one device's result differs from itself, nothing changes, or what
+                is made up for a view changes nothing or leads nowhere.
         """
-        original = self._state.read()
+        examples = self._examples
+        if not view.is_plain:
+            # One step shows what there is to be seen, and takes half as much reading.
+            parts, used = vary_rows(self._case.rows, examples[0], view.ways)
+            if not view.iterations and not used:
+                raise NotVerified(_NOTHING_TO_VARY)
+            examples, self.made_up = [parts], str(dataclasses.replace(view, ways=used))
+        original = self._originally()
         try:
-            self._case.model.reset_metrics()
-            begin = self._state.read()
-            expected = self._steps(self._reference, begin)
-            found = self._steps(self._shared, begin)
-            self.is_done = True
+            begin = self._begin(original, view)
+            expected = self._expect(begin, examples, view)
+            found = self._steps(self._shared, begin, examples)
+            if view.is_plain:
+                self._is_known = _all_finite(expected[0])
+                self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
+            if self.outside:
+                return []
             if not self._compare(begin, expected, found, None):
                 self._look_for_changes(begin, expected)
                 return []
             if self._is_random(begin, expected):
                 raise NotVerified(_RANDOM_NUMBERS)
             # Most steps never need to know how much of it would be noise.
-            noise = self._measure_noise(begin, expected)
+            noise = self._measure_noise(begin, expected, examples)
             differences = self._compare(begin, expected, found, noise)
-            self.growth = self._measure_growth(begin, expected) if differences else {}
+            self.growth = self._measure_growth(begin, expected, examples) if differences else {}
             return differences
         finally:
             self._state.write(original)
 
-    def _steps(self, run, begin) -> list[tuple[Outcome, list[np.ndarray]]]:
+    def _originally(self):
+        if self._original is None:
+            self._original = self._state.read()
+        return self._original
+
+    def _begin(self, original, view):
+        """The state to begin with; it is read once, as every look puts all back."""
+        if self._at_begin is None:
+            self._case.model.reset_metrics()
+            self._at_begin = self._state.read()
+        if not view.iterations:
+            return self._at_begin
+        begin = vary_state(self._state, self._at_begin, self._case, self._functions, view)
+        if all(a is b for a, b in zip(begin, self._at_begin)):
+            raise NotVerified(_NOTHING_TO_VARY)
+        return begin
+
+    def _expect(self, begin, examples, view):
+        """One device's result; of what is made up, on all workers or on none."""
+        if view.is_plain:
+            return self._steps(self._reference, begin, examples)
+        expected, reason = None, _NO_NUMBERS
+        try:
+            expected = self._steps(self._reference, begin, examples)
+        except Exception as error:
+            reason = f"{type(error).__name__} with made-up values"
+        usable = expected is not None and self._is_known <= _all_finite(expected[0])
+        if not self._agree(usable):
+            raise NotVerified(reason)
+        return expected
+
+    def _changed_outside(self, begin, *ends) -> list[str]:
+        """Variables of no replica's own: each replica would change the only one there is."""
+        return [
+            part.name
+            for i, part in enumerate(self._state.parts)
+            if part.replica is None
+            and part.kind in (WEIGHT, OTHER)
+            and not part.is_random_state
+            and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
+        ]
+
+    def _steps(self, run, begin, examples) -> list[tuple[Outcome, list[np.ndarray]]]:
         self._state.write(begin)
         done = []
-        for parts in self._examples:
+        for parts in examples:
             outcome = run(parts)
             done.append((outcome, self._state.read()))
         return done
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
         before, differences = begin, []
+        moved = [0.0] * len(begin)
         for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
             marks = None if noise is None else noise[step]
             differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
-            differences += self._compare_states(values, others, before, step, marks)
+            differences += self._compare_states(values, others, before, moved, step, marks)
             differences += self._compare_outputs(one.metrics, many.metrics, "metric ", step, marks)
             before = values
         return differences
 
-    def _compare_states(self, values, others, before, step, noise):
+    def _compare_states(self, values, others, before, moved, step, noise):
         parts = self._state.parts
         found = []
         for i, part in enumerate(parts):
             if part.kind not in COMPARED or part.replica is None:
                 continue
-            allowed = 0.0 if noise is None else noise.get(part.name, 0.0)
-            pair = compare(others[i], values[i], before[i], allowed, self._close)
+            allowed = 0.0 if noise is None else noise.get(i, 0.0)
+            # What was rounding after one step is so after the next, however small that is.
+            moved[i] = max(moved[i], largest_change(values[i], before[i]))
+            pair = compare(others[i], values[i], moved[i], allowed, self._close)
             if pair is not None:
                 what = f"{part.kind} {part.name}"
                 found.append((part, Difference(what, *pair, replica=part.replica, step=step + 1)))
@@ -124,13 +199,13 @@ class Trial:
                 differences.append(Difference(what, *pair, step=step + 1))
         return differences
 
-    def _measure_noise(self, begin, expected) -> list[dict[str, float]]:
+    def _measure_noise(self, begin, expected, examples) -> list[dict]:
         """Returns how far each value moves when weights change in their last place.
 
         Another order of the same rows would do as well, but not where rows meet one another, or
         random numbers, by their place.
         """
-        noise: list[dict[str, float]] = [{} for _ in expected]
+        noise: list[dict] = [{} for _ in expected]
         for run in range(_NUM_NOISY):
             moved = [
                 _move_last_place(value, part.name, run, _ROUNDINGS.get(self._compute))
@@ -138,12 +213,12 @@ class Trial:
                 else value
                 for part, value in zip(self._state.parts, begin)
             ]
-            self._add_noise(noise, expected, self._steps(self._reference, moved))
+            self._add_noise(noise, expected, self._steps(self._reference, moved, examples))
         return noise
 
     def _add_noise(self, noise, expected, found):
         for marks, (one, values), (other, moved) in zip(noise, expected, found):
-            pairs = [(p.name, a, b) for p, a, b in zip(self._state.parts, values, moved)]
+            pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
             for kind, many, few in (
                 ("", one.outputs, other.outputs),
                 ("metric ", one.metrics, other.metrics),
@@ -160,7 +235,7 @@ class Trial:
         learned = [i for i, p in enumerate(parts) if p.kind in kinds and begin[i].ndim]
         changed = any(begin[i].tobytes() != last[i].tobytes() for i in learned)
         if self._case.kind == TRAIN and learned and not changed:
-            raise NotVerified(_NOTHING_CHANGES)
+            raise NothingChanges(_NOTHING_CHANGES)
 
     def _is_random(self, begin, expected) -> bool:
         if self._reference.not_replaced:
@@ -169,26 +244,38 @@ class Trial:
         calls_python = not self._functions or any("PyFunc" in kind for kind in kinds)
         return calls_python and self._replicas_disagree(begin, expected)
 
-    def _measure_growth(self, begin, expected) -> dict[str, float]:
+    def _measure_growth(self, begin, expected, examples) -> dict[str, float]:
         if self._case.static:
             return {}
         self._state.write(begin)
-        twice = self._reference(self._case.rows.twice(self._examples[0])).outputs[0]
+        twice = self._reference(self._case.rows.twice(examples[0])).outputs[0]
         once = expected[0][0].outputs[0]
         names = [name for name in once if np.ndim(once[name]) == 0 and once[name]]
         return {name: float(twice[name] / once[name]) for name in names}
 
     def _replicas_disagree(self, begin, expected) -> bool:
-        first: dict[str, int] = {}
         for i, part in enumerate(self._state.parts):
             if part.kind not in COMPARED or part.replica is None:
                 continue
-            j = first.setdefault(part.name, i)
+            j = part.first
             if begin[i].tobytes() == begin[j].tobytes():
                 values = expected[0][1]
-                if compare(values[i], values[j], begin[i], 0.0, self._close) is not None:
+                change = largest_change(values[i], begin[i])
+                if compare(values[i], values[j], change, 0.0, self._close) is not None:
                     return True
         return False
+
+
+def _all_finite(step) -> set:
+    """Returns of which values after a step every number is finite."""
+    outcome, values = step
+    pairs = [*enumerate(values), *outcome.outputs[0].items()]
+    pairs += [(("metric", name), value) for name, value in outcome.metrics[0].items()]
+    return {name for name, value in pairs if not _is_float(value) or np.isfinite(value).all()}
+
+
+def _is_float(value) -> bool:
+    return np.asarray(value).dtype.kind == "f"
 
 
 def _compute_dtype(model) -> str:

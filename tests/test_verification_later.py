@@ -1,0 +1,231 @@
+"""What the first rows and the first state do not show is told; what is right raises no alarm."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import verification_later as later
+from keras import layers
+
+import tfmulti
+from tfmulti.verification import trial as trial_lib
+from tfmulti.verification import views
+from tfmulti.verification.rows import Rows
+from tfmulti.verification.runs import Case, Outcome
+from tfmulti.verification.state import Part, State
+
+
+def create_strategy(num_replicas=2, verify="always"):
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    return tfmulti.create_strategy("mirrored", devices=devices, verify=verify)
+
+
+def batched(data):
+    return (tf.data.Dataset.from_tensor_slices(data).batch(8),)
+
+
+def step(loss, net=later.dense, data=later.sorted_classes, optimizer=None):
+    optimizer = optimizer or (lambda: keras.optimizers.SGD(0.1))
+    return dict(make=lambda: later.Step(loss, net), data=data, optimizer=optimizer)
+
+
+def stock(make, data=later.sorted_classes, optimizer=keras.optimizers.Adam, **arguments):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return dict(make=make, data=data, optimizer=optimizer, loss=loss, **arguments)
+
+
+def fit(make, data, optimizer, num_replicas=2, as_dataset=False, fit_with=(), **arguments):
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        model = make()
+        model.compile(optimizer=optimizer(), **arguments)
+    parts = batched(data()) if as_dataset else data()
+    names = dict(zip(("x", "y", "sample_weight"), parts))
+    batch_size = {} if as_dataset else {"batch_size": 8}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*not verified")
+        model.fit(**names, **batch_size, verbose=0, shuffle=False, **dict(fit_with))
+    return model
+
+
+def decay():
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
+
+
+TOLD = {
+    "annealed": step(later.by_iterations(later.deviation)),
+    "annealed where the rate has decayed": step(
+        later.by_iterations(later.deviation), optimizer=decay
+    ),
+    "a late term": step(
+        later.after_iterations(100_000, later.deviation), optimizer=keras.optimizers.Adam
+    ),
+    "a variable": step(later.by_setting("setting", later.deviation)),
+    "a plain variable": step(later.by_setting("plain_setting", later.deviation)),
+    "a counter": step(later.by_setting("count", later.deviation)),
+    "a flag": step(later.by_setting("flag", later.deviation)),
+    "classes": step(later.balanced),
+    "weights": step(later.mean_of_weights, data=later.weighted),
+    "padding": step(later.mean_of_tokens, later.tagger, later.tokens),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_told_where_it_would_differ_later(name):
+    # Of a dataset the first batch is seen alone: one class, no padding.
+    with pytest.raises(ValueError, match="`train_step` must give one device's result"):
+        fit(**TOLD[name], as_dataset=name in ("classes", "weights", "padding"))
+
+
+def test_told_of_three_replicas_and_of_sorted_arrays():
+    for num_replicas in (2, 3):
+        with pytest.raises(ValueError, match="Received: own_loss") as caught:
+            fit(**TOLD["classes"], num_replicas=num_replicas)
+        assert "with other" not in str(caught.value)
+
+
+def test_the_error_says_what_was_made_up():
+    with pytest.raises(ValueError, match="with other labels, optimizer.iterations at 5039, var"):
+        fit(**TOLD["a counter"])
+    with pytest.raises(ValueError, match="of 5 rows, with other labels, other padding;"):
+        fit(**TOLD["padding"], as_dataset=True)
+
+
+def last_class():
+    x, y = later.sorted_classes()
+    return x, y * 0 + 2
+
+
+def warming_up():
+    schedule = keras.optimizers.schedules.CosineDecay(0.0, 9, warmup_target=0.1, warmup_steps=3)
+    return keras.optimizers.SGD(schedule, momentum=0.9)
+
+
+def normalized():
+    middle = [layers.BatchNormalization(synchronized=True), layers.Dropout(0.4)]
+    return keras.Sequential([later.dense(), *middle, layers.Dense(3)])
+
+
+FINE = {
+    "annealed": step(later.by_iterations(later.mean_square)),
+    "a variable": step(later.by_setting("setting", later.mean_square)),
+    "a counter": step(later.by_setting("count", later.mean_square)),
+    "a flag": step(later.by_setting("flag", later.mean_square), optimizer=keras.optimizers.Adam),
+    "a class": step(later.last_class_counts_more),
+    "padding": step(later.mean_of_rows_tokens, later.tagger, later.tokens),
+    "no number for made-up labels": step(
+        later.log_of_label,
+        data=lambda: (later.sorted_classes()[0], later.sorted_classes()[1] * 0 + 2),
+    ),
+    "a place in a queue": stock(later.queue),
+    "stock": stock(later.dense, metrics=["accuracy"]),
+    "weights": stock(later.dense, later.weighted, weighted_metrics=["accuracy"]),
+    "class weights": stock(later.dense, fit_with={"class_weight": {0: 1.0, 1: 3.0, 2: 0.2}}),
+    "recurrent": stock(lambda: later.recurrent(return_sequences=True), later.tokens),
+    "normalization and dropout": stock(normalized),
+    "warming up from 0": stock(later.dense, optimizer=warming_up),
+    "a rate of 0": stock(later.dense, optimizer=lambda: keras.optimizers.SGD(0.0)),
+    "moving averages": stock(
+        later.dense,
+        optimizer=lambda: keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=3),
+    ),
+    "accumulation": stock(
+        later.dense, optimizer=lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_no_false_alarm(name):
+    fit(**FINE[name], as_dataset=True)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_variable_made_outside_of_the_scope_is_refused_by_name(eager, monkeypatch):
+    # As in a script.
+    monkeypatch.setattr(later.MovingLoss, "__module__", "__main__")
+    case = dict(data=later.sorted_classes, optimizer=keras.optimizers.SGD, run_eagerly=eager)
+    variable = tf.Variable(0.0)
+    with pytest.raises(ValueError, match="scope.*Received: the variable moving/0,.*2 replicas"):
+        fit(lambda: later.MovingLoss(variable), **case)
+    assert not variable.numpy()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_state_of_ones_own_is_no_random_number(eager):
+    case = dict(data=later.sorted_classes, optimizer=keras.optimizers.SGD, run_eagerly=eager)
+    with pytest.raises(ValueError, match="variable moving/0: .*state made from local rows"):
+        fit(lambda: later.MovingLoss(tf.Variable(0.0)), **case)
+
+
+def test_a_variable_made_outside_of_the_scope_may_be_read():
+    variable = tf.Variable(0.5)
+
+    def loss(model, y, losses, weights, outputs):
+        return tf.reduce_mean(losses) * variable
+
+    fit(**step(loss))
+
+
+def varied(way, *batch):
+    rows = Rows(batch)
+    parts, used = views.vary_rows(rows, rows.parts, (way,))
+    return [part.numpy() for part in parts], used
+
+
+def test_values_of_made_up_rows_were_there():
+    x = np.ones((5, 4), "float32")
+    (_, words), _ = varied(views.LABELS, x, np.array(["a", "b", "c", "d", "a"]))
+    assert words.tolist() == [b"a", b"a", b"b", b"c", b"b"]
+    (_, alike), _ = varied(views.LABELS, x, np.full((5, 1), 7))
+    assert alike.ravel().tolist() == [7, 7, 0, 0, 0]
+    (_, one_hot), _ = varied(views.LABELS, x, np.tile([0.0, 1.0, 0.0], (5, 1)))
+    assert one_hot.argmax(-1).tolist() == [1, 1, 2, 2, 2] and (one_hot.sum(-1) == 1).all()
+    (_, _, weights), _ = varied(views.WEIGHTS, x, x, -np.ones(5, "float32"))
+    assert weights.tolist() == [-1.0, 0.0, -2.0, -1.0, -0.5] and not np.signbit(weights[1])
+    (padded, _), _ = varied(views.PADDING, np.full((5, 4), 3), np.arange(5))
+    assert (padded > 0).sum(-1).tolist() == [4, 2, 1, 3, 4]
+    assert varied(views.PADDING, x, np.arange(5))[1] == varied(views.WEIGHTS, x, x)[1] == ()
+
+
+def test_filler_rows_are_left_out_and_sorted_rows_are_unlike():
+    weights = np.array([1, 1, 1, -0.0, 1, 1, 0.0, -0.0], "float32")
+    rows = Rows((np.arange(8.0), np.arange(8), weights))
+    assert sorted(rows.spread(5, padded=True)[1].numpy()) == [0, 1, 2, 5, 6]
+    assert rows.spread(5)[1].numpy().tolist() == [7, 0, 2, 4, 5]
+    assert rows.roles() == [0, 1, 2]
+
+
+def test_rounding_of_one_step_is_no_difference_after_the_next():
+    """As in Adam's velocity, which a second step may leave nearly as it is."""
+    case = later.Step(later.mean)
+    runner = trial_lib.Trial.__new__(trial_lib.Trial)
+    runner._case, runner._close = Case(case, "train", None), 2e-4
+    runner._state = State(keras.Sequential())
+    runner._state.parts.append(Part(None, "velocity", "optimizer's variable", 0, 0))
+    nothing = Outcome([{}], [{}])
+    begin, first, second = ([np.float32([value])] for value in (0.0, 1.0, 1.000001))
+    others = [[value[0] + np.float32(1e-4)] for value in (first, second)]
+    one, many = ([(nothing, v) for v in values] for values in ((first, second), others))
+    assert not runner._compare(begin, one, many, None)
+    assert runner._compare(begin, one, [(nothing, [v[0] * 2]) for v in others], None)
+
+
+def test_state_is_put_back_bit_for_bit():
+    strategy, seen = create_strategy(), []
+    with strategy.scope():
+        model = later.Step(later.by_setting("setting", later.mean_square))
+        model.compile("adam")
+        model.build((None, 4))
+        model.optimizer.build(model.trainable_variables)
+
+    def values():
+        own = (model.plain_setting, model.count, model.flag)
+        return [v.numpy().tobytes() for v in (*model.variables, *model.optimizer.variables, *own)]
+
+    before = values()
+    begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(values()))
+    model.fit(*later.sorted_classes(), batch_size=8, verbose=0, callbacks=[begin])
+    assert strategy.seconds_verified > 0 and seen == [before]

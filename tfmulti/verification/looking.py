@@ -1,0 +1,138 @@
+"""Looks at a step in one way after the other, until all workers know enough."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from absl import logging
+
+from tfmulti import keras_compat
+from tfmulti.verification import telling
+from tfmulti.verification.own import neutral_layers
+from tfmulti.verification.runs import Case
+from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
+from tfmulti.verification.views import PLAIN, WAYS, View, later_views
+
+# What one look can give; workers take the least or the largest of theirs.
+_FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
+
+
+class Workers(NamedTuple):
+    """What workers know of one another.
+
+    Attributes:
+        compare: Function of a strategy and a whole number: the least and the largest of all.
+        broadcast: Function of a strategy and the chief's bytes, or None: these on all workers.
+    """
+
+    compare: Callable
+    broadcast: Callable
+
+
+class _Seen(NamedTuple):
+    """What one look has given: the least and the most of all workers, and this one's words."""
+
+    least: int
+    most: int
+    text: str
+    reason: str
+
+
+def find_out(case: Case, workers: Workers) -> tuple[str, str]:
+    """Returns the text of an error and the reason why nothing is known; both can be empty.
+
+    Args:
+        case: What is to be verified.
+        workers: How workers agree.
+    """
+
+    def agree(can: bool) -> bool:
+        return bool(workers.compare(case.strategy, int(can))[0])
+
+    reason = ""
+    for static in dict.fromkeys((case.static, True)):
+        case.static = static
+        trial, reason = _try(lambda: Trial(case, agree), case.model)
+        if not agree(trial is not None):
+            continue
+        first = _look(trial, PLAIN, case, workers)
+        reason = first.reason
+        if first.most == _DIFFERS:
+            return first.text, ""
+        if first.least == _UNKNOWN:
+            break
+        if first.least > _UNKNOWN:
+            text, proven = _look_further(trial, case, workers)
+            return text, "" if text or proven or first.least == _SAME else reason
+    return "", reason or "another worker could not run it"
+
+
+def _look_further(trial, case, workers) -> tuple[str, bool]:
+    """Returns the text of an error, and whether a look has shown the same both ways."""
+    ways, proven = (), False
+    for some in (WAYS, *((way,) for way in WAYS)):
+        seen = _look(trial, View(some), case, workers)
+        if seen.most == _DIFFERS:
+            return seen.text, True
+        if seen.least > _UNKNOWN:
+            ways, proven = ways + some, proven or seen.least == _SAME
+        if seen.least > _UNKNOWN and some == WAYS:
+            break
+    for views in later_views(ways):
+        for view in views:
+            seen = _look(trial, view, case, workers)
+            if seen.most == _DIFFERS:
+                return seen.text, True
+            proven = proven or seen.least == _SAME
+            if seen.least > _UNKNOWN:
+                break
+    return "", proven
+
+
+def _look(trial, view, case, workers) -> _Seen:
+    found, reason, kind = _found(trial, view, case.model)
+    text = ""
+    if trial.outside:
+        text, kind = telling.describe_outside(case, trial.outside), _DIFFERS
+    elif found:
+        text, kind = telling.describe(case, found, trial.growth, trial.made_up), _DIFFERS
+    return _Seen(*workers.compare(case.strategy, kind), text, reason)
+
+
+def _found(trial, view, model):
+    try:
+        found, reason = _try(lambda: trial.differences(view), model)
+    except NothingChanges as error:
+        return None, str(error), _NOTHING
+    except NotVerified as error:
+        return None, str(error), _UNKNOWN
+    return found, reason, _FAILED if found is None else _SAME
+
+
+def _try(function, model):
+    """Returns what a function gives, or None and the reason why it could not."""
+    try:
+        with _same_random_numbers(), neutral_layers(model):
+            return function(), ""
+    except NotVerified:
+        raise
+    except Exception as error:
+        logging.debug("A step could not be verified.", exc_info=True)
+        words = " ".join(str(error).split())
+        return None, f"{type(error).__name__}: {words[:300]}"
+
+
+@contextlib.contextmanager
+def _same_random_numbers():
+    """Has Python, numpy and TensorFlow draw afterwards what they would have drawn without it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with keras_compat.same_eager_numbers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
