@@ -110,6 +110,11 @@ def test_what_cannot_be_gathered_is_refused(make, message):
         create_strategy(2).run(lambda: tfmulti.gather_batch(make()))
 
 
+def test_symbolic_tensors_are_refused():
+    with pytest.raises(ValueError, match="`call` of a layer"):
+        tfmulti.gather_batch(keras.Input((4,)))
+
+
 class Pairs(keras.Model):
     """In-batch negatives: each row's own partner against all others of the batch."""
 

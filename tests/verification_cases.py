@@ -189,3 +189,104 @@ class WithFunction(OwnStep):
     def train_step(self, data):
         x, y = data
         return super().train_step((self.factor(x), y))
+
+
+class WithNet(OwnStep):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.net.build((None, NUM_FEATURES))
+
+
+class AddPerRow(layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(ops.square(x), axis=-1))
+        return x
+
+
+class LargestSeen(layers.Layer):
+    def build(self, shape):
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.largest.assign(ops.maximum(self.largest, ops.max(x)))
+        return x + 0.1 * self.largest
+
+
+def negatives(y, prediction):
+    logits = tf.matmul(prediction, y, transpose_b=True)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.range(tf.shape(logits)[0]), logits)
+
+
+def scaled(y, prediction):
+    number = tf.distribute.get_strategy().num_replicas_in_sync
+    return mean_of_squares(y, prediction) / number
+
+
+class Adversarial(OwnStep):
+    """Rows are moved along the gradient of a mean, which depends on how many rows there are."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = self.reduce(squares(y, self.net(x, training=True)))
+        return super().train_step((x + tape.gradient(loss, x), y))
+
+    reduce = staticmethod(tf.reduce_mean)
+
+
+class AdversarialOfRows(Adversarial):
+    reduce = staticmethod(tf.reduce_sum)
+
+
+class Bank(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.bank = self.add_weight(shape=(9, 2), initializer="zeros", trainable=False)
+
+    def train_step(self, data):
+        self.bank.assign(tf.concat([self.net(data[0]), self.bank], 0)[:9])
+        return super().train_step(data)
+
+
+class CountRows(OwnStep):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "rows": tf.cast(tf.shape(data[0])[0], tf.float32)}
+
+
+class Total(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.total = keras.metrics.Sum(name="total")
+
+    @property
+    def metrics(self):
+        return [self.total]
+
+    def train_step(self, data):
+        self.total.update_state(tf.reduce_sum(data[1]))
+        super().train_step(data)
+        return {"total": self.total.result()}
+
+
+class CentredPrediction(OwnStep):
+    def predict_step(self, data):
+        prediction = self(data[0] if isinstance(data, tuple) else data)
+        return prediction - tf.reduce_mean(prediction, axis=0)
+
+
+def found(y, prediction):
+    best = tf.argmax(tf.matmul(prediction, y, transpose_b=True), 1, output_type=tf.int32)
+    return tf.cast(best == tf.range(tf.shape(y)[0]), tf.float32)
+
+
+def centred(x):
+    return x - ops.mean(x, axis=0)
+
+
+def functional():
+    inputs = keras.Input((NUM_FEATURES,))
+    return keras.Model(inputs, layers.Dense(2)(centred(layers.Dense(3)(inputs))), name="graph")

@@ -36,7 +36,6 @@ from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
 from tfmulti.keras_compat.names import set_mask as set_mask
 from tfmulti.keras_compat.names import states_from_rows as states_from_rows
 from tfmulti.keras_compat.names import step_of as step_of
-from tfmulti.keras_compat.names import synchronized_variables as synchronized_variables
 from tfmulti.keras_compat.names import updated_variables as updated_variables
 from tfmulti.keras_compat.names import variant_tensor as variant_tensor
 from tfmulti.keras_compat.optimizers import accumulators as accumulators

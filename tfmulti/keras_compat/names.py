@@ -85,12 +85,6 @@ def states_from_rows(model: keras.Model, every: bool = False) -> list[keras.Vari
     return list({id(variable): variable for variable in found}.values())
 
 
-def synchronized_variables(model: keras.Model) -> set[str]:
-    """Paths of the layer states that all replicas compute alike, from global statistics."""
-    layers = [layer for layer in model._flatten_layers() if getattr(layer, "synchronized", False)]
-    return {variable.path for layer in layers for variable in layer.non_trainable_variables}
-
-
 def local_statistics(model: keras.Model) -> list[keras.Variable]:
     """Moving statistics that batch normalization keeps on each replica by itself."""
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]

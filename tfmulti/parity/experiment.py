@@ -154,10 +154,9 @@ def _explain(config, result, place, print_fn):
         if outcome.verdict in (DIFFERS, REFUSED) and not _is_explained(outcome)
     ]
     if unexplained:
-        print_fn("looking for the cause on one device ...")
+        print_fn("looking for the cause ...")
         outcome, count = unexplained[0]
-        differing = outcome.comparison.differing if outcome.comparison else []
-        failed = _run(config, run.DIAGNOSIS, count, place, "diagnosis", differing=differing)
+        failed = _run(config, run.DIAGNOSIS, count, place, "diagnosis")
         found = [] if failed else json.loads((place / "findings.json").read_text())
         for outcome, _ in unexplained:
             outcome.findings += [causes.Finding(**finding) for finding in found]
@@ -172,10 +171,10 @@ def _is_explained(outcome) -> bool:
     return any(finding.cause in (causes.DATA, causes.START) for finding in outcome.findings)
 
 
-def _run(config, kind, count, folder, title, **task) -> Outcome | None:
+def _run(config, kind, count, folder, title) -> Outcome | None:
     """Runs a task in processes of its own. Returns None, or what went wrong."""
     folder.mkdir()
-    task = {**task, "kind": kind, "count": count, "config": dataclasses.asdict(config)}
+    task = {"kind": kind, "count": count, "config": dataclasses.asdict(config)}
     (folder / "task.json").write_text(json.dumps(task))
     command = [sys.executable, "-m", run.__name__, str(folder)]
     if kind == run.WORKERS:

@@ -69,8 +69,10 @@ def _train(config, task, folder, number):
 
 def _diagnose(config, task, folder):
     from tfmulti.parity.diagnosis import diagnose
+    from tfmulti.strategies import create_strategy
 
-    findings = diagnose(config, task["count"], task["differing"])
+    strategy = create_strategy("mirrored", logical_cpus=task["count"], verify="always")
+    findings = diagnose(config, strategy)
     (folder / "findings.json").write_text(json.dumps(findings))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 
 from tfmulti import step
@@ -49,7 +50,8 @@ def gather_batch(structure):
         The same structure, of tensors of shape `(rows of the global batch, ...)`.
 
     Raises:
-        ValueError: For strings, for ragged and sparse tensors, and for a tensor without rows.
+        ValueError: For strings, for ragged and sparse tensors, for a tensor without rows, and for
+            one of Keras's symbolic tensors, which have no replica.
 
     Example: each row's positive is its own partner, its negatives are all others of the batch.
 
@@ -65,6 +67,9 @@ def gather_batch(structure):
     context = tf.distribute.get_replica_context()
     parts = tf.nest.flatten(structure, expand_composites=False)
     places = [place for place, part in enumerate(parts) if part is not None]
+    for part in parts:
+        if isinstance(part, keras.KerasTensor):
+            raise _refusal("rows of a step", part, "Call it in the `call` of a layer of your own.")
     if context is None or not places or losses.has_whole_batch():
         return structure
     replica_batch = step.current_replica_batch()
@@ -97,7 +102,7 @@ def _refusal(rule, part, advice) -> ValueError:
     kind = type(part).__name__ if not isinstance(part, tf.Tensor) else "tensor"
     return ValueError(
         f"`structure` must hold {rule}. Received: a {kind} of shape {part.shape} and type "
-        f"{part.dtype.name}. {advice}"
+        f"{tf.as_dtype(part.dtype).name}. {advice}"
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 
 import keras
 import tensorflow as tf
@@ -21,6 +22,7 @@ from tfmulti.step import sparse_gradients, weighting
 from tfmulti.step.replica_batch import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
+_of_inputs: weakref.WeakSet = weakref.WeakSet()
 _IN_BRANCH = (
     "Replicas must not reduce within tf.cond, tf.while_loop or tf.map_fn, which one of them might "
     "do and another not. Received: a gradient with respect to variables, synchronized batch "
@@ -162,6 +164,11 @@ def in_keras_step() -> bool:
     return in_step() and current_replica_batch() is not None
 
 
+def has_taken_of_inputs(model: keras.Model) -> bool:
+    """Whether a step of a model has taken a gradient with respect to no variable."""
+    return model in _of_inputs
+
+
 def take_gradient(
     leaves_to_update, original, tape, target, sources, output_gradients=None, **kwargs
 ):
@@ -180,6 +187,8 @@ def take_gradient(
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
     is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
+    if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
+        _of_inputs.add(replica_batch.model)
     if (
         output_gradients is not None
         or replica_batch is None

@@ -72,14 +72,14 @@ def verify_once(
     if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync:
         rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
     begin = time.perf_counter()
-    text, reason = find_out(case, workers)
+    error, reason = find_out(case, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
-    if workers.compare(strategy, int(bool(text)))[1]:
+    if workers.compare(strategy, int(bool(error)))[1]:
         # Told again, where somebody tries again.
         model.tfmulti_verified[1].discard(_key(case))
-        raise ValueError(text or telling.elsewhere(kind))
+        raise error or ValueError(telling.elsewhere(kind))
     if reason and early:
         model.tfmulti_verified[1].discard(_key(case))
     elif reason:

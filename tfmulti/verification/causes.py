@@ -12,38 +12,27 @@ SUM_LOSS = "a loss that sums over the batch"
 BATCH_LOSS = "a loss that depends on the whole batch at once"
 SUM_ADD_LOSS = "add_loss that sums over the batch"
 BATCH_ADD_LOSS = "add_loss that depends on the whole batch at once"
-SCALED = "a training step that knows the number of replicas"
-SUM_STEP = "a train_step whose gradient sums over the batch"
-BATCH_STEP = "a train_step that depends on the whole batch at once"
-BARE = "an optimizer that is not distributed"
+SCALED = "a step that knows the number of replicas"
+SUM_STEP = "a step that sums over the batch"
+BATCH_STEP = "a step that depends on the whole batch at once"
+INPUT_GRADIENT = "a gradient with respect to inputs that is not each row's own"
 STATE = "state made from local rows"
+METRIC = "a metric that compares rows"
+METRIC_OF_NUMBERS = "a metric that is given a number of its replica's rows"
+LOG = "a log that is no mean over rows"
+PREDICTION = "a prediction that depends on other rows"
 COARSE = "coarse rounding"
 WORKERS = "workers disagree"
 REPLICAS = "replicas disagree"
 ROUNDING = "rounding, amplified by the model"
 UNKNOWN = "unknown"
-# The order in which causes are told: what makes any comparison pointless comes first.
-_ORDER = [
-    DATA,
-    START,
-    RANDOMNESS,
-    STATISTICS,
-    SUM_LOSS,
-    BATCH_LOSS,
-    SUM_ADD_LOSS,
-    BATCH_ADD_LOSS,
-    SCALED,
-    BARE,
-    SUM_STEP,
-    BATCH_STEP,
-    STATE,
-    COARSE,
-    WORKERS,
-    REPLICAS,
-    ROUNDING,
-    UNKNOWN,
-]
 
+_GATHER = "tfmulti.gather_batch(rows), which gives the rows of all replicas"
+_MEAN = (
+    "a mean over rows (reduce_mean), with no division by a fixed batch size or by the number of "
+    "replicas"
+)
+# In the order in which causes are told: what makes any comparison pointless comes first.
 ADVICE = {
     DATA: "Read the same examples in the same order at every call: seed every generator, list "
     "files sorted, and leave shuffling to distribute_train.",
@@ -52,27 +41,26 @@ ADVICE = {
     RANDOMNESS: "Nothing is wrong: each replica draws random numbers of its own, so equality with "
     "one device is impossible. To compare the rest of the model, set the rate of these "
     "layers to 0.",
-    STATISTICS: "Reduce over the rows of all replicas: "
-    "tf.distribute.get_replica_context().all_reduce('SUM', ...) of sums and of counts; or "
-    "normalize each row by itself.",
-    SUM_LOSS: "Return one value for each row, or the mean over rows (reduce_mean), without any "
-    "division by replicas or by the global batch size; for a sum use a keras.losses.Loss with "
+    STATISTICS: f"Compute what meets rows in the call of a layer, from {_GATHER}.",
+    SUM_LOSS: f"Return one value for each row, or {_MEAN}; for a sum use a keras.losses.Loss with "
     "reduction='sum'.",
     BATCH_LOSS: "Each replica sees its own rows only, so that this loss is another one there. "
-    "Write tfmulti.WholeBatchLoss(loss), which gives it the rows of all replicas.",
+    f"In compile write tfmulti.WholeBatchLoss(loss); elsewhere compute it from {_GATHER}.",
     SUM_ADD_LOSS: "Write a mean over rows, as add_loss(ops.mean(...)); the mean over all replicas' "
     "rows is then exact.",
-    BATCH_ADD_LOSS: "Write a mean over rows of terms that each depend on one row, or gather the "
-    "rows of all replicas with tfmulti.gather_batch.",
-    SCALED: "Write the loss as on one device: a mean over rows, with no division or product by "
-    "num_replicas_in_sync.",
-    SUM_STEP: "Write the loss as a mean over rows (reduce_mean), with no division by a fixed batch "
-    "size.",
-    BATCH_STEP: "Write a loss that is a mean over rows, of terms that each depend on one row, or "
-    "gather the rows of all replicas with tfmulti.gather_batch.",
-    BARE: "Wrap it: tfmulti.DistributedOptimizer(optimizer), and update variables through it only.",
-    STATE: "Update it with a mean over all replicas' rows: "
-    "tf.distribute.get_replica_context().all_reduce('SUM', ...) of sums and of counts.",
+    BATCH_ADD_LOSS: f"Compute what is added from {_GATHER}.",
+    SCALED: f"Write the loss as on one device: {_MEAN}.",
+    SUM_STEP: f"Write the loss as {_MEAN}.",
+    INPUT_GRADIENT: "Take it of a sum over rows (reduce_sum) of terms that each depend on one row, "
+    "not of a mean, and normalize it row by row: each row's is then what it is on one device.",
+    BATCH_STEP: f"Compute what meets rows from {_GATHER}.",
+    STATE: f"Update it from {_GATHER}.",
+    METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
+    METRIC_OF_NUMBERS: "Give it a value for each row, or compute the number from "
+    "tfmulti.gather_batch(rows).",
+    LOG: "Return means over rows, results of metrics, or numbers computed from "
+    "tfmulti.gather_batch(rows).",
+    PREDICTION: f"Compute each row's from that row alone, or from {_GATHER}.",
     COARSE: "The model computes with so few digits that sums over fewer rows round to other "
     "numbers. Compare under the dtype policy float32, or with a larger --tolerance.",
     WORKERS: "Each worker must do the same: look for random numbers without a seed, for files or "
@@ -113,4 +101,4 @@ def find_local_normalization(*layers: str) -> Finding:
 
 def in_order(findings: list[Finding]) -> list[Finding]:
     """Returns the findings, the one to read first at the front."""
-    return sorted(findings, key=lambda finding: _ORDER.index(finding.cause))
+    return sorted(findings, key=lambda finding: list(ADVICE).index(finding.cause))

@@ -34,16 +34,16 @@ class Workers(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What one look has given: the least and the most of all workers, and this one's words."""
+    """What one look has given: the least and the most of all workers, and this one's own."""
 
     least: int
     most: int
-    text: str
+    error: ValueError | None
     reason: str
 
 
-def find_out(case: Case, workers: Workers) -> tuple[str, str]:
-    """Returns the text of an error and the reason why nothing is known; both can be empty.
+def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
+    """Returns the error, or None, and the reason why nothing is known, which can be empty.
 
     Args:
         case: What is to be verified.
@@ -62,22 +62,22 @@ def find_out(case: Case, workers: Workers) -> tuple[str, str]:
         first = _look(trial, PLAIN, case, workers)
         reason = first.reason
         if first.most == _DIFFERS:
-            return first.text, ""
+            return first.error, ""
         if first.least == _UNKNOWN:
             break
         if first.least > _UNKNOWN:
-            text, proven = _look_further(trial, case, workers)
-            return text, "" if text or proven or first.least == _SAME else reason
-    return "", reason or "another worker could not run it"
+            error, proven = _look_further(trial, case, workers)
+            return error, "" if error or proven or first.least == _SAME else reason
+    return None, reason or "another worker could not run it"
 
 
-def _look_further(trial, case, workers) -> tuple[str, bool]:
-    """Returns the text of an error, and whether a look has shown the same both ways."""
+def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
+    """Returns the error, or None, and whether a look has shown the same both ways."""
     ways, proven = (), False
     for some in (WAYS, *((way,) for way in WAYS)):
         seen = _look(trial, View(some), case, workers)
         if seen.most == _DIFFERS:
-            return seen.text, True
+            return seen.error, True
         if seen.least > _UNKNOWN:
             ways, proven = ways + some, proven or seen.least == _SAME
         if seen.least > _UNKNOWN and some == WAYS:
@@ -86,21 +86,22 @@ def _look_further(trial, case, workers) -> tuple[str, bool]:
         for view in views:
             seen = _look(trial, view, case, workers)
             if seen.most == _DIFFERS:
-                return seen.text, True
+                return seen.error, True
             proven = proven or seen.least == _SAME
             if seen.least > _UNKNOWN:
                 break
-    return "", proven
+    return None, proven
 
 
 def _look(trial, view, case, workers) -> _Seen:
     found, reason, kind = _found(trial, view, case.model)
-    text = ""
+    error = None
     if trial.outside:
-        text, kind = telling.describe_outside(case, trial.outside), _DIFFERS
+        error, kind = telling.describe_outside(case, trial.outside), _DIFFERS
     elif found:
-        text, kind = telling.describe(case, found, trial.growth, trial.made_up), _DIFFERS
-    return _Seen(*workers.compare(case.strategy, kind), text, reason)
+        known = trial.growth, trial.place, trial.made_up
+        error, kind = telling.describe(case, found, *known), _DIFFERS
+    return _Seen(*workers.compare(case.strategy, kind), error, reason)
 
 
 def _found(trial, view, model):

@@ -28,7 +28,7 @@ class OwnPart:
         kind: One of this module's.
         name: What it is called.
         where: File and line; empty where these are not known.
-        thing: The object itself.
+        thing: The object itself; of what stands in a layer, the layer.
     """
 
     kind: str
@@ -60,8 +60,8 @@ def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
         if _is_own(layer) and (layer is not model or not isinstance(layer, keras.Model)):
             found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
         elif layer is model and _method(model, "call"):
-            found.append(_of(LAYER, _method(model, "call"), "call"))
-        found += [_of(LAYER, x) for x in _own_functions(layer)]
+            found.append(_of(LAYER, _method(model, "call"), "call", model))
+        found += [_of(LAYER, x, holder=layer) for x in _own_functions(layer)]
     if kind == "train":
         found += [
             _of(OPTIMIZER, x)
@@ -84,9 +84,9 @@ def where_is(thing) -> str:
     return f"{path}:{line}"
 
 
-def _of(kind, thing, name=None) -> OwnPart:
+def _of(kind, thing, name=None, holder=None) -> OwnPart:
     name = name or getattr(thing, "__name__", type(thing).__name__)
-    return OwnPart(kind, name, where_is(thing), thing)
+    return OwnPart(kind, name, where_is(thing), holder or thing)
 
 
 def _method(model, name):
@@ -151,6 +151,15 @@ def is_stock(model: keras.Model, kind: str) -> bool:
     """
     if type(model).__module__.split(".")[0] != "keras" or own_parts(model, kind):
         return False
+    # An operation in a model's graph can meet all rows at once, as ops.mean over the first axis.
+    graphs = [each for x in [model, *keras_compat.all_layers(model)] for each in _operations(x)]
+    if not all(isinstance(each, keras.Layer) for each in graphs):
+        return False
     # In float8 layers keep the largest of each replica's own numbers.
     layers = keras_compat.all_layers(model)
     return all(getattr(layer, "quantization_mode", None) is None for layer in layers)
+
+
+def _operations(layer) -> list:
+    """The operations of a functional model, which are no layers where `keras.ops` made them."""
+    return getattr(layer, "operations", []) if isinstance(layer, keras.Model) else []

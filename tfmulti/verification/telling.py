@@ -4,51 +4,56 @@ from __future__ import annotations
 
 import numpy as np
 
+from tfmulti.step import gradients
 from tfmulti.verification import causes, own
 from tfmulti.verification.differences import Difference
-from tfmulti.verification.runs import TRAIN, Case
+from tfmulti.verification.places import Place
+from tfmulti.verification.runs import PREDICT, TRAIN, Case
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
 _MOST_NAMED = 3
-# A sum beside a mean or a penalty grows, but does not quite double.
-_GROWS, _DOUBLES = 1.01, 1.8
+# A sum beside a penalty grows, but does not quite double.
+_DOUBLES = 1.8
+_SAME = 1e-4
 _METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
-_METRIC_ADVICE = (
-    "Keep sums in its variables, such as a total and a count, and compute the result of them in "
-    "result(): the replicas' variables are added."
-)
-_PREDICT_ADVICE = "Compute each row's prediction from that row alone."
-_NUMBER_ADVICE = "Return means over rows, or results of metrics."
 
 
-def describe(case: Case, found: list[Difference], growth: dict, view: str = "") -> str:
-    """Returns the text of the error for what `Trial.differences` has found.
+def describe(
+    case: Case,
+    found: list[Difference],
+    growth: dict[str, float],
+    place: Place | None = None,
+    view: str = "",
+) -> ValueError:
+    """Returns the error for what `Trial.differences` has found; its `finding` is the cause.
 
     Args:
         case: What was verified.
         found: The differences; not empty.
         growth: By how much each output grows where every row is there twice.
+        place: Where the first one begins; None where that is not known.
         view: What was made up for the rows or the state; empty where nothing was.
     """
+    finding = _explain(case, found, growth, place)
     number = case.strategy.num_replicas_in_sync
     first = found[0]
-    sizes = case.sizes()
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
     more = ", ".join(names[:_MOST_NAMED])
     made_up = f", with {view}" if view else ""
     more += f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
-    cause, advice = _cause(case, found, growth)
-    return (
+    error = ValueError(
         f"`{_METHODS[case.kind]}` must give one device's result on {number} replicas; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
-        f"Received: {_say(first, sizes)}{made_up}{f'; also {more}' if more else ''}. "
-        f"Likely cause: {cause}. {advice} "
+        f"Received: {_say(first, case.sizes())}{made_up}{f'; also {more}' if more else ''}. "
+        f"Likely cause: {finding.cause}, in {finding.where}. {finding.advice} "
         '`verify="never"` of create_strategy leaves this check out.'
     )
+    error.finding = finding
+    return error
 
 
-def describe_outside(case: Case, names: list[str]) -> str:
-    """Returns the text of the error for variables that a step changes, and no replica owns.
+def describe_outside(case: Case, names: list[str]) -> ValueError:
+    """Returns the error for variables that a step changes, and no replica owns.
 
     Args:
         case: What was verified.
@@ -56,7 +61,7 @@ def describe_outside(case: Case, names: list[str]) -> str:
     """
     number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
     many = "s" if len(names) > 1 else ""
-    return (
+    return ValueError(
         f"Variables that `{method}` changes must be created in the strategy's scope. "
         f"Received: the variable{many} {', '.join(names[:_MOST_NAMED])}, created outside of it, "
         f"which {number} replicas would each change. "
@@ -79,59 +84,76 @@ def _number(value) -> str:
     return f"{array:.7g}" if array.ndim == 0 and array.dtype.kind in "fiub" else str(value)
 
 
-def _cause(case, found, growth) -> tuple[str, str]:
-    """Returns the likely cause and what to write instead."""
+def _explain(case, found, growth, place) -> causes.Finding:
     parts = own.own_parts(case.model, case.kind)
-    first = found[0]
-    if case.kind == "predict":
-        return _name([p for p in parts if p.kind == own.LAYER]), _PREDICT_ADVICE
-    if _is_of_metric(case.model, first) and not _changes_weights(found, first.step):
+    steps = [part for part in parts if part.kind == own.STEP]
+    first, changed = found[0], _changes_weights(found, found[0].step)
+    if case.kind == PREDICT:
+        begins = _parts_of(parts, place) if place and place.layer else []
+        layers = [part for part in parts if part.kind == own.LAYER and not place]
+        return causes.find(causes.PREDICTION, _name(begins or [*steps, *layers]))
+    if _is_of_metric(case.model, first) and not changed:
         metrics = [part for part in parts if part.kind == own.METRIC]
-        return _name(metrics or [p for p in parts if p.kind == own.STEP]), _METRIC_ADVICE
-    kinds = {each.what.split(" ")[0] for each in found if each.step == first.step}
-    if _is_of(first, WEIGHT, OWN) and not kinds & {TRAINABLE.split(" ")[0], "optimizer's"}:
-        return _of_state(parts, first), causes.ADVICE[causes.STATE]
-    named = _is_of(first, TRAINABLE, OPTIMIZER, WEIGHT, OWN)
-    if first.what != "loss" and not named and not _changes_weights(found, first.step):
-        return _name([p for p in parts if p.kind in (own.STEP, own.METRIC)]), _NUMBER_ADVICE
-    return _of_loss(parts, max((growth.get(each.what, 1.0) for each in found), default=1.0))
+        cause = causes.METRIC if metrics else causes.METRIC_OF_NUMBERS
+        return causes.find(cause, _name(metrics or steps))
+    state = [each for each in found if _is_of(each, WEIGHT, OWN) and each.step == first.step]
+    holders = [part for each in state for part in _holders(parts, each)]
+    if steps:
+        holders = [part for part in holders if part.thing is not case.model]
+    if state and (first in state or (place and place.layer in [p.thing for p in holders])):
+        return causes.find(causes.STATE, _name(holders or steps or parts))
+    if first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed:
+        return causes.find(causes.LOG, _name(steps))
+    if place and place.layer:
+        cause = causes.SUM_ADD_LOSS if place.sums else causes.BATCH_ADD_LOSS
+        cause = cause if place.adds else causes.STATISTICS
+        return causes.find(cause, _name(_parts_of(parts, place)))
+    return _explain_loss(
+        case, found, growth, [p for p in parts if not place or p.kind != own.LAYER]
+    )
 
 
-def _of_loss(parts, growth):
-    stepped = any(part.kind == own.STEP for part in parts)
-    order = [own.STEP, own.LOSS] if stepped else [own.LOSS]
-    suspects = [p for kind in order for p in parts if p.kind == kind]
-    layers = [p for p in parts if p.kind == own.LAYER]
-    adding = [part for part in layers if _adds_losses(part.thing)]
-    if adding and not suspects:
-        cause = causes.SUM_ADD_LOSS if growth > _GROWS else causes.BATCH_ADD_LOSS
-        return f"{cause}, in {_name(adding)}", causes.ADVICE[cause]
-    if layers and not suspects:
-        return f"{causes.STATISTICS}, in {_name(layers)}", causes.ADVICE[causes.STATISTICS]
-    suspects += [part for part in parts if part.kind in (own.LAYER, own.OPTIMIZER)]
-    if growth > _DOUBLES:
+def _explain_loss(case, found, growth, parts) -> causes.Finding:
+    order = [own.STEP, own.LOSS, own.LAYER, own.OPTIMIZER]
+    suspects = sorted((p for p in parts if p.kind in order), key=lambda p: order.index(p.kind))
+    stepped = bool(suspects) and suspects[0].kind == own.STEP
+    most = max((growth.get(each.what, 1.0) for each in found), default=1.0)
+    if most > _DOUBLES:
         cause = causes.SUM_STEP if stepped else causes.SUM_LOSS
+    elif _is_scaled(found[0], case.strategy.num_replicas_in_sync):
+        cause = causes.SCALED
+    elif stepped and gradients.has_taken_of_inputs(case.model):
+        cause = causes.INPUT_GRADIENT
     else:
         cause = causes.BATCH_STEP if stepped else causes.BATCH_LOSS
-    return f"{cause}, in {_name(suspects)}", causes.ADVICE[cause]
+    return causes.find(cause, _name(suspects))
 
 
-def _of_state(parts, first) -> str:
-    path = first.what.split(" ")[-1].split("/")
-    layers = [p for p in parts if p.kind == own.LAYER and getattr(p.thing, "name", None) in path]
-    return f"{causes.STATE}, in {_name(layers or parts)}"
+def _is_scaled(difference, number) -> bool:
+    """Whether a number is one device's, times or divided by the number of replicas."""
+    one, many = np.asarray(difference.one_device), np.asarray(difference.shares)
+    if one.ndim or one.dtype.kind != "f" or not one or not many:
+        return False
+    return any(abs(many / one / factor - 1) < _SAME for factor in (number, 1 / number))
+
+
+def _parts_of(parts, place) -> list:
+    """The user's own parts in the layer where a difference begins, or the layer itself."""
+    layer = place.layer
+    found = [part for part in parts if part.kind == own.LAYER and part.thing is layer]
+    return found or [f"{type(layer).__name__} {layer.name!r}"]
+
+
+def _holders(parts, difference) -> list:
+    path = difference.what.split(" ")[-1].split("/")[:-1]
+    layers = [part for part in parts if part.kind == own.LAYER]
+    inner = [part for part in layers if getattr(part.thing, "name", None) == "".join(path[-1:])]
+    return inner or [part for part in layers if getattr(part.thing, "name", None) in path]
 
 
 def _name(parts) -> str:
     named = list(dict.fromkeys(str(part) for part in parts))
     return " or ".join(named[:_MOST_NAMED]) or "a part of Keras's own, or of ours"
-
-
-def _adds_losses(thing) -> bool:
-    code = [getattr(m, "__code__", None) for k in type(thing).__mro__ for m in vars(k).values()]
-    regularized = getattr(thing, "activity_regularizer", None) is not None
-    own_code = [c for c in code if c is not None and "keras/src" not in c.co_filename]
-    return regularized or any("add_loss" in c.co_names for c in own_code)
 
 
 def _is_of(difference, *kinds) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
 from tfmulti.verification.differences import CLOSE, Difference, compare, distance, largest_change
+from tfmulti.verification.places import Place, find_place
 from tfmulti.verification.runs import TRAIN, Case, Outcome, Reference, Shared
 from tfmulti.verification.state import COMPARED, OPTIMIZER, OTHER, TRAINABLE, WEIGHT, State
 from tfmulti.verification.views import PLAIN, View, vary_rows, vary_state
@@ -45,6 +46,7 @@ class Trial:
     Attributes:
         growth: By how much each output grows where every row is there twice, once a difference
             was found: a mean by 1, a sum by 2.
+        place: Where the first difference begins, once one was found.
         made_up: What was made up for the latest view, in words.
         outside: Names of variables that the step changes, and that belong to no replica.
     """
@@ -58,6 +60,7 @@ class Trial:
         self._functions = [] if case.eager else [self._shared.function, self._reference.function]
         self._state = State(case.model, self._functions)
         self.growth: dict[str, float] = {}
+        self.place: Place | None = None
         self.outside: list[str] = []
         self.made_up = ""
         self._original = self._at_begin = None
@@ -103,7 +106,12 @@ class Trial:
             # Most steps never need to know how much of it would be noise.
             noise = self._measure_noise(begin, expected, examples)
             differences = self._compare(begin, expected, found, noise)
-            self.growth = self._measure_growth(begin, expected, examples) if differences else {}
+            if differences:
+                self.growth = self._measure_growth(begin, expected, examples)
+                self._state.write(begin)
+                self.place = find_place(
+                    self._case, self._state, examples[: differences[0].step], self._close
+                )
             return differences
         finally:
             self._state.write(original)

@@ -1,0 +1,192 @@
+"""Which layer is the first to give other rows in shares than on one device.
+
+The step is run once more each way, line by line, and what goes into each layer and comes out of
+it is compared row by row. So a layer is judged by its own code, whatever stands around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.sharding import share_slice
+from tfmulti.step import iterators
+from tfmulti.verification import rows as rows_lib
+from tfmulti.verification.differences import CLOSE, compare
+from tfmulti.verification.runs import Case, Reference, Shared
+from tfmulti.verification.state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a difference begins.
+
+    Attributes:
+        layer: The layer; None where every layer gives each row what one device gives it.
+        adds: Whether it is a loss that it adds, not its rows.
+        sums: Whether that loss is the sum of the replicas'.
+    """
+
+    layer: keras.Layer | None = None
+    adds: bool = False
+    sums: bool = False
+
+
+@dataclasses.dataclass
+class _Event:
+    """A call of a layer, or a loss that it added, which is then alone in `gives`."""
+
+    layer: keras.Layer
+    given: list[np.ndarray] | None
+    gives: list[np.ndarray]
+
+
+def find_place(case: Case, state: State, examples: list, close: float) -> Place | None:
+    """Returns where a difference begins, or None where that cannot be told.
+
+    Args:
+        case: What is verified.
+        state: Its variables, as they are before the first step; they are changed.
+        examples: The rows of each step, up to the first one that differs.
+        close: The part of the largest number that is rounding.
+    """
+    strategy = case.strategy
+    # With several workers an error of one would have the others wait.
+    if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync or case.padded:
+        return None
+    begin, before = state.read(), tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        whole, *_ = _events(case, Reference(case, examples[0]), examples)
+        state.write(begin)
+        shares = _events(case, Shared(case, examples[0]), examples)
+    except Exception:
+        # A layer that does not run so is no evidence.
+        return None
+    finally:
+        tf.config.run_functions_eagerly(before)
+    return _first(whole, shares, int(rows_lib.rows.count_rows(examples[-1][0])), close)
+
+
+@contextlib.contextmanager
+def watched_layers(layers, on_call: Callable, on_loss: Callable = lambda layer, loss: None):
+    """Has calls of layers go through a function.
+
+    Args:
+        layers: The layers.
+        on_call: Function of a layer, its own `call`, and what it was given: arguments and
+            arguments by name. It returns what the layer shall give.
+        on_loss: Function of a layer and a loss that it adds.
+    """
+
+    def watch_call(layer, call):
+        @functools.wraps(call)
+        def watched(*args, **kwargs):
+            return on_call(layer, call, args, kwargs)
+
+        return watched
+
+    def watch_loss(layer, add_loss):
+        def watched(loss):
+            on_loss(layer, loss)
+            return add_loss(loss)
+
+        return watched
+
+    layers = list({id(layer): layer for layer in layers}.values())
+    previous = [(layer, dict(vars(layer))) for layer in layers]
+    for layer in layers:
+        object.__setattr__(layer, "call", watch_call(layer, layer.call))
+        object.__setattr__(layer, "add_loss", watch_loss(layer, layer.add_loss))
+    try:
+        yield
+    finally:
+        for layer, held in previous:
+            for name in ("call", "add_loss"):
+                vars(layer).pop(name)
+                vars(layer).update({name: held[name]} if name in held else {})
+
+
+def _events(case, run, examples) -> list[list[_Event]]:
+    """Runs steps, and returns what happened in the last one, replica by replica."""
+    found: dict[int, list[_Event]] = {}
+    # A replica has a thread of its own.
+    mine = threading.local()
+
+    def note(*event):
+        if tf.distribute.get_replica_context() is not None:
+            if not hasattr(mine, "events"):
+                mine.events = found[len(found)] = []
+            mine.events.append(_Event(*event))
+
+    def on_call(layer, call, args, kwargs):
+        given = _arrays((args, kwargs))
+        outputs = call(*args, **kwargs)
+        note(layer, given, _arrays(outputs))
+        return outputs
+
+    layers = [case.model, *keras_compat.all_layers(case.model)]
+    with watched_layers(layers, on_call, lambda layer, loss: note(layer, None, _arrays(loss))):
+        for parts in examples:
+            found.clear()
+            mine = threading.local()
+            run(parts)
+    return [found[replica] for replica in sorted(found)]
+
+
+def _first(whole, shares, num_rows, close) -> Place | None:
+    number = len(shares)
+    parts = [share_slice(num_rows, number, replica) for replica in range(number)]
+    for place, event in enumerate(whole):
+        here = [each[place] for each in shares if place < len(each)]
+        if len(here) < number or any(each.layer is not event.layer for each in here):
+            return None
+        if event.given is None:
+            if not all(x.shape == event.gives[0].shape for e in here for x in e.gives):
+                return Place(event.layer, adds=True, sums=True)
+            weights = [(stop - start) / num_rows for start, stop in parts]
+            pairs = list(zip(weights, (each.gives[0] for each in here), parts))
+            mean = sum(weight * x for weight, x, (start, stop) in pairs if stop > start)
+            if _unlike(mean, event.gives[0], close):
+                added = sum(x for _, x, (start, stop) in pairs if stop > start)
+                return Place(event.layer, True, not _unlike(added, event.gives[0], close))
+            continue
+        rows = [(e, part) for e, part in zip(here, parts) if part[1] > part[0]]
+        if any(_differ(e.gives, event.gives, part, num_rows, close) for e, part in rows):
+            if not any(_differ(e.given, event.given, part, num_rows, close) for e, part in rows):
+                return Place(event.layer)
+    return Place()
+
+
+def _differ(some, whole, part, num_rows, close) -> bool:
+    return len(some) == len(whole) and any(
+        _is_other(a, b, part, num_rows, close) for a, b in zip(some, whole)
+    )
+
+
+def _is_other(some, whole, part, num_rows, close) -> bool:
+    """Whether a share's rows are none of the whole batch's, in whatever order they are folded."""
+    if not whole.ndim or not whole.shape[0] or whole.shape[0] % num_rows:
+        return _unlike(some, whole, close)
+    start, stop = part
+    inner = whole.shape[1:]
+    by_row = whole.reshape(num_rows, -1, *inner)[start:stop].reshape(-1, *inner)
+    by_view = whole.reshape(-1, num_rows, *inner)[:, start:stop].reshape(-1, *inner)
+    return _unlike(some, by_row, close) and _unlike(some, by_view, close)
+
+
+def _unlike(value, reference, close) -> bool:
+    return compare(value, reference, close=max(close, CLOSE["float32"])) is not None
+
+
+def _arrays(structure) -> list[np.ndarray]:
+    flat = tf.nest.flatten(structure, expand_composites=True)
+    return [value.numpy() for value in flat if isinstance(value, tf.Tensor)]
