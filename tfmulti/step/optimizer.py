@@ -19,9 +19,8 @@ def DistributedOptimizer(
 
     Under `fit` tapes give the whole batch's gradients, and every optimizer is right as it is:
     clipping, weight decay, accumulation, moving averages and loss scaling happen as on one
-    device. Needed is this for `compression`, and so that an `apply` within `tf.cond` can be
-    verified. Gradients that no tape has reduced, as those of `tf.gradients`, are reduced by it.
-    The idiom is Horovod's (Sergeev and Del Balso, 2018, https://arxiv.org/abs/1802.05799).
+    device. This is needed for `compression`, and where gradients come from no tape, as those of
+    `tf.gradients`: it reduces them. The idiom is Horovod's (Sergeev and Del Balso, 2018, https://arxiv.org/abs/1802.05799).
 
     The object and its class stay the user's, so saving and loading are untouched. With one
     replica it adds nothing.
