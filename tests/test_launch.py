@@ -473,8 +473,8 @@ def test_two_hosts_meet(launch, tmp_path):
     first, second = free_ports(2)
     path.write_text(f"127.0.0.1:{first}\n127.0.0.1:{second}\n")
     code = """
-        from tfmulti import cluster, meeting
-        said = meeting.meet(cluster.resolve_cluster(), timeout_s=20)
+        from tfmulti import cluster, rendezvous
+        said = rendezvous.join(cluster.resolve_cluster(), timeout_s=20)
         print("met", len(said), index)
     """
     started = [

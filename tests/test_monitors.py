@@ -526,10 +526,10 @@ import sys
 import keras, numpy as np
 import tfmulti
 from tfmulti.callbacks import Devices
-from tfmulti.strategies import agreement
+from tfmulti.strategies import collectives
 
 strategy = tfmulti.create_strategy("multi_worker")
-chief = agreement.is_chief(strategy)
+chief = collectives.is_chief(strategy)
 
 class Reader:
     def read(self):

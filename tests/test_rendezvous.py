@@ -216,7 +216,7 @@ def test_two_with_the_same_index_are_told_to_all():
 def test_a_worker_that_ends_and_comes_again_is_let_in(waiting):
     workers, _ = waiting
     code = "import sys, tfmulti.rendezvous as m, tfmulti.cluster as c\n"
-    code += "print('here', flush=True); m.meet(c.resolve_cluster(check_network=False))"
+    code += "print('here', flush=True); m.join(c.resolve_cluster(check_network=False))"
     env = {**os.environ, "TF_CONFIG": workers[2].to_json(), "TFMULTI_TOKEN": TOKEN + "x"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert "All workers must have the same token" in done.stderr

@@ -60,7 +60,7 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
     Example:
     >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
     >>> text = "Socket closed ... from remote target /job:worker/replica:0/task:1 while"
-    >>> ending = find_ending(RuntimeError(text), cluster)
+    >>> ending = find_peer_error(RuntimeError(text), cluster)
     >>> ending.exit_code, ending.text.split(".")[0]
     (144, 'worker 1 at 10')
     """

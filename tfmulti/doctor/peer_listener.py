@@ -86,7 +86,7 @@ class Listener:
         """Begins to listen.
 
         Raises:
-            MeetingError: Where nothing can listen at this worker's address.
+            RendezvousError: Where nothing can listen at this worker's address.
         """
         self._sockets = open_listeners(self.round.cluster)
         self._threads = [
@@ -234,7 +234,7 @@ def read_line(reader) -> bytes:
 
     Raises:
         EOFError: Where the other side has ended.
-        BadMessage: Where it is too long.
+        MessageError: Where it is too long.
     """
     line = reader.readline(messages.MAX_BYTES)
     if not line:

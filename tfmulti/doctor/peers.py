@@ -65,7 +65,7 @@ def visit_all(
         What was found at each other worker, and who has come to this one.
 
     Raises:
-        MeetingError: Where nothing can listen at this worker's address.
+        RendezvousError: Where nothing can listen at this worker's address.
     """
     # Whether a token is given is a line of its own.
     secret = environ.get(environment.TOKEN)

@@ -143,17 +143,17 @@ def _build_optimizer(model, strategy):
             optimizer.build(model.trainable_variables)
 
 
-def count_shares_in_moments(original, current_share):
+def count_shares_in_moments(original, current_replica_batch):
     """Leaves an empty replica's filler row out of synchronized batch statistics.
 
     Args:
         original: Keras's own function.
-        current_share: Function that returns the share of the replica that is being traced,
+        current_replica_batch: Function that returns the share of the replica that is being traced,
             or None.
     """
 
     def moments(x, axes, keepdims):
-        replica_batch = current_share()
+        replica_batch = current_replica_batch()
         context = tf.distribute.get_replica_context()
         if replica_batch is None or not replica_batch.may_be_empty or context is None:
             return original(x, axes, keepdims)
@@ -171,17 +171,17 @@ def count_shares_in_moments(original, current_share):
     return moments
 
 
-def count_masks_of_all_replicas(original, current_share):
+def count_masks_of_all_replicas(original, current_replica_batch):
     """Has synchronized batch normalization count the valid steps of all replicas under a mask.
 
     Args:
         original: Keras's own method.
-        current_share: Function that returns the share of the replica that is being traced,
+        current_replica_batch: Function that returns the share of the replica that is being traced,
             or None.
     """
 
     def moments(self, inputs, mask):
-        replica_batch, context = current_share(), tf.distribute.get_replica_context()
+        replica_batch, context = current_replica_batch(), tf.distribute.get_replica_context()
         many = context is not None and context.num_replicas_in_sync > 1
         if mask is None or not self.synchronized or replica_batch is None or not many:
             return original(self, inputs, mask)

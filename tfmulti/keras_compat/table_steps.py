@@ -175,7 +175,7 @@ _LAYERS = (
         patches.count_shares_in_moments,
         "the filler row of a replica without rows in synchronized batch statistics",
         "test_canary_batch_statistics_count_every_row",
-        needs=("current_share",),
+        needs=("current_replica_batch",),
         arguments=("x", "axes", "keepdims"),
     ),
     scope_entry(
@@ -184,7 +184,7 @@ _LAYERS = (
         patches.count_masks_of_all_replicas,
         "synchronized batch statistics that are each replica's own under a mask",
         "test_canary_masked_batch_statistics_are_each_replicas_own",
-        needs=("current_share",),
+        needs=("current_replica_batch",),
         arguments=("inputs", "mask"),
     ),
     scope_entry(

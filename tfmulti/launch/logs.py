@@ -73,7 +73,7 @@ def log_tail(text: str) -> str:
     r"""Returns the traceback or the error that a log ends with, else its last lines.
 
     Example:
-    >>> last_words("Epoch 1\nerror: No data. Received: 0.\n(--traceback shows more)\n")
+    >>> log_tail("Epoch 1\nerror: No data. Received: 0.\n(--traceback shows more)\n")
     'error: No data. Received: 0.'
     """
     lines = text.splitlines()

@@ -104,7 +104,7 @@ def save_call(folder: Path, function, args: tuple, kwargs: dict) -> None:
     registered there too.
 
     Raises:
-        CannotCarry: For what only this process can have.
+        SerializationError: For what only this process can have.
     """
     with open(folder / _FILE, "wb") as file:
         pickler = _CallPickler(file)

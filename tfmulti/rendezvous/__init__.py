@@ -61,13 +61,13 @@ def join(
         What each worker said, by its position in `cluster.tasks`.
 
     Raises:
-        MeetingError: Where workers do not come, two have the same task, a note or the token
+        RendezvousError: Where workers do not come, two have the same task, a note or the token
             differs, or the first worker cannot listen.
         ValueError: For notes that JSON cannot hold, or longer than 64 KiB; for a time that is no
             number of seconds above 0.
 
     Example:
-        >>> meet(Cluster({"worker": ["127.0.0.1:12345"]}, "worker", 0), {"epochs": 3})[0]["epochs"]
+        >>> join(Cluster({"worker": ["127.0.0.1:12345"]}, "worker", 0), {"epochs": 3})[0]["epochs"]
         3
     """
     own = _complete(cluster, notes or {})

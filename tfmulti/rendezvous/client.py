@@ -40,7 +40,7 @@ class Client:
             The outcome: `notes`, or `missing` with `remarks`, or `twice` with `machines`.
 
         Raises:
-            MeetingError: Where the host refuses this worker's token.
+            RendezvousError: Where the host refuses this worker's token.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.timeout_s

@@ -96,7 +96,7 @@ def check_alike(cluster: Cluster, notes: Mapping[int, Mapping[str, object]]) -> 
         notes: For each worker's position in `cluster.tasks`, what it says: name -> value.
 
     Raises:
-        MeetingError: Where a value differs; it names each difference with the values of all.
+        RendezvousError: Where a value differs; it names each difference with the values of all.
     """
     names = dict.fromkeys(name for index in sorted(notes) for name in notes[index])
     differences = []

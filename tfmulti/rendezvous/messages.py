@@ -91,7 +91,7 @@ def read(line: bytes, token: bytes, role: str, context: str) -> dict:
     """Checks a message's code and returns its content.
 
     Raises:
-        BadMessage: For anything that the token's holder in this role did not write.
+        MessageError: For anything that the token's holder in this role did not write.
     """
     code, _, text = _decode(line).partition(" ")
     if not hmac.compare_digest(code.encode(), sign(token, role, context, text).encode()):
@@ -103,7 +103,7 @@ def parse(text: str) -> dict:
     """Returns the object that a JSON text holds.
 
     Raises:
-        BadMessage: For anything else.
+        MessageError: For anything else.
     """
     try:
         content = json.loads(text)
@@ -118,7 +118,7 @@ def unchecked(line: bytes) -> dict:
     """Returns the content of a message whose code is not right, for a remark only.
 
     Raises:
-        BadMessage: Where it cannot be read at all.
+        MessageError: Where it cannot be read at all.
     """
     return parse(_decode(line).partition(" ")[2])
 
@@ -132,7 +132,7 @@ def read_greeting(line: bytes) -> str:
     """Returns the random number of the host's first line.
 
     Raises:
-        BadMessage: Where it is not one.
+        MessageError: Where it is not one.
     """
     word, _, random = _decode(line).partition(" ")
     if word != GREETING or not _RANDOM.fullmatch(random):
@@ -149,7 +149,7 @@ def read_refusal(line: bytes) -> dict | None:
     """Returns the reason that such a line holds; None where it is another one.
 
     Raises:
-        BadMessage: Where the reason cannot be read.
+        MessageError: Where the reason cannot be read.
     """
     word, _, text = _decode(line).partition(" ")
     return parse(text) if word == REFUSED else None
@@ -159,7 +159,7 @@ async def read_line(reader: asyncio.StreamReader) -> bytes:
     """Reads one line.
 
     Raises:
-        BadMessage: Where it is longer than the reader's limit.
+        MessageError: Where it is longer than the reader's limit.
         EOFError: Where the other side ends before its line does.
         OSError: Where the connection breaks.
     """

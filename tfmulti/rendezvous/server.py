@@ -31,7 +31,7 @@ def open_listeners(cluster: Cluster) -> list[socket.socket]:
     address translation the others know another address than this machine does.
 
     Raises:
-        MeetingError: Where another process listens there, or the port is not permitted.
+        RendezvousError: Where another process listens there, or the port is not permitted.
     """
     host, port = split_address(cluster.address)
     try:
@@ -141,7 +141,7 @@ class Server:
             The outcome: `notes`, or `missing` with `remarks`, or `twice` with `machines`.
 
         Raises:
-            MeetingError: Where nothing can listen at this worker's address.
+            RendezvousError: Where nothing can listen at this worker's address.
         """
         self._changed = asyncio.Event()
         self._deadline = asyncio.get_running_loop().time() + self.timeout_s

@@ -158,7 +158,7 @@ def _repair_keras():
         before_pass=collectives.before_pass,
         call_loss=whole_batch.call_loss,
         compare_variable=program_order.compare_variable,
-        current_share=step.current_replica_batch,
+        current_replica_batch=step.current_replica_batch,
         distribute_loaded=distribute_loaded,
         first_local_value=first_local_value,
         gradients_are_global=gradients.has_reduced,
