@@ -18,7 +18,7 @@ from tfmulti.step.optimizer import DistributedOptimizer as DistributedOptimizer
 from tfmulti.step.whole_batch import WholeBatchLoss as WholeBatchLoss
 from tfmulti.step.whole_batch import WholeBatchMetric as WholeBatchMetric
 from tfmulti.strategies import create_strategy as create_strategy
-from tfmulti.train import TrainConfig as TrainConfig
-from tfmulti.train import train_and_evaluate as train_and_evaluate
+from tfmulti.train.config import TrainConfig as TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate as scale_learning_rate
+from tfmulti.train.loop import train_and_evaluate as train_and_evaluate
 from tfmulti.train.models import create_model as create_model
