@@ -59,7 +59,8 @@ def search(attempt: Callable[[list[int]], SizeTrial]) -> Found:
     Example:
     >>> def attempt(sizes):
     ...     fit = [size for size in sizes if size <= 100]
-    ...     return SizeTrial(fit[-1] if fit else 0, 0, next((s for s in sizes if s > 100), None), 900)
+    ...     too_large = next((size for size in sizes if size > 100), None)
+    ...     return SizeTrial(fit[-1] if fit else 0, 0, too_large, 900)
     >>> search(attempt).size
     96
     """
