@@ -821,8 +821,39 @@ def test_canary_a_variable_of_replicas_is_no_number(kind):
     def number(strategy):
         with strategy.scope():
             variable = keras.Variable(3, dtype="int32", trainable=False)
-        return kind(variable)
+        return kind(variable), kind(variable.value)
 
     with pytest.raises(TypeError, match="MirroredVariable"):
         number(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
-    assert number(replicas.create_strategy(2)) == 3
+    assert number(replicas.create_strategy(2)) == (3, 3)
+
+
+def test_canary_each_replica_makes_a_generator_of_its_own():
+    """Keras keeps what is global for each thread, and each replica has one."""
+
+    def draw(strategy):
+        @tf.function
+        def step():
+            return strategy.run(lambda: keras.random.normal((2,)))
+
+        keras.random.normal((2,))
+        if getattr(strategy, "repairs_keras", False):
+            keras_compat.prepare_global_seeds(strategy)
+        return strategy.experimental_local_results(step())
+
+    with pytest.raises(ValueError, match="singleton tf.Variables"):
+        draw(stock())
+    first, second = draw(ours())
+    assert np.all(first != second)
+
+
+def test_canary_an_optimizer_outside_of_replicas():
+    def apply(strategy):
+        with strategy.scope():
+            variable, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.1)
+            optimizer.apply([tf.constant(1.0)], [variable])
+
+    with pytest.raises(AttributeError, match="merge_call"):
+        apply(stock())
+    with pytest.raises(ValueError, match="must be applied in a replica"):
+        apply(ours())

@@ -163,7 +163,7 @@ def regression(hp):
             keras.layers.Dense(1, kernel_initializer=second),
         ]
     )
-    model.compile(keras.optimizers.Adam(hp.Choice("rate", [0.1, 0.01])), own_loss, ["mae"])
+    model.compile(keras.optimizers.Adam(hp.Choice("rate", [0.1, 0.01])), own_loss, metrics=["mae"])
     return model
 
 

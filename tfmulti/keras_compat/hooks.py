@@ -260,7 +260,7 @@ def number_of(kind):
 
     def make(original):
         def number(self):
-            return kind(keras.ops.convert_to_numpy(self)) if self.ndim == 0 else original(self)
+            return kind(self.numpy())
 
         return number
 

@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import losses as keras_losses
 from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.random import seed_generator
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
@@ -83,6 +82,11 @@ def states_from_rows(model: keras.Model, every: bool = False) -> list[keras.Vari
             found += layer._non_trainable_variables
     found = [v for v in found if v.aggregation == "none" and keras.backend.is_float_dtype(v.dtype)]
     return list({id(variable): variable for variable in found}.values())
+
+
+def stateful_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The recurrent layers that keep a state for each row from one batch to the next."""
+    return [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
 
 
 def local_statistics(model: keras.Model) -> list[keras.Variable]:
@@ -196,16 +200,6 @@ class OwnAllReduce(mwms.CollectiveAllReduceExtended):
         if reduce_op == tf.distribute.ReduceOp.MEAN:
             sums = [part / tf.cast(self._num_replicas_in_sync, part.dtype) for part in sums]
         return sums
-
-
-def global_seed_state() -> list[int]:
-    """The state from which random operations without a seed draw."""
-    return seed_generator.global_seed_generator().state.numpy().tolist()
-
-
-def set_global_seed_state(state: list[int]) -> None:
-    """Puts back what `global_seed_state` returned."""
-    seed_generator.global_seed_generator().state.assign(state)
 
 
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
+import tensorflow as tf
 
 
 def update_alike(plain):
@@ -17,6 +20,7 @@ def update_alike(plain):
     def make(original, gradients_are_global):
         def method(self, *args, **kwargs):
             alike = getattr(self, "tfmulti_updates_alike", False) or gradients_are_global()
+            alike = alike or self._distribution_strategy.num_replicas_in_sync == 1
             return (plain if alike else original)(self, *args, **kwargs)
 
         return method
@@ -27,6 +31,29 @@ def update_alike(plain):
 def mark_updates_alike(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes an optimizer update replicas alike in any step: it reduces its gradients itself."""
     object.__setattr__(optimizer, "tfmulti_updates_alike", True)
+
+
+def within_replicas(original):
+    """Refuses an optimizer of several replicas that is applied in none of them.
+
+    One of one replica is applied wherever it is, as without a strategy.
+    """
+
+    def apply(self, grads, trainable_variables=None):
+        strategy = self._distribution_strategy
+        here = tf.distribute.get_strategy() is strategy
+        outside = not here or tf.distribute.in_cross_replica_context()
+        if strategy.num_replicas_in_sync > 1 and outside:
+            raise ValueError(
+                "An optimizer of several replicas must be applied in a replica. "
+                f"Received: {self.name}, applied outside of `strategy.run`. "
+                "Use model.fit, or give the step to strategy.run, with a "
+                "tfmulti.DistributedGradientTape; for one device leave the scope out."
+            )
+        with contextlib.nullcontext() if here else strategy.scope():
+            return original(self, grads, trainable_variables)
+
+    return apply
 
 
 def accumulators(optimizer, variables) -> list[keras.Variable]:
@@ -47,9 +74,13 @@ def is_update_step(optimizer):
     return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
 
 
-def has_stock_train_step(model: keras.Model) -> bool:
-    """Whether a model trains by Keras's own step, which hands gradients straight on."""
-    return type(model).train_step is keras.Model.train_step and "train_step" not in vars(model)
+def has_own_step(model: keras.Model, kind: str) -> bool:
+    """Whether a model's `"train"` or `"test"` step is another than Keras's.
+
+    Keras's own step of training hands gradients straight on.
+    """
+    name = f"{kind}_step"
+    return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
 
 
 def update_by(optimizer, grads, variables) -> None:

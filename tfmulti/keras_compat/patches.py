@@ -1,4 +1,4 @@
-"""What takes the place of Keras's building, losses, metrics, statistics and seeds."""
+"""What takes the place of Keras's building, losses, metrics and statistics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfmulti.keras_compat import hooks, replacement
 
-# What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
-_SEED_STEP = 0x9E3779B1
 # Rows of arrays that a model is built and verified with.
 _LOOKED = 64
 
@@ -37,7 +35,9 @@ def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def build_from_one_share(original, first_local_value, before_pass, once_built, refuse):
+def build_from_one_share(
+    original, first_local_value, before_pass, build_by_step, once_built, refuse
+):
     """Builds a model from one replica's share instead of from the mean over replicas.
 
     A Python generator loses no batch to it.
@@ -48,6 +48,8 @@ def build_from_one_share(original, first_local_value, before_pass, once_built, r
             the first local replica's.
         before_pass: Function of a strategy and Keras's iterator over the batches of `fit` or
             `evaluate`, called before a pass is begun.
+        build_by_step: Function of a model and a batch as the replicas have it, which builds what
+            the model's own step would build as it is traced; it tells whether it has done so.
         once_built: Function of a strategy, a model that is built, its first batch as the
             replicas have it, and Keras's iterator or None.
         refuse: Function of a model that could not be built, which raises where it knows why.
@@ -61,16 +63,17 @@ def build_from_one_share(original, first_local_value, before_pass, once_built, r
         if iterator is not None:
             before_pass(strategy, iterator)
         look = functools.partial(_look, iterator) if iterator is not None else lambda: data_batch
-        if lacks_call(model):
-            _build_optimizer(model, strategy)
-        else:
-            try:
-                batch = _zeros_like_batches(iterator) if iterator is not None else None
-                batch = look() if batch is None else batch
-                with strategy.scope():
-                    model._symbolic_build(data_batch=first_local_value(strategy, batch))
-            except (ValueError, RuntimeError):
-                refuse(model)
+        try:
+            batch = _zeros_like_batches(iterator) if iterator is not None else None
+            batch = look() if batch is None else batch
+            if lacks_call(model):
+                model.built = True
+            if not build_by_step(model, batch):
+                _build_by_call(model, strategy, first_local_value(strategy, batch))
+        except (ValueError, RuntimeError):
+            refuse(model)
+            # One that is run line by line builds itself as it goes.
+            if not model.run_eagerly:
                 raise
         once_built(strategy, model, look, iterator)
         return None
@@ -135,11 +138,12 @@ def lacks_call(model: keras.Model) -> bool:
     return type(model).call is keras.Model.call
 
 
-def _build_optimizer(model, strategy):
-    model.built = True
+def _build_by_call(model, strategy, batch):
     optimizer = model.optimizer
-    if optimizer is not None and not optimizer.built and model.trainable_variables:
-        with strategy.scope():
+    with strategy.scope():
+        if not lacks_call(model):
+            model._symbolic_build(data_batch=batch)
+        elif optimizer is not None and not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)
 
 
@@ -254,21 +258,3 @@ def around(original, function):
         return function(original, *args, **kwargs)
 
     return call
-
-
-def vary_seeds(original):
-    """Gives each replica a random stream of its own.
-
-    The state stays the same everywhere, so that what is saved is what one device would save.
-    """
-
-    def draw(self, *args, **kwargs):
-        seed = original(self, *args, **kwargs)
-        context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
-            return seed
-        replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
-        step = tf.cast(tf.constant(_SEED_STEP, tf.int64), seed.dtype)
-        return seed + tf.stack([replica * step, tf.zeros_like(replica)])
-
-    return draw

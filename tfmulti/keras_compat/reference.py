@@ -60,6 +60,11 @@ def separate_traces():
         _mark = previous
 
 
+def in_separate_traces() -> bool:
+    """Whether what is traced now is thrown away afterwards."""
+    return _mark is not None
+
+
 def _separates(*_, **__):
     return _mark is not None
 

@@ -54,11 +54,9 @@ def of_optimizer(optimizer, *_, **__) -> bool:
     return in_scope() or is_ours(getattr(optimizer, "_distribution_strategy", None))
 
 
-def of_variable(variable, *_, **__) -> bool:
-    """On a variable of several replicas of one of our strategies."""
-    value = getattr(variable, "_value", None)
-    kept = isinstance(value, tf.distribute.DistributedValues) and tf.executing_eagerly()
-    return kept and is_ours(getattr(value, "distribute_strategy", None))
+def of_value(value, *_, **__) -> bool:
+    """On what replicas of one of our strategies hold, outside of their steps."""
+    return tf.executing_eagerly() and is_ours(getattr(value, "distribute_strategy", None))
 
 
 def of_dataset(dataset, *_, **__) -> bool:
@@ -100,7 +98,7 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
             a place of its own (a descriptor), which asks for itself.
         used: Function of the arguments that tells whether one of our strategies is in use.
     """
-    present = getattr(owner, name, None)
+    present = getattr(owner, name, None) or _absent(name)
     if is_replaced(owner, name):
         return
     new = make(present)
@@ -112,6 +110,15 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
     if hasattr(new, "__set_name__"):
         new.__set_name__(holder, name)
     setattr(holder, name, new)
+
+
+def _absent(name):
+    """What takes the place of a method that is not there: it says so."""
+
+    def absent(self, *args, **kwargs):
+        raise TypeError(f"{type(self).__name__} has no {name}")
+
+    return absent
 
 
 def _asking(present, new, used):
@@ -187,6 +194,7 @@ class Replacement:
         needs: Names of the functions that `install` is given for it.
         arguments: Arguments that it relies on; None for what is no function.
         within: The context manager.
+        adds: Whether there is nothing of that name without us.
         tried: Lowest and highest versions that it was tried on, by package.
     """
 
@@ -199,6 +207,7 @@ class Replacement:
     needs: tuple[str, ...] = ()
     arguments: tuple[str, ...] | None = ()
     within: str = ""
+    adds: bool = False
     tried: dict = dataclasses.field(default_factory=lambda: TRIED)
 
     @property

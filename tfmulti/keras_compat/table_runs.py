@@ -7,7 +7,7 @@ from keras.src.optimizers import base_optimizer
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops import multi_device_iterator_ops
-from tensorflow.python.distribute import cross_device_utils, input_lib
+from tensorflow.python.distribute import cross_device_utils, input_lib, values
 from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
@@ -57,6 +57,15 @@ _OPTIMIZERS = (
         ("accumulate",),
         ("grads", "trainable_variables"),
     ),
+    Replacement(
+        keras.optimizers.Optimizer,
+        "apply",
+        optimizers.within_replicas,
+        replacement.of_optimizer,
+        "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name no cause",
+        "test_canary_an_optimizer_outside_of_replicas",
+        arguments=("grads", "trainable_variables"),
+    ),
     model_entry(
         "compile_from_config",
         hooks.after_loading,
@@ -69,12 +78,13 @@ _OPTIMIZERS = (
 
 _NUMBERS = tuple(
     Replacement(
-        keras.Variable,
+        values.DistributedVariable,
         name,
         hooks.number_of(kind),
-        replacement.of_variable,
+        replacement.of_value,
         f"TypeError: {kind.__name__}() argument must be ..., not 'MirroredVariable'",
         "test_canary_a_variable_of_replicas_is_no_number",
+        adds=True,
     )
     for name, kind in (("__int__", int), ("__float__", float))
 )

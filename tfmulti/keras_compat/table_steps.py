@@ -6,9 +6,10 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
+from keras.src.random import seed_generator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-from tfmulti.keras_compat import hooks, patches, steps, tracing
+from tfmulti.keras_compat import hooks, patches, seeds, steps, tracing
 from tfmulti.keras_compat.replacement import model_entry, scope_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -20,9 +21,9 @@ _STEPS = (
         patches.build_from_one_share,
         '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" where '
         "the first batch does not divide, \"'RaggedTensor' object has no attribute 'device'\", "
-        '"Unable to automatically build the model"',
+        '"Unable to automatically build the model", data that only a `train_step` understands',
         "test_canary_a_first_batch_that_does_not_divide",
-        needs=("first_local_value", "before_pass", "once_built", "refuse"),
+        needs=("first_local_value", "before_pass", "build_by_step", "once_built", "refuse"),
         arguments=("iterator", "data_batch"),
     ),
     model_entry(
@@ -188,9 +189,16 @@ _LAYERS = (
         arguments=("inputs", "mask"),
     ),
     scope_entry(
+        seed_generator,
+        "global_seed_generator",
+        seeds.share_global_seeds,
+        '"tf.function only supports singleton tf.Variables" where a step draws without a seed',
+        "test_canary_each_replica_makes_a_generator_of_its_own",
+    ),
+    scope_entry(
         keras.random.SeedGenerator,
         "next",
-        patches.vary_seeds,
+        seeds.vary_seeds,
         "masks of dropout and augmentation that are the same on all replicas and workers",
         "test_canary_dropout_is_the_same_on_all_replicas",
     ),

@@ -8,6 +8,7 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from tensorflow.python.distribute import values as distributed_values
 
 
@@ -16,14 +17,16 @@ class NotBuilt(Exception):
 
 
 @contextlib.contextmanager
-def noting_unbuilt(optimizers):
-    """Ends a trace at the first layer or optimizer that it would build, with `NotBuilt`.
+def noting_unbuilt(optimizers, model=None):
+    """Ends a trace at the first thing that it would build, with `NotBuilt`.
 
-    Cures "Unable to lift tensor" where variables of several replicas are made within a trace
-    that nobody has run yet.
+    Layers, optimizers, and what `compile` was given make their variables when they are called
+    first. Cures "Unable to lift tensor" where variables of several replicas are made within a
+    trace that nobody has run yet.
 
     Args:
         optimizers: The optimizers that the step can use.
+        model: The model whose losses and metrics the step can use, or None.
 
     Yields:
         A list that will hold a function that builds what was come to; to be called in the
@@ -31,49 +34,87 @@ def noting_unbuilt(optimizers):
     """
     found: list = []
     original = keras.layers.Layer._maybe_build
-    unbuilt = [optimizer for optimizer in optimizers if not optimizer.built]
+    unbuilt = [
+        *(
+            (optimizer, "build", _build_optimizer)
+            for optimizer in optimizers
+            if not optimizer.built
+        ),
+        *((each, name, _call_symbolically) for each, name in _unbuilt_parts(model)),
+    ]
 
     @functools.wraps(original)
     def maybe_build(layer, call_spec):
         if layer.built or not tf.inside_function() or _is_symbolic(call_spec):
             return original(layer, call_spec)
-        arguments = keras.tree.map_structure(_to_symbolic, call_spec.user_arguments_dict)
-        found.append(lambda: layer(**arguments))
+        found.append(_call_symbolically(layer, layer, **call_spec.user_arguments_dict))
         raise NotBuilt(layer.name)
 
-    def build(optimizer, variables):
-        variables = list(variables)
-        del optimizer.__dict__["build"]
-
-        def build_now():
-            with keras.name_scope(optimizer.name):
-                optimizer.build(variables)
-
-        found.append(build_now)
-        raise NotBuilt(optimizer.name)
+    def note(owner, name, build, *args, **kwargs):
+        del owner.__dict__[name]
+        found.append(build(owner, getattr(owner, name), *args, **kwargs))
+        raise NotBuilt(owner.name)
 
     keras.layers.Layer._maybe_build = maybe_build
-    for optimizer in unbuilt:
-        object.__setattr__(optimizer, "build", functools.partial(build, optimizer))
+    for owner, name, build in unbuilt:
+        object.__setattr__(owner, name, functools.partial(note, owner, name, build))
     try:
         yield found
     finally:
         keras.layers.Layer._maybe_build = original
-        for optimizer in unbuilt:
-            optimizer.__dict__.pop("build", None)
+        for owner, name, _ in unbuilt:
+            owner.__dict__.pop(name, None)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether the layers of a model, and its losses and metrics, have all their variables."""
+    return all(layer.built for layer in model._flatten_layers()) and not _unbuilt_parts(model)
+
+
+def _unbuilt_parts(model) -> list[tuple]:
+    """The losses and metrics that have no variables yet, with the method that makes these."""
+    if model is None:
+        return []
+    compiled = (getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None))
+    parts = [(each, name) for each, name in zip(compiled, ("call", "update_state")) if each]
+    parts = [(each, name) for each, name in parts if not each.built]
+    lazy = [each for each in model.metrics if not getattr(each, "_built", True)]
+    return parts + [(each, "update_state") for each in lazy]
+
+
+def _build_optimizer(optimizer, build, variables):
+    variables = list(variables)
+
+    def build_now():
+        with keras.name_scope(optimizer.name):
+            build(variables)
+
+    return build_now
+
+
+def _call_symbolically(_, function, *args, **kwargs):
+    """Returns what calls a function in a graph that nobody runs, as Keras builds a model.
+
+    Keras's own tensors know no ragged rows.
+    """
+    specs = tf.nest.map_structure(without_rows, (args, kwargs))
+
+    def call():
+        parts = tf.nest.map_structure(_placeholder, specs, expand_composites=True)
+        function(*parts[0], **parts[1])
+
+    return lambda: keras_backend.compute_output_spec(call)
+
+
+def _placeholder(part):
+    if isinstance(part, tf.TensorSpec):
+        return tf.compat.v1.placeholder(part.dtype, part.shape)
+    return part
 
 
 def _is_symbolic(call_spec) -> bool:
     leaves = keras.tree.flatten(call_spec.user_arguments_dict)
     return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)
-
-
-def _to_symbolic(leaf):
-    if isinstance(leaf, tf.Tensor):
-        return keras.KerasTensor(
-            [None, *leaf.shape[1:]] if leaf.shape.rank else (), leaf.dtype.name
-        )
-    return leaf
 
 
 def predict_any_rows(original):
@@ -120,7 +161,7 @@ class _AnyRows:
 
     def _trace(self, data):
         """Puts a trace for any rows into the function's cache, where calls find it."""
-        specs = tf.nest.map_structure(_without_rows, data, expand_composites=False)
+        specs = tf.nest.map_structure(without_rows, data, expand_composites=False)
         known = (repr(specs), *(s for s in tf.nest.flatten(specs) if isinstance(s, tf.TypeSpec)))
         if known not in self._traced:
             self._function.get_concrete_function(specs)
@@ -135,7 +176,8 @@ def _for_any_rows(function):
     return _AnyRows(function) if is_traced and not isinstance(function, _AnyRows) else function
 
 
-def _without_rows(value):
+def without_rows(value):
+    """Returns the type of a tensor with any number of rows; what is no tensor stays."""
     known = isinstance(value, (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
     if known or isinstance(value, distributed_values.PerReplica):
         return _relax(tf.type_spec_from_value(value))

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import losses as keras_losses
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
@@ -26,7 +27,10 @@ READ = (
     (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
     (epoch_iterator.EpochIterator, "reset", ()),
     (seed_generator, "global_seed_generator", ()),
+    (seed_generator, "make_default_seed", ()),
+    (global_state, "set_global_attribute", ("name", "value")),
     (keras_losses, "LossFunctionWrapper", ("fn", "name")),
+    (keras_backend, "compute_output_spec", ("fn",)),
     (keras_backend, "get_keras_mask", ("x",)),
     (keras_backend, "set_keras_mask", ("x", "mask")),
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
@@ -34,7 +38,7 @@ READ = (
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
 )
 # Where each private name lives, and the arguments that it is used with.
-NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE), *READ)
+NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE if not each.adds), *READ)
 
 
 def installed_versions() -> dict[str, str]:

@@ -29,7 +29,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
         return False
     if getattr(model.distribute_strategy, "keeps_whole_sums", False):
         return False
-    return keras_compat.has_stock_train_step(model)
+    return not keras_compat.has_own_step(model, "train")
 
 
 def accumulate(apply_gradients, optimizer, grads, variables) -> None:

@@ -184,6 +184,9 @@ def take_gradient(
             their own, as recomputed activations do, which is left alone.
         **kwargs: For `original`.
     """
+    if tf.distribute.in_cross_replica_context():
+        # As one device: the copy that was read.
+        sources = tf.nest.map_structure(_one_copy, sources)
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
     is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
@@ -307,6 +310,11 @@ def _scaled(grad, factor):
         values = grad.values * tf.cast(factor, grad.values.dtype)
         return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
     return grad * tf.cast(factor, grad.dtype)
+
+
+def _one_copy(source):
+    value = source.value if isinstance(source, keras.Variable) else source
+    return tf.distribute.get_strategy().experimental_local_results(value)[0]
 
 
 def _as_tensor(value):

@@ -43,6 +43,8 @@ class _ForKeras:
     counts_one_replica = False
     # Whether optimizers that nobody has wrapped are taken.
     distribute_optimizers = True
+    # The generator of random operations without a seed, for the threads of all replicas.
+    global_seeds = None
     # Set where a sum of gradients is kept in a checkpoint, bit for bit.
     keeps_whole_sums = False
     # Weak references to what the latest of Keras's steps has returned.

@@ -156,6 +156,7 @@ def _repair_keras():
         average_loss=losses.average_loss,
         before_call=_before_call,
         before_pass=collectives.before_pass,
+        build_by_step=verifying.build_by_step,
         call_loss=whole_batch.call_loss,
         compare_variable=program_order.compare_variable,
         current_replica_batch=step.current_replica_batch,

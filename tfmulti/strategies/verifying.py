@@ -17,6 +17,25 @@ _EVEN = ("drop", "repeat_first")
 _WORKERS = Workers(collectives.compare, collectives.broadcast)
 
 
+def build_by_step(model: keras.Model, batch) -> bool:
+    """Builds what a step of the user's own builds as it is traced, which is what one device does.
+
+    Keras's own way calls the model with what it takes for the inputs of a batch, dense. A step
+    can take a batch for something else.
+
+    Args:
+        model: The model.
+        batch: A batch, as the replicas have it.
+
+    Returns:
+        Whether it has done so.
+    """
+    _refuse_stateful(model)
+    keras_compat.prepare_global_seeds(model.distribute_strategy)
+    kind = _KINDS.get(getattr(model, "tfmulti_call", ("",))[0])
+    return kind is not None and verification.build_by_step(model, kind, batch)
+
+
 def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     """Looks at a model that several replicas are going to train or to evaluate.
 
@@ -43,13 +62,28 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
 
 
 def before_call(model: keras.Model, name: str, data) -> None:
-    """Verifies the step of `predict`, which Keras begins without a look at its data."""
+    """Refuses what no share can do; verifies `predict`, which looks at no data before."""
     strategy = model.distribute_strategy
     ours = getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync > 1
-    if name == "predict" and ours and strategy.verify != "never":
+    if name != "predict" or not ours:
+        return
+    _refuse_stateful(model)
+    keras_compat.prepare_global_seeds(strategy)
+    if strategy.verify != "never":
         batch = _first_rows(data)
         if batch is not None:
             verification.verify_once(model, PREDICT, Feed(lambda: batch), _WORKERS)
+
+
+def _refuse_stateful(model):
+    layers = keras_compat.stateful_layers(model)
+    if layers and model.distribute_strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "A layer with `stateful=True` keeps a state for each row of one device's batch, which "
+            "replicas would share out. "
+            f"Received: {layers[0].name}, stateful=True, on several replicas. "
+            'Use stateful=False, or create_strategy("one_device").'
+        )
 
 
 def _first_rows(data):

@@ -20,9 +20,9 @@ from tfmulti import keras_compat
 from tfmulti.step import iterators
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification import telling
-from tfmulti.verification.looking import Workers, find_out
+from tfmulti.verification.looking import Workers, find_out, same_random_numbers
 from tfmulti.verification.own import is_stock
-from tfmulti.verification.runs import Case
+from tfmulti.verification.runs import Case, Shared
 
 
 class Feed(NamedTuple):
@@ -84,6 +84,34 @@ def verify_once(
         model.tfmulti_verified[1].discard(_key(case))
     elif reason:
         _warn(kind, reason)
+
+
+def build_by_step(model: keras.Model, kind: str, batch) -> bool:
+    """Builds what a step builds as it is traced, where Keras's own way could miss it.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        batch: A batch, as the replicas have it.
+
+    Returns:
+        Whether it has done so.
+    """
+    batch = rows_lib.gather_local(model.distribute_strategy, batch)
+    dense = all(isinstance(p, tf.Tensor) for p in tf.nest.flatten(batch) if p is not None)
+    own = keras_compat.has_own_step(model, kind)
+    if not rows_lib.can_be_cut(batch) or (dense and not own):
+        return False
+    case = Case(model, kind, rows_lib.Rows(batch))
+    try:
+        with same_random_numbers():
+            Shared(case, case.rows.first(case.most_rows()), only_build=True)
+    except Exception:
+        # A step that is run line by line need not be one that can be traced.
+        if not case.eager:
+            raise
+        return False
+    return True
 
 
 def _is_wanted(strategy, model, kind, feed) -> bool:

@@ -117,7 +117,7 @@ def _found(trial, view, model):
 def _try(function, model):
     """Returns what a function gives, or None and the reason why it could not."""
     try:
-        with _same_random_numbers(), neutral_layers(model):
+        with same_random_numbers(), neutral_layers(model):
             return function(), ""
     except NotVerified:
         raise
@@ -128,7 +128,7 @@ def _try(function, model):
 
 
 @contextlib.contextmanager
-def _same_random_numbers():
+def same_random_numbers():
     """Has Python, numpy and TensorFlow draw afterwards what they would have drawn without it."""
     python, numpy = random.getstate(), np.random.get_state()
     try:

@@ -116,12 +116,16 @@ class Shared:
     Args:
         case: What is verified.
         example: Parts of rows, as those that will be given.
+        only_build: Whether nothing is run: a trace ends as soon as all is built.
     """
 
-    def __init__(self, case: Case, example: list):
+    def __init__(self, case: Case, example: list, only_build: bool = False):
         self._case = case
         with keras_compat.separate_traces():
-            self.function = _traced(case, self._run, example)
+            if only_build:
+                _trace_built(case, self._run, example, is_done=lambda: is_built(case.model))
+            else:
+                self.function = _traced(case, self._run, example)
 
     def __call__(self, parts: list) -> Outcome:
         """Runs it on rows."""
@@ -180,25 +184,28 @@ def _step_of(case):
 
 
 def _traced(case, function, example):
-    if (
-        case.eager
-        and all(x.built for x in model_contents.optimizers_of(case.model, nested=True))
-        and case.model.built
-    ):
+    if case.eager and is_built(case.model):
         return function
-    specs = rows_lib.specs_of(example, case.static)
-    traced = _trace_built(case, tf.autograph.experimental.do_not_convert(function), specs)
+    traced = _trace_built(case, function, example)
     return function if case.eager else traced
 
 
-def _trace_built(case, function, specs):
+def is_built(model: keras.Model) -> bool:
+    """Whether a model and its optimizers have all their variables."""
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    return keras_compat.is_built(model) and all(optimizer.built for optimizer in optimizers)
+
+
+def _trace_built(case, function, example, is_done=lambda: False):
     """Traces a function; what it would build is built before, as Keras builds a model."""
-    while True:
+    specs = rows_lib.specs_of(example, case.static)
+    function = tf.autograph.experimental.do_not_convert(function)
+    while not is_done():
         # A step may draw from Python's or NumPy's generators as it is traced.
         random.seed(0)
         np.random.seed(0)
         optimizers = model_contents.optimizers_of(case.model, nested=True)
-        with keras_compat.noting_unbuilt(optimizers) as unbuilt:
+        with keras_compat.noting_unbuilt(optimizers, case.model) as unbuilt:
             try:
                 return tf.function(function).get_concrete_function(*specs)
             except Exception:
@@ -206,6 +213,7 @@ def _trace_built(case, function, specs):
                     raise
         with case.strategy.scope():
             unbuilt[0]()
+    return None
 
 
 def _local(strategy, structure) -> list:

@@ -1,0 +1,317 @@
+"""Programs that train on one device as they stand train the same, or are told of."""
+
+import contextlib
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+from replicas import create_strategy
+
+NUM_ROWS, BATCH_SIZE = 21, 8  # The last batch has five rows.
+LENGTHS = [1 + i % 5 for i in range(NUM_ROWS)]
+
+
+def rows(seed, *shape):
+    return np.random.RandomState(seed).randn(NUM_ROWS, *shape).astype("float32")
+
+
+def batches(*parts):
+    """A dataset of batches of one part, or of a tuple of them."""
+    parts = parts if len(parts) > 1 else parts[0]
+    return tf.data.Dataset.from_tensor_slices(parts).batch(BATCH_SIZE)
+
+
+def scope(strategy):
+    return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def compiled(strategy, make, loss=None, **settings):
+    with scope(strategy):
+        model = make()
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, **settings)
+    return model
+
+
+def results(model, history=None):
+    """Weights, and logs where a history is given."""
+    found = {variable.path: variable.numpy() for variable in model.weights}
+    return found | (history.history if history else {})
+
+
+def assert_same(run, num_replicas=2):
+    found = []
+    for is_distributed in (False, True):
+        strategy = create_strategy(num_replicas) if is_distributed else None
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        values = run(strategy)
+        found.append({name: np.asarray(value, "float64") for name, value in values.items()})
+    one, many = found
+    assert list(one) == list(many)
+    for name in one:
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+class Embedding(keras.Model):
+    """Trains by steps of its own, of data of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def learn(self, loss_of):
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Triplets(Embedding):
+    def train_step(self, data):
+        # Not inputs, targets and weights, nor are they as many.
+        anchor, positive, negative, _ = data
+
+        def loss_of():
+            near = tf.square(self(anchor, training=True) - self(positive, training=True))
+            far = tf.square(self(anchor, training=True) - self(negative, training=True))
+            return tf.reduce_mean(tf.nn.softplus(tf.reduce_sum(near - far, axis=-1)))
+
+        return self.learn(loss_of)
+
+
+class Mixup(Embedding):
+    def train_step(self, data):
+        (x1, y1), (x2, y2) = data
+        x, y = 0.3 * x1 + 0.7 * x2, 0.3 * y1 + 0.7 * y2
+        logs = self.learn(lambda: self.compute_loss(x, y, self(x, training=True)))
+        return logs | self.compute_metrics(x, y, self(x))
+
+
+class Named(Embedding):
+    def train_step(self, data):
+        return super(Embedding, self).train_step((data["inputs"], data["targets"]))
+
+
+class Codes(Embedding):
+    """Makes its targets itself, of inputs alone; it has two parts, and no `call`."""
+
+    call = keras.Model.call
+
+    def __init__(self):
+        keras.Model.__init__(self)
+        self.encoder = keras.Sequential([keras.layers.Dense(2, "tanh")])
+        self.decoder = keras.Sequential([keras.layers.Dense(4)])
+
+    def train_step(self, x):
+        return self.learn(lambda: tf.reduce_mean(tf.square(self.decoder(self.encoder(x)) - x)))
+
+
+def of_pairs():
+    x, y = (rows(0, 4), rows(1, 3)), (rows(2, 4), rows(3, 3))
+    return tf.data.Dataset.zip((batches(*x), batches(*y)))
+
+
+F1 = keras.metrics.F1Score
+STEPS = {
+    "triplets": (Triplets, lambda: batches(*(rows(i, 4) for i in range(3)), np.arange(21)), {}),
+    "mixup": (Mixup, of_pairs, dict(loss="mse", metrics=lambda: ["mae", F1(name="f1")])),
+    "names": (
+        Named,
+        lambda: batches({"inputs": rows(0, 4), "targets": rows(1, 3)}),
+        dict(loss="mse"),
+    ),
+    "self-made targets": (Codes, lambda: batches(rows(0, 4)), {}),
+}
+
+
+@pytest.mark.parametrize("name, verify", [*((name, "auto") for name in STEPS), ("mixup", "never")])
+def test_data_that_only_a_step_understands(name, verify):
+    make, data, settings = STEPS[name]
+
+    def run(strategy):
+        if strategy:
+            strategy.verify = verify
+        with scope(strategy):
+            made = {k: v() if callable(v) else v for k, v in settings.items()}
+        model = compiled(strategy, make, **made)
+        return results(model, model.fit(data(), verbose=0))
+
+    assert_same(run)
+
+
+def test_such_data_on_a_strategy_of_one_device():
+    def run(strategy):
+        model = compiled(strategy, Triplets)
+        return results(model, model.fit(STEPS["triplets"][1](), verbose=0))
+
+    assert_same(run, num_replicas=1)
+
+
+class Texts(keras.Model):
+    """Takes ragged tensors for what they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(20, 4)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        embedded = x.with_flat_values(self.embedding(x.flat_values))
+        padded = x.to_tensor(shape=(None, 5))
+        return self.dense(tf.reduce_sum(embedded, 1)) + 0.01 * self.dense(
+            self.embedding(padded[:, 0])
+        )
+
+
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ragged_rows_in_a_model_that_is_not_built(num_replicas):
+    values = np.random.RandomState(0).randint(1, 20, sum(LENGTHS)).astype("int32")
+    ragged = tf.RaggedTensor.from_row_lengths(values, LENGTHS)
+
+    def run(strategy):
+        model = compiled(strategy, Texts, "mse", metrics=["mae"])
+        return results(model, model.fit(batches(ragged, rows(1, 1)), verbose=0))
+
+    assert_same(run, num_replicas)
+
+
+class Noise(keras.layers.Layer):
+    """Draws without a seed; what it draws makes no difference."""
+
+    def call(self, x, training=False):
+        x = x + 0.0 * keras.random.normal(ops.shape(x))
+        return keras.random.dropout(x, 1e-12) if training else x
+
+
+@pytest.mark.parametrize("verify", ["auto", "never"])
+def test_random_numbers_without_a_seed(verify):
+    def run(strategy):
+        if strategy:
+            strategy.verify = verify
+        layers = lambda: keras.Sequential([Noise(), keras.layers.Dense(1)])  # noqa: E731
+        model = compiled(strategy, layers, "mse")
+        history = model.fit(rows(0, 4), rows(1, 1), BATCH_SIZE, shuffle=False, verbose=0)
+        predicted = model.predict(rows(0, 4), verbose=0)
+        # Layers that are made afterwards begin as on one device, and nothing is left behind.
+        after = compiled(None, layers, "mse")
+        after.fit(rows(0, 4), rows(1, 1), BATCH_SIZE, shuffle=False, verbose=0)
+        later = {f"later {k}": v for k, v in results(after).items()}
+        return results(model, history) | later | {"predicted": predicted, "next": random.random()}
+
+    assert_same(run)
+
+
+def test_random_numbers_that_nobody_draws_without_a_seed():
+    def run(strategy):
+        model = compiled(strategy, lambda: keras.Sequential([keras.layers.Dense(1)]), "mse")
+        history = model.fit(rows(0, 4), rows(1, 1), BATCH_SIZE, shuffle=False, verbose=0)
+        return results(model, history) | {"next": random.random()}
+
+    assert_same(run)
+
+
+def test_each_replica_draws_other_numbers_without_a_seed():
+    class Draws(keras.layers.Layer):
+        def call(self, x):
+            return keras.random.uniform(ops.shape(x))
+
+    strategy = create_strategy(2, verify="never")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Draws()])
+    drawn = model.predict(rows(0, 4)[:8], verbose=0)
+    assert len(np.unique(drawn)) == drawn.size
+
+
+@pytest.mark.parametrize("call", ["fit", "predict", "train_on_batch"])
+def test_a_state_for_each_row_is_refused(call):
+    def stateful():
+        inputs = keras.Input(batch_shape=(8, 5, 3))
+        outputs = keras.layers.LSTM(2, stateful=True, name="memory")(inputs)
+        return keras.Model(inputs, keras.layers.Dense(1)(outputs))
+
+    model = compiled(create_strategy(2), stateful, "mse")
+    x, y = np.zeros((16, 5, 3), "float32"), np.zeros((16, 1), "float32")
+    with pytest.raises(ValueError, match="`stateful=True` keeps a state .* Received: memory.* Use"):
+        getattr(model, call)(*((x,) if call == "predict" else (x, y)))
+
+
+def own_loop(strategy, outside):
+    with scope(strategy):
+        inputs = [] if not outside else [keras.Input((4,))]
+        layers = [keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
+        model = keras.Sequential([*inputs, *layers])
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=1.0)
+    with contextlib.nullcontext() if outside else scope(strategy):
+        for x, y in batches(rows(0, 4), rows(1, 1)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return results(model) | {"loss": loss}
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_loop_of_ones_own_outside_of_replicas(outside):
+    assert_same(lambda strategy: own_loop(strategy, outside), num_replicas=1)
+    with pytest.raises(ValueError, match="must be applied in a replica. Received: adam.* Use mod"):
+        own_loop(create_strategy(2), outside)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_callbacks_that_take_gradients_and_read_numbers(within):
+    """In the scope and outside of it: `fit` can be called in both."""
+
+    def run(strategy):
+        seen = {}
+
+        class Look(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                variables, optimizer = self.model.trainable_variables, self.model.optimizer
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self.model(rows(0, 4)) - rows(1, 1)))
+                norms = [tf.norm(gradient) for gradient in tape.gradient(loss, variables)]
+                numbers = [int(optimizer.iterations), int(optimizer.iterations.value)]
+                numbers += [float(optimizer.learning_rate), float(optimizer.learning_rate.value)]
+                numbers += [optimizer.iterations.numpy(), optimizer.learning_rate.numpy()]
+                seen[str(epoch)] = [*norms, *numbers]
+
+        model = compiled(strategy, lambda: keras.Sequential([keras.layers.Dense(1)]), "mse")
+        with scope(strategy) if within else contextlib.nullcontext():
+            model.fit(
+                *(rows(0, 4), rows(1, 1), BATCH_SIZE),
+                **dict(epochs=2, shuffle=False, verbose=0, callbacks=[Look()]),
+            )
+        return results(model) | seen
+
+    assert_same(run)
+
+
+def test_an_eager_step_that_cannot_be_traced():
+    class Eager(Embedding):
+        def train_step(self, data):
+            x, y = data["x"], data["y"]
+            logs = self.learn(lambda: tf.reduce_mean(tf.square(self(x, training=True) - y)))
+            return logs | {"is_small": float(float(logs["loss"]) < 0.0)}
+
+    def run(strategy):
+        model = compiled(strategy, Eager, run_eagerly=True)
+        return results(model, model.fit(batches({"x": rows(0, 4), "y": rows(1, 3)}), verbose=0))
+
+    assert_same(run)
+
+
+def test_one_strategy_after_another_draws_without_a_seed():
+    def layers():
+        return keras.Sequential([Noise(), keras.layers.Dense(1)])
+
+    for num_replicas in (2, 3):
+        model = compiled(create_strategy(num_replicas, verify="never"), layers, "mse")
+        with model.distribute_strategy.scope():
+            model.fit(rows(0, 4), rows(1, 1), BATCH_SIZE, verbose=0)
