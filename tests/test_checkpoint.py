@@ -11,6 +11,7 @@ from replicas import create_strategy
 
 import tfmulti
 from tfmulti import checkpoint
+from tfmulti.checkpoint import generations
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
 
@@ -308,3 +309,11 @@ def test_minutes_are_the_chiefs(tmp_path):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names[-1] == "step_000000000012"
     assert json.loads((tmp_path / names[-1] / "manifest.json").read_text())["state"]["epoch"] == 4
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(generations, "_FORMAT", 2)
+    generations.write(tmp_path, 3, {"a": np.zeros(2)}, {})
+    monkeypatch.undo()
+    with pytest.raises(generations.CheckpointError, match="format 1. Received: format 2 in"):
+        generations.latest_good(tmp_path)

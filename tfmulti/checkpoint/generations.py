@@ -113,6 +113,9 @@ def latest_good(
     Args:
         folder: Where generations are kept.
         print_fn: Function of one line of text for each generation that is passed over.
+
+    Raises:
+        CheckpointError: Where it is whole, and of another version of tfmulti.
     """
     for path in _numbered(Path(folder)):
         try:
@@ -160,6 +163,12 @@ def _check(path) -> Generation:
     for name, expected in manifest["files"].items():
         if _digest((path / name).read_bytes()) != expected:
             raise ValueError(f"{name} has changed")
+    if manifest["format"] != _FORMAT:
+        raise CheckpointError(
+            f"A checkpoint must be of format {_FORMAT}. "
+            f"Received: format {manifest['format']} in {path}, of another version of tfmulti. "
+            "Go on with that version, or begin anew in another folder."
+        )
     return Generation(path, manifest["state"], manifest["tensors"])
 
 
