@@ -72,5 +72,6 @@ from tfmulti.keras_compat.table import TABLE as TABLE
 from tfmulti.keras_compat.table import install as install
 from tfmulti.keras_compat.tracing import is_built as is_built
 from tfmulti.keras_compat.tracing import noting_unbuilt as noting_unbuilt
+from tfmulti.keras_compat.tracing import unbuilt_metrics as unbuilt_metrics
 from tfmulti.keras_compat.versions import check_versions as check_versions
 from tfmulti.keras_compat.versions import installed_versions as installed_versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import keras
@@ -68,8 +69,11 @@ def build_from_one_share(
             batch = look() if batch is None else batch
             if lacks_call(model):
                 model.built = True
-            if not build_by_step(model, batch):
-                _build_by_call(model, strategy, first_local_value(strategy, batch))
+            by_step = build_by_step(model, batch)
+            # What `compile` was given, and the step makes no use of, is asked for its results.
+            with contextlib.suppress(Exception) if by_step else contextlib.nullcontext():
+                if not by_step or _has_built_layers(model):
+                    _build_by_call(model, strategy, first_local_value(strategy, batch))
         except (ValueError, RuntimeError):
             refuse(model)
             # One that is run line by line builds itself as it goes.
@@ -136,6 +140,10 @@ def rows_from_all_over(array):
 def lacks_call(model: keras.Model) -> bool:
     """Whether a model is a container with its own `train_step` only, as the usual GAN."""
     return type(model).call is keras.Model.call
+
+
+def _has_built_layers(model) -> bool:
+    return all(layer.built for layer in model._flatten_layers(include_self=False))
 
 
 def _build_by_call(model, strategy, batch):

@@ -71,6 +71,11 @@ def is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in model._flatten_layers()) and not _unbuilt_parts(model)
 
 
+def unbuilt_metrics(model: keras.Model) -> list:
+    """The metrics that have no variables yet; these have no result either."""
+    return [each for each, name in _unbuilt_parts(model) if name == "update_state"]
+
+
 def _unbuilt_parts(model) -> list[tuple]:
     """The losses and metrics that have no variables yet, with the method that makes these."""
     if model is None:

@@ -173,7 +173,8 @@ def _metric_of(log):
 def _results(model, places) -> dict[tuple, tf.Tensor]:
     """Returns the present results of those metrics that stand at some places of the logs."""
     found, names = {}, {metric.name for metric in model.metrics}
-    if any(place[0] not in names for place in places):
+    others = any(place[0] not in names for place in places)
+    if others and not keras_compat.unbuilt_metrics(model):
         found = _flatten(model.get_metrics_result())
     for metric in model.metrics:
         if any(place[0] == metric.name and place not in found for place in places):
