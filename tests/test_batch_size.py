@@ -10,7 +10,7 @@ from replicas import create_strategy
 import tfmulti
 from tfmulti.runtime import memory
 from tfmulti.train import batch_size as search
-from tfmulti.train import compiling, run_summary
+from tfmulti.train import compiling, run_reporter
 from tfmulti.train.batch_size import SizeTrial
 from tfmulti.train.config import TrainConfig
 
@@ -155,7 +155,7 @@ def numbers_of(num_replicas=2, num_workers=1, author_compiles=False, **settings)
         if author_compiles:
             model.compile(keras.optimizers.SGD(0.5), "mse")
         rate = compiling.compile_model(model, config, train)
-    return run_summary.summarize_run(config, train.plan, num_workers, model, rate)
+    return run_reporter.summarize_run(config, train.plan, num_workers, model, rate)
 
 
 def test_the_numbers_of_a_run_and_both_conventions():

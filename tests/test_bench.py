@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from tfmulti.bench import monitors, projection, ratios, results, run, setups, tables, transports
-from tfmulti.bench.breakdown import break_down
 from tfmulti.bench.config import KINDS, SWITCHED, BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
+from tfmulti.bench.results import break_down
 from tfmulti.bench.schedule import Block, Series
 from tfmulti.bench.setups import Setup
 from tfmulti.bench.statistics import Summary, step_seconds, summarize

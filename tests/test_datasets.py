@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfmulti.data import prepared_datasets, sources
+from tfmulti.data import datasets, sources
 from tfmulti.data.datasets import load_dataset, load_split, resolve_function
 from tfmulti.train.models import create_model
 
@@ -300,7 +300,7 @@ def test_large_splits_are_streams_in_the_same_order(tfds, no_network, monkeypatc
     splits = {"train": list(range(40)), "test": [0, 1]}
     create_builder_class(tfds, "ReadAsStream", splits)().download_and_prepare()
     x, y = load_split("read_as_stream/train")
-    monkeypatch.setattr(prepared_datasets, "_MEMORY_LIMIT_BYTES", 0)
+    monkeypatch.setattr(datasets, "_MEMORY_LIMIT_BYTES", 0)
     train, _ = load_dataset("read_as_stream")
     assert int(train.cardinality()) == 40
     for _ in range(2):
@@ -399,7 +399,7 @@ def test_hosts_that_take_the_call_and_never_answer():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/data.zip"
         start = time.monotonic()
-        fault = prepared_datasets.unreachable([url], timeout=0.5)
+        fault = datasets.unreachable([url], timeout=0.5)
         assert "127.0.0.1" in fault and time.monotonic() - start < FAIL_WITHIN_S
 
 

@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import __main__, disk, host, packages, pitfalls, tensorflow_process, variables
+from tfmulti.doctor import __main__, cluster_settings, disk, host, packages, tensorflow_process
 from tfmulti.doctor import report as found_report
-from tfmulti.doctor.config import DoctorConfig
+from tfmulti.doctor.examination import DoctorConfig
 from tfmulti.doctor.host import Host
 from tfmulti.doctor.report import Check
 from tfmulti.doctor.tensorflow_process import Output, run
@@ -100,8 +100,8 @@ def test_json_has_every_line_and_a_trap_makes_the_exit_code_1(tmp_path):
 
 def test_keras_home_holds_keras_json_itself(tmp_path):
     (tmp_path / "keras.json").write_text("{not json")
-    assert pitfalls.check_pitfalls({"KERAS_HOME": str(tmp_path)})[1].status == "warning"
-    assert pitfalls.check_pitfalls({}, home=tmp_path)[1].status == "ok"
+    assert packages.check_pitfalls({"KERAS_HOME": str(tmp_path)})[1].status == "warning"
+    assert packages.check_pitfalls({}, home=tmp_path)[1].status == "ok"
 
 
 def test_a_line_is_never_cut_off(monkeypatch):
@@ -345,7 +345,9 @@ def test_a_disk_that_does_not_answer_is_a_failure_in_time(tmp_path):
 
 
 def look_at(environ, cluster=None, interfaces=("lo", "eth0")):
-    return {each.name: each for each in variables.check_variables(environ, cluster, interfaces)}
+    return {
+        each.name: each for each in cluster_settings.check_variables(environ, cluster, interfaces)
+    }
 
 
 def test_variables_are_explained():
@@ -398,7 +400,7 @@ def test_a_proxy_between_workers_warns_and_hides_its_password():
 
 
 def trapped(environ, cluster=None, num_gpus=0, home="/nowhere", **installed):
-    found = pitfalls.check_pitfalls(environ, cluster, num_gpus, Path(home), installed.get)
+    found = packages.check_pitfalls(environ, cluster, num_gpus, Path(home), installed.get)
     return {each.name: each.status for each in found}
 
 

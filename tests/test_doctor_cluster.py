@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tfmulti.cluster import Cluster, environment
-from tfmulti.doctor import addresses, peers
+from tfmulti.doctor import cluster_settings, peers
 from tfmulti.doctor.peer_listener import Listener, Round
 from tfmulti.doctor.peer_visit import Visit, Visitor
 from tfmulti.rendezvous.messages import find_token
@@ -51,7 +51,7 @@ def named(checks):
     ],
 )
 def test_a_broken_tf_config_is_a_failure_that_names_the_place(tf_config, words):
-    cluster, check = addresses.read_cluster(None, {"TF_CONFIG": tf_config})
+    cluster, check = cluster_settings.read_cluster(None, {"TF_CONFIG": tf_config})
     assert cluster is None
     assert check.status == "failure"
     assert words in check.detail or words == '`TF_CONFIG["task"]`'
@@ -59,9 +59,9 @@ def test_a_broken_tf_config_is_a_failure_that_names_the_place(tf_config, words):
 
 
 def test_no_tf_config_is_no_fault():
-    cluster, check = addresses.read_cluster(None, {})
+    cluster, check = cluster_settings.read_cluster(None, {})
     assert (cluster, check.status) == (None, "ok")
-    checks = addresses.check_addresses(None, {})
+    checks = cluster_settings.check_addresses(None, {})
     assert {each.status for each in checks} == {"unknown"}
     [check], met = peers.check_peers(None, True, [], 1.0, {})
     assert (check.status, met) == ("failure", False)
@@ -70,29 +70,29 @@ def test_no_tf_config_is_no_fault():
 def test_a_port_that_somebody_holds_is_a_failure():
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster = cluster_of(1, ports=[server.getsockname()[1]])
-        check = addresses.check_own_port(cluster, "TF_CONFIG")
+        check = cluster_settings.check_own_port(cluster, "TF_CONFIG")
         assert check.status == "failure"
         assert 'TF_CONFIG["cluster"]["worker"][0]' in check.detail
         assert "ss -ltnp" in check.hint
-    assert addresses.check_own_port(cluster, "TF_CONFIG").status == "ok"
+    assert cluster_settings.check_own_port(cluster, "TF_CONFIG").status == "ok"
 
 
 def test_addresses_that_cannot_work():
-    found = named(addresses.check_addresses(cluster_of(2), {}))
+    found = named(cluster_settings.check_addresses(cluster_of(2), {}))
     assert found["secret"].status == "warning"
     assert {each.status for each in found.values()} == {"ok", "warning"}
     token = {environment.TOKEN: "x"}
-    found = named(addresses.check_addresses(cluster_of(2), token))
+    found = named(cluster_settings.check_addresses(cluster_of(2), token))
     assert {each.status for each in found.values()} == {"ok"}
     mixed = Cluster({"worker": ["127.0.0.1:1234", "8.8.8.8:1234"]}, "worker", 0)
-    assert addresses.check_own_address(mixed).status == "failure"
-    assert addresses.check_private(mixed).status == "warning"
+    assert cluster_settings.check_own_address(mixed).status == "failure"
+    assert cluster_settings.check_private(mixed).status == "warning"
     # An address that documentation has for itself (RFC 5737).
     foreign = Cluster({"worker": ["203.0.113.5:1234", "203.0.113.6:1234"]}, "worker", 1)
-    check = addresses.check_own_address(foreign)
+    check = cluster_settings.check_own_address(foreign)
     assert (check.status, "index" in check.hint) == ("warning", True)
     unknown = Cluster({"worker": ["no-such-host.invalid:1234"]}, "worker", 0)
-    check = addresses.check_names(unknown, "TF_CONFIG")
+    check = cluster_settings.check_names(unknown, "TF_CONFIG")
     assert check.status == "failure"
     assert "no-such-host.invalid" in check.detail
 

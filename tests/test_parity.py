@@ -14,9 +14,9 @@ import pytest
 
 import tfmulti
 from tfmulti.parity import __main__ as parity
-from tfmulti.parity import compare, diagnosis, layout
+from tfmulti.parity import compare, diagnosis, training
+from tfmulti.parity.compare import Record, Summary
 from tfmulti.parity.config import ParityConfig
-from tfmulti.parity.record import Record, Summary
 from tfmulti.runtime import command_line
 from tfmulti.verification import causes
 
@@ -74,7 +74,7 @@ def test_bad_usage_exits_2(arguments, words, capsys):
 def test_the_last_batch_is_uneven_and_in_the_middle(setups):
     for available, steps in itertools.product([4, 5, 7, 30, 60, 300, 1437], [1, 2, 7, 20, 50]):
         config = ParityConfig(replicas=setups[0], workers=setups[1], steps=steps)
-        chosen = layout.choose_layout(available, config)
+        chosen = training.choose_layout(available, config)
         assert chosen.num_examples <= available
         assert chosen.epochs >= 2 and chosen.steps >= steps
         assert all(chosen.last_batch % count for _, count in config.setups)
@@ -83,7 +83,7 @@ def test_the_last_batch_is_uneven_and_in_the_middle(setups):
 
 def test_too_few_examples_are_refused():
     with pytest.raises(ValueError, match="more examples than there are replicas"):
-        layout.choose_layout(2, ParityConfig())
+        training.choose_layout(2, ParityConfig())
 
 
 def write(folder, weights, losses, accuracy, data=("a", "a")):

@@ -34,13 +34,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(config) -> int:
-    from tfmulti.bench import record, results, run, table
+    from tfmulti.bench import record, results, run, tables
 
     console = create_console()
     if config.monitors:
         return _measure_monitors(config, console)
     found = run.run_bench(config, print_fn=lambda line: console.print(line, style="dim"))
-    table.show(found, console)
+    tables.show(found, console)
     for line in record.write_all(found, config):
         console.print(line, style="dim")
     rows = [row for workload in found["workloads"].values() for row in workload["rows"]]
@@ -49,10 +49,10 @@ def _measure(config) -> int:
 
 
 def _measure_monitors(config, console) -> int:
-    from tfmulti.bench import monitors, table
+    from tfmulti.bench import monitors, tables
 
     found = monitors.measure(config, print_fn=lambda line: console.print(line, style="dim"))
-    table.show_table(monitors.create_table(found), console)
+    tables.show_table(monitors.create_table(found), console)
     for key, ratio in found["ratios"].items():
         console.print(f"{key}: {'not measured' if ratio is None else f'{ratio:.4f}'}")
     console.print(f"wrote {monitors.write(found, config)}", style="dim")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfmulti.bench import machine, setups
+from tfmulti.bench import results, setups
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job
 from tfmulti.bench.setups import Setup
@@ -83,7 +83,7 @@ def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
         key: max((row["ratio"] for row in rows if row["by"] == by), default=None)
         for by, key in KEYS.items()
     }
-    return {"machine": machine.describe(), "rows": rows, "ratios": ratios}
+    return {"machine": results.describe(), "rows": rows, "ratios": ratios}
 
 
 def _measure_setup(workload, setup: Setup, config, print_fn) -> list[dict]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tfmulti.bench import machine, projection, ratios, results, setups, transports
+from tfmulti.bench import projection, ratios, results, setups, transports
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.schedule import Rounds
 
@@ -25,7 +25,7 @@ def run_bench(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
     setups.check_peers(config)
     began = time.perf_counter()
     folder = Path(config.workdir) / "logs"
-    found = {"machine": machine.describe(), "config": dataclasses.asdict(config), "workloads": {}}
+    found = {"machine": results.describe(), "config": dataclasses.asdict(config), "workloads": {}}
     reduces = config.numbers[-1] > 1 and config.allreduce
     end = began + config.minutes * 60 - (_ALLREDUCE_S if reduces else 0.0)
     names, broken = config.workload_names, set()

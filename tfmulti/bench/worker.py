@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
         if config.pin:
             training.use_threads(cores)
         if task.get("allreduce"):
-            from tfmulti.bench import allreduce
+            from tfmulti.bench import training as training_lib
 
-            control.serve("allreduce", index, allreduce.create(kind))
+            control.serve("allreduce", index, training_lib.create(kind))
         else:
             trained = training.Trained(config, task)
             control.serve(kind, index, trained.train, **trained.facts)

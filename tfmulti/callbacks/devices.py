@@ -15,7 +15,7 @@ from absl import logging
 from tfmulti import hardware
 from tfmulti.callbacks.history import HistoryFile
 from tfmulti.strategies import collectives
-from tfmulti.strategies.key_value import KeyValueExchange
+from tfmulti.strategies.coordination import KeyValueExchange
 
 
 class Devices(keras.callbacks.Callback):

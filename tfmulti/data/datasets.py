@@ -2,13 +2,287 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import os
+import pathlib
+import queue
 import re
+import ssl
+import sys
+import textwrap
+import threading
+import time
+from urllib import parse, request
 
 import numpy as np
 
-from tfmulti.data.functions import check_pair, make_error, resolve_function
-from tfmulti.data.prepared_datasets import is_unlabelled, prepared_builder, read_split
 from tfmulti.sharding import epoch_order
+
+
+def resolve_function(name: str, argument: str):
+    """Returns the function that `"package.module:function"` names.
+
+    The current folder is put on `sys.path` where it is missing, as `python -m` does. An error
+    that the module itself raises is not touched.
+
+    Args:
+        name: What the user gave.
+        argument: Where, for the message: `"--model"`.
+
+    Raises:
+        ValueError: For a name of another form, or of what does not exist or cannot be called.
+
+    Example:
+        >>> resolve_function("math:sqrt", "--model")(4)
+        2.0
+    """
+    received = f"{argument}={name!r}"
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        rule = f'`{argument}` must have the form "package.module:function".'
+        raise make_error(rule, received, 'Use names as in Python, as "my_package.data:load".')
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists may miss an import of its own: that is the user's to read.
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        rule = f"`{argument}` must name a module that can be imported; {error.name!r} cannot."
+        advice = f"Start in its folder, not in {os.getcwd()}, or add it to PYTHONPATH."
+        raise make_error(rule, received, advice) from None
+    if not hasattr(module, attribute):
+        advice = did_you_mean(attribute, [k for k, v in vars(module).items() if callable(v)])
+        raise make_error(f"`{argument}` must name a function of its module.", received, advice)
+    if not callable(function := getattr(module, attribute)):
+        received += f", {_describe(function)}"
+        raise make_error(f"`{argument}` must name a function.", received, "Write one to return it.")
+    return function
+
+
+def make_error(rule, received, advice, kind=ValueError):
+    """Returns an error in three parts: the rule, what was received, what to do."""
+    return kind(f"{rule} Received: {received}. {advice}")
+
+
+def did_you_mean(word, names):
+    """Returns advice for a word that is none of `names`."""
+    close = difflib.get_close_matches(word, names)
+    return f"Did you mean {' or '.join(map(repr, close))}?" if close else "Check its spelling."
+
+
+def _describe(value):
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of ({', '.join(map(_describe, value[:4]))})"
+    return type(value).__name__ + (f" of shape {value.shape}" if hasattr(value, "shape") else "")
+
+
+def _num_rows(array):
+    shape = getattr(array, "shape", None)
+    return shape[0] if shape is not None and len(shape) else None
+
+
+def check_pair(name, pair):
+    """Returns (train, test) as the function `name` returned it, or raises ValueError."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        advice = "Return ((x_train, y_train), (x_test, y_test)), or two tf.data.Datasets."
+        raise make_error(f"`{name}` must return a pair (train, test).", _describe(pair), advice)
+    # Without TensorFlow imported, nothing can be one of its datasets.
+    tensorflow = sys.modules.get("tensorflow")
+    for label, split in zip(("train", "test"), pair):
+        is_stream = tensorflow and isinstance(split, tensorflow.data.Dataset)
+        example = split.element_spec if is_stream else split
+        if not isinstance(example, (tuple, list)) or len(example) not in (2, 3):
+            raise make_error(
+                f"`{name}` must return (x, y) or (x, y, sample_weight) for {label}, as arrays "
+                "or as a tf.data.Dataset of single examples.",
+                _describe(split) + (f" with {_describe(example)}" if is_stream else ""),
+                "Return (train, test), each with inputs and labels.",
+            )
+        if is_stream:
+            continue
+        arrays = [a for v in example for a in (v.values() if isinstance(v, dict) else [v])]
+        rows = set(map(_num_rows, arrays))
+        if len(rows) != 1 or None in rows:
+            raise make_error(
+                f"`{name}` must return arrays with one row for each example.",
+                f"{label} with {', '.join(map(_describe, arrays))}",
+                "Use np.asarray, and arrays of equal length; several inputs go into a dict.",
+            )
+    return tuple(tuple(split) if isinstance(split, list) else split for split in pair)
+
+
+_MEMORY_LIMIT_BYTES = 2**30
+_PROBE_TIMEOUT_S = 8.0
+
+
+def _find_builder(name):
+    import tensorflow_datasets as tfds
+
+    try:
+        return tfds.builder(name)
+    except (ValueError, AssertionError) as error:
+        names = ["digits", *tfds.list_builders(with_community_datasets=False)]
+        dataset = re.split("[/:]", name)[0].lower()
+        if dataset in names:
+            rule = "`dataset` must name a config and version that exist."
+            received = f"dataset={name!r}: {textwrap.shorten(str(error), 300).rstrip('.:')}"
+            advice = f"Use {dataset!r} alone, or load_split for one split."
+            raise make_error(rule, received, advice) from error
+        rule = (
+            "`dataset` must be 'digits', a name of tensorflow-datasets or of a folder in "
+            'TFDS_DATA_DIR, or "package.module:function".'
+        )
+        advice = did_you_mean(dataset, names)
+        raise make_error(rule, f"dataset={name!r}", advice) from None
+
+
+def prepared_builder(name):
+    """Returns the builder of a name, with its data on disk."""
+    builder = _find_builder(name)
+    if builder.is_prepared():
+        return builder
+    cause = None
+    fault = unreachable(_urls_to_fetch(builder), _PROBE_TIMEOUT_S)
+    if not fault:
+        try:
+            builder.download_and_prepare()
+            return builder
+        except (OSError, AssertionError) as error:
+            # Another worker of this host may have been quicker.
+            builder = _find_builder(name)
+            if builder.is_prepared():
+                return builder
+            fault = cause = error
+    raise make_error(
+        "`dataset` must be on disk, or be fetched from the network.",
+        f"dataset={name!r}, which is not in {builder.data_dir}; {fault}",
+        'On a machine with a network run: python -c "import tensorflow_datasets as tfds; '
+        f"tfds.load('{name}')\", copy ~/tensorflow_datasets/{builder.name} here, and set "
+        "TFDS_DATA_DIR to the folder that holds it. 'digits' needs no network.",
+        RuntimeError,
+    ) from cause
+
+
+def _urls_to_fetch(builder):
+    downloads = pathlib.Path(builder.data_dir_root, "downloads")
+    if any(downloads.glob(f"{builder.name}/**/*.INFO")) or any(downloads.glob("manual/*")):
+        return []
+    if builder.url_infos or not type(builder).__module__.startswith("tensorflow_datasets."):
+        return list(builder.url_infos or [])
+    # Of some of its own datasets tensorflow-datasets does not register where they come from.
+    pages = [builder.info.homepage or "", "https://storage.googleapis.com/tfds-data"]
+    return [] if builder.MANUAL_DOWNLOAD_INSTRUCTIONS else pages
+
+
+def unreachable(urls, timeout):
+    """Returns why none of the hosts of `urls` answers, or None.
+
+    tensorflow-datasets itself tries for more than three minutes.
+    """
+    hosts = {parse.urlsplit(url).hostname: url for url in urls if url.startswith("http")}
+    answers = queue.Queue()
+    deadline = time.monotonic() + timeout
+    probes = list(hosts.items())[:8]
+    for probe in probes:
+        threading.Thread(target=_probe, args=(*probe, timeout, answers), daemon=True).start()
+    fault = None
+    for host, _ in probes:
+        try:
+            fault = answers.get(timeout=max(0, deadline - time.monotonic()))
+        except queue.Empty:
+            return fault or f"{host} does not answer within {timeout:g} s"
+        if fault is None:
+            break
+    return fault
+
+
+def _probe(host, url, timeout, answers):
+    """Puts into `answers` why a host cannot be reached, through the proxy if there is one."""
+    try:
+        # A new opener, because the shared one keeps the proxies of its first use.
+        opener = request.build_opener()
+        opener.open(request.Request(url, method="HEAD"), timeout=timeout).close()
+        fault = None
+    except Exception as error:
+        fault = getattr(error, "reason", error)
+        answered = getattr(error, "code", 502) not in (502, 503, 504)
+        # A certificate that only the downloader's own list of authorities may know.
+        if answered or isinstance(fault, ssl.SSLCertVerificationError):
+            fault = None
+    answers.put(fault and f"{host}: {fault}")
+
+
+def read_split(builder, split):
+    """Returns a split as arrays, or as a stream where it is too large for memory."""
+    import tensorflow as tf
+
+    keys = builder.info.supervised_keys
+    if not keys:
+        rule = "`dataset` must have supervised keys, which say what is input and what is label."
+        advice = 'Read it in a function of your own, named as "package.module:function".'
+        raise make_error(rule, f"dataset={builder.info.full_name!r}", advice)
+    try:
+        num_examples = builder.info.splits[split].num_examples
+    except (ValueError, AssertionError) as error:
+        received = f"{split!r} of {builder.info.full_name!r}"
+        advice = f"Use one of {', '.join(builder.info.splits)}, or a slice as 'train[:10%]'."
+        raise make_error("A split must exist in its dataset.", received, advice) from error
+
+    def scale(value):
+        is_image = value.dtype == tf.uint8 and len(value.shape) >= 3
+        return tf.cast(value, tf.float32) / 255 if is_image else value
+
+    def pick(example):
+        x, *rest = tf.nest.map_structure(lambda key: example[key], keys)
+        return tf.nest.map_structure(scale, x), *rest
+
+    examples = _open_split(builder, split).map(pick, num_parallel_calls=tf.data.AUTOTUNE)
+    examples = examples.apply(tf.data.experimental.assert_cardinality(num_examples))
+    specs = tf.nest.flatten(examples.element_spec)
+    if not all(isinstance(s, tf.TensorSpec) and s.shape.is_fully_defined() for s in specs):
+        return examples
+    size = num_examples * sum(s.shape.num_elements() * s.dtype.size for s in specs)
+    if any(s.dtype == tf.string for s in specs):
+        size += builder.info.dataset_size
+    return _in_memory(examples, num_examples) if size <= _MEMORY_LIMIT_BYTES else examples
+
+
+def _open_split(builder, split):
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    if builder.info.file_format == tfds.core.FileFormat.ARRAY_RECORD:
+        source = builder.as_data_source(split)
+        spec = builder.info.features.get_tensor_spec()
+        return tf.data.Dataset.from_generator(lambda: iter(source), output_signature=spec)
+    config = tfds.ReadConfig(try_autocache=False, skip_prefetch=True)
+    return builder.as_dataset(split=split, shuffle_files=False, read_config=config)
+
+
+def _in_memory(examples, num_examples):
+    import tensorflow as tf
+
+    spec = tf.nest.flatten(examples.element_spec)
+    arrays = [np.empty((num_examples, *s.shape), s.dtype.as_numpy_dtype) for s in spec]
+    start = 0
+    for batch in examples.batch(128).as_numpy_iterator():
+        rows = tf.nest.flatten(batch)
+        stop = start + len(rows[0])
+        for array, values in zip(arrays, rows):
+            array[start:stop] = values
+        start = stop
+    return tf.nest.pack_sequence_as(examples.element_spec, arrays)
+
+
+def is_unlabelled(split):
+    """Whether the first label is the -1 with which tensorflow-datasets marks a missing one."""
+    labels = split[1] if isinstance(split, tuple) else next(iter(split.batch(1)))[1]
+    is_class = len(getattr(labels, "shape", ())) == 1 and labels.dtype in ("int32", "int64")
+    return is_class and int(labels[0]) == -1
+
 
 __all__ = ["load_dataset", "load_split", "resolve_function"]
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 
-from tfmulti.doctor.config import DoctorConfig
+from tfmulti.doctor.examination import DoctorConfig
 from tfmulti.doctor.report import FAILURE
 from tfmulti.runtime import command_line
 

@@ -7,13 +7,48 @@ import os
 from collections.abc import Mapping
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import addresses, disk, gpus, host, links, packages, peers, pitfalls, variables
-from tfmulti.doctor.config import DoctorConfig
+from tfmulti.doctor import cluster_settings, disk, gpus, host, links, packages, peers
 from tfmulti.doctor.cuda import check_cuda
 from tfmulti.doctor.nvidia import read_driver
 from tfmulti.doctor.report import Check
 from tfmulti.doctor.tensorflow_process import ask, check_import, run
 from tfmulti.rendezvous import find_timeout
+from tfmulti.settings import check_settings, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorConfig:
+    """One examination; every setting is a flag of `python -m tfmulti.doctor`.
+
+    Raises:
+        ValueError: For a value that cannot be.
+
+    Example:
+    >>> DoctorConfig().cluster
+    False
+    """
+
+    cluster: bool = setting(
+        False, "Look at the other workers too; every worker runs this at the same time."
+    )
+    json: bool = setting(False, "Print JSON instead of a table.")
+    workdir: str | None = setting(
+        None, "Folder that training will write to; by default the current one."
+    )
+    tf_config: str | None = setting(
+        None, "File or folder with the cluster; by default the variable TF_CONFIG."
+    )
+    start_timeout: float | None = setting(
+        None,
+        "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
+        at_least=0.001,
+    )
+    tensorflow_timeout: float = setting(
+        180.0, "Seconds that TensorFlow has for its import and a sum on each GPU.", at_least=1.0
+    )
+
+    def __post_init__(self):
+        check_settings(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +82,9 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
         ValueError: For a TFMULTI_START_TIMEOUT that is no number of seconds.
     """
     timeout_s = find_timeout(config.start_timeout, environ)
-    cluster, tf_config = addresses.read_cluster(config.tf_config)
+    cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
     # First the network: the workers have started at the same time, and nothing else runs yet.
-    cluster_checks = [tf_config, *addresses.check_addresses(cluster, environ)]
+    cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
     driver = read_driver()
     found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
     cluster_checks += found
@@ -72,7 +107,7 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
         ("This host", host.check_host(host.read_host(), num_gpus, num_workers, environ)),
         ("Work folder", disk.check_workdir(config.workdir)),
         ("Cluster", cluster_checks),
-        ("Variables", variables.check_variables(environ, cluster)),
-        ("Traps", pitfalls.check_pitfalls(environ, cluster, num_gpus)),
+        ("Variables", cluster_settings.check_variables(environ, cluster)),
+        ("Traps", packages.check_pitfalls(environ, cluster, num_gpus)),
     ]
     return Examination(areas, cluster if met else None, timeout_s)

@@ -5,9 +5,9 @@ the versions that it was tried on, and its canary in `tests/test_keras_compat.py
 upstream no longer needs the cure. `versions.NAMES` has what is read as well.
 """
 
-from tfmulti.keras_compat.collectives import own_launchers as own_launchers
 from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
+from tfmulti.keras_compat.coordination import own_launchers as own_launchers
 from tfmulti.keras_compat.coordination import publish as publish
 from tfmulti.keras_compat.coordination import read_if_published as read_if_published
 from tfmulti.keras_compat.coordination import read_published as read_published
@@ -37,12 +37,6 @@ from tfmulti.keras_compat.names import states_from_rows as states_from_rows
 from tfmulti.keras_compat.names import step_of as step_of
 from tfmulti.keras_compat.names import updated_variables as updated_variables
 from tfmulti.keras_compat.names import variant_tensor as variant_tensor
-from tfmulti.keras_compat.optimizers import accumulators as accumulators
-from tfmulti.keras_compat.optimizers import has_own_step as has_own_step
-from tfmulti.keras_compat.optimizers import is_accumulating as is_accumulating
-from tfmulti.keras_compat.optimizers import is_update_step as is_update_step
-from tfmulti.keras_compat.optimizers import mark_updates_alike as mark_updates_alike
-from tfmulti.keras_compat.optimizers import update_by as update_by
 from tfmulti.keras_compat.patches import around_call_of as around_call_of
 from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
@@ -67,7 +61,13 @@ from tfmulti.keras_compat.replacement import note_strategy as note_strategy
 from tfmulti.keras_compat.seeds import global_seed_state as global_seed_state
 from tfmulti.keras_compat.seeds import prepare_global_seeds as prepare_global_seeds
 from tfmulti.keras_compat.seeds import set_global_seed_state as set_global_seed_state
+from tfmulti.keras_compat.steps import accumulators as accumulators
+from tfmulti.keras_compat.steps import has_own_step as has_own_step
+from tfmulti.keras_compat.steps import is_accumulating as is_accumulating
+from tfmulti.keras_compat.steps import is_update_step as is_update_step
 from tfmulti.keras_compat.steps import mark_step as mark_step
+from tfmulti.keras_compat.steps import mark_updates_alike as mark_updates_alike
+from tfmulti.keras_compat.steps import update_by as update_by
 from tfmulti.keras_compat.table import TABLE as TABLE
 from tfmulti.keras_compat.table import install as install
 from tfmulti.keras_compat.tracing import is_built as is_built

@@ -12,7 +12,7 @@ from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
 
-from tfmulti.keras_compat import collectives, hooks, optimizers, patches, replacement
+from tfmulti.keras_compat import coordination, hooks, patches, replacement, steps
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -23,7 +23,7 @@ _UNLIKE = "waiting for ever, and results of two things mixed, where workers call
 def _optimizer(name, cures, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
     """An update that every replica does by itself: as optimizers that know no replicas do it."""
     plain = plain or getattr(base_optimizer.BaseOptimizer, name)
-    make, used = optimizers.update_alike(plain), replacement.of_optimizer
+    make, used = steps.update_alike(plain), replacement.of_optimizer
     canary = "test_canary_an_optimizers_update_goes_across_replicas"
     needs = ("gradients_are_global",)
     return Replacement(owner, name, make, used, cures, canary, needs, arguments)
@@ -60,7 +60,7 @@ _OPTIMIZERS = (
     Replacement(
         keras.optimizers.Optimizer,
         "apply",
-        optimizers.within_replicas,
+        steps.within_replicas,
         replacement.of_optimizer,
         "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name no cause",
         "test_canary_an_optimizer_outside_of_replicas",
@@ -179,7 +179,7 @@ _DATA = (
         for name, make, cures, canary, arguments in (
             (
                 "_use_unique_instance_key",
-                collectives.never_unique,
+                coordination.never_unique,
                 f"{_SHAPES}: keys that are new at each call do not reach into Keras's nested "
                 "functions",
                 "test_canary_new_keys_do_not_reach_nested_functions",
@@ -187,14 +187,14 @@ _DATA = (
             ),
             (
                 "_all_gather",
-                collectives.gather_by_shape,
+                coordination.gather_by_shape,
                 f"{_SHAPES} where sparse gradients have other numbers of rows from step to step",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "options"),
             ),
             (
                 "all_reduce",
-                collectives.reduce_by_size,
+                coordination.reduce_by_size,
                 f"{_SHAPES} where rows are added up that are not as many in every step",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "control_input", "options"),

@@ -36,13 +36,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(config, tracebacks) -> int:
-    from tfmulti.parity import experiment, table
+    from tfmulti.parity import experiment
+    from tfmulti.parity import experiment as experiment_lib
 
     console = create_console()
     result = experiment.run_experiment(
         config, print_fn=lambda line: console.print(line, style="dim")
     )
-    table.show(result, config, console, tracebacks)
+    experiment_lib.show(result, config, console, tracebacks)
     if config.json:
         written = {
             "config": dataclasses.asdict(config),

@@ -48,7 +48,7 @@ def _worker_number() -> int:
 
 
 def _train(config, task, folder, number):
-    from tfmulti.parity.record import Record
+    from tfmulti.parity.compare import Record
     from tfmulti.parity.training import load_case, train_and_record
     from tfmulti.strategies import create_strategy
 

@@ -16,15 +16,7 @@ from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.step import accumulation, gradients, iterators, losses, whole_batch
 from tfmulti.step.optimizer import distribute_loaded
-from tfmulti.strategies import (
-    chief,
-    collectives,
-    coordination,
-    on_batch,
-    program_order,
-    scope_check,
-    verifying,
-)
+from tfmulti.strategies import chief, collectives, coordination, on_batch, scope_check, verifying
 from tfmulti.strategies.base import (
     MirroredStrategy,
     OneDeviceStrategy,
@@ -138,7 +130,7 @@ def create_strategy(
 
 
 def _before_call(model, name, data):
-    program_order.compare_call(model.distribute_strategy, name)
+    collectives.compare_call(model.distribute_strategy, name)
     scope_check.look_for_scope(model, name, data)
     verifying.before_call(model, name, data)
 
@@ -158,7 +150,7 @@ def _repair_keras():
         before_pass=collectives.before_pass,
         build_by_step=verifying.build_by_step,
         call_loss=whole_batch.call_loss,
-        compare_variable=program_order.compare_variable,
+        compare_variable=collectives.compare_variable,
         current_replica_batch=step.current_replica_batch,
         distribute_loaded=distribute_loaded,
         first_local_value=first_local_value,

@@ -18,8 +18,7 @@ from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.compiling import compile_model, prepare_keras
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import create_model
-from tfmulti.train.run_reporter import RunReporter, digest_weights
-from tfmulti.train.run_summary import summarize_run
+from tfmulti.train.run_reporter import RunReporter, digest_weights, summarize_run
 
 _SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
 
