@@ -8,7 +8,7 @@ import pytest
 
 BEGIN = """
 import atexit, sys, threading, time
-from tfmulti import command_line
+from tfmulti.runtime import command_line
 atexit.register(print, "exit functions are called")
 """
 WAITS_FOR_EVER = "threading.Thread(target=threading.Event().wait).start()\n"
