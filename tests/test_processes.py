@@ -105,13 +105,13 @@ def test_nothing_is_left_behind_when_the_caller_is_interrupted(monkeypatch):
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads /proc")
 def test_a_program_can_end_with_its_parent():
     inner = (
-        "import os, time; from tfmulti import processes; processes.end_with_parent(); "
+        "import os, time; from tfmulti.runtime import processes; processes.end_with_parent(); "
         "print(os.getpid(), flush=True); open(os.environ['FILE'], 'w').write(str(os.getpid())); "
         "time.sleep(600)"
     )
     code = f"""
         import sys
-        from tfmulti import processes
+        from tfmulti.runtime import processes
         processes.run_together([sys.executable, "-c", {inner!r}], [{{}}])
     """
     path = f"/tmp/tfmulti_test_{os.getpid()}"
