@@ -13,6 +13,8 @@ from tfmulti.keras_compat import reference
 
 # What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
 _SEED_STEP = 0x9E3779B1
+# Keras's name for it among its global attributes; Keras 3.12 has no constant for it.
+_GENERATOR = "global_seed_generator"
 
 
 def global_seed_state() -> list[int]:
@@ -46,7 +48,7 @@ class GlobalSeeds:
                 drawn = getattr(value, "values", (value,))[0].numpy().tolist()
                 generator = keras.random.SeedGenerator()
                 generator.state.assign(drawn)
-                global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+                global_state.set_global_attribute(_GENERATOR, generator)
         self.generator = generator
         random.setstate(state)
 
@@ -65,7 +67,7 @@ def prepare_global_seeds(strategy: tf.distribute.Strategy) -> None:
 
 
 def _present():
-    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return global_state.get_global_attribute(_GENERATOR)
 
 
 def share_global_seeds(original):
