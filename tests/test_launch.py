@@ -1,6 +1,7 @@
 """The launcher: who fails first is told, all are restarted or ended, nothing is left behind."""
 
 import contextlib
+import io
 import json
 import os
 import queue
@@ -573,3 +574,25 @@ def test_settings_that_differ_are_named_by_train(pair):
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "--epochs is 3 on worker 0, but 4 on worker 1" in stderr
+
+
+@pytest.mark.parametrize("level, shown", [(None, False), ("0", True)])
+def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
+    tmp_path, monkeypatch, level, shown
+):
+    if level is None:
+        monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    else:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    line = (
+        "E0000 00:00:1795335027.548115   14037 collective.cc:8] BaseCollectiveExecutor::StartAbort"
+    )
+    terminal = io.BytesIO()
+    log = logs.Log(tmp_path / "log", "worker 0", True, terminal)
+    with log.open_for_worker() as file:
+        file.write(f"before\n{line}\nEnd of it\n".encode())
+    log.show_rest()
+    log.close()
+    assert (line in terminal.getvalue().decode()) == shown
+    assert b"[worker 0] before\n" in terminal.getvalue() and b"End of it" in terminal.getvalue()
+    assert line in (tmp_path / "log").read_text()

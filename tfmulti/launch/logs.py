@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import signal
 import sys
@@ -111,6 +112,9 @@ def _read_message(lines) -> list[str]:
 
 
 _PIECE = 1 << 16
+# A line of TensorFlow's runtime, such as "E0000 00:00:17 collective.cc:8] ...": kept in the file
+# alone, since the launcher says in one sentence what it comes to.
+_RUNTIME_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d+|WARNING: All log messages before absl")
 
 
 class Log:
@@ -170,6 +174,8 @@ class Log:
         self._reader.close()
 
     def _write(self, lines):
+        asked_for = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
+        lines = [line for line in lines if asked_for or not _RUNTIME_LINE.match(line)]
         try:
             for line in lines:
                 self._terminal.write(self._prefix + line + b"\n")
