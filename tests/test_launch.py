@@ -585,7 +585,7 @@ def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
     else:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
     line = (
-        "E0000 00:00:1795335027.548115   14037 collective.cc:8] BaseCollectiveExecutor::StartAbort"
+        "E0000 00:00:1795335027.548115 1 collective.cc:8] BaseCollectiveExecutor::StartAbort"
     )
     terminal = io.BytesIO()
     log = logs.Log(tmp_path / "log", "worker 0", True, terminal)
