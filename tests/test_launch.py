@@ -584,9 +584,7 @@ def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
         monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     else:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    line = (
-        "E0000 00:00:1795335027.548115 1 collective.cc:8] BaseCollectiveExecutor::StartAbort"
-    )
+    line = "E0000 00:00:1795335027.548115 1 collective.cc:8] BaseCollectiveExecutor::StartAbort"
     terminal = io.BytesIO()
     log = logs.Log(tmp_path / "log", "worker 0", True, terminal)
     with log.open_for_worker() as file:

@@ -134,9 +134,7 @@ def test_the_port_is_free_after_an_error():
 
 def test_who_did_not_come_is_named_by_all_who_came():
     workers = clusters(4)
-    began = time.monotonic()
     errors = serve([workers[0], workers[2]], timeout_s=0.5)
-    assert time.monotonic() - began < 2.5
     for error in errors:
         message = str(error)
         assert f"2 did not come: worker 1 at {workers[1].address}, worker 3 at" in message
@@ -154,11 +152,10 @@ def test_without_the_first_worker_it_is_named():
 def test_the_first_whose_time_is_over_ends_it_for_all():
     workers = clusters(3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        patient = pool.submit(serve, workers[:1], timeout_s=60)
-        began = time.monotonic()
+        # Far longer than a test may take.
+        patient = pool.submit(serve, workers[:1], timeout_s=3600)
         [hasty] = serve(workers[1:2], timeout_s=0.5)
         [patient] = patient.result()
-    assert time.monotonic() - began < 3
     assert all(f"worker 2 at {workers[2].address}" in str(error) for error in (hasty, patient))
 
 
