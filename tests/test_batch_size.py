@@ -68,7 +68,9 @@ def test_a_limit_ends_the_process_and_another_error_is_told():
     tried = search.try_in_child_process(AUTO, [8], 1, 1, int(60e6))
     assert (tried.size, tried.too_large) == (0, 8)
     wrong = dataclasses.replace(AUTO, model="math:sqrt")
-    with pytest.raises(RuntimeError, match="trains some steps, which must not fail. Received: "):
+    with pytest.raises(
+        RuntimeError, match="runs some training steps, which must not fail. Received: "
+    ):
         search.try_in_child_process(wrong, [8], 1, 1, None)
 
 

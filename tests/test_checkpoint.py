@@ -179,7 +179,7 @@ def test_what_differs_with_another_number_of_replicas_is_told(tmp_path):
     with pytest.raises(Killed):
         train(2, tmp_path, End(4, kill), every_steps=1)
     _, _, told = train(1, tmp_path, every_steps=1)
-    assert "going on with 1 replicas after 2: not the same, for random streams" in told[1]
+    assert "resuming with 1 replicas after 2: not the same, due to random streams" in told[1]
 
 
 def damage_byte(path):
@@ -235,7 +235,7 @@ def test_another_model_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(checkpoint.CheckpointError, match="must be written whole"):
+    with pytest.raises(checkpoint.CheckpointError, match="must be written completely"):
         train(1, file / "folder")
 
 

@@ -29,11 +29,11 @@ def run(code):
 @pytest.mark.parametrize(
     ("end", "exit_code"),
     [
-        ("command_line.leave(3)", 3),
-        ("command_line.run_and_leave(lambda: 4)", 4),
-        ("command_line.run_and_leave(lambda: sys.exit(143))", 143),
-        ("command_line.run_and_leave(lambda: sys.exit('words'))", 1),
-        ("command_line.leave_at_exit(5)", 5),
+        ("command_line.end_process(3)", 3),
+        ("command_line.run_and_exit(lambda: 4)", 4),
+        ("command_line.run_and_exit(lambda: sys.exit(143))", 143),
+        ("command_line.run_and_exit(lambda: sys.exit('words'))", 1),
+        ("command_line.end_process_at_exit(5)", 5),
     ],
 )
 def test_the_exit_code_and_exit_functions(end, exit_code):
@@ -44,12 +44,12 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
 
 @pytest.mark.slow
 def test_a_thread_that_never_ends_holds_nothing_up():
-    done, seconds = run(WAITS_FOR_EVER + "command_line.leave(1)")
+    done, seconds = run(WAITS_FOR_EVER + "command_line.end_process(1)")
     assert done.returncode == 1
     assert seconds < 15
 
 
 @pytest.mark.slow
 def test_our_own_threads_are_waited_for():
-    done, _ = run(WRITES + "command_line.leave(0)")
+    done, _ = run(WRITES + "command_line.end_process(0)")
     assert done.stdout == "written\nexit functions are called\n"

@@ -363,7 +363,7 @@ def test_variables_are_explained():
         "NCCL_P2P_DISABLE": "warning",
         "TF_FORCE_GPU_ALLOW_GROWTH": "ok",
     }
-    assert found["NCCL_DEBUG"].detail.startswith("=INFO: how much NCCL tells")
+    assert found["NCCL_DEBUG"].detail.startswith("=INFO: how much NCCL logs")
     assert list(look_at({})) == ["variables"]
 
 

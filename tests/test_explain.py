@@ -114,7 +114,7 @@ def test_an_error_is_shown_with_its_line_and_without_frames(capsys):
 
 def test_an_interrupt_leaves_no_traceback():
     code = "from tfmulti.runtime import command_line\ndef main(): raise KeyboardInterrupt\n"
-    command = [sys.executable, "-c", f"{code}command_line.run_and_leave(main)"]
+    command = [sys.executable, "-c", f"{code}command_line.run_and_exit(main)"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == command_line.INTERRUPTED
     assert done.stderr == "Interrupted.\n"

@@ -61,7 +61,7 @@ def test_bad_steps_can_be_left_out(steps_per_execution):
         return weights
 
     reference = fit(1)
-    assert "1 update(s) left out, the first with" in told[0]
+    assert "1 update(s) skipped, the first with" in told[0]
     for one, other in zip(reference, fit(3), strict=True):
         assert np.isfinite(one).all()
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)

@@ -233,7 +233,7 @@ def test_a_peer_that_hangs_is_not_waited_for(run_job):
     began = time.monotonic()
     done, told = run_job(code, grace=0.2)
     assert done == environment.PEER_LOST and "worker 0 failed with exit code 144" in told
-    assert "No other has failed by itself; still running: worker 1" in told
+    assert "No worker has failed on its own; still running: worker 1" in told
     assert time.monotonic() - began < 6
 
 
@@ -272,7 +272,7 @@ def test_an_error_before_the_first_step_is_not_repeated(run_job, code):
     done, told = run_job(f"sys.exit({code})", max_restarts=3)
     assert done == code
     assert told.count("failed with") == 1
-    assert "Not restarted: it failed before any training step was done." in told
+    assert "Not restarted: it failed before the first training step." in told
 
 
 def test_an_error_after_a_step_is(run_job, tmp_path):
@@ -418,7 +418,10 @@ def test_a_command_that_is_not_there(tmp_path):
         (["--num_workers=0", "--", "true"], "`num_workers` must be at least 1"),
         (["--", "true"], "Either `num_workers` (on this machine) or `hosts`"),
         (["--num_workers=2", "--hosts=x", "--", "true"], "hosts=x. Use for example"),
-        (["--num_workers=2", "--host_index=0", "--", "true"], "`host_index` goes with hosts"),
+        (
+            ["--num_workers=2", "--host_index=0", "--", "true"],
+            "`host_index` can be used with hosts",
+        ),
         (["--hosts=/no/such", "--", "true"], "`hosts` must be a file of text. Received: /no/such"),
     ],
 )
@@ -561,7 +564,7 @@ def test_a_worker_that_is_missing_is_named_by_train(pair, missing):
     process = train(pair[1 - missing], "--start_timeout=1")
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert f"did not come: worker {missing} at {pair[missing].address}" in stderr
+    assert f"did not connect: worker {missing} at {pair[missing].address}" in stderr
 
 
 @pytest.mark.slow

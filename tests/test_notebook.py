@@ -61,7 +61,7 @@ def test_two_replicas_in_a_kernel():
     script = SCRIPT.replace('"auto"', '"mirrored", logical_cpus=2')
     outputs, replicas = run_cells(script, "strategy.num_replicas_in_sync, strategy.why")
     assert "Epoch 5/5" in outputs
-    assert "(2, 'mirrored on CPU:0, CPU:1 (as asked)')" in replicas
+    assert "(2, 'mirrored on CPU:0, CPU:1 (as requested)')" in replicas
 
 
 @pytest.mark.sampled(1)

@@ -271,7 +271,7 @@ def test_what_never_ends_is_ended():
         ("own_normalization", "rows", "local batch statistics: Centered 'centered'"),
         ("contrastive_loss", "rows", "a loss that depends on the whole batch at once: contrastive"),
         ("sum_add_loss", "rows", "Penalty 'penalty'"),
-        ("scaled_step", "rows", "a step that knows the number of replicas: train_step"),
+        ("scaled_step", "rows", "a step that depends on the number of replicas: train_step"),
         ("own_state", "rows", "state made from local rows: Largest 'largest'"),
         ("weights_of_the_moment", "rows", "initial weights that differ: sequential/dense_1/bias"),
         ("clean", "rows_of_the_moment", "data that differ from call to call"),

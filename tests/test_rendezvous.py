@@ -137,7 +137,7 @@ def test_who_did_not_come_is_named_by_all_who_came():
     errors = serve([workers[0], workers[2]], timeout_s=0.5)
     for error in errors:
         message = str(error)
-        assert f"2 did not come: worker 1 at {workers[1].address}, worker 3 at" in message
+        assert f"2 did not connect: worker 1 at {workers[1].address}, worker 3 at" in message
         assert "worker 2" not in message and "Received: after 0." in message
         assert "Start them" in message
 
@@ -145,8 +145,10 @@ def test_who_did_not_come_is_named_by_all_who_came():
 def test_without_the_first_worker_it_is_named():
     workers = clusters(3)
     for error in serve(workers[1:], timeout_s=0.4):
-        assert f"1 did not come: worker 0 at {workers[0].address}; the last try" in str(error)
-        assert "ended with: connection refused" in str(error)
+        assert f"1 did not connect: worker 0 at {workers[0].address}; the last attempt" in str(
+            error
+        )
+        assert "failed: connection refused" in str(error)
 
 
 def test_the_first_whose_time_is_over_ends_it_for_all():
@@ -198,16 +200,16 @@ def test_without_a_token_another_cluster_is_refused_and_told(monkeypatch, caplog
     longer = {"worker": (*workers[0].spec["worker"], "127.0.0.1:9")}
     pair = [workers[0], Cluster(longer, "worker", 1)]
     first, second = serve(pair, timeout_s=1.0, tokens=[None, None])
-    assert "127.0.0.1 came with another cluster" in str(first) and "127.0.0.1:9" in str(first)
+    assert "127.0.0.1 connected with another cluster" in str(first) and "127.0.0.1:9" in str(first)
     assert "All workers must have the same cluster" in str(second)
     assert workers[0].address in str(second) and "127.0.0.1:9" in str(second)
-    assert "without a secret" in caplog.text
+    assert "has no secret" in caplog.text
 
 
 def test_two_with_the_same_index_are_told_to_all():
     workers = clusters(3)
     for error in serve([workers[0], workers[1], workers[1]]):
-        assert f"two that say they are worker 1 at {workers[1].address}" in str(error)
+        assert f"two workers with the task of worker 1 at {workers[1].address}" in str(error)
 
 
 def test_a_worker_that_ends_and_comes_again_is_let_in(waiting):
@@ -232,7 +234,7 @@ def test_another_token_is_refused_at_once(monkeypatch, tokens, words):
     monkeypatch.delenv("TFMULTI_TOKEN", raising=False)
     first, second = serve(clusters(2), timeout_s=1.0, tokens=tokens)
     assert words in str(second)
-    assert "worker 1 at" in str(first) and "came with another token" in str(first)
+    assert "worker 1 at" in str(first) and "connected with another token" in str(first)
 
 
 STRANGERS = {
@@ -243,7 +245,7 @@ STRANGERS = {
     "oversized": b"x" * (4 * messages.MAX_BYTES),
     "deep": b"0" * 64 + b" " + b"[" * 30_000 + b"\n",
     "pickle": b"cos\nsystem\n(S'touch /tmp/x'\ntR.\n",
-    "another secret": messages.write(b"guess", "guest", "", {"index": 2}),
+    "another secret": messages.write(b"guess", "client", "", {"index": 2}),
 }
 
 
@@ -282,9 +284,9 @@ def test_many_strangers_leave_room_for_workers(waiting):
 
 
 def test_a_message_cannot_be_used_again():
-    line = messages.write(b"key", "guest", "first", {"index": 1})
-    assert messages.read(line, b"key", "guest", "first") == {"index": 1}
-    for key, role, context in ((b"key", "guest", "second"), (b"key", "host", "first")):
+    line = messages.write(b"key", "client", "first", {"index": 1})
+    assert messages.read(line, b"key", "client", "first") == {"index": 1}
+    for key, role, context in ((b"key", "client", "second"), (b"key", "server", "first")):
         with pytest.raises(messages.MessageError):
             messages.read(line, key, role, context)
 
@@ -293,7 +295,7 @@ def test_a_message_cannot_be_used_again():
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_are_bad_messages(line):
     for read in (
-        lambda: messages.read(line, b"key", "guest", ""),
+        lambda: messages.read(line, b"key", "client", ""),
         lambda: messages.read_greeting(line),
         lambda: messages.unchecked(line),
     ):
@@ -309,7 +311,7 @@ JSON = st.recursive(
 # Never a worker of the rendezvous: that would be one more with the same index.
 INDEX = JSON.filter(lambda value: type(value) is not int or not 0 <= value < 2)
 CONTENT = st.fixed_dictionaries(
-    {"index": INDEX}, optional={name: JSON for name in ("instance", "left_s", "notes", "more")}
+    {"index": INDEX}, optional={name: JSON for name in ("instance", "left_s", "settings", "more")}
 )
 
 
@@ -323,7 +325,7 @@ def test_a_meeting_survives_random_guests(lines):
         with connect(address_of(workers[0])) as stranger:
             random = stranger.recv(4096).decode().split()[-1]
             if isinstance(line, dict):
-                line = messages.write(TOKEN.encode(), "guest", random, line)
+                line = messages.write(TOKEN.encode(), "client", random, line)
             stranger.sendall(line + b"\n")
 
     with concurrent.futures.ThreadPoolExecutor(9) as pool:
@@ -355,13 +357,13 @@ def test_a_false_host_cannot_say_what_others_said():
             with connection:
                 connection.sendall(messages.write_greeting("0" * 32))
                 connection.recv(65536)
-                connection.sendall(messages.write(b"guess", "host", "", {"notes": {}}))
+                connection.sendall(messages.write(b"guess", "server", "", {"settings": {}}))
 
         thread = threading.Thread(target=answer)
         thread.start()
         [error] = serve(workers[1:], timeout_s=0.5)
         thread.join()
-    assert "did not come: worker 0" in str(error)
+    assert "did not connect: worker 0" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +399,8 @@ def test_in_a_notebook_a_loop_runs_already():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"notes": {"model": object()}}, "`notes` must be what JSON can hold"),
-        ({"notes": {"long": "x" * messages.MAX_BYTES}}, "shorter than 65536 bytes"),
+        ({"settings": {"model": object()}}, "`must_agree` must hold values for JSON"),
+        ({"settings": {"long": "x" * messages.MAX_BYTES}}, "shorter than 65536 bytes"),
         ({"timeout_s": 0}, "`timeout_s` must be a number of seconds above 0"),
         ({"timeout_s": float("nan")}, "Received: timeout_s=nan"),
     ],

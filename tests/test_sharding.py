@@ -1,18 +1,18 @@
 import numpy as np
 import pytest
 
-from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, epoch_order, share_slice
+from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, epoch_order, replica_slice
 
 
 def rows_of_epoch(plan, epoch=0):
     return [
-        [plan.share(epoch, step, number)[0].tolist() for number in range(plan.num_replicas)]
+        [plan.replica_batch(epoch, step, number)[0].tolist() for number in range(plan.num_replicas)]
         for step in range(plan.steps_per_epoch)
     ]
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_shares", "sizes"),
+    ("num_rows", "num_replicas", "sizes"),
     [
         (16, 3, [6, 5, 5]),
         (5, 2, [3, 2]),
@@ -21,8 +21,8 @@ def rows_of_epoch(plan, epoch=0):
         (0, 2, [0, 0]),
     ],
 )
-def test_shares_are_contiguous_and_even(num_rows, num_shares, sizes):
-    slices = [share_slice(num_rows, num_shares, number) for number in range(num_shares)]
+def test_shares_are_contiguous_and_even(num_rows, num_replicas, sizes):
+    slices = [replica_slice(num_rows, num_replicas, number) for number in range(num_replicas)]
     assert [stop - start for start, stop in slices] == sizes
     assert [start for start, _ in slices[1:]] == [stop for _, stop in slices[:-1]]
 
@@ -55,7 +55,7 @@ def test_drop_keeps_whole_batches():
 
 def test_pad_fills_with_rows_of_weight_zero():
     plan = ShardPlan(43, 16, 2, seed=None, remainder="pad")
-    rows, weights = plan.share(0, 2, 1)
+    rows, weights = plan.replica_batch(0, 2, 1)
     assert len(rows) == 8
     assert weights.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
     assert weights[3:].tobytes() == np.full(5, PADDING_WEIGHT).tobytes()
@@ -67,7 +67,7 @@ def test_repeat_first_fills_short_shards_with_the_first_examples():
     last = rows_of_epoch(plan)[-1]
     assert [len(share) for share in last] == [3, 3, 3, 3]
     assert last[-1][-1] == 0
-    assert all(plan.share(0, 2, number)[1].all() for number in range(4))
+    assert all(plan.replica_batch(0, 2, number)[1].all() for number in range(4))
 
 
 @pytest.mark.parametrize(

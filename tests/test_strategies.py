@@ -134,8 +134,11 @@ def test_too_late_is_said(free_ports):
     [
         ({"name": "mirror"}, r"`name` must be one of .* Received: name='mirror'\. Use"),
         ({"communication": "gloo"}, r"`communication` must be .* Received: communication='gloo'\."),
-        ({"name": "multi_worker", "devices": ["CPU:0"]}, r"`devices` goes with .* Leave it out"),
-        ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` goes with .* name='tpu'"),
+        (
+            {"name": "multi_worker", "devices": ["CPU:0"]},
+            r"`devices` can be used with .* Leave it out",
+        ),
+        ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` can be used with .* name='tpu'"),
         ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
         ({"devices": ["CPU:9"]}, r"`devices` must name .*\['CPU:9'\]. Known here: CPU:0, CPU:1"),
         ({"devices": ["CPU:0", "CPU:0"]}, r"each once\. Received: devices=\['CPU:0', 'CPU:0'\]"),

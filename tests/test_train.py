@@ -39,8 +39,11 @@ def test_help_imports_no_tensorflow_and_shows_every_flag_with_its_default():
         (["--strategy", "horovod"], ["horovod", "mirrored"]),
         (["--epochs", "0"], ["`epochs` must be at least 1", "epochs=0"]),
         (["--global_batch_size=8", "--per_replica_batch_size=4"], ["exclude each other"]),
-        (["--strategy=mirrored", "--tf_config=x.json"], ["`tf_config` goes with multi_worker"]),
-        (["--strategy=mirrored", "--communication=ring"], ["`communication` goes with"]),
+        (
+            ["--strategy=mirrored", "--tf_config=x.json"],
+            ["`tf_config` can be used with multi_worker"],
+        ),
+        (["--strategy=mirrored", "--communication=ring"], ["`communication` can be used with"]),
         (["--strategy=one_device", "--logical_cpus=2"], ["`logical_cpus` above 1"]),
     ],
 )
@@ -134,7 +137,7 @@ def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
 def test_the_audit_is_told(tmp_path):
     lines = []
     loop.train_and_evaluate(config(tmp_path, audit_shards=True), print_fn=lines.append)
-    assert lines[0] == "mirrored on CPU:0, CPU:1 (as asked): 2 replicas, global batch size 64"
+    assert lines[0] == "mirrored on CPU:0, CPU:1 (as requested): 2 replicas, global batch size 64"
     shards = [line for line in lines if line.startswith("shards of epoch")]
     assert [line.split(":")[0] for line in shards] == ["shards of epoch 0", "shards of epoch 1"]
     assert all(line.endswith("each row once") for line in shards)

@@ -120,7 +120,7 @@ TOLD = {
     ),
     "a number of replicas": (
         dict(make=lambda: cases.OwnStep(loss=cases.scaled)),
-        "a step that knows the number of replicas, in train_step",
+        "a step that depends on the number of replicas, in train_step",
     ),
     "a step's negatives": (
         dict(make=lambda: cases.OwnStep(loss=cases.negatives)),
@@ -132,14 +132,14 @@ TOLD = {
     ),
     "adversaries": (
         dict(make=cases.Adversarial),
-        "a gradient with respect to inputs that is not each row's own, in train_step",
+        "a gradient with respect to inputs that mixes rows, in train_step",
     ),
     "a metric": (dict(make=dense, metrics=[lambda: cases.found]), "compares rows, in found"),
     "a number for a metric": (
         dict(make=cases.Total),
         "number of its replica's rows, in train_step",
     ),
-    "a count": (dict(make=cases.CountRows), "a log that is no mean over rows, in train_step"),
+    "a count": (dict(make=cases.CountRows), "a log that is not a mean over rows, in train_step"),
 }
 
 

@@ -1,7 +1,7 @@
 """tfmulti trains Keras 3 models on many devices through `model.fit`.
 
-Names are resolved when first used, so that importing the package imports no TensorFlow. Where one
-of them is what imports it, TensorFlow's own lines are kept back: TF_CPP_MIN_LOG_LEVEL=0 shows them.
+Names are resolved when first used, so that importing the package imports no TensorFlow. If the use
+of a name imports it, TensorFlow's log lines are suppressed: TF_CPP_MIN_LOG_LEVEL=0 shows them.
 """
 
 from __future__ import annotations

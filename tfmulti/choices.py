@@ -1,4 +1,4 @@
-"""What flags and arguments can be chosen from."""
+"""The valid choices of flags and arguments."""
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")

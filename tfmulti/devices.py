@@ -28,7 +28,7 @@ def has_tpu() -> bool:
 
 
 def grow_gpu_memory() -> None:
-    """Lets each GPU take memory as it needs it, where TensorFlow has not started yet."""
+    """Makes each GPU allocate memory as needed, if TensorFlow has not started yet."""
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -37,14 +37,14 @@ def grow_gpu_memory() -> None:
 
 
 def see_gpus(names: str, environ=os.environ) -> None:
-    """Lets this process see some of the GPUs only, where TensorFlow has not asked for them yet.
+    """Makes only some GPUs visible to this process, if TensorFlow has not listed them yet.
 
     Args:
-        names: What CUDA_VISIBLE_DEVICES is to be, such as `"2,3"`.
+        names: The value of CUDA_VISIBLE_DEVICES, such as `"2,3"`.
         environ: The environment.
 
     Raises:
-        RuntimeError: Where TensorFlow has found more GPUs already.
+        RuntimeError: If TensorFlow has found more GPUs already.
     """
     before, environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES"), names
     found = len(tf.config.list_physical_devices("GPU"))
@@ -58,14 +58,14 @@ def see_gpus(names: str, environ=os.environ) -> None:
 
 
 def set_logical_cpus(num_cpus: int) -> None:
-    """Splits the machine's CPU into `num_cpus` logical ones, for trying out and for tests.
+    """Splits the machine's CPU into `num_cpus` logical ones, for trials and tests.
 
     Args:
         num_cpus: Number of logical CPUs, at least 1.
 
     Raises:
         ValueError: For a number below 1.
-        RuntimeError: Where TensorFlow has been used already and has fewer.
+        RuntimeError: If TensorFlow is in use already and has fewer.
     """
     if num_cpus < 1:
         raise ValueError(

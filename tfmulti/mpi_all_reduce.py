@@ -20,10 +20,10 @@ import tensorflow as tf
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
-"""Workers of one host add through memory that they share: such pieces stay in the cache."""
+"""Piece size for workers of one host, which add in shared memory: such pieces fit the cache."""
 # TensorFlow takes over an array without a copy where it begins at a multiple of this.
 _ALIGNMENT = 64
-# A tensor above this share of a bucket is not worth a copy.
+# A tensor above this fraction of a bucket is not worth a copy.
 _ALONE = 8
 _LOOK_S = 0.3
 _HALF = (tf.float16, tf.bfloat16)

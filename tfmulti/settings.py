@@ -1,4 +1,4 @@
-"""Dataclasses whose fields become flags, each with what its value must be."""
+"""Dataclass fields that become flags, with the constraints of their values."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import dataclasses
 
 
 def setting(default, text: str, choices=None, at_least=None, word=None):
-    """Returns a dataclass field that becomes a flag, with what its value must be.
+    """Returns a dataclass field that becomes a flag, with the constraints of its value.
 
     Args:
         default: Its default.
-        text: What it is for.
-        choices: All values that it can have.
+        text: Its description.
+        choices: All valid values.
         at_least: The smallest value.
-        word: A word that a number can be replaced with.
+        word: A word that is valid instead of a number.
     """
     metadata = {"help": text, "choices": choices, "at_least": at_least, "word": word}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_settings(config) -> None:
-    """Raises ValueError for the first setting of a dataclass whose value cannot be."""
+    """Raises ValueError for the first setting of a dataclass with an invalid value."""
     for field in dataclasses.fields(config):
         _check_value(field, getattr(config, field.name))
 

@@ -14,8 +14,8 @@ import numpy as np
 
 REMAINDERS = ("uneven", "pad", "drop", "repeat_first")
 
-# Filler rows weigh nothing. The sign tells them from a zero that the user wrote, because a
-# user's zero-weight row still counts in the denominator of a mean and a filler row must not.
+# Padding rows have weight -0.0. The sign distinguishes them from a zero weight of the user, which
+# still counts in the denominator of a mean; a padding row must not.
 PADDING_WEIGHT = np.float32(-0.0)
 
 
@@ -27,7 +27,7 @@ def epoch_order(num_examples: int, seed: int | None, epoch: int) -> np.ndarray:
 
     Args:
         num_examples: Number of examples in the split.
-        seed: Decides the order together with `epoch`; None keeps the order of the data.
+        seed: Determines the order together with `epoch`; None keeps the order of the data.
         epoch: Number of the epoch, from 0.
 
     Returns:
@@ -46,44 +46,44 @@ def epoch_order(num_examples: int, seed: int | None, epoch: int) -> np.ndarray:
     return generator.permutation(num_examples).astype(np.int64)
 
 
-def share_slice(num_rows: int, num_shares: int, number: int) -> tuple[int, int]:
-    """Returns the half-open range of rows of a global batch that make one share.
+def replica_slice(num_rows: int, num_replicas: int, number: int) -> tuple[int, int]:
+    """Returns the half-open range of rows of a global batch that make one replica batch.
 
-    Shares are contiguous and differ by at most one row; the first ones are the larger ones.
+    Replica batches are contiguous, and their sizes differ by at most one; larger ones come first.
 
-    >>> [share_slice(5, 3, r) for r in range(3)]
+    >>> [replica_slice(5, 3, r) for r in range(3)]
     [(0, 2), (2, 4), (4, 5)]
-    >>> [share_slice(1, 2, r) for r in range(2)]
+    >>> [replica_slice(1, 2, r) for r in range(2)]
     [(0, 1), (1, 1)]
     """
-    share, longer = divmod(num_rows, num_shares)
-    start = number * share + min(number, longer)
-    return start, start + share + (number < longer)
+    size, longer = divmod(num_rows, num_replicas)
+    start = number * size + min(number, longer)
+    return start, start + size + (number < longer)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """How the examples of a split are laid out over steps and replicas.
+    """Assigns the examples of a split to steps and replicas.
 
     Attributes:
         num_examples: Number of examples in the split.
         global_batch_size: Examples per step over all replicas.
         num_replicas: Number of replicas in the job.
         seed: Seed of the order; None reads the examples in their own order.
-        remainder: What becomes of the last, short batch: `"uneven"` keeps it short,
-            `"pad"` fills it with rows of weight 0, `"drop"` leaves it out, and
-            `"repeat_first"` fills short shards with the first examples of the split.
-        steps: Steps per epoch. Defaults to one pass over the split; with another
-            number, epochs follow one another along an endless row of passes.
+        remainder: What to do with the last, short batch: `"uneven"` keeps it short, `"pad"` fills
+            it with rows of weight 0, `"drop"` drops it, and `"repeat_first"` fills short replica
+            batches with the first examples of the split.
+        steps: Steps per epoch. Defaults to one pass over the split; with another number, epochs
+            divide an endless sequence of passes.
 
     Raises:
-        ValueError: For numbers that cannot be laid out.
+        ValueError: For invalid numbers.
 
     Example:
     >>> plan = ShardPlan(num_examples=43, global_batch_size=16, num_replicas=2, seed=None)
     >>> plan.steps_per_epoch
     3
-    >>> [plan.share(0, 2, number)[0].tolist() for number in range(2)]
+    >>> [plan.replica_batch(0, 2, number)[0].tolist() for number in range(2)]
     [[32, 33, 34, 35, 36, 37], [38, 39, 40, 41, 42]]
     """
 
@@ -129,7 +129,7 @@ class ShardPlan:
 
     @property
     def has_static_shapes(self) -> bool:
-        """Whether every share of every step has the same number of rows."""
+        """Whether every replica batch of every step has the same number of rows."""
         if self.global_batch_size % self.num_replicas:
             return False
         return self.remainder in ("pad", "drop") or not self.num_examples % self.global_batch_size
@@ -139,17 +139,17 @@ class ShardPlan:
         return divmod(epoch * self.steps_per_epoch + step, self.steps_per_pass)
 
     def count(self, epoch: int, step: int) -> int:
-        """Returns how many rows of a global batch are no filler."""
+        """Returns the number of rows of a global batch, without padding."""
         start = self.locate(epoch, step)[1] * self.global_batch_size
         rows = min(self.global_batch_size, self.num_examples - start)
         return rows + (-rows % self.num_replicas if self.remainder == "repeat_first" else 0)
 
     def count_epoch(self, epoch: int, first_step: int = 0) -> int:
-        """Returns how many rows an epoch has from a step on, without filler."""
+        """Returns the number of rows of an epoch from a step on, without padding."""
         return sum(self.count(epoch, step) for step in range(first_step, self.steps_per_epoch))
 
     def count_before(self, epoch: int, step: int = 0) -> int:
-        """Returns how many rows come before a step of an epoch, without filler."""
+        """Returns the number of rows before a step of an epoch, without padding."""
         whole = sum(self.count_epoch(number) for number in range(epoch))
         return whole + sum(self.count(epoch, each) for each in range(step))
 
@@ -161,8 +161,8 @@ class ShardPlan:
             step: Number of the step in the epoch, from 0.
 
         Returns:
-            The row numbers, int64 of shape `(rows,)`, and how many of them, from the
-            first, are no filler.
+            The row numbers, int64 of shape `(rows,)`, and how many of them, from the first, are
+            not padding.
         """
         number, step_in_pass = self.locate(epoch, step)
         order = _cached_order(self.num_examples, self.seed, number)
@@ -176,20 +176,20 @@ class ShardPlan:
             rows = np.concatenate([rows, first])
         return rows, num_real
 
-    def share(self, epoch: int, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns one share of a global batch; there are as many as replicas.
+    def replica_batch(self, epoch: int, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows of one replica batch.
 
         Args:
             epoch: Number of the epoch, from 0.
             step: Number of the step in the epoch, from 0.
-            number: Number of the share, from 0, in the order of the batch.
+            number: Index of the replica batch, from 0, in the order of the global batch.
 
         Returns:
             The row numbers, int64 of shape `(rows,)`, and their weights, float32 of the
-            same shape: 1, or `PADDING_WEIGHT` for filler.
+            same shape: 1, or `PADDING_WEIGHT` for padding.
         """
         rows, num_real = self.batch(epoch, step)
-        start, stop = share_slice(len(rows), self.num_replicas, number)
+        start, stop = replica_slice(len(rows), self.num_replicas, number)
         weights = np.where(np.arange(start, stop) < num_real, np.float32(1), PADDING_WEIGHT)
         return rows[start:stop], weights.astype(np.float32)
 

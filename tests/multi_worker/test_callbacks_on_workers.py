@@ -102,4 +102,4 @@ def test_unequal_datasets_end_together(workers):
 
 def test_backup_and_restore_is_refused(workers):
     _, seen = workers
-    assert "is for one worker" in seen[0]["backup"]
+    assert "supports one worker only" in seen[0]["backup"]

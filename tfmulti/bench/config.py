@@ -1,4 +1,4 @@
-"""What one bench is made from, checked before anything starts."""
+"""The settings of a benchmark, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BenchConfig:
     verify: str = setting(
         "auto", "As --verify of tfmulti.train; with always, what it costs is in the table.", VERIFY
     )
-    pin: bool = setting(True, "Keep each worker on cores of its own, with a thread for each.")
+    pin: bool = setting(True, "Pin each worker to separate cores, with one thread per core.")
     strong: bool = setting(False, "Also measure with the global batch size held (strong scaling).")
     project: int | None = setting(
         None, "Project the step to 2, 4, ... up to this number of workers.", at_least=2

@@ -1,4 +1,4 @@
-"""How the driver of a bench speaks with the processes that it measures.
+"""The protocol between the driver of a benchmark and the processes that it measures.
 
 A process connects to the driver, says that it is ready, and does one order after the other: a
 dict of arguments, mostly `{"steps": 30}`. It is told where the driver listens by two variables of
@@ -32,7 +32,7 @@ def serve(
     environ: Mapping[str, str] = os.environ,
     **facts,
 ) -> None:
-    """Trains as the driver orders, until the driver is done or gone.
+    """Executes the driver's orders until the driver is done or has gone.
 
     Args:
         name: What is measured, for people.

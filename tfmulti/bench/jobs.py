@@ -1,4 +1,4 @@
-"""One job: the processes of one configuration, started once and told what to do."""
+"""One job: the processes of one configuration, started once, and the driver's orders to them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _END_S = 15.0
 
 
 class JobFailed(Exception):
-    """A configuration does not run; the message has its last words."""
+    """A configuration does not run; the message has the tail of its log."""
 
 
 class Job:
-    """The processes of a configuration. Used in a `with` statement, none outlives it.
+    """The processes of a configuration. Use it in a `with` statement, which none outlives.
 
     They are started in `start` and not before. Each runs under a guard of `tfmulti.launch`, so
     that all are ended even where the driver is killed.
@@ -99,7 +99,7 @@ class Job:
         self.facts = [found[index][1] for index in sorted(found)]
 
     def train(self, **order) -> list[dict[str, list[float]]]:
-        """Has all processes do an order, at the same time.
+        """Makes all processes execute an order at the same time.
 
         Args:
             **order: What to do, as `steps=30`.
@@ -122,7 +122,7 @@ class Job:
                     answers[index] = connection.recv()
                 self._check(limit, f"for {order}")
         except (EOFError, OSError):
-            # It has closed the connection; its end comes, with its last words.
+            # It has closed the connection, and exits soon; then its log is complete.
             time_left = min(limit, time.monotonic() + _END_S)
             while True:
                 self._check(time_left, f"for {order}")
@@ -130,7 +130,7 @@ class Job:
         return [answers[index] for index in sorted(answers)]
 
     def end(self) -> None:
-        """Tells the processes to end, and waits until all have ended; kills those that do not."""
+        """Orders the processes to exit, waits for them, and kills those that do not exit."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -141,7 +141,7 @@ class Job:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the processes, and all that they have started."""
+        """Kills the processes and all their children."""
         self._stack.close()
         for connection in self._connections.values():
             connection.close()
@@ -167,7 +167,7 @@ class Job:
 
 @contextlib.contextmanager
 def _listening(key, arrivals):
-    """Accepts connections of those who know the key, and puts them into a queue."""
+    """Accepts connections that know the key, and puts them into a queue."""
     listener = Listener(("127.0.0.1", 0), backlog=128, authkey=key)
     closed = threading.Event()
 
@@ -182,7 +182,7 @@ def _listening(key, arrivals):
         yield listener.address
     finally:
         closed.set()
-        # What waits in `accept` is woken by a last visitor only.
+        # Only another connection wakes a thread in `accept`.
         with contextlib.suppress(OSError):
             socket.create_connection(listener.address, timeout=1.0).close()
         thread.join(1.0)

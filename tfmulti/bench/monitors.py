@@ -1,4 +1,4 @@
-"""What the monitors cost: blocks of steps with them and without, in turn, in one process."""
+"""Measures the cost of the monitors: alternating blocks of steps with and without them."""
 
 from __future__ import annotations
 

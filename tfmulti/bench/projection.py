@@ -1,4 +1,4 @@
-"""What a step would take on more workers than there are, from what was measured on few."""
+"""Extrapolates the step time to more workers from measurements on few."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONE, FULL = "none", "full"
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What a message between two workers costs.
+    """The cost of a message between two workers.
 
     Attributes:
         latency: Seconds of one message without content.

@@ -1,4 +1,4 @@
-"""The ratios by which a bench is judged; what cannot be computed is None, with a reason."""
+"""The key ratios of a benchmark; None with a reason if one cannot be computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TAIL_KINDS = setups.OURS
 
 
 class _Missing(Exception):
-    """Something that a ratio needs was not measured."""
+    """A value that a ratio needs was not measured."""
 
 
 def compute_ratios(result: Mapping[str, Any]) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -147,4 +147,4 @@ MEANINGS = {
     "fit_tail_seconds": "compute: `fit` beyond its last step, 100 steps, the slowest of ours",
     "one_replica_over_plain": "compute: mirrored on one device over plain Keras, one step a call",
 }
-"""What each says."""
+"""The meaning of each ratio."""

@@ -101,7 +101,7 @@ class Breakdown:
 
     @property
     def bound_by(self) -> str:
-        """What bounds the job.
+        """The bottleneck of the job.
 
         Input where drawing a batch takes half of a step; else communication, and else the host,
         where it is a fifth; else compute.
@@ -143,7 +143,7 @@ _LENGTH = 200
 
 
 def describe_workload(name: str, series: Sequence[Series]) -> dict:
-    """Returns the part of the result that is about one workload.
+    """Returns the part of the result for one workload.
 
     Args:
         name: The workload.

@@ -1,4 +1,4 @@
-"""The whole bench: all workloads, then the all-reduce, then what the figures say."""
+"""The whole benchmark: all workloads, then the all-reduce, then the evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_bench(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
         rounds = Rounds(name, config, folder / name, print_fn)
         chosen = [each for each in setups.create_setups(name, config) if each.kind not in broken]
         series = rounds.run(chosen, deadline)
-        # A peer that does not run here takes its time once only.
+        # A peer that does not run here costs its startup time only once.
         broken |= {each.setup.kind for each in series if each.failure} & set(setups.PEERS)
         found["workloads"][name] = results.describe_workload(name, series)
     found["allreduce"] = transports.measure(config, folder, print_fn) if reduces else None

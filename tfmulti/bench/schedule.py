@@ -1,4 +1,4 @@
-"""Goes round the configurations of a workload: who trains when, and for how long."""
+"""Alternates between the configurations of a workload: which one trains when, and how long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAIL_WORKLOAD = "compute"
 
 @dataclasses.dataclass
 class Block:
-    """Steps that were trained by one call.
+    """Steps of one call.
 
     Attributes:
         round: The round, from 0.
@@ -47,7 +47,7 @@ class Block:
 
 @dataclasses.dataclass
 class Series:
-    """What was measured of a configuration with one number of steps a call.
+    """The measurements of a configuration with one number of steps per call.
 
     Attributes:
         setup: The configuration.
@@ -104,7 +104,7 @@ class Rounds:
         self._steps: dict[int, int] = {}
 
     def run(self, chosen: Sequence[Setup], deadline: float) -> list[Series]:
-        """Starts all configurations, goes round them until time is over, and ends them.
+        """Starts all configurations, alternates between them until time is over, and ends them.
 
         Args:
             chosen: The configurations.
@@ -230,7 +230,7 @@ class Rounds:
 
 
 def _order(steps, steps_per_execution) -> dict:
-    # The peers' scripts know steps alone.
+    # The scripts of the peers support only steps.
     if steps_per_execution == 1:
         return {"steps": steps}
     return {"steps": steps, "steps_per_execution": steps_per_execution}

@@ -1,4 +1,4 @@
-"""Which configurations a workload is measured in, and how each is started."""
+"""The configurations in which a workload is measured, and how each is started."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Setup:
 
 
 def check_peers(config: BenchConfig) -> None:
-    """Raises ValueError where peers are wanted and their scripts are not here."""
+    """Raises ValueError if peers are requested and their scripts are missing."""
     if config.peers and not PEERS_FOLDER.is_dir():
         raise ValueError(
             "`peers` needs the scripts of a clone: they are no part of the installed package. "

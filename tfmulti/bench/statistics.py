@@ -1,4 +1,4 @@
-"""What many measured times come to."""
+"""Summary statistics of measured times."""
 
 from __future__ import annotations
 

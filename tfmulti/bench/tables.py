@@ -36,7 +36,7 @@ class TextTable:
 
 
 def create_tables(found: Mapping[str, Any]) -> list[TextTable]:
-    """Returns all tables of a result, in the order in which they are told."""
+    """Returns all tables of a result, in the order of the report."""
     tables = []
     for name, workload in found["workloads"].items():
         tables += [part(name, workload) for part in (_steps, _parts, _around)]

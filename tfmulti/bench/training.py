@@ -29,10 +29,10 @@ def create(kind: str) -> Callable[..., dict[str, list[float]]]:
     strategy = create_strategy("multi_worker", communication=kind)
 
     def add(values):
-        # Made on the replica's device: what has none cannot be reduced. Nothing is copied.
+        # Created on the replica's device, since the reduction needs one; nothing is copied.
         return tf.distribute.get_replica_context().all_reduce("sum", tf.identity(values))
 
-    # Traced for each size: a collective keeps the shape that it had first.
+    # Traced for each size: a collective keeps its first shape.
     @tf.function
     def reduce_once(values):
         return strategy.run(add, args=(values,))

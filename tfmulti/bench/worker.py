@@ -18,7 +18,7 @@ from tfmulti.runtime import command_line
 
 
 def main(argv: list[str]) -> int:
-    """Builds the configuration of a task and does the driver's orders. Returns the exit code."""
+    """Builds a task's configuration and executes the driver's orders; returns the exit code."""
     task = json.loads(argv[1])
     config = BenchConfig(**task["config"])
     index = process_index()
@@ -60,7 +60,7 @@ def process_index(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def pin(index: int, count: int) -> None:
-    """Keeps this process on `count` cores, the `index`-th such share of those it may use."""
+    """Pins this process to `count` cores, the `index`-th such group of those it may use."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     # A launcher may have pinned it already.
     if len(cores) > count:
@@ -68,4 +68,4 @@ def pin(index: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run_and_leave(lambda: main(sys.argv))
+    command_line.run_and_exit(lambda: main(sys.argv))

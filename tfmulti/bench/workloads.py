@@ -1,4 +1,4 @@
-"""What is trained: synthetic data from a fixed seed, and models; or the user's own."""
+"""The workloads: models with synthetic data from a fixed seed, or the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keras callbacks that do the right thing on several replicas and workers."""
+"""Keras callbacks for several replicas and workers."""
 
 from tfmulti import hardware as _hardware
 from tfmulti.callbacks import throughput as _pace
@@ -16,4 +16,4 @@ from tfmulti.callbacks.tracking import MlflowLogs as MlflowLogs
 from tfmulti.callbacks.tracking import WandbLogs as WandbLogs
 
 MEASURED = (*_pace.NAMES, *_hardware.NAMES)
-"""What monitors add to the logs beside the metrics of the model."""
+"""The names that monitors add to the logs, besides the metrics of the model."""

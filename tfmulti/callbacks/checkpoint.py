@@ -1,4 +1,4 @@
-"""Checkpoints from which training goes on as if it had never stopped."""
+"""Checkpoints from which training resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from tfmulti.strategies.coordination import requests_of
 
 
 class Preempted(SystemExit):
-    """Training was told to end by SIGTERM, and has saved; the exit code is 143."""
+    """Training ends after SIGTERM and a checkpoint; the exit code is 143."""
 
     def __init__(self):
         super().__init__(environment.PREEMPTED)
-        command_line.leave_at_exit(environment.PREEMPTED)
+        command_line.end_process_at_exit(environment.PREEMPTED)
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves what training resumes from, and resumes from it when `fit` begins.
+    """Saves checkpoints, and resumes from the latest one when `fit` begins.
 
-    Model, optimizer, random states, the position in the data, the history, and what stopping
-    and rate-lowering callbacks remember. Give it to every worker, last in the list: all take part
-    in reading the state, the chief writes, in the background, atomically and with checksums.
-    Resuming needs the folder on the chief only. SIGTERM to any worker makes all save the same step
-    and exit with 143.
+    A checkpoint has the model, the optimizer, random states, the position in the data, the
+    history, and the state of callbacks that stop training or lower the rate. Pass the callback on
+    every worker, last in the list: all take part in reading the state; the chief writes in the
+    background, atomically and with checksums. Resuming needs the folder on the chief only. After
+    SIGTERM to any worker, all save the same step and exit with 143.
 
     Args:
-        folder: Where to keep the checkpoints.
-        dataset: What `distribute_train` returned. Without it the position within an epoch is not
-            known, and checkpoints are made between epochs only.
-        every_steps: Steps from one checkpoint to the next; None for none within an epoch.
-        every_minutes: Minutes from one to the next, by the chief's clock; None for none.
-        keep: Generations to keep.
-        resume: Whether to go on from what the folder holds; else what it holds is removed.
+        folder: The folder of the checkpoints.
+        dataset: The result of `distribute_train`. Without it the position within an epoch is
+            unknown, and checkpoints are saved only between epochs.
+        every_steps: Steps between checkpoints; None for none within an epoch.
+        every_minutes: Minutes between checkpoints, by the chief's clock; None for none.
+        keep: Number of checkpoints to keep.
+        resume: Whether to resume from the folder; if not, its checkpoints are removed.
         print_fn: Function of one line of text.
         clock: Returns seconds.
 
     Attributes:
-        saved: Steps, since the run began, of which this `fit` has saved.
+        saved: The steps, counted since the run began, that this `fit` has saved.
         resumed_step: Steps of the run before this `fit`.
-        resumed_position: Where the data stood then: (epoch, step); None where it is not known.
+        resumed_position: The position in the data then, (epoch, step); None if unknown.
 
     Raises:
-        ValueError: For numbers that cannot be, or checkpoints within an epoch without `dataset`.
+        ValueError: For invalid numbers, or checkpoints within an epoch without `dataset`.
 
     Example:
     >>> callback = Checkpoint("runs/checkpoints")
@@ -86,7 +86,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed_step, self.resumed_position = 0, None
 
     def on_train_begin(self, logs=None):
-        """Puts the latest whole checkpoint back, where there is one."""
+        """Restores the latest intact checkpoint, if there is one."""
         self._strategy = self.model.distribute_strategy
         self._signals = requests_of(self._strategy)
         self._signals.reset()
@@ -98,7 +98,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed = None
         if not self._resume and collectives.is_chief(self._strategy):
-            # Of an earlier run; their numbers would keep them before this one's.
+            # Of an earlier run; with larger numbers they would count as later than this run's.
             checkpoint.remove_all(self._folder)
         if self._resume:
             self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._print_fn)
@@ -112,11 +112,11 @@ class Checkpoint(keras.callbacks.Callback):
         return resuming.Run(self.model, self._dataset, self._callbacks)
 
     def set_callbacks(self, callbacks):
-        """Takes all callbacks of this `fit`, whose memory is kept too."""
+        """Receives all callbacks of this `fit`, whose state is saved too."""
         self._callbacks = callbacks
 
     def _on_sigterm(self, number, frame):
-        # A second one, or one after `fit` was left by an exception, ends the process.
+        # A second SIGTERM, or one after an exception has ended `fit`, ends the process.
         signal.signal(signal.SIGTERM, self._previous_handler)
         if resuming.is_within_fit(frame, self.model):
             self._signals.ask("stop")
@@ -124,7 +124,7 @@ class Checkpoint(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Saves what the epoch before it has left, with what all its callbacks did."""
+        """Saves the state after the previous epoch and all its callbacks."""
         if self._resumed is not None:
             self._resumed.finish(self._run)
             self._resumed = None
@@ -136,13 +136,13 @@ class Checkpoint(keras.callbacks.Callback):
         self._stop_if_told()
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Tells the other workers, with the step that begins, what this one wants."""
+        """Sends this worker's requests to the others with the next step."""
         if self._is_time():
             self._signals.ask("save")
         self._signals.send()
 
     def on_train_batch_end(self, batch, logs=None):
-        """Saves where it is time to, and ends where all have agreed to."""
+        """Saves if it is time, and ends if all workers have agreed to stop."""
         done, self._last_batch = batch - self._last_batch, batch
         before, self._step = self._step, self._step + done
         self._unsaved += done
@@ -157,12 +157,12 @@ class Checkpoint(keras.callbacks.Callback):
         self._stop_if_told()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Ends where all have agreed to, without a dataset to know the step of."""
+        """Ends if all workers have agreed to stop and there is no dataset with a position."""
         if self._dataset is None and self._signals.agreed("stop"):
             self.model.stop_training = True
 
     def on_train_end(self, logs=None):
-        """Saves the end, and waits until it is on disk."""
+        """Saves the final state, and waits until it is on disk."""
         if self._unsaved:
             self._save(self._epoch + 1, begun=False)
         self._finish()
@@ -176,7 +176,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _stop_if_told(self):
         if self._signals.agreed("stop") and self._dataset is not None:
-            self._print_fn(f"SIGTERM: saved step {self._step}, ending")
+            self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()
             raise Preempted
 
@@ -193,7 +193,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._print_fn(f"saved step {self._step}, which the chief writes")
 
     def _finish(self):
-        """Waits for the writer, on every worker, so that none leaves the chief alone."""
+        """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
         collectives.compare(self._strategy, 0)
         if self._previous_handler is not None:

@@ -1,4 +1,4 @@
-"""What processors, memory and GPUs did in each epoch, on every worker."""
+"""CPU, memory and GPU use of every worker in each epoch."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from tfmulti.strategies.coordination import KeyValueExchange
 
 
 class Devices(keras.callbacks.Callback):
-    """Reads processor, memory and GPUs in a thread, and tells their means after every epoch.
+    """Samples CPU, memory and GPUs in a thread, and reports their means after every epoch.
 
-    Give it to every worker, before callbacks that write logs. psutil reads the processor and the
-    memory, NVML the GPUs (`pip install 'tfmulti[monitor]'`); what cannot be read is left out, and
-    told once. Validation, and the compiling of the first epoch, are within the means.
+    Pass it on every worker, before callbacks that write logs. psutil reads CPU and memory, NVML
+    the GPUs (`pip install 'tfmulti[monitor]'`). Values that cannot be read are skipped, with one
+    message. The means include validation and the compilation in the first epoch.
 
-    The epoch's logs get, where it is known, of this worker: `cpu_percent`, of all cores of the
-    host, and `memory_percent`, of its memory, whoever uses them; `process_cores`, the cores that
-    this process kept busy, and `process_memory_gb`; `gpu_percent`, the mean of its GPUs,
-    `gpu_memory_percent`, of the fullest, and `gpu_watts`, of all. Every GPU is in `folder`.
+    It adds these values of this worker, if known, to the epoch's logs: `cpu_percent`, of all
+    cores of the host, and `memory_percent`, of its memory, by all processes; `process_cores`, the
+    cores that this process used, and `process_memory_gb`; `gpu_percent`, the mean of its GPUs,
+    `gpu_memory_percent`, of the fullest, and `gpu_watts`, of all. `folder` has every GPU.
 
-    Workers leave their means for the chief after every epoch, over TensorFlow's coordination
-    service and not with the steps. The chief tells where a GPU (or where there is none a worker's
-    processor) does over 20% less than another. A worker without this callback is told, and not
-    waited for.
+    Workers publish their means for the chief after every epoch, through TensorFlow's coordination
+    service and not with the steps. The chief reports a GPU (or without GPUs a worker's CPU) that
+    is used over 20% less than another. It also reports a worker without this callback, and does
+    not wait for it.
 
-    Tried without GPUs, and over a library in place of NVML's; not tried on a real GPU.
+    Tested without GPUs, and with a substitute for NVML; not tested on a real GPU.
 
     Args:
-        folder: Where each worker writes `devices_<task>.csv`, and TensorBoard's scalars in a
-            folder `devices_<task>`, of each of its GPUs; None for neither.
+        folder: Where each worker writes `devices_<task>.csv` and TensorBoard scalars, in a folder
+            `devices_<task>`, for each of its GPUs; None for neither.
         print_fn: Function of one line of text.
         interval_s: Seconds from one reading to the next.
         readers: Objects with `read()`, which returns numbers by name, and `close()`; by default
             those of this host's devices.
 
     Attributes:
-        readings: The means of the last epoch, of every device of this worker.
-        imbalance: What was told of the last epoch, or None.
+        readings: The means of the last epoch for every device of this worker.
+        imbalance: The reported imbalance of the last epoch, or None.
 
     Raises:
         ValueError: For an interval that is not above 0.
@@ -79,9 +79,9 @@ class Devices(keras.callbacks.Callback):
         self.imbalance: str | None = None
 
     def on_train_begin(self, logs=None):
-        """Begins to read."""
+        """Starts sampling."""
         self._stop()
-        self._notes = KeyValueExchange(self.model.distribute_strategy)
+        self._exchange = KeyValueExchange(self.model.distribute_strategy)
         self._chief = collectives.is_chief(self.model.distribute_strategy)
         self._table = self._writer = self._ended_epoch = self.imbalance = None
         readers = self._find_readers() if self._given is None else self._given
@@ -89,7 +89,7 @@ class Devices(keras.callbacks.Callback):
         self._sampler.start()
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Tells of the epoch before, and leaves out what was between the epochs."""
+        """Reports the previous epoch, and discards the samples between the epochs."""
         self._tell_of_epoch()
         self._sampler.take()
         if self._folder is not None and self._table is None:
@@ -98,7 +98,7 @@ class Devices(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Adds the means to the logs, and writes the files."""
         self.readings, self._ended_epoch = self._sampler.take(), epoch
-        self._notes.leave(epoch, json.dumps(self.readings))
+        self._exchange.publish(epoch, json.dumps(self.readings))
         if logs is not None:
             logs.update(hardware.summarize(self.readings))
         if self._table is not None:
@@ -110,7 +110,7 @@ class Devices(keras.callbacks.Callback):
             self._writer.flush()
 
     def on_train_end(self, logs=None):
-        """Tells of the last epoch, and ends the thread."""
+        """Reports the last epoch, and ends the thread."""
         self._tell_of_epoch()
         self._stop()
         if self._writer is not None:
@@ -133,7 +133,7 @@ class Devices(keras.callbacks.Callback):
         return readers
 
     def _open_files(self, epoch):
-        name = f"devices_{self._notes.worker.replace(' ', '_')}"
+        name = f"devices_{self._exchange.worker.replace(' ', '_')}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._table = HistoryFile(self._folder / f"{name}.csv")
         self._table.on_epoch_begin(epoch)
@@ -141,25 +141,25 @@ class Devices(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(str(self._folder / name))
 
     def _tell_of_epoch(self):
-        """Called when all workers have ended the epoch, and no progress bar is under way."""
+        """Reports an epoch; called when all workers have ended it and no bar is drawn."""
         if self._ended_epoch is None:
             return
         epoch, self._ended_epoch = self._ended_epoch, None
         if self.readings:
-            name = self._notes.worker
+            name = self._exchange.worker
             self._print_fn(f"{name}, epoch {epoch + 1}: {hardware.describe(self.readings)}")
         for failure in self._sampler.failures:
-            self._print_fn(f"{self._notes.worker}: no longer read: {failure}")
+            self._print_fn(f"{self._exchange.worker}: no longer read: {failure}")
         self._sampler.failures.clear()
         if self._chief:
             self._compare(epoch)
 
     def _compare(self, epoch):
-        texts, missing = self._notes.read(epoch)
+        texts, missing = self._exchange.read(epoch)
         if missing:
             names = ", ".join(sorted(missing))
             self._print_fn(f"no readings of {names}: give `Devices` to every worker")
-        before, known = self.imbalance, {self._notes.worker: self.readings}
+        before, known = self.imbalance, {self._exchange.worker: self.readings}
         self.imbalance = hardware.describe_imbalance(known | _parse(texts))
         # Once, not after every epoch for as long as it lasts.
         if self.imbalance is not None and before is None:
@@ -169,7 +169,7 @@ class Devices(keras.callbacks.Callback):
 def _parse(texts: Mapping[str, str]) -> dict[str, dict[str, float]]:
     readings = {}
     for worker, text in texts.items():
-        # Another version may leave something else.
+        # Another version may publish something else.
         with contextlib.suppress(ValueError):
             readings[worker] = json.loads(text)
     return readings

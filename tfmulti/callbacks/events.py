@@ -1,4 +1,4 @@
-"""What a worker that is not the chief says: one line for each event."""
+"""The output of workers other than the chief: one line for each event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfmulti.callbacks.screen import show_seconds
 
 
 class Events(keras.callbacks.Callback):
-    """Tells when training begins, and when an epoch is done: for workers besides the chief.
+    """Prints when training begins and when an epoch is done, for workers other than the chief.
 
     Args:
         print_fn: Function of one line of text.

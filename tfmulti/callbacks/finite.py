@@ -1,4 +1,4 @@
-"""Training ends, or goes on without the step, where numbers go bad."""
+"""Stops training, or skips the update, if a loss, a gradient or a weight is not finite."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class NonFiniteError(RuntimeError):
 
 
 class NonFinite(keras.callbacks.Callback):
-    """Leaves out updates whose gradients are not finite; stops, or goes on without them.
+    """Skips updates whose gradients are not finite, and then stops or continues.
 
-    All replicas and workers find the same at the same step, since they look at gradients after
-    the reduction. Weights and the loss are looked at when training begins and after every epoch,
-    too: a loss can stay finite over weights that are not. Put it before `Checkpoint`.
+    It checks gradients after the reduction, so all replicas and workers decide the same at the
+    same step. It also checks weights when training begins, and weights and the loss after every
+    epoch: a loss can stay finite although weights are not. Put it before `Checkpoint`.
 
     Args:
-        action: `"stop"` to end with an error, `"skip"` to go on without those updates.
+        action: `"stop"` to end with an error, `"skip"` to continue without those updates.
         print_fn: Function of one line of text.
 
     Attributes:
-        skipped: Updates left out since `fit` began.
+        skipped: Updates skipped since `fit` began.
 
     Raises:
         ValueError: For another action.
@@ -52,7 +52,7 @@ class NonFinite(keras.callbacks.Callback):
         self.skipped = 0
 
     def on_train_begin(self, logs=None):
-        """Puts the guard into the optimizer, before the step is traced."""
+        """Installs the guard in the optimizer, before the step is traced."""
         self._epoch, self._calls, self.skipped = 0, 0, 0
         self._guard = finite.guard_of(self.model.optimizer)
         if self._guard is not None:
@@ -69,13 +69,13 @@ class NonFinite(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        """Looks at what the step has found."""
+        """Reads the guard's count."""
         self._calls += 1
         if self._calls % self._every == 0:
             self._look()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Looks at the epoch's last steps, its loss, and the weights."""
+        """Checks the epoch's last steps, its loss, and the weights."""
         self._look()
         for name, value in (logs or {}).items():
             if name in ("loss", "val_loss") and not np.isfinite(value) and not self.skipped:
@@ -90,7 +90,7 @@ class NonFinite(keras.callbacks.Callback):
             return
         if self._action == "stop":
             self._stop(f"the gradient of {name} at step {step}")
-        self._print_fn(f"{count - self.skipped} update(s) left out, the first with {name}")
+        self._print_fn(f"{count - self.skipped} update(s) skipped, the first with {name}")
         self.skipped = count
 
     def _check_weights(self):
@@ -103,5 +103,5 @@ class NonFinite(keras.callbacks.Callback):
         raise NonFiniteError(
             "Loss, gradients and weights must be finite. "
             f"Received: {what}, in epoch {self._epoch}. Look at that step's data, lower the "
-            'learning rate, or go on without such steps: on_nonfinite="skip".'
+            'learning rate, or skip such steps: on_nonfinite="skip".'
         )

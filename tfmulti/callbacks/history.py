@@ -12,7 +12,7 @@ from tfmulti.runtime import files
 
 
 class HistoryFile(keras.callbacks.Callback):
-    """Writes one row an epoch to a CSV file, under a temporary name that is then renamed.
+    """Writes one row per epoch to a CSV file, under a temporary name that is then renamed.
 
     Use it on the chief only. Columns are those of the first epoch, and new ones as they appear.
 
@@ -30,7 +30,7 @@ class HistoryFile(keras.callbacks.Callback):
         self._rows = None
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Keeps the rows of epochs before the first one, where training goes on."""
+        """Keeps the rows of earlier epochs if training resumes."""
         if self._rows is None:
             self._rows = [row for row in self._read() if int(row["epoch"]) < epoch]
 

@@ -1,4 +1,4 @@
-"""How far training is: a bar on a terminal, a line for each epoch everywhere."""
+"""Training progress: a bar on a terminal, a line for each epoch everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_ELSEWHERE = ("learning_rate", *throughput.NAMES, *hardware.NAMES)
 
 
 class Progress(keras.callbacks.Callback):
-    """Shows how far training is, in place of Keras's own bar.
+    """Shows training progress, instead of Keras's own bar.
 
     On a terminal a bar with epoch, step, loss, examples per second and the time left, drawn four
     times a second at most, and above it one line for each epoch that is done. Elsewhere (a file,
@@ -28,8 +28,8 @@ class Progress(keras.callbacks.Callback):
     `close` where `fit` may be left by an exception.
 
     Args:
-        dataset: What `distribute_train` returned; it knows its examples. Without it speed is in
-            steps per second.
+        dataset: The result of `distribute_train`, which knows its number of examples. Without it
+            speed is in steps per second.
         print_fn: Function of one line of text: then there is no bar, wherever this runs. By default
             standard output, with a bar where that is a terminal.
         clock: Returns seconds.
@@ -54,11 +54,11 @@ class Progress(keras.callbacks.Callback):
         self._phase, self._loss = "train", None
 
     def set_callbacks(self, callbacks):
-        """Takes all callbacks of this `fit`; Keras's own bar is among them, unless told off."""
+        """Receives all callbacks of this `fit`, usually including Keras's own bar."""
         self._callbacks = callbacks
 
     def on_train_begin(self, logs=None):
-        """Takes the place of Keras's bar."""
+        """Replaces Keras's bar."""
         for callback in self._callbacks:
             if isinstance(callback, keras.callbacks.ProgbarLogger):
                 callback.verbose = 0
@@ -79,7 +79,7 @@ class Progress(keras.callbacks.Callback):
         """Begins a line."""
         first = 0
         if self._dataset is not None:
-            # Not 0 where training goes on within an epoch.
+            # Not 0 if training resumes within an epoch.
             first = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
         self._pace.begin_epoch(epoch, first)
         self._phase = "train"
@@ -87,13 +87,13 @@ class Progress(keras.callbacks.Callback):
             self._show({})
 
     def on_train_batch_end(self, batch, logs=None):
-        """Draws the bar where it is time to."""
+        """Draws the bar if it is time."""
         self._pace.count(batch + 1)
         if self._pace.clock() >= self._next:
             self._show(logs or {})
 
     def on_test_begin(self, logs=None):
-        """Says that validation goes on, within `fit`."""
+        """Shows that validation runs, within `fit`."""
         if self._pace is not None and self._phase == "train":
             self._phase = "validation"
             self._pace.end_steps()
@@ -101,7 +101,7 @@ class Progress(keras.callbacks.Callback):
                 self._show({})
 
     def on_epoch_end(self, epoch, logs=None):
-        """Leaves the epoch's line."""
+        """Prints the epoch's line."""
         self._pace.end_steps()
         self._pace.end_epoch()
         logs, rate = dict(logs or {}), self._pace.show_rate()
@@ -118,7 +118,7 @@ class Progress(keras.callbacks.Callback):
         self.close()
 
     def close(self) -> None:
-        """Removes the bar, and gives the terminal back; needed where `fit` was left early."""
+        """Removes the bar and restores the terminal; needed if an exception ended `fit`."""
         if self._screen is not None:
             self._screen.close()
             atexit.unregister(self.close)

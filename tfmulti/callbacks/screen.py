@@ -1,4 +1,4 @@
-"""The bar of a terminal and the lines above it, with the speed that they show."""
+"""The progress bar of a terminal, the lines above it, and the speed that they show."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ROOM_FOR_RATE = len("1,234,567 examples/s")
 
 
 class Screen:
-    """A bar at the bottom of a terminal; what others print meanwhile goes above it.
+    """A bar at the bottom of a terminal; all other output appears above it.
 
-    No thread draws it: it changes when it is told to.
+    No thread draws it: it changes only in calls of `draw`.
 
     Args:
         console: Where to draw; by default standard output.
@@ -72,7 +72,7 @@ class Screen:
             flexible = isinstance(cell, ProgressBar)
             grid.add_column(no_wrap=True, ratio=1 if flexible else None)
         grid.add_row(*cells)
-        # Room for what a terminal shows of Ctrl-C: the bar must stay one line.
+        # Leave room for the terminal's echo of Ctrl-C: the bar must stay one line.
         return Padding(grid, (0, 3, 0, 0))
 
     def _words(self, phase, pace, loss, width) -> list[str]:
@@ -89,14 +89,14 @@ class Screen:
         return words if left is None else [*words, f"{show_seconds(left)} left"]
 
     def leave_line(self, title: str, values, rate: str) -> None:
-        """Leaves the line of an epoch above the bar.
+        """Prints the line of an epoch above the bar.
 
         Args:
             title: Which epoch.
             values: (name, value, value in validation or None) for each log.
             rate: The speed, in words.
         """
-        # As many places for the first epoch as for the last.
+        # Pad the number of the epoch, so that columns align.
         self._width = max(self._width, 2 * len(title.split("/")[-1]) + len("Epoch /"))
         parts = [Text(title.ljust(self._width), "bold")]
         for name, value, validation in values:
@@ -144,32 +144,32 @@ class Pace:
         self._last_rate = None
 
     def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Begins an epoch, in whose midst training may go on."""
+        """Begins an epoch, possibly at a later step than the first."""
         self._last_rate = self.steps_per_second
         self.epoch, self.done, self._first = epoch, first_step, first_step
         self._began = self._now = self.clock()
-        # The first call of all compiles: the time begins after it.
+        # The first call compiles: timing starts after it.
         self._timed_from = first_step if self._has_stepped else None
         self._timed_at = self._began
 
     def count(self, done: int) -> None:
-        """Takes note that so many steps of the epoch are done."""
+        """Records the number of completed steps of the epoch."""
         self.done, self._now = done, self.clock()
         self._has_stepped = True
         if self._timed_from is None:
             self._timed_from, self._timed_at = done, self._now
 
     def end_steps(self) -> None:
-        """Takes note of the end of an epoch's steps, before its validation."""
+        """Records the end of an epoch's steps, before its validation."""
         self.steps = self.steps or self.done
 
     def end_epoch(self) -> None:
-        """Takes note of the end of an epoch, after its validation."""
+        """Records the end of an epoch, after its validation."""
         self._validation_s = self.clock() - self._now
 
     @property
     def seconds(self) -> float:
-        """Seconds from the epoch's begin to its last step."""
+        """Seconds from the start of the epoch to its last step."""
         return self._now - self._began
 
     @property

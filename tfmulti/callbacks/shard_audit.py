@@ -1,4 +1,4 @@
-"""What each replica received, told after every epoch."""
+"""Reports after every epoch which rows each replica received."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from absl import logging
 
 
 class ShardAuditLog(keras.callbacks.Callback):
-    """Tells the rows that each replica received, with missing and repeated ones by number.
+    """Reports the rows that each replica received, and lists missing and repeated rows.
 
     Comparing is a collective, so every worker needs this callback.
 
     Args:
-        dataset: What `distribute_train(..., audit=True)` returned.
+        dataset: The result of `distribute_train(..., audit=True)`.
         print_fn: Function of one line of text; None on workers that stay quiet.
     """
 

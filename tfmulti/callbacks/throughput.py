@@ -1,4 +1,4 @@
-"""Examples per second, global; what part of a step is waiting for data; the time left."""
+"""Global examples per second, the fraction of time spent waiting for data, the time left."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ NAMES = (
     "steps_per_second",
     "input_share",
 )
-"""What an epoch's logs get."""
+"""The names that are added to an epoch's logs."""
 
 
 @dataclasses.dataclass
 class TimedSteps:
-    """Steps that were timed.
+    """Timed steps.
 
     Attributes:
-        steps: How many.
-        seconds: How long they took.
-        waited: Seconds of these for which they waited for data; None where it is not known.
+        steps: The number of steps.
+        seconds: Their duration.
+        waited: The seconds that they waited for data; None if unknown.
     """
 
     steps: int = 0
@@ -40,7 +40,7 @@ class TimedSteps:
 
 
 def describe(found: Mapping[str, float], seconds_left: float | None = None) -> str:
-    """Returns a line for people about what `Throughput` adds to the logs.
+    """Returns a readable line with the values that `Throughput` adds to the logs.
 
     >>> describe({"examples_per_second": 1234.5, "input_share": 0.031}, seconds_left=125.0)
     '1,234 examples/s so far, 3% of the time waiting for data, about 0:02:05 left'
@@ -61,18 +61,18 @@ def describe(found: Mapping[str, float], seconds_left: float | None = None) -> s
 class Throughput(keras.callbacks.Callback):
     """Measures examples per second over all replicas, and adds it to each epoch's logs.
 
-    The first call of each `fit` is left out: it compiles. Validation is not timed. Put it before
-    callbacks that write logs. Without `dataset` the number of examples is read from the mean that
-    Keras keeps of the loss; a model without it is measured in steps per second only.
+    It skips the first call of each `fit`, which compiles, and validation. Put it before callbacks
+    that write logs. Without `dataset` it reads the number of examples from Keras's running mean
+    of the loss; for a model without that mean it measures only steps per second.
 
-    The logs get, where it is known: `examples_per_second`, over all replicas, since `fit` began;
+    It adds to the logs, if known: `examples_per_second`, over all replicas, since `fit` began;
     `examples_per_second_now`, in this epoch; `examples_per_second_per_replica` and
-    `steps_per_second`, since `fit` began; `input_share`, the part of this epoch's steps, from 0
-    to 1, for which this worker has waited for its data.
+    `steps_per_second`, since `fit` began; `input_share`, the fraction of this epoch's step time,
+    from 0 to 1, that this worker has waited for data.
 
     Args:
-        dataset: What `distribute_train` returned; it knows its examples, and how long the steps
-            wait for them (with one step a call: else the two overlap).
+        dataset: The result of `distribute_train`, which knows its number of examples, and how
+            long steps wait for them (with one step per call; otherwise the two overlap).
         clock: Returns seconds.
         print_fn: Function of one line of text, called after each epoch; None to stay quiet.
 
@@ -128,7 +128,7 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def examples_per_second_now(self) -> float | None:
-        """The same of this epoch, also while it is under way, or None."""
+        """The same for this epoch, also before it ends, or None."""
         pace = self._now if self._began is None else self._under_way()
         rate = pace.steps / pace.seconds if pace.steps and pace.seconds else None
         return _times(rate, self._examples_per_step())
@@ -143,7 +143,7 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def input_share(self) -> float | None:
-        """The part of the last epoch's steps for which this worker waited for data, or None."""
+        """The fraction of the last epoch's step time spent waiting for data, or None."""
         pace = self._now
         if pace.waited is None or not pace.seconds:
             return None
@@ -151,7 +151,7 @@ class Throughput(keras.callbacks.Callback):
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end of `fit`, validation included, about; None where it is not known."""
+        """Estimated seconds to the end of `fit`, including validation; None if unknown."""
         steps, rate = self.params.get("steps"), self.steps_per_second
         if not steps or not rate:
             return None
@@ -164,11 +164,11 @@ class Throughput(keras.callbacks.Callback):
         self._reset()
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Starts the clock, but for the first epoch, whose first call compiles."""
+        """Starts the clock, except in the first epoch, whose first call compiles."""
         self._tell_line()
         self._first_step = 0
         if self._dataset is not None:
-            # Not 0 where training goes on within an epoch.
+            # Not 0 if training resumes within an epoch.
             self._first_step = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
         self._last_step, self._epoch_number = self._first_step - 1, epoch
         self._now = TimedSteps()
@@ -205,7 +205,7 @@ class Throughput(keras.callbacks.Callback):
             self._line = describe(found, self.seconds_left)
 
     def on_train_end(self, logs=None):
-        """Tells of the last epoch."""
+        """Reports the last epoch."""
         self._tell_line()
 
     def _tell_line(self):

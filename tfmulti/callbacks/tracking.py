@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, on the chief, by their own Keras callbacks."""
+"""Logs to Weights & Biases and MLflow on the chief, through their own Keras callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfmulti.strategies import collectives
 
 
 class _OfChief(keras.callbacks.Callback):
-    """Has another callback log epochs, made when `fit` begins, on the chief alone."""
+    """Wraps a logging callback that is created when `fit` begins, on the chief only."""
 
     package = ""
 
@@ -28,7 +28,7 @@ class _OfChief(keras.callbacks.Callback):
         self._inner: keras.callbacks.Callback | None = None
 
     def on_train_begin(self, logs=None):
-        """Begins a run, or goes on with one that was begun before `fit`."""
+        """Begins a run, or continues one that was begun before `fit`."""
         if not collectives.is_chief(self.model.distribute_strategy):
             return
         self._inner = self._begin()
@@ -47,7 +47,7 @@ class _OfChief(keras.callbacks.Callback):
             self._inner.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs=None):
-        """Ends the run, where this callback began it."""
+        """Ends the run if this callback began it."""
         if self._inner is not None:
             self._inner.on_train_end(logs)
             self._inner = None
@@ -61,16 +61,16 @@ class _OfChief(keras.callbacks.Callback):
 
 
 class WandbLogs(_OfChief):
-    """Logs every epoch to Weights & Biases, by its `WandbMetricsLogger`.
+    """Logs every epoch to Weights & Biases, through its `WandbMetricsLogger`.
 
-    On the chief; on other workers it does nothing. A run that was begun with `wandb.init` before
-    is gone on with, and left open. The package's own variables hold: WANDB_MODE=offline, WANDB_DIR,
-    WANDB_RUN_ID with WANDB_RESUME=allow to go on with a run after a restart.
+    Only the chief logs. A run that was begun with `wandb.init` before is continued, and stays
+    open. The variables of the package apply: WANDB_MODE=offline, WANDB_DIR, and WANDB_RUN_ID with
+    WANDB_RESUME=allow to continue a run after a restart.
 
     Args:
         project: The project.
         folder: Where wandb keeps its files; None for its own place.
-        config: What the run was made from, by name.
+        config: The configuration of the run, by name.
         **settings: Further arguments of `wandb.init`.
 
     Raises:
@@ -109,11 +109,11 @@ class WandbLogs(_OfChief):
 
 
 class MlflowLogs(_OfChief):
-    """Logs every epoch to MLflow, by its `MlflowCallback`.
+    """Logs every epoch to MLflow, through its `MlflowCallback`.
 
-    On the chief; on other workers it does nothing. A run that was begun with `mlflow.start_run`
-    before is gone on with, and left open. MLflow's own variables hold: MLFLOW_TRACKING_URI, and
-    MLFLOW_RUN_ID to go on with a run after a restart.
+    Only the chief logs. A run that was begun with `mlflow.start_run` before is continued, and
+    stays open. The variables of MLflow apply: MLFLOW_TRACKING_URI, and MLFLOW_RUN_ID to continue
+    a run after a restart.
 
     Args:
         experiment: The experiment.

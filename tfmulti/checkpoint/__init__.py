@@ -1,10 +1,10 @@
-"""What training resumes from: its state, and generations of files that are whole or not there.
+"""Checkpoints: the state of a training run, written atomically in several generations.
 
 Values are written by TensorFlow's own bundle (`SaveV2`): it takes every dtype, has a checksum
 for each tensor, writes without holding Python's lock, and loading runs no code. TensorFlow's
-`Checkpoint` and Orbax, which stand on such files, want the variables themselves while they
-write, and the order in which a cluster reads them; here they are copied first, so that training
-goes on meanwhile.
+`Checkpoint` and Orbax, which use such files too, need the live variables while they write, and
+determine the order in which a cluster reads them. Here the values are copied first, so that
+training continues during the write.
 """
 
 from tfmulti.checkpoint.generations import FILES as FILES

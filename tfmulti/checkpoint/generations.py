@@ -1,4 +1,4 @@
-"""Generations of a checkpoint in a folder; a torn, cut or flipped one is noticed."""
+"""Generations of a checkpoint in a folder, with checksums that detect damaged files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FILES = (_MANIFEST, f"{_VALUES}.index", f"{_VALUES}.data-00000-of-00001")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or does not fit the model."""
+    """A checkpoint cannot be written or read, or does not fit the model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One whole checkpoint on disk.
+    """One complete checkpoint on disk.
 
     Attributes:
         path: Its folder.
-        state: What was kept besides tensors; JSON.
+        state: The state other than tensors; JSON.
         tensors: Dtype and shape of each tensor, by name.
     """
 
@@ -44,20 +44,20 @@ def write(
     state: dict,
     keep: int = 2,
 ) -> Path:
-    """Writes a generation under a temporary name, and renames it when all of it is on disk.
+    """Writes a generation under a temporary name, and renames it when it is completely on disk.
 
     Args:
-        folder: Where generations are kept.
+        folder: The folder of the generations.
         number: Number of the generation; larger is later.
         tensors: Values by name.
-        state: What else to keep, as JSON.
-        keep: How many of the latest generations stay.
+        state: The state other than tensors, as JSON.
+        keep: How many of the latest generations to keep.
 
     Returns:
         The folder of the new generation.
 
     Raises:
-        CheckpointError: Where it cannot be written; what was there before stays.
+        CheckpointError: If it cannot be written; earlier generations are kept.
     """
     folder = Path(folder)
     final = folder / f"{_PREFIX}{number:012d}"
@@ -73,9 +73,9 @@ def write(
     except (OSError, tf.errors.OpError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            "A checkpoint must be written whole. "
+            "A checkpoint must be written completely. "
             f"Received: {type(error).__name__}: {str(error).splitlines()[0]} in {folder}. "
-            "Make room or give another folder; the generations before it are kept."
+            "Free disk space or give another folder; earlier checkpoints are kept."
         ) from error
     for old in _numbered(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
@@ -108,20 +108,20 @@ def _write_files(path, tensors, state):
 def latest_good(
     folder: str | os.PathLike[str], print_fn: Callable[[str], None] = print
 ) -> Generation | None:
-    """Returns the latest generation that is whole, or None; tells of those that are not.
+    """Returns the latest intact generation, or None; reports damaged ones.
 
     Args:
-        folder: Where generations are kept.
-        print_fn: Function of one line of text for each generation that is passed over.
+        folder: The folder of the generations.
+        print_fn: Function of one line of text for each generation that is skipped.
 
     Raises:
-        CheckpointError: Where it is whole, and of another version of tfmulti.
+        CheckpointError: If it is intact and has the format of another version of tfmulti.
     """
     for path in _numbered(Path(folder)):
         try:
             return _check(path)
         except (OSError, ValueError, KeyError) as error:
-            print_fn(f"checkpoint {path} is damaged ({error}); the one before it is taken")
+            print_fn(f"checkpoint {path} is damaged ({error}); using the one before it")
     return None
 
 
@@ -135,7 +135,7 @@ def load(generation: Generation) -> dict[str, tf.Tensor]:
     """Reads all tensors of a generation.
 
     Raises:
-        CheckpointError: Where the files have changed since they were looked at.
+        CheckpointError: If the files have changed since they were checked.
     """
     names = sorted(generation.tensors)
     try:
@@ -150,7 +150,7 @@ def load(generation: Generation) -> dict[str, tf.Tensor]:
         raise CheckpointError(
             "A checkpoint must be readable. "
             f"Received: {str(error).splitlines()[0]} in {generation.path}. "
-            "Remove that folder; the generation before it is then taken."
+            "Remove that folder to resume from the checkpoint before it."
         ) from error
     return dict(zip(names, values))
 
@@ -167,13 +167,13 @@ def _check(path) -> Generation:
         raise CheckpointError(
             f"A checkpoint must be of format {_FORMAT}. "
             f"Received: format {manifest['format']} in {path}, of another version of tfmulti. "
-            "Go on with that version, or begin anew in another folder."
+            "Resume with that version, or start again in another folder."
         )
     return Generation(path, manifest["state"], manifest["tensors"])
 
 
 def _numbered(folder) -> list[Path]:
-    """Generations, the latest first."""
+    """Returns the folders of the generations, the latest first."""
     return sorted(folder.glob(f"{_PREFIX}*"), reverse=True) if folder.is_dir() else []
 
 

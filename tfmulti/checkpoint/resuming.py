@@ -1,4 +1,4 @@
-"""The parts of `Checkpoint`: what is copied, how it is written, and how it is put back."""
+"""The parts of `Checkpoint`: copies, writes and restores the state of a run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tfmulti.strategies import collectives
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one `fit` works with.
+    """The objects of one `fit`.
 
     Attributes:
         model: The model.
-        dataset: What `distribute_train` returned, or None.
+        dataset: The result of `distribute_train`, or None.
         callbacks: All callbacks of this `fit`.
     """
 
@@ -32,7 +32,7 @@ class Run:
 
 
 def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
-    """Raises ValueError for arguments of `Checkpoint` that cannot be."""
+    """Raises ValueError for invalid arguments of `Checkpoint`."""
     for name, value, least in (("every_steps", every_steps, 1), ("keep", keep, 1)):
         if value is not None and value < least:
             raise ValueError(
@@ -46,22 +46,22 @@ def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
     if dataset is None and (every_steps or every_minutes):
         raise ValueError(
             "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
-            "Received: dataset=None. Give what distribute_train returned."
+            "Received: dataset=None. Give the result of distribute_train."
         )
 
 
 def check_steps(dataset, steps: int | None) -> None:
-    """Raises ValueError where `fit` takes other epochs than the data's own."""
+    """Raises ValueError if the epochs of `fit` differ from those of the data."""
     if dataset is not None and steps != dataset.plan.steps_per_epoch:
         raise ValueError(
-            "`fit` must take whole epochs of `dataset`, or the position in it is not known. "
+            "`fit` must run whole epochs of `dataset`, or the position in it is unknown. "
             f"Received: {steps} steps, and {dataset.plan.steps_per_epoch} per epoch of the data. "
             "Give steps_per_epoch to distribute_train instead."
         )
 
 
 def _describe_data(dataset) -> dict | None:
-    """What makes the order of the examples."""
+    """Returns the settings that determine the order of the examples."""
     if dataset is None:
         return None
     names = ("num_examples", "global_batch_size", "seed", "remainder", "steps_per_epoch")
@@ -73,9 +73,9 @@ def _check_data(before, now):
     if differing:
         name = differing[0]
         raise checkpoint.CheckpointError(
-            "A run must go on with the same data in the same order. "
+            "A run must resume with the same data in the same order. "
             f"Received: {name}={now[name]}, and {before[name]} in the checkpoint. "
-            "Give the same, or begin anew in another folder."
+            "Give the same, or start again in another folder."
         )
 
 
@@ -99,12 +99,12 @@ def take(
     """Copies a run's state to the host; every worker must call it.
 
     Args:
-        run: What `fit` works with.
-        epoch: The epoch in which training is to go on.
+        run: The objects of this `fit`.
+        epoch: The epoch in which training will resume.
         step: Steps since the run began.
         strategy: The strategy.
-        begun: Whether callbacks have been told that this epoch begins.
-        within_epoch: Whether steps of it were taken.
+        begun: Whether the callbacks' `on_epoch_begin` has run for this epoch.
+        within_epoch: Whether steps of this epoch were taken.
     """
     snapshot = checkpoint.take_snapshot(run.model, run.callbacks, metrics=within_epoch)
     position = None
@@ -132,7 +132,7 @@ class Writer:
         self._print_fn, self._thread, self._error = print_fn, None, None
 
     def write(self, folder: Path, number: int, snapshot: checkpoint.Snapshot, keep: int) -> None:
-        """Begins to write, after what is being written has ended."""
+        """Starts a write, after the previous one has ended."""
         self.finish()
         self._thread = threading.Thread(
             target=self._work,
@@ -150,7 +150,7 @@ class Writer:
             self._print_fn(f"checkpoint of step {number} not written: {error}")
 
     def finish(self) -> checkpoint.CheckpointError | None:
-        """Waits for what is being written; returns the error of the last one, or None."""
+        """Waits for the current write; returns the error of the last one, or None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -158,16 +158,16 @@ class Writer:
 
 
 class Resumed:
-    """A state that was put back, but for what Keras and callbacks do when an epoch begins."""
+    """A restored state, except the part that Keras and callbacks change when an epoch begins."""
 
     def __init__(self, state: dict, tensors: dict[str, tf.Tensor]):
         self.state, self._tensors = state, tensors
 
     def finish(self, run: Run) -> None:
-        """Puts back the metrics and the history; called when the first epoch has begun.
+        """Restores the metrics and the history; called when the first epoch has begun.
 
-        What callbacks have changed as it began, such as a rate that a schedule halves, they had
-        changed before the checkpoint too: it is put back as well.
+        Callbacks may have changed state when the epoch began, such as a schedule that halves the
+        rate. They had done so before the checkpoint too, so that state is restored as well.
         """
         keras_compat.set_initial_epoch(run.model, None)
         if self.state.get("begun"):
@@ -180,7 +180,7 @@ class Resumed:
 
 
 def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) -> Resumed | None:
-    """Puts the chief's latest whole checkpoint back, on every worker."""
+    """Restores the chief's latest intact checkpoint on every worker."""
     with tempfile.TemporaryDirectory() as copies:
         generation = _from_chief(folder, strategy, Path(copies), print_fn)
         if generation is None:
@@ -217,11 +217,11 @@ def _from_chief(folder, strategy, copies: Path, print_fn) -> checkpoint.Generati
 def _tell_what_differs(model, before, strategy, print_fn):
     causes = []
     if keras_compat.local_statistics(model):
-        causes.append("batch normalization of each replica by itself")
+        causes.append("unsynchronized batch normalization")
     if keras_compat.random_layers(model):
         causes.append("random streams, one for each replica")
     now = strategy.num_replicas_in_sync
     if causes:
         print_fn(
-            f"going on with {now} replicas after {before}: not the same, for {', '.join(causes)}"
+            f"resuming with {now} replicas after {before}: not the same, due to {', '.join(causes)}"
         )

@@ -1,4 +1,4 @@
-"""What a training run is, at one moment: copied to the host, and put back."""
+"""Copies the state of a training run to host memory, and restores it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfmulti import keras_compat
 from tfmulti.checkpoint.generations import CheckpointError, Generation, load
 from tfmulti.step import accumulation, model_contents
 
-# What callbacks that stop training, lower the rate or keep the best remember.
+# The state of callbacks that stop training, lower the rate or keep the best weights.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
 _BEST_WEIGHTS = "best_weights"
 
@@ -27,7 +27,7 @@ class Snapshot:
 
     Attributes:
         tensors: Values of variables and arrays, by name.
-        state: All else, as JSON.
+        state: Everything else, as JSON.
     """
 
     tensors: dict[str, np.ndarray]
@@ -35,14 +35,14 @@ class Snapshot:
 
 
 def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> Snapshot:
-    """Copies weights, optimizers, random states and what callbacks remember.
+    """Copies weights, optimizers, random states and the state of callbacks.
 
     Every worker must call it: reading a metric that is summed over replicas is a collective.
 
     Args:
         model: The model.
         callbacks: The callbacks of this `fit`.
-        metrics: Whether to copy the metrics' states, which matter within an epoch only.
+        metrics: Whether to copy the metrics' states, which matter only within an epoch.
     """
     accumulation.settle(model, model_contents.optimizers_of(model, nested=True))
     variables = named_variables(model)
@@ -61,7 +61,7 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
 
 
 def _plain(value):
-    """Returns what is one number as it, and a copy of a collection; all else as it is."""
+    """Returns a scalar as a Python number, a copy of a collection, anything else unchanged."""
     if isinstance(value, dict | list):
         return copy.deepcopy(value)
     if isinstance(value, bool | str):
@@ -73,7 +73,7 @@ def _plain(value):
 
 
 def _is_json(value) -> bool:
-    """Whether a value comes back from a checkpoint as it was; a callback's can be anything."""
+    """Whether a value survives a checkpoint unchanged; a callback's value can be anything."""
     try:
         return value != value or json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):
@@ -97,13 +97,13 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
         for index, variable in enumerate(optimizer.variables):
             if id(variable) not in seen:
                 named[f"optimizer/{number}/{index:06d}"] = variable
-        # An optimizer within another can give its variables through that one.
+        # An outer optimizer may also list the variables of its inner optimizer.
         seen |= {id(variable) for variable in optimizer.variables}
     return named
 
 
 def _what_optimizers_update(model) -> list:
-    """For each optimizer, the places in `model.variables` of what it was built for."""
+    """Returns for each optimizer the indices in `model.variables` of its variables."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     built = []
     for optimizer in model_contents.optimizers_of(model, nested=True):
@@ -113,7 +113,7 @@ def _what_optimizers_update(model) -> list:
 
 
 def _build_optimizers(state, model) -> None:
-    """Builds those that Keras leaves to their first update: what they hold is to be put back."""
+    """Builds optimizers that Keras would build at their first update, to restore their state."""
     found = model_contents.optimizers_of(model, nested=True)
     for optimizer, updated in zip(found, state.get("optimizers", ())):
         if updated and not optimizer.built and max(updated) < len(model.variables):
@@ -137,18 +137,18 @@ def _random_states() -> dict:
 
 
 def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> dict:
-    """Puts a run's state back, but for metrics' states, since Keras resets them.
+    """Restores a run's state, except metrics' states, since Keras resets them.
 
     Args:
-        generation: What `latest_good` returned.
+        generation: The result of `latest_good`.
         model: A model of the same layers, built, with its optimizers.
         callbacks: The callbacks of this `fit`, in the same order.
 
     Returns:
-        The values that the checkpoint holds, by name.
+        The values in the checkpoint, by name.
 
     Raises:
-        CheckpointError: For a model or an optimizer that differs.
+        CheckpointError: If the model or an optimizer differs.
     """
     tensors = load(generation)
     _build_optimizers(generation.state, model)
@@ -158,7 +158,7 @@ def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> 
 
 
 def put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
-    """Puts back what `restore` has read, once more."""
+    """Restores again the state that `restore` has read."""
     for name, variable in named_variables(model).items():
         variable.assign(tensors[name])
     _restore_callbacks(state["callbacks"], tensors, callbacks)

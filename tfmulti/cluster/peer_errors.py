@@ -14,7 +14,7 @@ from tfmulti.cluster.task import Cluster
 ERROR = 1
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _REPORTED = re.compile(r"Error reported from /job:(\w+)(?:/replica:\d+)?/task:(\d+): ")
-# What a worker tells the others when it fails; after it comes the error.
+# The prefix of the error that a failing worker reports to the others.
 REPORT = "this worker failed: "
 _LOST = (
     "heartbeat",
@@ -51,17 +51,17 @@ class PeerError:
 
 
 def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError | None:
-    """Returns what an error means, or None where it says nothing of other workers.
+    """Returns the peer error that an error stands for, or None for a local error.
 
     Args:
-        error: What was raised on this worker.
-        cluster: The cluster, or None where there is none.
+        error: The error that was raised on this worker.
+        cluster: The cluster, or None if there is none.
 
     Example:
     >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
     >>> text = "Socket closed ... from remote target /job:worker/replica:0/task:1 while"
-    >>> ending = find_peer_error(RuntimeError(text), cluster)
-    >>> ending.exit_code, ending.text.split(".")[0]
+    >>> peer_error = find_peer_error(RuntimeError(text), cluster)
+    >>> peer_error.exit_code, peer_error.text.split(".")[0]
     (144, 'worker 1 at 10')
     """
     text = str(error)

@@ -1,4 +1,4 @@
-"""Which scheduler has started this process, where no TF_CONFIG tells the cluster.
+"""Finds the scheduler that has started this process, if there is no TF_CONFIG.
 
 One module for each; the first that knows this process decides. Whoever starts processes nearest to
 this one comes first: `mpiexec` within a Slurm job, srun within a pod.
@@ -58,7 +58,7 @@ def find_cluster(environ: Mapping[str, str], *, may_start_mpi: bool = False) -> 
 
 
 def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
-    """Warns where several processes were started together, and each trains by itself.
+    """Warns if several processes were started together but each would train separately.
 
     Args:
         environ: the environment.

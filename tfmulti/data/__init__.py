@@ -1,4 +1,4 @@
-"""tf.data pipelines that give every replica its rows: `distribute_train`, `distribute_eval`."""
+"""tf.data pipelines that give each replica its batch: `distribute_train`, `distribute_eval`."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ def distribute_train(
     """Makes the training data for `model.fit` under `strategy`.
 
     Step t of epoch e has the same examples on one device and on any cluster. Each epoch is
-    reshuffled over the whole split; `seed` alone decides the order.
+    reshuffled over the whole split; only `seed` and the epoch determine the order.
 
     Args:
         data: A tuple of arrays `(x, y)` or `(x, y, sample_weight)`, each of shape
             `(num_examples, ...)`, where `x` and `y` may be dicts or tuples of arrays; or a
             `tf.data.Dataset` of single examples; or the name of a tensorflow-datasets split
-            such as `"mnist/train"`. Of arrays every worker reads its own rows only. A
-            `tf.data.Dataset` is read by every worker from its start, each keeping its own
-            rows.
-        strategy: What `create_strategy` returned.
+            such as `"mnist/train"`. Of arrays every worker reads only its own rows. A
+            `tf.data.Dataset` is read completely by every worker, which keeps its own rows.
+        strategy: The result of `create_strategy`.
         global_batch_size: Examples per step over all replicas.
         seed: Seed of the order.
-        remainder: What becomes of the last, short batch: `"uneven"` (nothing lost, nothing
-            added), `"pad"` (every share is sent with as many rows; filler rows have weight 0, and
-            are cut off before the step), `"drop"`, or
-            `"repeat_first"` (short shards are filled with the first examples).
+        remainder: What to do with the last, short batch: `"uneven"` keeps it short; `"pad"` fills
+            all replica batches to the same size with rows of weight 0, which are cut off before
+            the step; `"drop"` drops it; `"repeat_first"` fills short replica batches with the
+            first examples.
         steps_per_epoch: Steps per epoch; by default one pass over the data.
-        shuffle_buffer: For a `tf.data.Dataset`: examples to shuffle among. Arrays are always
+        shuffle_buffer: For a `tf.data.Dataset`: the size of the shuffle buffer. Arrays are always
             shuffled as a whole.
-        audit: Whether to keep which rows each replica received; see `ShardAudit`.
+        audit: Whether to record which rows each replica received; see `ShardAudit`.
 
     Returns:
         A `tf.data.Dataset` for `model.fit`. Its `position` is (epoch, step), and
-        `set_position` sets it. Iterated by hand it gives global batches.
+        `set_position` sets it. Iterated directly, it yields global batches.
 
     Raises:
         ValueError: For data or numbers that cannot be laid out.
@@ -90,7 +89,7 @@ def distribute_eval(
 
     Args:
         data: As for `distribute_train`.
-        strategy: What `create_strategy` returned.
+        strategy: The result of `create_strategy`.
         global_batch_size: Examples per step over all replicas.
         remainder: As for `distribute_train`; `"drop"` and `"repeat_first"` change results.
 

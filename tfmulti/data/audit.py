@@ -1,4 +1,4 @@
-"""Which rows each replica received, so that lost and repeated examples are seen."""
+"""Records which rows each replica received, to find lost and repeated examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfmulti.step import iterators
 
 @dataclasses.dataclass(frozen=True)
 class ShardReport:
-    """What the replicas received in one epoch.
+    """The rows that the replicas received in one epoch.
 
     Attributes:
         epoch: Number of the epoch.
@@ -49,10 +49,10 @@ class ShardReport:
 
 
 class ShardAudit:
-    """Keeps the row numbers of each local replica, epoch by epoch.
+    """Records the row numbers of each local replica for each epoch.
 
-    Only sources that can be indexed know their rows' numbers; of a `tf.data.Dataset` nothing
-    is kept.
+    Only sources that can be indexed have row numbers; nothing is recorded for a
+    `tf.data.Dataset`.
     """
 
     def __init__(self, plan: ShardPlan, strategy: tf.distribute.Strategy):
@@ -60,16 +60,16 @@ class ShardAudit:
         self._lock = threading.Lock()
         self._rows: dict[int, dict[tuple[int, int], np.ndarray]] = {}
 
-    def record(self, epoch: int, step: int, share: int, rows: np.ndarray) -> None:
-        """Notes the rows of a share of a step; noting a step again replaces what was noted."""
+    def record(self, epoch: int, step: int, replica: int, rows: np.ndarray) -> None:
+        """Records the rows of a replica batch; recording a step again replaces its rows."""
         with self._lock:
-            self._rows.setdefault(epoch, {})[step, share] = np.array(rows)
+            self._rows.setdefault(epoch, {})[step, replica] = np.array(rows)
 
     def report(self, epoch: int) -> ShardReport:
         """Compares the rows of all replicas. Every worker must call it: it is a collective."""
         with self._lock:
             steps = self._rows.pop(epoch, {})
-        local = [_rows_of(steps, share) for share in iterators.local_shares(self._strategy)]
+        local = [_rows_of(steps, index) for index in iterators.local_batch_indices(self._strategy)]
         return compare(epoch, self._plan, self._gather(local))
 
     def _gather(self, local):
@@ -89,19 +89,19 @@ class ShardAudit:
     @functools.cached_property
     def _add_tables(self):
         def add(table):
-            # An argument has no device, and a reduction goes to the device of its value.
+            # An argument has no device, and a reduction runs on the device of its value.
             return tf.distribute.get_replica_context().all_reduce("SUM", tf.identity(table))
 
         return tf.function(lambda tables: self._strategy.run(add, args=(tables,)))
 
 
-def _rows_of(steps, share) -> np.ndarray:
-    mine = [rows for (_, number), rows in sorted(steps.items()) if number == share]
+def _rows_of(steps, replica) -> np.ndarray:
+    mine = [rows for (_, number), rows in sorted(steps.items()) if number == replica]
     return np.concatenate(mine) if mine else np.zeros(0, np.int64)
 
 
 def compare(epoch: int, plan: ShardPlan, rows: list[np.ndarray]) -> ShardReport:
-    """Tells which rows of one epoch are missing or repeated, given those of each replica.
+    """Returns which rows of one epoch are missing or repeated, given those of each replica.
 
     >>> plan = ShardPlan(num_examples=4, global_batch_size=2, num_replicas=2)
     >>> print(compare(0, plan, [np.array([0, 1, 1]), np.array([3])]).missing)

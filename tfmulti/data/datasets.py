@@ -23,15 +23,15 @@ from tfmulti.sharding import epoch_order
 def resolve_function(name: str, argument: str):
     """Returns the function that `"package.module:function"` names.
 
-    The current folder is put on `sys.path` where it is missing, as `python -m` does. An error
-    that the module itself raises is not touched.
+    It adds the current folder to `sys.path`, as `python -m` does. It passes on an error that the
+    module itself raises.
 
     Args:
         name: What the user gave.
         argument: Where, for the message: `"--model"`.
 
     Raises:
-        ValueError: For a name of another form, or of what does not exist or cannot be called.
+        ValueError: For a name of another form, or an object that is missing or not callable.
 
     Example:
         >>> resolve_function("math:sqrt", "--model")(4)
@@ -47,7 +47,7 @@ def resolve_function(name: str, argument: str):
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # A module that exists may miss an import of its own: that is the user's to read.
+        # The module exists but one of its own imports fails: the user needs that error.
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         rule = f"`{argument}` must name a module that can be imported; {error.name!r} cannot."
@@ -151,7 +151,7 @@ def prepared_builder(name):
             builder.download_and_prepare()
             return builder
         except (OSError, AssertionError) as error:
-            # Another worker of this host may have been quicker.
+            # Another worker of this host may have written it first.
             builder = _find_builder(name)
             if builder.is_prepared():
                 return builder
@@ -172,7 +172,7 @@ def _urls_to_fetch(builder):
         return []
     if builder.url_infos or not type(builder).__module__.startswith("tensorflow_datasets."):
         return list(builder.url_infos or [])
-    # Of some of its own datasets tensorflow-datasets does not register where they come from.
+    # For some datasets tensorflow-datasets does not register the URLs.
     pages = [builder.info.homepage or "", "https://storage.googleapis.com/tfds-data"]
     return [] if builder.MANUAL_DOWNLOAD_INSTRUCTIONS else pages
 
@@ -209,20 +209,20 @@ def _probe(host, url, timeout, answers):
     except Exception as error:
         fault = getattr(error, "reason", error)
         answered = getattr(error, "code", 502) not in (502, 503, 504)
-        # A certificate that only the downloader's own list of authorities may know.
+        # The downloader may have another list of certificate authorities.
         if answered or isinstance(fault, ssl.SSLCertVerificationError):
             fault = None
     answers.put(fault and f"{host}: {fault}")
 
 
 def read_split(builder, split):
-    """Returns a split as arrays, or as a stream where it is too large for memory."""
+    """Returns a split as arrays, or as a stream if it is too large for memory."""
     import tensorflow as tf
 
     keys = builder.info.supervised_keys
     if not keys:
-        rule = "`dataset` must have supervised keys, which say what is input and what is label."
-        advice = 'Read it in a function of your own, named as "package.module:function".'
+        rule = "`dataset` must have supervised keys, which name the input and the label."
+        advice = 'Read it in your own function, named as "package.module:function".'
         raise make_error(rule, f"dataset={builder.info.full_name!r}", advice)
     try:
         num_examples = builder.info.splits[split].num_examples
@@ -305,8 +305,8 @@ def load_dataset(name: str = "digits"):
             missing or has no labels.
 
     Raises:
-        ValueError: For a name that is not known, or data of the wrong form.
-        RuntimeError: For data that is not on disk and cannot be fetched.
+        ValueError: For an unknown name, or data of the wrong form.
+        RuntimeError: For data that are not on disk and cannot be downloaded.
 
     Example:
         >>> (x, y), (x_test, y_test) = load_dataset("digits")
@@ -332,7 +332,7 @@ def load_dataset(name: str = "digits"):
 
 
 def load_split(name: str):
-    """Returns one split, named `"dataset/split"`, as in `"mnist/train[:10%]"`.
+    """Returns one split, named `"dataset/split"`, such as `"mnist/train[:10%]"`.
 
     What comes before the last slash is a name that `load_dataset` takes; so are the errors.
 

@@ -1,4 +1,4 @@
-"""A dataset that knows its epoch, gives every replica its rows, and measures waits."""
+"""A dataset that tracks its epoch, gives each replica its batch, and measures waiting times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfmulti.step import Counted, iterators
 
 
 def can_measure() -> bool:
-    """Whether a step may read the clock: not where only deterministic operations are allowed."""
+    """Whether a step may read the clock: not if only deterministic operations are allowed."""
     try:
         with tf.init_scope(), tf.device("CPU:0"):
             tf.timestamp()
@@ -24,24 +24,24 @@ def can_measure() -> bool:
 
 
 class Waiting:
-    """Adds up, in the step itself, the seconds from asking for a batch to having it.
+    """Adds up, within the step, the seconds that a step waits for its batch.
 
-    Three small operations on the CPU a step. Where one call of the training function does several
-    steps nothing is measured: TensorFlow then draws a batch while the step before it computes, and
-    the two cannot be told apart.
+    It takes three small CPU operations per step. With several steps per call of the training
+    function it measures nothing: TensorFlow then draws a batch while the previous step computes,
+    and the two times cannot be separated.
     """
 
     def __init__(self):
         self._seconds = None
 
     def prepare(self) -> None:
-        """Makes the variable, which cannot be made within a step."""
+        """Creates the variable, which cannot be created within a step."""
         if self._seconds is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
 
     def measure(self, draw):
-        """Returns what a function draws from the pipeline, and adds the time it took."""
+        """Draws from the pipeline by calling `draw`, and adds the time it took."""
         with tf.device("CPU:0"):
             began = tf.timestamp()
         with tf.control_dependencies([began]):
@@ -58,10 +58,10 @@ class Waiting:
 
 
 class Position:
-    """Where training stands: the epoch, and the step in it.
+    """The position of training: the epoch, and the step in it.
 
-    Keras makes more iterators than it trains epochs, so the position counts steps that were
-    taken. It is read when the first step of a pass is asked for, not when an iterator is made.
+    Keras creates more iterators than it trains epochs, so the position counts the steps taken. It
+    is read when the first step of a pass is drawn, not when an iterator is created.
     """
 
     def __init__(self):
@@ -73,7 +73,7 @@ class Position:
 
     @property
     def taken(self) -> tf.Variable:
-        """Steps taken since the present pass began, an int64 scalar."""
+        """Steps taken since the current pass began, an int64 scalar."""
         if self._taken is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._taken = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -94,7 +94,7 @@ class Position:
             self.taken.assign(0)
 
     def begin(self) -> tuple[np.int64, np.int64]:
-        """Begins a pass: the next epoch, or the same one where no step of it was taken."""
+        """Begins a pass: the next epoch, or the same one if no step of it was taken."""
         with self._lock:
             if int(self.taken.numpy()):
                 self._epoch, self._first_step = self._epoch + 1, 0
@@ -103,14 +103,14 @@ class Position:
 
 
 class EpochDataset(tf.data.Dataset):
-    """What `distribute_train` and `distribute_eval` return.
+    """The dataset that `distribute_train` and `distribute_eval` return.
 
     Under its strategy each replica draws its own rows. Iterated without one, it gives the
     global batches, as one device would see them.
 
     Attributes:
         plan: The `ShardPlan` of this dataset.
-        strategy: The strategy whose replicas it serves.
+        strategy: The strategy for whose replicas it was made.
         audit: A `ShardAudit`, or None.
     """
 
@@ -121,7 +121,7 @@ class EpochDataset(tf.data.Dataset):
         self._position = parent._position if parent else Position()
         if plan.remainder == "pad":
             strategy.marks_padding = True
-        self._global = self._shares_of(tuple(range(plan.num_replicas)), _forget).map(_join)
+        self._global = self._replica_batches_of(tuple(range(plan.num_replicas)), _forget).map(_join)
         super().__init__(keras_compat.variant_tensor(self._global))
 
     def _inputs(self):
@@ -138,11 +138,11 @@ class EpochDataset(tf.data.Dataset):
 
     @property
     def position(self) -> tuple[int, int]:
-        """Where training stands: (epoch, step), the step being the next to take."""
+        """The position of training: (epoch, step), the step being the next to take."""
         return self._position.get()
 
     def set_position(self, epoch: int, step: int = 0) -> None:
-        """Makes the next pass begin at a step of an epoch, to go on with a training.
+        """Makes the next pass begin at a step of an epoch, to resume training.
 
         Args:
             epoch: Number of the epoch, from 0, as `initial_epoch` of `fit`.
@@ -160,13 +160,13 @@ class EpochDataset(tf.data.Dataset):
         self._position.set(epoch, step)
 
     def measure_waiting(self) -> None:
-        """Has the steps of the next `fit` measure how long they wait for their rows."""
+        """Makes the steps of the next `fit` measure how long they wait for their rows."""
         if self._position.waiting is None and can_measure():
             self._position.waiting = Waiting()
 
     @property
     def seconds_waited(self) -> float | None:
-        """Seconds for which steps have waited for their rows; None where it is not known."""
+        """Seconds that steps have waited for their rows; None if unknown."""
         waiting = self._position.waiting
         return None if waiting is None else waiting.seconds
 
@@ -175,7 +175,7 @@ class EpochDataset(tf.data.Dataset):
         return self.plan.steps_per_epoch - self._position.next_step()
 
     def end_pass(self) -> None:
-        """Ends a pass that has no step left, so that the next begins the next epoch."""
+        """Ends a pass without remaining steps, so that the next pass begins the next epoch."""
         self._position.set(self._position.get()[0] + 1, 0)
 
     def map(self, map_func, *args, **kwargs) -> EpochDataset:
@@ -184,7 +184,7 @@ class EpochDataset(tf.data.Dataset):
         return EpochDataset(self._source, self.plan, self.strategy, parent=self, maps=maps)
 
     def prefetch(self, buffer_size, name=None) -> EpochDataset:
-        """Returns this dataset, which reads ahead already."""
+        """Returns this dataset, which already prefetches."""
         return self
 
     def __iter__(self):
@@ -196,31 +196,31 @@ class EpochDataset(tf.data.Dataset):
         """Returns the distributed dataset that Keras iterates over; strategies call it.
 
         Raises:
-            ValueError: For another strategy than the one it was made for.
+            ValueError: If it was made for another strategy.
         """
         if strategy is not self.strategy:
             raise ValueError(
-                "A dataset must be distributed by the strategy that the model was made in. "
+                "A dataset must be distributed by the strategy of the model. "
                 f"Received: a dataset for {self.strategy.num_replicas_in_sync} replicas, "
                 f"a model on {strategy.num_replicas_in_sync}. "
                 "Pass the model's strategy to distribute_train or distribute_eval."
             )
         log = self.audit.record if self.audit else _forget
-        shares = self._shares_of(iterators.local_shares(strategy), log)
-        return Pass(shares, self._position, strategy, self.element_spec)
+        batches = self._replica_batches_of(iterators.local_batch_indices(strategy), log)
+        return Pass(batches, self._position, strategy, self.element_spec)
 
-    def _shares_of(self, numbers: tuple[int, ...], log) -> tf.data.Dataset:
+    def _replica_batches_of(self, numbers: tuple[int, ...], log) -> tf.data.Dataset:
         def begin(_):
             epoch, step = tf.numpy_function(self._position.begin, [], [tf.int64] * 2)
             return tf.ensure_shape(epoch, []), tf.ensure_shape(step, [])
 
-        def finish(count, shares):
-            return count, tuple(self._finish(batch, weights) for batch, weights in shares)
+        def finish(count, batches):
+            return count, tuple(self._finish(batch, weights) for batch, weights in batches)
 
         start = tf.data.Dataset.range(1).map(begin)
         dataset = self._source.batches(self.plan, numbers, start, log).map(finish)
         options = tf.data.Options()
-        # Its thread keeps `fit` waiting for seconds after the last step.
+        # Without this, its thread would delay the end of `fit` by seconds.
         options.autotune.enabled = False
         return dataset.prefetch(2).with_options(options)
 
@@ -231,60 +231,60 @@ class EpochDataset(tf.data.Dataset):
 
 
 class Pass:
-    """A dataset of the local replicas' shares; each iterator makes one pass over an epoch."""
+    """A dataset of the local replica batches; each iterator makes one pass over an epoch."""
 
-    def __init__(self, shares: tf.data.Dataset, position: Position, strategy, element_spec):
-        self._shares, self._position = shares, position
+    def __init__(self, batches: tf.data.Dataset, position: Position, strategy, element_spec):
+        self._shares, self._position = batches, position
         self.strategy, self.element_spec = strategy, element_spec
         self._number = iterators.register(self)
 
     @property
     def waiting(self) -> Waiting | None:
-        """What measures how long the steps wait, where that is wanted."""
+        """The timer of the steps' waiting times, or None."""
         return self._position.waiting
 
     def __iter__(self) -> iterators.ReplicaIterator:
-        # Within a traced step no variable can be made.
+        # A variable cannot be created within a traced step.
         _ = self._position.taken
         if self.waiting is not None:
             self.waiting.prepare()
         return iterators.create_iterator(self, self._number, self._shares)
 
     def take(self, step: tuple):
-        """Counts a step as taken, and returns its shares as one distributed value."""
+        """Counts a step as taken, and returns its replica batches as one distributed value."""
         tensors = tf.nest.flatten(step, expand_composites=True)
         with tf.control_dependencies([t for t in tensors if isinstance(t, tf.Tensor)]):
             self._position.taken.assign_add(1)
         return self.look(step)
 
     def look(self, step: tuple):
-        """Returns a step's shares as one distributed value."""
+        """Returns a step's replica batches as one distributed value."""
         if self.strategy is None:
             return step[0]
-        count, shares = step
+        count, batches = step
         if self.strategy.num_replicas_in_sync > 1:
-            shares = tuple(Counted(share, count) for share in shares)
-        return iterators.to_replicas(self.strategy, shares)
+            batches = tuple(Counted(each, count) for each in batches)
+        return iterators.to_replicas(self.strategy, batches)
 
 
 def _forget(epoch, step, replica, rows):
     """Keeps no record of the rows."""
 
 
-def _join(count, shares):
-    return (tf.nest.map_structure(lambda *rows: tf.concat(rows, axis=0), *shares),)
+def _join(count, batches):
+    return (tf.nest.map_structure(lambda *rows: tf.concat(rows, axis=0), *batches),)
 
 
 def _mark_padding(batch, weights):
     if not isinstance(batch, tuple) or len(batch) not in (2, 3):
         raise ValueError(
-            '`remainder="pad"` gives filler rows the weight 0, so data must be (x, y) or '
+            '`remainder="pad"` adds rows of weight 0, so data must be (x, y) or '
             f"(x, y, sample_weight). Received: {tf.nest.map_structure(lambda t: t.shape, batch)}. "
             'Use `remainder="uneven"`, which adds no rows.'
         )
-    filler = weights == 0
+    is_padding = weights == 0
     if len(batch) == 2:
         return (*batch, weights)
     own = tf.cast(batch[2], tf.float32)
-    filler = tf.reshape(filler, [-1, *[1] * (own.shape.rank - 1)])
-    return (*batch[:2], tf.where(filler, PADDING_WEIGHT, own))
+    is_padding = tf.reshape(is_padding, [-1, *[1] * (own.shape.rank - 1)])
+    return (*batch[:2], tf.where(is_padding, PADDING_WEIGHT, own))

@@ -1,4 +1,4 @@
-"""Where examples come from: arrays, which can be indexed, and streams, which cannot."""
+"""The sources of examples: arrays, which can be indexed, and streams, which cannot."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat
-from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, share_slice
+from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, replica_slice
 
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource:
-    """Arrays in memory or on disk (`np.memmap`), of which only the rows needed are read.
+    """Arrays in memory or on disk (`np.memmap`); only the required rows are read.
 
     Attributes:
         arrays: Nested structure of arrays, each of shape `(num_examples, ...)`.
@@ -31,29 +31,29 @@ class ArraySource:
         return tf.nest.map_structure(_spec_of_rows, self.arrays)
 
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
-        """Returns a dataset of steps: the rows that count, and each share's rows and weights."""
+        """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
         leaves = tf.nest.flatten(self.arrays)
         dtypes = [tf.as_dtype(_spec_of_rows(leaf).dtype) for leaf in leaves]
 
         def read(epoch, step):
             values = [np.int32(plan.count(int(epoch), int(step)))]
             for number in numbers:
-                rows, weights = plan.share(int(epoch), int(step), number)
+                rows, weights = plan.replica_batch(int(epoch), int(step), number)
                 log(int(epoch), int(step), number, rows[weights > 0])
                 values += [*(np.take(leaf, rows, axis=0) for leaf in leaves), weights]
             return values
 
-        def shares_of_step(epoch, step):
+        def replica_batches_of_step(epoch, step):
             types = [tf.int32, *[*dtypes, tf.float32] * len(numbers)]
             count, *values = tf.numpy_function(read, [epoch, step], types, stateful=False)
-            shares = tuple(self._pack(plan, values, i) for i in range(len(numbers)))
-            return tf.ensure_shape(count, []), shares
+            batches = tuple(self._pack(plan, values, i) for i in range(len(numbers)))
+            return tf.ensure_shape(count, []), batches
 
         def steps(epoch, first):
             counts = tf.data.Dataset.range(first, plan.steps_per_epoch)
             return counts.map(lambda step: (epoch, step))
 
-        return start.flat_map(steps).map(shares_of_step, num_parallel_calls=2)
+        return start.flat_map(steps).map(replica_batches_of_step, num_parallel_calls=2)
 
     def _pack(self, plan, values, index):
         leaves = tf.nest.flatten(self.arrays)
@@ -86,7 +86,7 @@ class StreamSource:
         return self.dataset.batch(1).element_spec
 
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
-        """Returns a dataset of steps: the rows that count, and each share's rows and weights."""
+        """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
         first_rows = None
         if plan.remainder == "repeat_first":
             first = self.dataset.repeat().take(plan.num_replicas).batch(plan.num_replicas)
@@ -105,8 +105,8 @@ class StreamSource:
         def split(*batch):
             batch = batch if isinstance(self.element_spec, tuple) else batch[0]
             batch, num_real = _fill_batch(batch, plan, first_rows)
-            shares = tuple(_share_of(batch, num_real, plan, number) for number in numbers)
-            return num_real, shares
+            batches = tuple(_replica_batch_of(batch, num_real, plan, number) for number in numbers)
+            return num_real, batches
 
         return start.flat_map(steps).map(split, num_parallel_calls=2)
 
@@ -136,14 +136,14 @@ def _fill_batch(batch, plan, first_rows):
     return batch, num_rows
 
 
-def _share_of(batch, num_real, plan, number):
+def _replica_batch_of(batch, num_real, plan, number):
     num_rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     if plan.has_static_shapes:
-        start, stop = share_slice(plan.global_batch_size, plan.num_replicas, number)
+        start, stop = replica_slice(plan.global_batch_size, plan.num_replicas, number)
     else:
-        share, longer = num_rows // plan.num_replicas, num_rows % plan.num_replicas
-        start = number * share + tf.minimum(number, longer)
-        stop = start + share + tf.cast(number < longer, tf.int32)
+        size, longer = num_rows // plan.num_replicas, num_rows % plan.num_replicas
+        start = number * size + tf.minimum(number, longer)
+        stop = start + size + tf.cast(number < longer, tf.int32)
     weights = tf.where(tf.range(start, stop) < num_real, np.float32(1), PADDING_WEIGHT)
     return tf.nest.map_structure(lambda rows: rows[start:stop], batch), weights
 
@@ -154,11 +154,11 @@ def _spec_of_rows(array: np.ndarray) -> tf.TensorSpec:
 
 
 def create_source(data, shuffle_buffer: int):
-    """Returns an `ArraySource` or a `StreamSource` for what the user gave.
+    """Returns an `ArraySource` or a `StreamSource` for the user's data.
 
     Raises:
         ValueError: For data of another kind, arrays of unequal length, or a stream whose
-            number of examples is not known.
+            number of examples is unknown.
     """
     if isinstance(data, str):
         data = _load_named(data)
@@ -191,7 +191,7 @@ def create_source(data, shuffle_buffer: int):
 
 
 def _refuse_batches(dataset):
-    """Raises for batches in place of examples; warns where they may be sequences, cut by batch."""
+    """Raises for batches instead of examples; warns if batches may be meant as single examples."""
     if not keras_compat.is_batched(dataset):
         return
     shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
@@ -206,7 +206,7 @@ def _refuse_batches(dataset):
     if len(firsts) == 1 and "none" not in firsts:
         logging.warning(
             "The dataset was made by .batch(): each of its batches, of %d rows, is taken for one "
-            "example. If that is not meant, pass it before .batch().",
+            "example. Unless you intend this, pass it before .batch().",
             firsts.pop(),
         )
 

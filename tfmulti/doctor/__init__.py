@@ -2,7 +2,7 @@
 
 Each module looks at one area and returns `Check`s; what it reads (the environment, files, the
 output of a command) is an argument, so that the judgement can be tested without the hardware.
-Nothing here imports TensorFlow: it is asked in a process of its own, which may crash or hang.
+Nothing here imports TensorFlow: a separate process does, because it may crash or hang.
 
 What is said of GPUs was tried on output that vendors and users have published, not on a GPU.
 """

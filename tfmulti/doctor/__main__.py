@@ -15,7 +15,7 @@ USAGE = "python -m tfmulti.doctor [flags]: is this host, and this cluster, ready
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Looks at this host, and shows what was found.
+    """Checks this host, and shows the results.
 
     Returns:
         The exit code: 0, or 1 where something will make training fail, 2 for a wrong command

@@ -41,7 +41,7 @@ def read_cluster(
 def check_addresses(
     cluster: Cluster | None, environ: Mapping[str, str] = os.environ, source: str = "TF_CONFIG"
 ) -> list[Check]:
-    """Looks at the addresses of a cluster; unknown without one."""
+    """Checks the addresses of a cluster; unknown without one."""
     names = ("names of hosts", "own address", "own port", "private addresses", "secret")
     if cluster is None:
         return [Check(name, UNKNOWN, "no cluster here") for name in names]
@@ -55,7 +55,7 @@ def check_addresses(
 
 
 def check_names(cluster: Cluster, source: str) -> Check:
-    """Looks every host up."""
+    """Resolves the name of every host."""
     hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
     names = [host for host in hosts if not is_ip_address(host)]
     try:
@@ -69,7 +69,7 @@ def check_names(cluster: Cluster, source: str) -> Check:
 
 
 def check_own_address(cluster: Cluster) -> Check:
-    """Looks whether this worker's address is one of this host, and one that others can use."""
+    """Checks that this worker's address belongs to this host, and that others can use it."""
     name = "own address"
     host = split_address(cluster.address)[0]
     try:
@@ -88,7 +88,7 @@ def check_own_address(cluster: Cluster) -> Check:
 
 
 def _is_ours(family, address) -> bool:
-    """What goes to an address of this host comes from the same; nothing is sent to find out."""
+    """Whether an address belongs to this host: its route then starts there. Sends nothing."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address[0], 1, *address[2:]))
@@ -104,7 +104,7 @@ def _is_loopback(host) -> bool:
 
 
 def check_own_port(cluster: Cluster, source: str) -> Check:
-    """Looks whether this worker's port is free."""
+    """Checks that this worker's port is free."""
     port = split_address(cluster.address)[1]
     try:
         network.check_port(cluster, source=source)
@@ -115,7 +115,7 @@ def check_own_port(cluster: Cluster, source: str) -> Check:
 
 
 def check_private(cluster: Cluster) -> Check:
-    """Looks for addresses that strangers can reach."""
+    """Looks for public addresses."""
     name = "private addresses"
     public = network.public_addresses(cluster)
     if public:
@@ -125,7 +125,7 @@ def check_private(cluster: Cluster) -> Check:
 
 
 def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> Check:
-    """Looks for the secret of the job."""
+    """Checks the secret of the job."""
     name = "secret"
     if cluster.num_workers == 1 or environ.get(environment.TOKEN):
         return Check(
@@ -141,8 +141,8 @@ MEANINGS = {
     "NCCL_SOCKET_FAMILY": "whether NCCL speaks IPv4 or IPv6",
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for each connection",
     "NCCL_NSOCKS_PERTHREAD": "sockets of each of NCCL's threads",
-    "NCCL_DEBUG": "how much NCCL tells: VERSION, WARN, INFO or TRACE",
-    "NCCL_DEBUG_SUBSYS": "of which of its parts NCCL tells",
+    "NCCL_DEBUG": "how much NCCL logs: VERSION, WARN, INFO or TRACE",
+    "NCCL_DEBUG_SUBSYS": "which of its parts NCCL logs",
     "NCCL_DEBUG_FILE": "where NCCL's messages go",
     "NCCL_IB_DISABLE": "1 keeps NCCL off InfiniBand and RoCE: TCP sockets instead",
     "NCCL_IB_HCA": "InfiniBand devices that NCCL uses",
@@ -160,11 +160,11 @@ MEANINGS = {
     "NCCL_MIN_NCHANNELS": "the fewest channels of NCCL",
     "NCCL_MAX_NCHANNELS": "the most channels of NCCL",
     "NCCL_CROSS_NIC": "whether a ring may use different network cards on different hosts",
-    "NCCL_TOPO_FILE": "a file that tells NCCL the topology",
+    "NCCL_TOPO_FILE": "a file with the topology for NCCL",
     "NCCL_LAUNCH_MODE": "how NCCL starts its kernels",
     "NCCL_BLOCKING_WAIT": "a variable of PyTorch's: TensorFlow does not read it",
     "NCCL_ASYNC_ERROR_HANDLING": "a variable of PyTorch's: TensorFlow does not read it",
-    "GRPC_VERBOSITY": "how much gRPC tells: NONE, ERROR, INFO or DEBUG",
+    "GRPC_VERBOSITY": "how much gRPC logs: NONE, ERROR, INFO or DEBUG",
     "GRPC_TRACE": "which of its parts gRPC follows closely; slow",
     "GRPC_DNS_RESOLVER": "who looks names up for gRPC: native is the system, ares its own",
     "GRPC_POLL_STRATEGY": "how gRPC waits for its sockets",
@@ -173,7 +173,7 @@ MEANINGS = {
     "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": "certificates for encrypted gRPC; workers do not encrypt",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true takes a GPU's memory as it is needed, not all at the start",
     "TF_GPU_ALLOCATOR": "cuda_malloc_async lets CUDA manage memory: less is lost in pieces",
-    "TF_GPU_THREAD_MODE": "gpu_private gives each GPU threads of its own to start kernels from",
+    "TF_GPU_THREAD_MODE": "gpu_private gives each GPU private threads to start kernels from",
     "TF_GPU_THREAD_COUNT": "number of those threads for each GPU",
     "TF_NUM_INTRAOP_THREADS": "threads of one operation on the CPU",
     "TF_NUM_INTEROP_THREADS": "operations at the same time on the CPU",
@@ -192,7 +192,7 @@ MEANINGS = {
     "NVIDIA_VISIBLE_DEVICES": "GPUs that the container was given",
     "NVIDIA_TF32_OVERRIDE": "0 switches TF32 off on NVIDIA's GPUs: exact, and slower",
 }
-"""What each variable does."""
+"""The effect of each variable."""
 
 _SLOWER = {
     "NCCL_P2P_DISABLE": "1",
@@ -213,7 +213,7 @@ def check_variables(
     cluster: Cluster | None = None,
     interfaces: Sequence[str] | None = None,
 ) -> list[Check]:
-    """Explains each variable that is set, and says which do harm.
+    """Explains each variable that is set, and warns of harmful ones.
 
     Args:
         environ: The environment.
@@ -242,7 +242,7 @@ def _explain(name, value) -> Check:
 
 
 def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
-    """Looks whether NCCL finds an interface.
+    """Checks whether NCCL finds an interface.
 
     >>> check_interfaces("=eth0,ib0", ["lo", "ib0"]).status, check_interfaces("eth", ["lo"]).status
     ('ok', 'failure')
@@ -256,7 +256,7 @@ def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
 
 
 def _is_chosen(interface, value) -> bool:
-    """Prefixes with commas between; `=` asks for the whole name, `^` for all others."""
+    """Matches comma-separated prefixes; `=` means the exact name, `^` excludes."""
     excludes, rest = value.startswith("^"), value.removeprefix("^")
     exact, names = rest.startswith("="), rest.removeprefix("=").split(",")
     found = any(interface == each if exact else interface.startswith(each) for each in names)
@@ -264,7 +264,7 @@ def _is_chosen(interface, value) -> bool:
 
 
 def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Check]:
-    """Looks for a proxy that gRPC would send the workers' words through; none for no proxy."""
+    """Looks for a proxy that gRPC would use between the workers; none for no proxy."""
     found = [name for name in _PROXIES if environ.get(name)]
     if not found:
         return []

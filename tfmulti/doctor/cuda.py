@@ -1,4 +1,4 @@
-"""CUDA, cuDNN and NCCL: what TensorFlow is built for, what is installed, what the driver can run.
+"""Checks CUDA, cuDNN and NCCL: the versions of TensorFlow's build, the installation, the driver.
 
 Rules: a driver runs programs of its own CUDA major version and of all before, see
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html; TensorFlow's
@@ -28,7 +28,7 @@ def check_cuda(
     wanted: Sequence[Requirement] | None = None,
     library: Callable[[str], str | None] | None = None,
 ) -> list[Check]:
-    """Looks at CUDA, cuDNN and NCCL.
+    """Checks CUDA, cuDNN and NCCL.
 
     Args:
         driver: The driver.
@@ -47,7 +47,7 @@ def check_cuda(
         ("NCCL", "nvidia-nccl", "", "libnccl.so"),
     ):
         mine = [each for each in wanted if each.name.startswith(package)]
-        # A library of another major version has another file name.
+        # The file name contains the major version.
         path = library(f"{name}.{built.split('.')[0] or 2}")
         checks.append(_check_library(title, mine, built, installed, driver, path))
     rest = [each for each in wanted if each.name.startswith("nvidia-")]

@@ -1,4 +1,4 @@
-"""The work folder: may we write there, how much, how fast."""
+"""Checks the work folder: permission to write, free space, speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes
 
 TEST_BYTES = 64_000_000
-"""Bytes that are written and read to measure the speed."""
+"""The number of bytes written and read to measure the speed."""
 
 TIMEOUT_S = 60.0
 _BLOCK = 4_000_000
@@ -27,7 +27,7 @@ def check_workdir(
     num_bytes: int = TEST_BYTES,
     measure: Callable[[Path, int], tuple[float, float]] | None = None,
 ) -> list[Check]:
-    """Looks at the space and the speed of the folder that training writes to.
+    """Checks the free space and the speed of the folder that training writes to.
 
     Args:
         workdir: The folder; where it is not there yet, the nearest one above it is looked at.
@@ -69,7 +69,7 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
         except OSError as error:
             outcome.append(error)
 
-    # A network file system may never answer: nobody waits for this thread at the end.
+    # A network file system may never answer: the exit does not wait for this thread.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(timeout_s)

@@ -53,7 +53,7 @@ class DoctorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """The results of all checks.
 
     Attributes:
         areas: The checks, by area.
@@ -72,7 +72,7 @@ class Examination:
 
 
 def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Examination:
-    """Looks at everything.
+    """Runs all checks.
 
     Args:
         config: What to look at.
@@ -83,7 +83,7 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
     """
     timeout_s = find_timeout(config.start_timeout, environ)
     cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
-    # First the network: the workers have started at the same time, and nothing else runs yet.
+    # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
     driver = read_driver()
     found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)

@@ -1,4 +1,4 @@
-"""The GPUs of this host: seen by the driver and by TensorFlow, alike, free, well connected.
+"""Checks the GPUs of this host: visible to driver and TensorFlow, equal, free, well connected.
 
 Judged on what `nvidia` reads; see there for what that was tried on.
 """
@@ -19,7 +19,7 @@ _MEMORY_DIFFERENCE = 0.02
 
 
 def check_gpus(driver: Driver, report: Report, environ: Mapping[str, str]) -> list[Check]:
-    """Looks at the GPUs of this host."""
+    """Checks the GPUs of this host."""
     indices, words = explain_visible(environ.get(VISIBLE), driver.gpus)
     return [
         check_driver(driver),
@@ -34,7 +34,7 @@ def check_gpus(driver: Driver, report: Report, environ: Mapping[str, str]) -> li
 
 
 def check_driver(driver: Driver) -> Check:
-    """Looks whether the driver answers, and what it sees."""
+    """Checks that the driver answers, and which GPUs it sees."""
     name = "GPUs of the driver"
     if driver.gpus:
         models = Counter(gpu.name for gpu in driver.gpus)
@@ -107,7 +107,7 @@ def check_visible(value: str | None, indices: list[int], fault: str, count: int)
 
 
 def check_tensorflow(driver: Driver, expected: int | None, report: Report) -> Check:
-    """Compares the GPUs that TensorFlow sees with those that it should see, where that is known."""
+    """Compares the GPUs that TensorFlow sees with those that it should see, if known."""
     name = "GPUs of TensorFlow"
     if report.facts is None:
         return Check(name, UNKNOWN, "TensorFlow could not be asked")
@@ -128,7 +128,7 @@ def check_tensorflow(driver: Driver, expected: int | None, report: Report) -> Ch
 
 
 def check_computing(report: Report) -> Check:
-    """Looks whether each GPU of TensorFlow has multiplied two matrices."""
+    """Checks that each GPU of TensorFlow has multiplied two matrices."""
     name = "sum on each GPU"
     gpus = report.facts["gpus"] if report.facts else []
     if not gpus:
@@ -142,7 +142,7 @@ def check_computing(report: Report) -> Check:
 
 
 def check_alike(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Check:
-    """Looks whether all GPUs are of one model with the same memory."""
+    """Checks that all GPUs are of one model with the same memory."""
     name = "GPUs alike"
     if not gpus:
         return Check(name, UNKNOWN, NO_GPU)
@@ -163,7 +163,7 @@ def _memory(gpu) -> str:
 
 
 def check_free(gpus: Sequence[Gpu]) -> Check:
-    """Looks whether somebody else uses the GPUs' memory."""
+    """Checks whether other processes use the GPUs' memory."""
     name = "memory of the GPUs"
     known = [gpu for gpu in gpus if gpu.memory_mib and gpu.used_mib is not None]
     if not known:
@@ -177,7 +177,7 @@ def check_free(gpus: Sequence[Gpu]) -> Check:
 
 
 def check_modes(gpus: Sequence[Gpu]) -> Check:
-    """Looks for GPUs that not every process may use, or that are divided."""
+    """Looks for GPUs in exclusive mode, or partitioned GPUs."""
     name = "modes of the GPUs"
     if not any(gpu.compute_mode for gpu in gpus):
         return Check(name, UNKNOWN, NO_GPU if not gpus else "the driver does not tell")

@@ -1,4 +1,4 @@
-"""This host: memory, cores, shared memory, open files."""
+"""Checks this host: memory, cores, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _THREADS = "TF_NUM_INTRAOP_THREADS"
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What this host has; None for what it does not tell.
+    """The resources of this host; None if unknown.
 
     Attributes:
         memory: Bytes of memory.
@@ -48,7 +48,7 @@ class Host:
 
 
 def read_host(root: Path = Path("/")) -> Host:
-    """Reads what this host has; needs nothing but Linux's own files.
+    """Reads the resources of this host from Linux's own files.
 
     Args:
         root: The root of the file system.
@@ -73,7 +73,7 @@ def read_host(root: Path = Path("/")) -> Host:
 def check_host(
     host: Host, num_gpus: int, num_workers: int, environ: Mapping[str, str]
 ) -> list[Check]:
-    """Judges this host.
+    """Checks this host.
 
     Args:
         host: What it has.
@@ -112,7 +112,7 @@ def check_cores(host: Host, environ: Mapping[str, str]) -> Check:
     """Compares the cores that TensorFlow will count with those that it may use."""
     name = "cores"
     if host.allowed is None:
-        return Check(name, UNKNOWN, f"{host.cores} in the machine; how many are ours is not told")
+        return Check(name, UNKNOWN, f"{host.cores} in the machine; how many are usable is unknown")
     limit = host.limits.cores
     text = f"{host.allowed} of {host.cores}"
     if limit is None or limit >= host.allowed:
@@ -126,7 +126,7 @@ def check_cores(host: Host, environ: Mapping[str, str]) -> Check:
 
 
 def check_container(limits: Limits) -> Check:
-    """Tells the limits of the container."""
+    """Reports the limits of the container."""
     told = []
     if limits.cores is not None:
         told.append(f"{limits.cores:g} cores")
@@ -136,7 +136,7 @@ def check_container(limits: Limits) -> Check:
 
 
 def check_shared(host: Host, num_gpus: int) -> Check:
-    """Looks at /dev/shm, through which NCCL and MPI send within a host."""
+    """Checks /dev/shm, through which NCCL and MPI send within a host."""
     name = "shared memory"
     if host.shared is None:
         return Check(name, UNKNOWN, "there is no /dev/shm")
@@ -148,7 +148,7 @@ def check_shared(host: Host, num_gpus: int) -> Check:
 
 
 def check_files(host: Host, num_workers: int) -> Check:
-    """Looks at the limit of open files: connections to all workers, and files of data."""
+    """Checks the limit of open files: connections to all workers, and files of data."""
     name = "open files"
     if host.files is None:
         return Check(name, UNKNOWN, "this system does not tell its limit")

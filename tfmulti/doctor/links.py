@@ -44,14 +44,14 @@ def parse_nvlink(text: str) -> dict[int, list[float | None]]:
 
 
 def check_nvlink(answer: Output, num_gpus: int) -> Check:
-    """Judges the links of all GPUs."""
+    """Checks the links of all GPUs."""
     name = "NVLink"
     if num_gpus == 0:
         return Check(name, UNKNOWN, NO_GPU)
     links = parse_nvlink(answer.text)
     active = {gpu: [speed for speed in each if speed] for gpu, each in links.items()}
     if answer.fault or not links:
-        return Check(name, UNKNOWN, f"nvidia-smi tells nothing: {answer.fault or 'no links'}")
+        return Check(name, UNKNOWN, f"nvidia-smi reports nothing: {answer.fault or 'no links'}")
     if not any(active.values()):
         text = "no GPU has an active link: they speak over PCIe"
         return Check(name, OK, text)
@@ -59,7 +59,7 @@ def check_nvlink(answer: Output, num_gpus: int) -> Check:
         f"GPU {gpu}: {len(active[gpu])} of {len(links[gpu])} links, {sum(active[gpu]):g} GB/s"
         for gpu in links
     )
-    # Cards of one model may have links that nothing can be put into, the same on all of them.
+    # GPUs of one model may have unused links, the same on all of them.
     if len(Counter((len(each), sum(each)) for each in active.values())) > 1:
         hint = "All GPUs should have the same links: seat the bridge anew, or have it repaired."
         return Check(name, WARNING, text, hint)
@@ -94,7 +94,7 @@ def _is_head(row) -> bool:
 
 
 def check_topology(answer: Output, num_gpus: int) -> Check:
-    """Judges the paths between all GPUs."""
+    """Checks the paths between all GPUs."""
     name = "topology of the GPUs"
     if num_gpus == 0:
         return Check(name, UNKNOWN, NO_GPU)
@@ -102,7 +102,7 @@ def check_topology(answer: Output, num_gpus: int) -> Check:
         return Check(name, OK, "one GPU")
     paths = parse_topology(answer.text)
     if answer.fault or not paths:
-        return Check(name, UNKNOWN, f"nvidia-smi tells nothing: {answer.fault or 'no matrix'}")
+        return Check(name, UNKNOWN, f"nvidia-smi reports nothing: {answer.fault or 'no matrix'}")
     counts = Counter(paths.values())
     text = ", ".join(
         f"{plural(count, 'pair')} over {_describe(path)}" for path, count in counts.items()

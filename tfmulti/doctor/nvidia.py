@@ -1,4 +1,4 @@
-"""What nvidia-smi says of GPUs. Its output is documented in `man nvidia-smi` and --help-query-gpu.
+"""Reads GPUs from nvidia-smi; its output is documented in `man nvidia-smi` and --help-query-gpu.
 
 Tried on output that users have published; see the tests for where. Not tried on a GPU.
 """
@@ -29,7 +29,7 @@ _FIELDS = (
     "compute_mode",
     "mig.mode.current",
 )
-# What every driver of the last ten years knows, for one that does not know all of the others.
+# Fields of all drivers of the last ten years, for a driver that lacks some of the others.
 _FEWER = _FIELDS[: _FIELDS.index("mig.mode.current")]
 _CUDA = re.compile(r"CUDA (?:UMD )?Version: *(\d+\.\d+)")
 _DRIVER = re.compile(r"(?:Driver|KMD) Version: *([\d.]+)")
@@ -41,7 +41,7 @@ Run = Callable[[Sequence[str]], Output]
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver sees it; None for what it does not tell.
+    """One GPU as the driver sees it; None for unknown values.
 
     Attributes:
         index: Its number in the order of the bus.
@@ -92,7 +92,7 @@ class Driver:
 
 
 def read_driver(ask: Run = run, root: Path = Path("/")) -> Driver:
-    """Asks nvidia-smi for the driver and its GPUs.
+    """Queries nvidia-smi for the driver and its GPUs.
 
     Args:
         ask: Runs a command.
@@ -132,7 +132,7 @@ def parse_rows(text: str) -> list[dict[str, str]]:
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """Returns the GPUs of a query with `--format=csv`; what it has not asked for is None."""
+    """Returns the GPUs of a query with `--format=csv`; fields that were not queried are None."""
     return [
         Gpu(
             index=_number(row.get("index")) if "index" in row else place,

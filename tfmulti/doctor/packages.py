@@ -46,7 +46,7 @@ def version_of(name: str) -> str | None:
 
 
 def requirements_of(name: str, extra: str = "") -> list[Requirement]:
-    """Returns what an installed package needs on this machine; empty where it is not installed.
+    """Returns the requirements of an installed package on this machine; empty if not installed.
 
     Args:
         name: The package.
@@ -67,7 +67,7 @@ def requirements_of(name: str, extra: str = "") -> list[Requirement]:
 
 
 def check_packages(installed: VersionOf = version_of) -> list[Check]:
-    """Looks at all packages of this Python."""
+    """Checks all packages of this Python."""
     wanted = {requirement.name: requirement for requirement in requirements_of("tfmulti")}
     try:
         pythons = importlib.metadata.metadata("tfmulti")["Requires-Python"] or ""
@@ -119,7 +119,7 @@ def check_version(
 
 
 def unmet(requirements: Iterable[Requirement], installed: VersionOf) -> list[str]:
-    """Returns the requirements that do not hold, each with what is there instead.
+    """Returns the unmet requirements, each with the installed version.
 
     >>> unmet([Requirement("numpy>=2"), Requirement("rich")], {"numpy": "1.26", "rich": "15"}.get)
     ['numpy>=2 (here: 1.26)']
@@ -134,18 +134,18 @@ def unmet(requirements: Iterable[Requirement], installed: VersionOf) -> list[str
 
 
 def check_needs(needs: dict[str, list[Requirement]], installed: VersionOf) -> Check:
-    """Looks whether what the packages need of others is there, as `pip check` does."""
+    """Checks the requirements of the packages, as `pip check` does."""
     others = [name for name in TENSORFLOWS[1:] if installed(name)]
     faults = []
     for name, requirements in needs.items():
-        # Another build of TensorFlow has another name; its version is looked at elsewhere.
+        # Another build of TensorFlow has another name; another check covers its version.
         kept = [each for each in requirements if not (others and each.name == "tensorflow")]
         faults += [f"{name} needs {fault}" for fault in unmet(kept, installed)]
     count = sum(len(requirements) for requirements in needs.values())
     if faults:
         return Check("their needs", FAILURE, "; ".join(faults), "pip install the versions needed.")
     if not count:
-        return Check("their needs", UNKNOWN, "no package tells what it needs")
+        return Check("their needs", UNKNOWN, "no package lists its requirements")
     return Check("their needs", OK, f"{count} requirements hold")
 
 
@@ -163,7 +163,7 @@ def check_mpi(installed: VersionOf) -> Check:
 
 
 def check_hidden(folder: Path) -> Check:
-    """Looks for files in a folder that Python would take for a package.
+    """Looks for files in a folder that Python would import instead of a package.
 
     Args:
         folder: Where programs are started: it comes first when Python looks for modules.
@@ -191,7 +191,7 @@ def check_pitfalls(
     home: Path | None = None,
     installed: VersionOf = version_of,
 ) -> list[Check]:
-    """Looks for the traps.
+    """Looks for the pitfalls.
 
     Args:
         environ: The environment.
@@ -210,7 +210,7 @@ def check_pitfalls(
         Check(
             "order in the program",
             UNKNOWN,
-            "the doctor does not read programs; tfmulti tells when it goes wrong",
+            "the doctor does not read programs; tfmulti raises an error in that case",
             "Create the strategy before the first operation of TensorFlow, and one only in a "
             "process: in a notebook restart the kernel first, or use notebook_launch.",
         ),
@@ -229,7 +229,7 @@ def read_keras_file(path: Path) -> tuple[dict, str]:
 
 
 def check_backend(environ: Mapping[str, str], path: Path) -> Check:
-    """Looks whether Keras will use TensorFlow."""
+    """Checks that Keras will use TensorFlow."""
     name = "backend of Keras"
     settings, _ = read_keras_file(path)
     chosen, place = settings.get("backend", "tensorflow"), str(path)
@@ -244,7 +244,7 @@ def check_backend(environ: Mapping[str, str], path: Path) -> Check:
 
 
 def check_keras_file(path: Path) -> Check:
-    """Looks for settings of keras.json that change results, and that only this host may have."""
+    """Looks for settings in keras.json that change results, and that other hosts may lack."""
     name = "keras.json"
     settings, fault = read_keras_file(path)
     if fault:
@@ -261,7 +261,7 @@ def check_keras_file(path: Path) -> Check:
 
 
 def check_legacy(environ: Mapping[str, str], installed: VersionOf) -> Check:
-    """Looks for Keras 2 in the place of Keras 3."""
+    """Looks for Keras 2 instead of Keras 3."""
     name = "Keras 2"
     version = installed("tf_keras") or installed("tf-keras")
     if environ.get("TF_USE_LEGACY_KERAS") in _TRUE:
@@ -275,7 +275,7 @@ def check_legacy(environ: Mapping[str, str], installed: VersionOf) -> Check:
 
 
 def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, str]) -> Check:
-    """Looks whether several workers of this host would take the same GPUs."""
+    """Checks whether several workers of this host would use the same GPUs."""
     name = "GPUs and workers"
     if cluster is None or not num_gpus:
         return Check(name, UNKNOWN, "no GPU here" if not num_gpus else "no cluster here")
@@ -289,7 +289,7 @@ def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, 
 
 
 def check_libraries(environ: Mapping[str, str], installed: VersionOf) -> Check:
-    """Looks for libraries of CUDA that come before those of TensorFlow's packages."""
+    """Looks for CUDA libraries that would be loaded instead of those of TensorFlow's packages."""
     name = "LD_LIBRARY_PATH"
     folders = [Path(each) for each in environ.get(name, "").split(":") if each]
     found = [str(path) for each in folders for kind in _LIBRARIES for path in each.glob(kind)]

@@ -1,4 +1,4 @@
-"""One worker's open door while the doctors of all workers visit one another."""
+"""The listener of one worker while the doctors of all workers connect to one another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PING, LOAD, BYE = b"ping", b"load", b"bye"
 GO, BUSY, DONE = b"go", b"busy", b"done"
 MAX_LOAD_BYTES = 1 << 30
 LINE_S = 5.0
-"""Seconds for a stranger to say who it is."""
+"""Seconds for a new connection to send its first message."""
 
 
 @dataclasses.dataclass
@@ -83,10 +83,10 @@ class Listener:
         self._places = threading.Semaphore(_MAX_VISITORS)
 
     def __enter__(self) -> Listener:
-        """Begins to listen.
+        """Starts to listen.
 
         Raises:
-            RendezvousError: Where nothing can listen at this worker's address.
+            RendezvousError: If it cannot listen at this worker's address.
         """
         self._sockets = open_listeners(self.round.cluster)
         self._threads = [
@@ -102,7 +102,7 @@ class Listener:
     def __exit__(self, *_) -> None:
         """Frees the port."""
         self._ended.set()
-        # A socket that somebody still waits at is not closed.
+        # A socket is not closed while a thread waits for it.
         for thread in self._threads:
             thread.join()
         for each in self._sockets:
@@ -136,7 +136,7 @@ class Listener:
             self._places.release()
 
     def _admit(self, connection, reader, machine) -> int | None:
-        """Returns the visitor's position; None where it is refused, and has been told why."""
+        """Returns the visitor's position; None after it has refused one."""
         connection.settimeout(LINE_S)
         random = secrets.token_hex(16)
         connection.sendall(messages.write_greeting(random))
@@ -150,7 +150,7 @@ class Listener:
         if type(index) is not int or not isinstance(instance, str):
             raise messages.MessageError("a message of another version")
         if said.get("round") != self.round.name:
-            # It is ahead of this worker: it comes again.
+            # It is in a later round than this worker, and will retry.
             raise messages.MessageError("another round")
         answer = {"notes": self.notes}
         context = random + instance
@@ -159,7 +159,7 @@ class Listener:
         return index
 
     def _turn_away(self, connection, reader, line):
-        """Tells why, without a code: who has no token could not check one."""
+        """Sends the reason unsigned: a visitor without the token could not check a signature."""
         reason = {"token_is_given": self.round.token.is_given}
         if not self.round.token.is_given:
             spec = self.round.cluster.spec
@@ -218,7 +218,7 @@ class Listener:
 
 
 def _wait_for_end(connection, reader):
-    # Who closes first throws away what the other has not read yet.
+    # Closing first would discard data that the other side has not read yet.
     connection.settimeout(LINE_S)
     reader.read(1)
 
@@ -233,7 +233,7 @@ def read_line(reader) -> bytes:
     """Reads one line of a message.
 
     Raises:
-        EOFError: Where the other side has ended.
+        EOFError: If the other side has closed the connection.
         MessageError: Where it is too long.
     """
     line = reader.readline(messages.MAX_BYTES)

@@ -1,4 +1,4 @@
-"""A visit to another worker: who it is, how far away, how late its clock, how fast the way."""
+"""Connects to another worker: its identity, the round trip, its clock, the bandwidth."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REST_S = (0.01, 0.1)
 
 @dataclasses.dataclass
 class Visit:
-    """What was found at another worker.
+    """The results of a visit to another worker.
 
     Attributes:
         index: Its position in `cluster.tasks`.
@@ -69,10 +69,10 @@ class Visitor:
         self.round = round_
 
     def visit(self, found: Visit) -> None:
-        """Comes as often as needed until it has been received, or time is over.
+        """Connects as often as needed until it succeeds, or the timeout expires.
 
         Args:
-            found: Where to write what is found.
+            found: Receives the results.
         """
         while self.round.left_s:
             try:
@@ -96,7 +96,7 @@ class Visitor:
         host, port = split_address(self.round.cluster.spec[kind][number])
         limit = max(0.1, min(LINE_S, self.round.left_s))
         with socket.create_connection((host, port), timeout=limit) as connection:
-            # A connection from a port to itself succeeds where nobody listens.
+            # A connection from a port to itself succeeds although nothing listens.
             if connection.getsockname() == connection.getpeername():
                 raise ConnectionRefusedError("connection refused")
             prepare(connection)
@@ -142,7 +142,7 @@ class Visitor:
             size = int(min(max(found.bytes_per_s * self.round.load_s, _FIRST_LOAD), MAX_LOAD_BYTES))
 
     def _load(self, connection, reader, size) -> float | None:
-        """Returns the seconds of sending; None where time is over before both have a turn."""
+        """Returns the seconds of sending; None if the timeout expires before both have a turn."""
         while left_s := self.round.left_s:
             if not self.round.loading.acquire(timeout=left_s):
                 return None
@@ -160,7 +160,7 @@ class Visitor:
                     raise EOFError
             finally:
                 self.round.loading.release()
-            # Two that wait for each other must not try again at the same time for ever.
+            # Random delays, so that two workers do not retry at the same time forever.
             time.sleep(random.uniform(*_REST_S))
         return None
 

@@ -1,4 +1,4 @@
-"""All workers of the cluster: each visits each, at its own address, and compares notes."""
+"""Checks all workers of the cluster: each connects to each, and compares settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfmulti.rendezvous.errors import RendezvousError, check_alike, name_worker
 from tfmulti.rendezvous.messages import digest_cluster, find_token
 
 LOAD_S, ALL_LOADS_S = 0.5, 20.0
-"""Seconds that one speed, and all of a worker's, are measured for."""
+"""Seconds to measure one speed, and all speeds of a worker."""
 
 _ALIKE = ("tfmulti", "tensorflow", "keras", "numpy", "nvidia-nccl-cu12")
 _LATE_S = 1.0
@@ -33,7 +33,7 @@ _SKEW = "clocks of the workers"
 def describe_worker(
     cluster: Cluster, gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ
 ) -> dict:
-    """Returns what this worker tells the others: what must be alike, and the rest."""
+    """Returns the description of this worker for the others: settings that must agree, and more."""
     alike = {"cluster": {kind: list(each) for kind, each in cluster.spec.items()}}
     alike["python"] = ".".join(platform.python_version_tuple()[:2])
     for name in _ALIKE:
@@ -65,9 +65,9 @@ def visit_all(
         What was found at each other worker, and who has come to this one.
 
     Raises:
-        RendezvousError: Where nothing can listen at this worker's address.
+        RendezvousError: If it cannot listen at this worker's address.
     """
-    # Whether a token is given is a line of its own.
+    # Another check reports whether a token is given.
     secret = environ.get(environment.TOKEN)
     token = find_token(cluster, secret or digest_cluster(cluster), {})
     if not secret:
@@ -88,7 +88,7 @@ def visit_all(
         refused = {found.index for found in visits if found.refused}
 
         def is_over():
-            # Who refuses this worker is let in once too, so that it hears of it as well.
+            # A worker that refuses this one is admitted once, so that it reports that too.
             done = listener.left | (refused & listener.turned_away)
             return listener.twice or not set(others) - done
 
@@ -137,13 +137,13 @@ def check_peers(
 
 
 def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
-    """Waits until all workers are here, so that a launcher ends none before it has spoken."""
+    """Waits for all workers, so that a launcher ends none before it has reported."""
     with contextlib.suppress(RendezvousError):
         visit_all(cluster, {}, timeout_s, environ, measures=False)
 
 
 def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float) -> Check:
-    """Judges one other worker.
+    """Checks one other worker.
 
     Args:
         cluster: The cluster.
@@ -165,7 +165,7 @@ def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float
     if found.fault:
         return Check(name, WARNING, f"{text}; {found.fault}", "Give it longer: --start_timeout.")
     slow = found.bytes_per_s is not None and found.bytes_per_s < _SLOW_BYTES_PER_S
-    # Between workers of one host the speed is that of its processors.
+    # Between workers of one host the CPU limits the speed.
     if (slow and not same) or (found.round_trip_s or 0.0) > _FAR_S:
         hint = "Gradients travel this way each step: use a faster network, or NCCL_SOCKET_IFNAME."
         return Check(name, WARNING, f"{text}: slow", hint)
@@ -188,7 +188,7 @@ def _missing(name, found, came, timeout_s) -> Check:
 
 
 def judge_clocks(cluster: Cluster, visits: Sequence[Visit]) -> Check:
-    """Looks for clocks that go wrong by more than a second."""
+    """Looks for clocks that differ by more than a second."""
     known = [found for found in visits if found.ahead_s is not None]
     if not known:
         return Check(_SKEW, UNKNOWN, "no other worker could be asked")
@@ -203,7 +203,7 @@ def judge_clocks(cluster: Cluster, visits: Sequence[Visit]) -> Check:
 
 
 def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Check]:
-    """Compares what the workers say of themselves.
+    """Compares the descriptions of the workers.
 
     Args:
         cluster: The cluster.

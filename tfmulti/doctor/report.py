@@ -1,4 +1,4 @@
-"""One line of the doctor, and the table of all of them."""
+"""The result of one check, and the table of all results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OK, WARNING, FAILURE, UNKNOWN = "ok", "warning", "failure", "unknown"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What was looked at, how it is, and what to do.
+    """The name of a check, its result, and a hint.
 
     Attributes:
         name: What was looked at.
@@ -33,7 +33,7 @@ class Check:
 
 
 def worst(statuses) -> str:
-    """Returns the gravest of several statuses.
+    """Returns the most severe of several statuses.
 
     >>> worst(["ok", "warning", "unknown"]), worst([])
     ('warning', 'ok')
@@ -43,7 +43,7 @@ def worst(statuses) -> str:
 
 
 def megabytes(count: float) -> str:
-    """Returns a number of bytes for people, in powers of ten.
+    """Returns a readable number of bytes, in powers of ten.
 
     >>> megabytes(64e6), megabytes(16.04e9)
     ('64 MB', '16.0 GB')

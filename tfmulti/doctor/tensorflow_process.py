@@ -1,4 +1,4 @@
-"""Other programs asked with a deadline; TensorFlow among them, for it may crash there, or hang."""
+"""Runs other programs with a timeout, including TensorFlow, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a program answered.
+    """The output of a program.
 
     Attributes:
         text: Its standard output.
@@ -36,7 +36,7 @@ class Output:
 def run(
     command: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
 ) -> Output:
-    """Runs a program and waits for it; ends it, and what it started, when time is over.
+    """Runs a program and waits for it; after the timeout ends it and its children.
 
     Args:
         command: The program and its arguments.
@@ -104,7 +104,7 @@ print("tfmulti.doctor: " + json.dumps(facts), flush=True)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What TensorFlow said.
+    """The report of the TensorFlow process.
 
     Attributes:
         facts: `seconds`, `tensorflow`, `keras`, `backend`, `build` and `gpus`; None where it
@@ -125,13 +125,13 @@ def ask(timeout_s: float, command: Sequence[str] = (sys.executable, "-c", SCRIPT
         timeout_s: Seconds that it has.
         command: What to run.
     """
-    # Another backend of Keras is a trap with a line of its own; the rest can be asked meanwhile.
+    # Another check reports a different Keras backend; use TensorFlow here to check the rest.
     env = {"TF_CPP_MIN_LOG_LEVEL": "0", "KERAS_BACKEND": "tensorflow"}
     return read_report(run(command, timeout_s, env))
 
 
 def read_report(output: Output) -> Report:
-    """Returns what the process said, or how it failed.
+    """Returns the report of the process, or how it failed.
 
     >>> read_report(Output(fault="exit code -11", returncode=-11)).fault
     'it was ended by SIGSEGV'
@@ -139,10 +139,10 @@ def read_report(output: Output) -> Report:
     marked = [line for line in output.text.splitlines() if line.startswith(_MARK)]
     lines = [line.strip() for line in output.errors.splitlines() if line.strip()]
     if marked:
-        # GPUs may fail when the process ends, after everything has been said.
+        # GPUs may fail when the process exits, after the report is complete.
         facts = json.loads(marked[-1].removeprefix(_MARK))
         about = [line for line in lines if any(sign in line for sign in _ABOUT_GPUS)]
-        # Without the time and the process, which each line begins with.
+        # Without the time and process at the start of each line.
         words = [line.partition("] ")[2] or line for line in about]
         return Report(facts, words="; ".join(dict.fromkeys(words)))
     is_error = lines and _PYTHON_ERROR.match(lines[-1])
@@ -155,7 +155,7 @@ def read_report(output: Output) -> Report:
 
 
 def check_import(report: Report) -> Check:
-    """Judges the import of TensorFlow and Keras."""
+    """Checks the import of TensorFlow and Keras."""
     name = "import of TensorFlow"
     if report.facts is None:
         last = f"; its last words: {report.words}" if report.words else ""

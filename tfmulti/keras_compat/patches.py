@@ -25,7 +25,7 @@ def untuned(create):
 
 
 def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset without tf.data's tuning thread, unless its author has asked for it.
+    """Returns a dataset without tf.data's tuning thread, unless its author has enabled it.
 
     Parallel maps that are left to it then take a thread for each core.
     """
@@ -36,10 +36,10 @@ def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-def build_from_one_share(
+def build_from_one_replica(
     original, first_local_value, before_pass, build_by_step, once_built, refuse
 ):
-    """Builds a model from one replica's share instead of from the mean over replicas.
+    """Builds a model from one replica's batch instead of from the mean over replicas.
 
     A Python generator loses no batch to it.
 
@@ -155,12 +155,12 @@ def _build_by_call(model, strategy, batch):
             optimizer.build(model.trainable_variables)
 
 
-def count_shares_in_moments(original, current_replica_batch):
-    """Leaves an empty replica's filler row out of synchronized batch statistics.
+def count_replica_rows_in_moments(original, current_replica_batch):
+    """Leaves an empty replica batch's padding row out of synchronized batch statistics.
 
     Args:
         original: Keras's own function.
-        current_replica_batch: Function that returns the share of the replica that is being traced,
+        current_replica_batch: Function that returns the batch of the replica that is being traced,
             or None.
     """
 
@@ -188,7 +188,7 @@ def count_masks_of_all_replicas(original, current_replica_batch):
 
     Args:
         original: Keras's own method.
-        current_replica_batch: Function that returns the share of the replica that is being traced,
+        current_replica_batch: Function that returns the batch of the replica that is being traced,
             or None.
     """
 
@@ -216,7 +216,7 @@ def keep_means(original, keeps_means):
 
     Args:
         original: Keras's own function of a value.
-        keeps_means: Function that tells whether losses are averaged over replicas later.
+        keeps_means: Function that returns whether losses are averaged over replicas later.
     """
 
     def scale(value):

@@ -58,7 +58,7 @@ def replaced_ops(replace: Callable) -> Iterator[None]:
     scope, local = _Scope(replace), context.context()._thread_local_data
     before, callbacks = _current(), local.op_callbacks
     _install(scope)
-    # A list of its own: the threads of replicas share their parent's.
+    # A separate list: the threads of replicas share that of their parent.
     others = [callback for callback in callbacks if callback is not _on_created]
     _LOCAL.scope, local.op_callbacks = scope, [*others, _on_created]
     try:
@@ -228,7 +228,7 @@ class Draws:
         """Leaves rows in their order where they are sorted by random numbers alone.
 
         `keras.random.shuffle` sorts what was drawn, times and plus a number. A permutation of
-        the batch is none of its shares.
+        the batch is none of its replica batches.
         """
         if not (isinstance(inputs[0], tf.Tensor) and inputs[0].ref() in self._ordered):
             return None
@@ -262,7 +262,7 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
     """Replaces what is drawn at random by numbers that depend on draw, row and column alone.
 
     A replica with rows 3 and 4 of the global batch then draws for them what one device draws
-    for its rows 3 and 4: a step on shares can be compared with the step on the whole batch.
+    for its rows 3 and 4: replica batches can be compared with the whole batch.
     It holds in this thread alone, for every op that is created or run in it: in graphs, in
     bodies of `tf.cond` and `tf.while_loop`, eagerly, and in every `tf.function` that is called,
     which is traced anew, and again after it. A replica has a thread of its own: enter it within
@@ -277,7 +277,7 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
     Entry i of a tensor with `k * num_rows` entries on its first axis belongs to row
     `first_row + i // k`: what `tf.repeat`, or folding `(batch, time)`, makes. Any other tensor
     has no rows: its entry i is the same on every replica. What is taken for rows by chance, of
-    a fixed size that `num_rows` divides, differs between shares; it cannot where graphs are made
+    a fixed size that `num_rows` divides, differs between replicas; it cannot where graphs are made
     for any number of rows: a size that is known then, while `num_rows` is not, has no rows.
 
     Not seen: Python's `random` and NumPy, which draw as a graph is made (`keras.layers.AugMix`

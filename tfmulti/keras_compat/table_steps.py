@@ -18,7 +18,7 @@ _SHAPES = '"Shape mismatch in the collective instance"'
 _STEPS = (
     model_entry(
         "_maybe_symbolic_build",
-        patches.build_from_one_share,
+        patches.build_from_one_replica,
         '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" where '
         "the first batch does not divide, \"'RaggedTensor' object has no attribute 'device'\", "
         '"Unable to automatically build the model", data that only a `train_step` understands',
@@ -30,7 +30,7 @@ _STEPS = (
         "_make_function",
         steps.mark_steps,
         "a step that is a tf.function, a partial or a lambda taken for a function of a script's "
-        "own, which trains each replica on its own share",
+        "own, which trains each replica on its own rows",
         "test_canary_a_step_by_another_name",
         arguments=("step_function",),
     ),
@@ -173,8 +173,8 @@ _LAYERS = (
     scope_entry(
         keras_nn,
         "_compute_moments_sync",
-        patches.count_shares_in_moments,
-        "the filler row of a replica without rows in synchronized batch statistics",
+        patches.count_replica_rows_in_moments,
+        "the padding row of an empty replica batch in synchronized batch statistics",
         "test_canary_batch_statistics_count_every_row",
         needs=("current_replica_batch",),
         arguments=("x", "axes", "keepdims"),

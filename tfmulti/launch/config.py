@@ -1,4 +1,4 @@
-"""What one job is started from, checked before anything starts."""
+"""The settings of a job, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LaunchConfig:
     """One job; every setting is a flag of `python -m tfmulti.launch`.
 
     Raises:
-        ValueError: For a value that cannot be, or that does not go with another.
+        ValueError: For a value that is invalid or incompatible with another.
 
     Example:
     >>> LaunchConfig(num_workers=2).max_restarts
@@ -23,7 +23,7 @@ class LaunchConfig:
 
     num_workers: int | None = setting(None, "Workers to start on this machine.", at_least=1)
     max_restarts: int = setting(
-        0, "Restarts after a failure at most; preempted workers do not count.", at_least=0
+        0, "Maximum number of restarts after a failure; preemptions do not count.", at_least=0
     )
     start_timeout: float | None = setting(
         None, "Seconds that workers wait for one another; by default their own 60.", at_least=0.001
@@ -46,10 +46,10 @@ class LaunchConfig:
     base_port: int = setting(2222, "First port of a host in --hosts that names none.", at_least=1)
 
     mpi: bool = setting(False, "Make the workers one MPI job, as mpiexec does.")
-    pin: bool = setting(False, "Pin each worker to its share of this machine's cores.")
+    pin: bool = setting(False, "Pin each worker to its part of this machine's cores.")
     threads: int | None = setting(
         None,
-        "Threads of an operation in each worker; by default its share of the cores.",
+        "Threads of an operation in each worker; by default its part of the cores.",
         at_least=0,
     )
     allocator: str = setting(
@@ -66,12 +66,12 @@ class LaunchConfig:
             )
         if self.mpi and self.hosts is not None:
             raise ValueError(
-                "`mpi` goes with num_workers, on this machine. "
+                "`mpi` needs num_workers, on this machine. "
                 f"Received: mpi={self.mpi}, hosts={self.hosts}. "
                 "Start a job on several hosts with mpiexec, without this launcher."
             )
         if self.host_index is not None and self.hosts is None:
             raise ValueError(
-                "`host_index` goes with hosts. "
+                "`host_index` can be used with hosts only. "
                 f"Received: host_index={self.host_index}, hosts=None. Leave --host_index out."
             )

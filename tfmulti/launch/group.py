@@ -1,4 +1,4 @@
-"""One start of all workers of this machine, each under a guard."""
+"""Starts all workers of this machine once, each under a supervisor."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class _Worker:
 
 
 class Group:
-    """The workers of one start. Used in a `with` statement, none outlives it.
+    """The workers of one start. Use it in a `with` statement, which no worker outlives.
 
     Args:
         command: The program and its arguments.
         environments: For each worker's index, the variables to set besides this process's.
         logs: For each worker's index, its log.
-        events: Where an `Ended` is put for each worker that ends.
-        heading: A line for the logs, before what the workers write.
+        events: A queue that receives an `Ended` for each worker that ends.
+        heading: A line for the logs, before the output of the workers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Group:
             worker.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills all workers and what they have started, and waits until all are gone."""
+        """Kills all workers and their child processes, and waits until all are gone."""
         for worker in self._workers:
             if worker.life >= 0:
                 os.close(worker.life)
@@ -87,7 +87,7 @@ class Group:
         try:
             with self._logs[index].open_for_worker(self._heading) as log:
                 process = subprocess.Popen(
-                    # -I and -S: nothing in the user's environment can keep the guard from starting.
+                    # -I and -S: the user's environment cannot keep the supervisor from starting.
                     [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), str(theirs)]
                     + self._command,
                     env=environ,
@@ -95,7 +95,7 @@ class Group:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs],
-                    # Ctrl-C comes to the launcher alone, which passes it on.
+                    # Only the launcher receives Ctrl-C, and forwards it.
                     start_new_session=True,
                 )
         except BaseException:
@@ -116,7 +116,7 @@ class Group:
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue):
-    """Puts the number of each SIGTERM, SIGINT and SIGHUP into a queue meanwhile.
+    """Puts the number of each SIGTERM, SIGINT and SIGHUP into a queue within the context.
 
     What is ignored already, as SIGHUP under `nohup`, stays so. Python gives signals to its main
     thread alone; in another one nothing comes.

@@ -1,4 +1,4 @@
-"""A job: all workers started together, and started again where that can help."""
+"""A job: starts all workers together, and restarts them after failures that may not recur."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfmulti.launch.logs import Ended, Log, open_logs
 from tfmulti.launch.pmi import ProcessManager
 
 PEERS_GRACE_S = 5.0
-"""Seconds at most for the others to end after one has failed: they can do nothing together."""
+"""Maximum seconds for the other workers to end after one has failed."""
 
 CAUSE_S = 5.0
 """Seconds to wait for the cause where workers say that they have lost a peer."""
@@ -33,7 +33,7 @@ FIRST_DELAY_S = 1.0
 
 _LOOK_S = 0.05
 _LONGEST_DELAY_S = 30.0
-# Errors of the program or the user: nothing is better the next time.
+# Errors of the program or the user: a restart would not help.
 _PERMANENT = (1, 2)
 
 
@@ -83,7 +83,7 @@ class Job:
         self._has_progress = False
 
     def run(self) -> int:
-        """Starts the workers, restarts them after failures, and tells what went wrong.
+        """Starts the workers, restarts them after failures, and prints what went wrong.
 
         Returns:
             0 where all workers are done, else the first failure's exit code, or 128 and the
@@ -132,7 +132,7 @@ class Job:
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
         common = {environment.RESTARTS: str(self._restarts), "PYTHONUNBUFFERED": "1"}
-        # A worker's own words are not to be lost among those of TensorFlow's services.
+        # The worker's output must not be lost among the log lines of TensorFlow's services.
         common["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")
         if token:
             common[environment.TOKEN] = token
@@ -165,7 +165,7 @@ class Job:
             if isinstance(event, Ended):
                 ended.append(event)
             elif event is not None:
-                # Who asks twice does not want to wait.
+                # A second signal means: do not wait.
                 wait_s = self.config.grace if signalled is None else 0.0
                 signalled = signalled or int(event)
                 kill_at = time.monotonic() + wait_s
@@ -185,7 +185,7 @@ class Job:
         return Outcome(ended, first, signalled)
 
     def _next_event(self, wait_s):
-        """Returns the next event, or None; shows what the workers have written meanwhile."""
+        """Returns the next event, or None; shows new output of the workers while it waits."""
         try:
             return self._events.get(timeout=wait_s) if wait_s else None
         except queue.Empty:
@@ -200,7 +200,7 @@ class Job:
         if not preempted:
             if first.returncode in _PERMANENT and not self._has_progress:
                 if self.config.max_restarts:
-                    self.print_fn("Not restarted: it failed before any training step was done.")
+                    self.print_fn("Not restarted: it failed before the first training step.")
                 return None
             if self._counted >= self.config.max_restarts:
                 return None
@@ -222,13 +222,13 @@ class Job:
         return None
 
     def _tell_who_hangs(self, first, ended):
-        """Names those that others can have lost, where none has failed by itself."""
+        """Names the workers that still run if all others report a lost peer."""
         if first.returncode != environment.PEER_LOST:
             return
         running = sorted(set(self._logs) - {each.index for each in ended})
         if running:
             names = ", ".join(f"worker {index}" for index in running)
-            self.print_fn(f"No other has failed by itself; still running: {names}")
+            self.print_fn(f"No worker has failed on its own; still running: {names}")
 
     def _tell_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:
@@ -238,7 +238,7 @@ class Job:
         log.show_rest()
         self.print_fn(f"worker {first.index} {first.describe()} (log: {log.path})")
         if first.returncode == -signal.SIGKILL:
-            self.print_fn("If nobody has killed it, this host had no memory left: see dmesg.")
+            self.print_fn("Unless somebody killed it, this host ran out of memory: see dmesg.")
         words = logs.log_tail(log.since_start())
         if words:
             self.print_fn(

@@ -1,4 +1,4 @@
-"""What a worker writes, its last lines, and which worker failed first."""
+"""The log of each worker, its tail, and which worker failed first."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell tells it: 128 and the number of a signal."""
+        """The exit code as a shell reports it: 128 plus the number of a signal."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def describe(self) -> str:
-        """Says how it ended.
+        """Describes how it ended.
 
         Example:
         >>> Ended(1, -9, 12.3).describe(), Ended(1, 3, 0.5).describe()
@@ -59,7 +59,7 @@ class Ended:
 
 
 def first_failure(ended: Sequence[Ended]) -> Ended | None:
-    """Returns the first that failed, in the order given; who lost a peer only if no other did.
+    """Returns the first worker that failed; one that lost a peer only if no other failed.
 
     Example:
     >>> first_failure([Ended(0, 144, 1.0), Ended(2, 0, 1.1), Ended(1, 1, 1.2)]).index
@@ -71,7 +71,7 @@ def first_failure(ended: Sequence[Ended]) -> Ended | None:
 
 
 def log_tail(text: str) -> str:
-    r"""Returns the traceback or the error that a log ends with, else its last lines.
+    r"""Returns the traceback or the error at the end of a log, else its last lines.
 
     Example:
     >>> log_tail("Epoch 1\nerror: No data. Received: 0.\n(--traceback shows more)\n")
@@ -120,10 +120,10 @@ _RUNTIME_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d+|WARNING: All log message
 class Log:
     """The log file of one worker, over all restarts.
 
-    A file and no pipe: a worker never waits for somebody to read what it writes.
+    It is a file and not a pipe, so that a worker never waits for a reader.
 
     Args:
-        path: The file; what it had is gone.
+        path: The file; its old content is deleted.
         name: The worker's name, before each line on the terminal.
         shown: Whether its lines go to the terminal.
         terminal: Where they go.
@@ -147,20 +147,20 @@ class Log:
         return file
 
     def show_new(self) -> None:
-        """Shows the whole lines that are new."""
+        """Shows new complete lines."""
         while self.shown and (piece := self._reader.read(_PIECE)):
             *lines, self._rest = (self._rest + piece).split(b"\n")
             self._write(lines)
 
     def show_rest(self) -> None:
-        """Shows what is new, and a last line without an end too."""
+        """Shows all new output, including an incomplete last line."""
         self.show_new()
         if self._rest:
             self._write([self._rest])
             self._rest = b""
 
     def since_start(self, most: int = 1 << 20) -> str:
-        """Returns what the worker has written since it was last started, or the end of it.
+        """Returns the output of the worker since its last start, or the end of it.
 
         Args:
             most: Bytes at most.
@@ -180,7 +180,7 @@ class Log:
             for line in lines:
                 self._terminal.write(self._prefix + line + b"\n")
             self._terminal.flush()
-        except (OSError, ValueError):  # The terminal, or who read from the pipe, has gone.
+        except (OSError, ValueError):  # The terminal, or the reader of the pipe, has gone.
             self.shown = False
 
 

@@ -1,4 +1,4 @@
-"""Which workers run where, and what each gets of its machine."""
+"""Places workers on hosts, and divides the cores of a machine among its workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tf_configs_here(
 ) -> dict[int, str]:
     """Returns the TF_CONFIG of each worker that this launcher starts, by the worker's index.
 
-    On this machine the ports are free ones, others at each call; those of a hosts file are fixed.
+    On this machine it chooses free ports at each call; those of a hosts file are fixed.
 
     Raises:
         ValueError: For a hosts file that cannot be read, or that has no line for this host.
@@ -118,10 +118,10 @@ def find_host_index(
 
 
 CORES = "TFMULTI_CORES"
-"""The cores that the guard pins its worker to, as `0,1`."""
+"""The cores to which the supervisor pins its worker, such as `0,1`."""
 
-# glibc then takes no memory by mmap, and gives none back: large gradients come from pages that
-# are there already. It reads them when a process starts.
+# With these, glibc uses no mmap and returns no memory: large gradients reuse existing pages. glibc
+# reads them when a process starts.
 _KEEP = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
@@ -145,7 +145,7 @@ def variables(config: LaunchConfig, place: int, num_here: int, cores=None) -> Ma
     '2,3'
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    mine = share_of(cores, place, num_here)
+    mine = part_of(cores, place, num_here)
     chosen = {}
     if config.pin:
         chosen[CORES] = ",".join(str(core) for core in mine)
@@ -158,10 +158,10 @@ def variables(config: LaunchConfig, place: int, num_here: int, cores=None) -> Ma
     return chosen
 
 
-def share_of(cores: list[int], place: int, num_here: int) -> list[int]:
-    """Returns a worker's cores; they differ by one at most, and are shared where there are few.
+def part_of(cores: list[int], place: int, num_here: int) -> list[int]:
+    """Returns a worker's cores; the counts differ by at most one. Few cores are shared.
 
-    >>> [share_of([0, 1, 2], place, 2) for place in range(2)], share_of([0], 1, 2)
+    >>> [part_of([0, 1, 2], place, 2) for place in range(2)], part_of([0], 1, 2)
     ([[0], [1, 2]], [0])
     """
     if len(cores) < num_here:

@@ -1,10 +1,10 @@
-"""Lets the workers of one start be one MPI job, by the protocol that `mpiexec` speaks with them.
+"""Makes the workers one MPI job, with the protocol that `mpiexec` uses.
 
 MPI's processes find one another through their process manager: each puts its address into a table,
 waits for all, and reads the others'. The protocol is PMI version 1 (lines of `key=value`), which
-MPICH and Intel MPI speak: https://github.com/pmodels/mpich/tree/main/src/pmi. With a manager of
-its own the launcher keeps each worker under its guard: `mpiexec` kills all when one fails, before
-they can say why, and has exit codes of its own.
+MPICH and Intel MPI use: https://github.com/pmodels/mpich/tree/main/src/pmi. With its own process
+manager the launcher keeps each worker under its supervisor. `mpiexec` would kill all workers when
+one fails, before they can report why, and would change their exit codes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ProcessManager:
 
     def _serve(self, connection):
         def send(text):
-            # Who has gone meanwhile is noticed by others than MPI.
+            # The launcher itself detects a worker that has ended.
             with contextlib.suppress(OSError):
                 connection.sendall(f"{text}\n".encode())
 

@@ -1,10 +1,10 @@
-"""A small process that each worker runs under, so that nothing of it is ever left behind.
+"""A small process that runs each worker, so that no child process is ever left behind.
 
-It is a program of its own and imports no other module of this package: it starts in milliseconds,
-and is there even where the launcher is killed. Its file descriptor `life` is closed by the kernel
-when the launcher is gone, or by the launcher: then the worker and all that it has started, in
-whatever session, are killed. When the worker ends by itself the same is done with what it has left.
-SIGTERM and SIGINT are passed on to the worker alone.
+It is a separate program that imports no other module of this package: it starts in milliseconds,
+and survives if the launcher is killed. When the launcher exits, the kernel closes the file
+descriptor `life`; the launcher can also close it. The supervisor then kills the worker and all its
+descendants, in any session. When the worker exits, it kills the remaining descendants. It forwards
+SIGTERM and SIGINT to the worker only.
 """
 
 import os
@@ -16,7 +16,7 @@ import time
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 _HANDLED = (*_FORWARDED, signal.SIGCHLD)
-# Python ignores these two; a program that it becomes would do so too.
+# Python ignores these two signals; a program that it executes would inherit that.
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 _CORES = "TFMULTI_CORES"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -27,11 +27,11 @@ def main(life: int, command: list[str]) -> int:
     """Runs a command until it ends or `life` closes, and ends as it did.
 
     Args:
-        life: A file descriptor whose other end is the launcher's.
+        life: A file descriptor whose other end the launcher holds.
         command: The program and its arguments.
 
     Returns:
-        The exit code; where a signal ended the worker, the same signal ends this process.
+        The exit code; if a signal ended the worker, the same signal ends this process.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
@@ -50,7 +50,7 @@ def main(life: int, command: list[str]) -> int:
 
 
 def _start(command, life) -> int:
-    guard = os.getpid()
+    supervisor_pid = os.getpid()
     worker = os.fork()
     if worker:
         return worker
@@ -65,7 +65,7 @@ def _start(command, life) -> int:
         cores = os.environ.get(_CORES)
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-        if os.getppid() == guard:
+        if os.getppid() == supervisor_pid:
             os.execvp(command[0], command)
     except OSError as error:
         message = f"error: The command must be a program that can be run. Received: {command[0]}: "
@@ -84,7 +84,7 @@ def _wait(worker, life, woken) -> int:
             if number in _FORWARDED:
                 os.kill(worker, number)
         while True:
-            # What the worker's children have left is this process's to collect.
+            # Orphans of the worker are children of this process, which must reap them.
             child, status = os.waitpid(-1, os.WNOHANG)
             if child == worker:
                 return status
@@ -93,7 +93,7 @@ def _wait(worker, life, woken) -> int:
 
 
 def _kill_all(worker):
-    """Kills what the worker has left; as each one dies, its children become this process's own."""
+    """Kills all descendants; when one dies, its children become children of this process."""
     _kill(-worker)
     while True:
         for child in _children():
@@ -123,7 +123,7 @@ def _children() -> list[int]:
 
 
 def _prctl(option, value):
-    """Asks the Linux kernel; elsewhere only the worker's own group is ended."""
+    """Calls prctl on Linux; on other systems only the worker's process group is killed."""
     if sys.platform == "linux":
         import ctypes
 

@@ -4,7 +4,7 @@ The workers are processes of their own, started by `tfmulti.launch`, so that it 
 TensorFlow has done in the notebook's kernel. The function goes to them in a file, what it returns
 comes back in another.
 
-`launching` is the notebook's side and `worker` the workers'; `carry` is what takes functions,
+`launching` runs in the notebook and `worker` in the workers; `serialization` transfers functions,
 histories and models from one to the other, `custom` finds the classes of one's own in a model,
 `cells` knows the notebook's cells, and `gpus` divides the GPUs.
 """

@@ -13,26 +13,26 @@ _PIECE = 1 << 16
 
 
 def sources() -> dict[str, list[str]]:
-    """Returns the lines of all code that was typed and lies in no file, by its file's name.
+    """Returns the lines of all code that was typed and is in no file, by its pseudo file name.
 
     With them a worker can show the lines of an error, and TensorFlow can read functions.
     """
     typed = {}
     for name, entry in list(linecache.cache.items()):
-        # One of another length is a promise to read the file later.
+        # An entry of another length is loaded lazily from a file.
         if len(entry) == 4 and not os.path.exists(name):
             typed[name] = entry[2]
     return typed
 
 
 def add_sources(typed: dict[str, list[str]]) -> None:
-    """Makes code known that was typed in another process; see `sources`."""
+    """Registers code that was typed in another process; see `sources`."""
     for name, lines in typed.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def names(typed: dict[str, list[str]]) -> dict[str, str]:
-    """Returns what the notebook calls its cells, `Cell In[3]`, by their files' names."""
+    """Returns the notebook's names of its cells, such as `Cell In[3]`, by their file names."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     compiler = getattr(get_shell(), "compile", None)
     name_of = getattr(compiler, "format_code_name", lambda name: None)
@@ -56,13 +56,13 @@ class CellTerminal:
 
 
 class CellLog(Log):
-    """The log file of a worker whose output appears as if it were the cell's own.
+    """The log file of a worker, shown as output of the cell.
 
     That is without a name in front, and as it comes: Keras's progress bar writes a line over.
     """
 
     def show_new(self) -> None:
-        """Shows what is new."""
+        """Shows new output."""
         while self.shown and (piece := self._reader.read(_PIECE)):
             self._terminal.write(piece)
             self._terminal.flush()

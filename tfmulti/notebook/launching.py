@@ -44,7 +44,7 @@ def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
         return [{} for _ in range(num_workers)]
     if len(visible) < num_workers:
         return [{VISIBLE: _NONE} for _ in range(num_workers)]
-    # As many for each: replicas of a strategy are so many on every worker.
+    # The same number for each: every worker of a strategy has as many replicas.
     each = len(visible) // num_workers
     return [
         {VISIBLE: ",".join(visible[each * index : each * (index + 1)])}
@@ -53,7 +53,7 @@ def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
 
 
 def list_visible(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the GPUs that this process may use, without TensorFlow, which would take them.
+    """Returns the GPUs that this process may use, without TensorFlow, which would allocate them.
 
     >>> list_visible({"CUDA_VISIBLE_DEVICES": "2,3"}), list_visible({"CUDA_VISIBLE_DEVICES": "-1"})
     (['2', '3'], [])
@@ -61,7 +61,7 @@ def list_visible(environ: Mapping[str, str] = os.environ) -> list[str]:
     given = environ.get(VISIBLE)
     if given is not None:
         names = [name.strip() for name in given.split(",")]
-        # CUDA takes those before the first that it does not know.
+        # CUDA uses the entries before the first unknown one.
         bad = next((i for i, name in enumerate(names) if name in ("", _NONE)), len(names))
         return names[:bad]
     return [str(number) for number in range(gpus.count_gpus())]
@@ -193,13 +193,13 @@ def _create_job(folder, config) -> Job:
     visible = dict(enumerate(variables(config.num_workers, list_visible())))
     kind = Log if config.all_output else cells.CellLog
     if config.log_dir is None:
-        # One that is kept until the error has been explained.
+        # This folder is kept until the error has been explained.
         values = {**vars(config), "log_dir": str(folder / "logs")}
         config = LaunchConfig(**values)
     return Job(
         config,
         [sys.executable, "-c", worker.PROGRAM, str(folder)],
-        # The error that is raised says it.
+        # The raised error has that text.
         print_fn=lambda line: None,
         variables=visible,
         create_log=partial(kind, terminal=cells.CellTerminal()),
@@ -223,7 +223,7 @@ def _load_result(folder):
 
 
 def _explain(folder, job, function) -> str:
-    """Says why a worker has failed: its own error first, then where in the user's code."""
+    """Describes why a worker has failed: its error first, then the line of the user's code."""
     first, num_workers = job.outcome.first, job.config.num_workers
     who = f"worker {first.index} of {num_workers}"
     path = worker.folder_of(folder, first.index) / worker.ERROR

@@ -1,4 +1,4 @@
-"""Takes functions, histories and models from one process to another, in the files of a folder."""
+"""Serializes functions, histories and models for another process, in the files of a folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import cloudpickle
 from tfmulti.runtime import command_line
 
 _CONFIG = "config.json"
-# Nothing of the user's is found within these.
+# Objects of these packages hold no objects of the user.
 _OTHERS = ("tensorflow", "numpy", "h5py", "jax", "torch", "threading", "weakref")
 
 
 def objects_of(model, path: Path) -> dict[str, object]:
-    """Returns what `keras.saving.load_model` needs as `custom_objects`.
+    """Returns the `custom_objects` for `keras.saving.load_model`.
 
     Args:
         model: The Keras model.
@@ -51,7 +51,7 @@ def _names_in(config):
         for each in config:
             yield from _names_in(each)
     elif isinstance(config, dict):
-        # A function says its name there, and of its module that it is Python's own.
+        # A function has its name there, and `builtins` as its module.
         is_function = config.get("class_name") == "function"
         name = config.get("config" if is_function else "registered_name")
         if isinstance(name, str) and not str(config.get("module")).startswith("keras"):
@@ -61,7 +61,7 @@ def _names_in(config):
 
 
 def _reachable(model):
-    """Yields the objects that a model is made of, the nearest first."""
+    """Yields the objects that a model holds, the nearest first."""
     waiting, seen = deque([model]), {id(model)}
     while waiting:
         each = waiting.popleft()
@@ -87,18 +87,18 @@ def _parts_of(each):
 
 
 _FILE = "objects.pickle"
-# Making one of these begins TensorFlow, and afterwards it takes no cluster.
+# Creating one of these starts TensorFlow, which then accepts no cluster.
 _KERAS_KINDS = ("Layer", "Metric", "Optimizer", "Variable")
 _TENSORFLOW_KINDS = ("Tensor", "Variable", "data.Dataset", "distribute.Strategy")
 _MESSAGE_LENGTH = 300
 
 
 class SerializationError(Exception):
-    """Something cannot go to another process; the message says what."""
+    """An object cannot be serialized; the message names it."""
 
 
 def save_call(folder: Path, function, args: tuple, kwargs: dict) -> None:
-    """Writes a call of a function, for processes whose TensorFlow has not begun yet.
+    """Serializes a call of a function, for processes that have not started TensorFlow yet.
 
     What `keras.saving.register_keras_serializable` has registered and the function uses is
     registered there too.
@@ -118,7 +118,7 @@ def save_call(folder: Path, function, args: tuple, kwargs: dict) -> None:
 
 
 def names_tensorflow(folder: Path) -> bool:
-    """Returns whether a call may import TensorFlow, as far as the names in it say."""
+    """Returns whether a call may import TensorFlow, judged by the names in it."""
     data = (folder / _FILE).read_bytes()
     return any(name in data for name in (b"keras", b"tensorflow", b"tfmulti"))
 
@@ -138,7 +138,7 @@ def load_call(folder: Path) -> tuple:
 
 
 def save_result(folder: Path, result: object) -> None:
-    """Writes what a function has returned.
+    """Serializes the result of a function.
 
     Raises:
         ValueError: For what only this process can have.
@@ -155,12 +155,12 @@ def save_result(folder: Path, result: object) -> None:
 
 
 def load_result(folder: Path) -> object:
-    """Returns what a function has returned in another process."""
+    """Returns the result of a function in another process."""
     with open(folder / _FILE, "rb") as file:
         return _ResultUnpickler(file, folder).load()
 
 
-# pickle has no error of its own for most of what it cannot do.
+# pickle raises these for most objects that it cannot serialize.
 _FAILURES = (pickle.PicklingError, TypeError, ValueError, AttributeError, SerializationError,
              NotImplementedError, RecursionError)  # fmt: skip
 
@@ -244,7 +244,7 @@ class _ResultUnpickler(pickle.Unpickler):
             return history
         name, custom_objects = parts
         if name not in self._models:
-            # It comes from the user's own function, not from a stranger: lambdas are welcome.
+            # The file comes from the user's own function, so lambdas are safe to load.
             self._models[name] = keras.saving.load_model(
                 self._folder / name, custom_objects=custom_objects, safe_mode=False
             )
@@ -252,7 +252,7 @@ class _ResultUnpickler(pickle.Unpickler):
 
 
 def _find_culprit(function, args, kwargs) -> str | None:
-    """Says by which name a function has what cannot go; None where that is not known."""
+    """Returns the name by which a function refers to an unserializable object, or None."""
     waiting = [*_variables_of(function), ("args", args), ("kwargs", kwargs)]
     seen = set()
     while waiting:
@@ -263,7 +263,7 @@ def _find_culprit(function, args, kwargs) -> str | None:
         try:
             _CallPickler(io.BytesIO()).dump(value)
         except _FAILURES as error:
-            # The function itself is not to blame for what it uses.
+            # Skip the function itself: look for the object that it uses.
             inner = _variables_of(value)
             if not inner:
                 return f"`{name}`: {_describe(error)}"

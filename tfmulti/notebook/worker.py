@@ -1,4 +1,4 @@
-"""What a worker of `notebook_launch` does: calls the function, writes what came of it."""
+"""The worker of `notebook_launch`: calls the function, and writes its result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfmulti.runtime import command_line
 
 SETTINGS = "settings.json"
 ERROR = "error.json"
-# Says where modules are before it imports one: the notebook's own folders come first.
+# Set the import path before any import: the notebook's folders come first.
 PROGRAM = (
     "import json, sys; sys.path[:] = json.load(open(sys.argv[1] + '/settings.json'))['path']; "
     "from tfmulti.notebook import worker; worker.main(sys.argv[1])"
@@ -25,7 +25,7 @@ PROGRAM = (
 
 
 def folder_of(folder: Path, index: int) -> Path:
-    """Returns the folder for what a worker writes."""
+    """Returns the folder for the output of a worker."""
     return folder / f"worker_{index}"
 
 
@@ -35,7 +35,7 @@ def main(folder: str) -> None:
     Args:
         folder: Where the notebook has written the call and the settings.
     """
-    command_line.run_and_leave(lambda: _run(Path(folder)))
+    command_line.run_and_exit(lambda: _run(Path(folder)))
 
 
 def _run(folder) -> int:
@@ -50,7 +50,7 @@ def _run(folder) -> int:
             os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
             command_line.import_tensorflow({})
         function, args, kwargs = serialization.load_call(folder)
-        # Every worker writes its model, since reading one can need the others.
+        # Every worker writes its model, since reading it can be a collective.
         serialization.save_result(own, function(*args, **kwargs))
     except KeyboardInterrupt:
         return command_line.INTERRUPTED
@@ -62,7 +62,7 @@ def _run(folder) -> int:
 
 
 def _fail(error, cluster, own, settings) -> int:
-    """Writes the error for the notebook, tells the others of it; returns the exit code."""
+    """Writes the error for the notebook, reports it to the others; returns the exit code."""
     ending = None
     if "tensorflow" in sys.modules:
         from tfmulti.strategies.peer_errors import end_worker

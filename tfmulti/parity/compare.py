@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class Summary:
-    """What is known of a whole run.
+    """The summary of a run.
 
     Attributes:
         data: Digests of the data in two passes over them.
@@ -48,7 +48,7 @@ class Record:
         self.folder = Path(folder)
 
     def write_weights(self, step: int, weights: list[np.ndarray]) -> None:
-        """Keeps the weights after a step."""
+        """Writes the weights after a step."""
         self.folder.mkdir(parents=True, exist_ok=True)
         np.savez(self._file(step), *weights)
 
@@ -58,7 +58,7 @@ class Record:
             return [file[f"arr_{number}"] for number in range(len(file.files))]
 
     def write_summary(self, summary: Summary) -> None:
-        """Keeps the summary, when the run has ended well."""
+        """Writes the summary after a successful run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(summary))
         (self.folder / "summary.json").write_text(text)
@@ -76,7 +76,7 @@ class Record:
 
 WEIGHTS, LOSS, METRICS = "weights", "loss", "metrics"
 KINDS = (WEIGHTS, LOSS, METRICS)
-# Another order of rows makes another rounding in the last places; more is another result.
+# Another order of rows changes the last places by rounding; a larger difference counts.
 _ROUNDING_STEPS = 100
 
 
@@ -130,7 +130,7 @@ def difference(value, reference) -> float:
 
 
 def compare(record: Record, reference: Record, tolerance: float) -> Comparison:
-    """Compares a run with one device's.
+    """Compares a run with that of one device.
 
     Args:
         record: The run.
@@ -184,7 +184,7 @@ def first_unlike_workers(records: list[Record]) -> tuple[str, int] | None:
 
 
 def noise_of(comparison: Comparison, rounding: float) -> tuple[dict[str, float] | None, str]:
-    """Returns the noise that another order of the rows makes, or None and why there is none.
+    """Returns the noise due to another order of the rows, or None and the reason.
 
     With the same weights, the first loss differs by rounding only. It differs by more where
     rows meet random numbers, or one another, by their place in the batch.

@@ -1,4 +1,4 @@
-"""What one comparison is made from, checked before TensorFlow is imported."""
+"""The settings of a comparison, checked before TensorFlow is imported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ParityConfig:
 
     @property
     def setups(self) -> tuple[tuple[str, int], ...]:
-        """What is compared with one device: `("replicas" or "workers", number)` each."""
+        """The configurations to compare with one device: `("replicas" or "workers", number)`."""
         chosen = [("replicas", n) for n in _numbers("replicas", self.replicas)]
         return (*chosen, *(("workers", n) for n in _numbers("workers", self.workers)))
 

@@ -1,4 +1,4 @@
-"""Looks for the cause of a difference: what verification tells, and what it leaves out."""
+"""Looks for the cause of a difference: by verification, and among the causes it ignores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def diagnose(config: ParityConfig, strategy: tf.distribute.Strategy) -> list[dic
 
 
 def _verify(case: Case, strategy) -> tuple[keras.Model, list[causes.Finding], str]:
-    """Has the model's first step verified.
+    """Verifies the model's first step.
 
     Returns:
         The model, the finding, if there is one, and why the step could not be verified, or "".

@@ -31,17 +31,17 @@ from tfmulti.runtime import processes
 from tfmulti.verification import causes
 
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
-# How much larger than the noise a configuration's difference may be: it is one sample of many.
+# How much larger than the noise a difference may be: the noise is only one sample.
 NOISE_FACTOR = 10
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": "{}"}
 _LAST_LINES = 6
-# What TensorFlow writes before it has read TF_CPP_MIN_LOG_LEVEL.
+# Lines that TensorFlow writes before it reads TF_CPP_MIN_LOG_LEVEL.
 _CHATTER = ("WARNING: All log messages", "I0000", "W0000")
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of one configuration.
+    """The result of one configuration.
 
     Attributes:
         name: Such as "2 replicas".
@@ -119,7 +119,7 @@ def run_experiment(config: ParityConfig, print_fn: Callable[[str], object] = pri
 
 
 def limits(tolerance: float, noise: dict[str, float] | None) -> dict[str, float]:
-    """Returns the largest difference that is none, for weights, loss and metrics."""
+    """Returns the largest difference that counts as equal, for weights, loss and metrics."""
     noise = noise or {}
     return {k: max(tolerance, NOISE_FACTOR * noise.get(k, 0.0)) for k in KINDS}
 
@@ -153,7 +153,7 @@ def _judge(config, place, setup, reference, allowed) -> Outcome:
 
 
 def _explain(config, result, place, print_fn):
-    """Looks for the causes of what no record explains by itself."""
+    """Looks for causes that the records alone do not show."""
     unexplained = [
         (outcome, count)
         for outcome, (_, count) in zip(result.outcomes, config.setups)
@@ -178,7 +178,7 @@ def _is_explained(outcome) -> bool:
 
 
 def _run(config, kind, count, folder, title) -> Outcome | None:
-    """Runs a task in processes of its own. Returns None, or what went wrong."""
+    """Runs a task in separate processes. Returns None, or the error."""
     folder.mkdir()
     task = {"kind": kind, "count": count, "config": dataclasses.asdict(config)}
     (folder / "task.json").write_text(json.dumps(task))
@@ -247,7 +247,7 @@ def _numbers(values) -> list[str]:
 
 
 def _first(found) -> Text:
-    """The first difference; of a variable's path the end, the whole is told below."""
+    """Returns the first difference, with a shortened variable path; the full path is below."""
     if not found or not found.first:
         return Text("")
     name, step = found.first

@@ -19,7 +19,7 @@ ONE_DEVICE, REPLICAS, WORKERS, DIAGNOSIS = "one_device", "replicas", "workers", 
 
 
 def main(argv: list[str]) -> int:
-    """Does the task of the folder that the command line names. Returns the exit code."""
+    """Runs the task of the folder on the command line. Returns the exit code."""
     processes.end_with_parent()
     folder = Path(argv[1])
     number = _worker_number()

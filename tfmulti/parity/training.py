@@ -103,7 +103,7 @@ _ROUNDINGS = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-23, "float64"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained on.
+    """The data of a comparison.
 
     Attributes:
         config: The comparison.
@@ -121,7 +121,7 @@ class Case:
 
 
 def load_case(config: ParityConfig) -> Case:
-    """Loads the data, and cuts them to what the steps need.
+    """Loads the data, and cuts them to the rows that the steps need.
 
     Raises:
         ValueError: For data of the wrong form, or too few.
@@ -137,7 +137,7 @@ def load_case(config: ParityConfig) -> Case:
 def _cut(source, count):
     if not isinstance(source, ArraySource):
         return source.dataset.take(count)
-    # From all over the split: its examples may come class by class.
+    # Spread over the split: its examples may be sorted by class.
     rows = np.arange(count) * source.num_examples // count
     return tf.nest.map_structure(lambda array: np.take(array, rows, axis=0), source.arrays)
 
@@ -201,7 +201,7 @@ def train_and_record(
 
 
 def _reorder(*batch):
-    """Gives the rows of a batch in another order, the same for all batches of its size."""
+    """Permutes the rows of a batch, in the same way for all batches of its size."""
     rows = tf.nest.flatten(batch)[0]
     count = rows.bounding_shape(0) if isinstance(rows, tf.RaggedTensor) else tf.shape(rows)[0]
     order = tf.random.experimental.stateless_shuffle(tf.range(count), seed=[1, 0])
@@ -224,7 +224,7 @@ class Recorder(keras.callbacks.Callback):
         self._steps_per_epoch, self._epoch = steps_per_epoch, 0
 
     def on_train_begin(self, logs=None):
-        """Keeps what the model begins with."""
+        """Writes the initial weights."""
         weights = self.model.weights
         self._summary.paths = _numbered([variable.path for variable in weights])
         trainable = {id(variable) for variable in self.model.trainable_variables}
@@ -237,14 +237,14 @@ class Recorder(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        """Keeps the weights, and the loss."""
+        """Writes the weights, and records the loss."""
         step = self._epoch * self._steps_per_epoch + batch + 1
         self._keep(step)
         if "loss" in (logs or {}):
             self._summary.losses[step] = float(np.mean(logs["loss"]))
 
     def on_epoch_end(self, epoch, logs=None):
-        """Keeps the logs."""
+        """Records the logs."""
         numbers = {name: float(np.mean(value)) for name, value in (logs or {}).items()}
         self._summary.epochs.append(numbers)
 
@@ -269,7 +269,7 @@ def _are_unlike(values) -> bool:
 
 
 def _numbered(paths):
-    """Makes names that are alike differ."""
+    """Makes equal names unique."""
     seen, names = {}, []
     for path in paths:
         seen[path] = seen.get(path, 0) + 1

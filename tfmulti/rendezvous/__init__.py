@@ -1,12 +1,13 @@
-"""Workers meet before TensorFlow starts: all there, all alike, or an error that says who and what.
+"""The rendezvous of all workers before TensorFlow starts, which checks that they fit together.
 
-TensorFlow waits in silence, without an end, for a worker that never starts, and blames the network
-where two workers run different programs. Here all workers of a cluster come to the first one's own
-address within a deadline, and compare what they are about to do.
+TensorFlow waits silently and forever for a worker that never starts, and reports a network error
+if two workers run different programs. Here all workers of a cluster connect to the address of the
+first worker within a timeout, and compare their settings. An error names the missing workers or
+the differences.
 
-The standard library's asyncio is used and not grpcio: the port must be TensorFlow's own a moment
-later, and only a socket of one's own can be closed with certainty, without TIME_WAIT; nor does a
-second copy of gRPC then share the process with TensorFlow's.
+It uses the standard library's asyncio and not grpcio: TensorFlow needs the same port right after,
+so the socket must be closed without TIME_WAIT, which grpcio does not guarantee; and the process
+then has no second copy of gRPC beside TensorFlow's.
 
 `messages` has the lines that are spoken, `token` the secret that they are signed with, `host` and
 `guest` the two parts, `listening` the sockets, `errors` what users read.
@@ -38,39 +39,39 @@ _SPARE_BYTES = 1024
 
 def join(
     cluster: Cluster,
-    notes: Mapping[str, object] | None = None,
+    settings: Mapping[str, object] | None = None,
     *,
     timeout_s: float | None = None,
     token: str | None = None,
 ) -> dict[int, dict]:
-    """Waits until all workers of a cluster are there, and checks that they are alike.
+    """Waits until all workers of a cluster have connected, and checks that their settings agree.
 
-    Every worker calls it, before TensorFlow starts. The first worker listens at its own address
-    meanwhile, and has freed the port when this returns or raises.
+    Every worker calls it, before TensorFlow starts. The first worker listens at its own address,
+    and frees the port before this function returns or raises.
 
     Args:
         cluster: The cluster, seen from this worker.
-        notes: What must be the same on all: name -> a value that JSON can hold. The cluster and
-            the versions of Python and tfmulti are added.
-        timeout_s: Seconds to wait for the others. The first worker whose time is over ends it for
-            all. None takes the environment's `TFMULTI_START_TIMEOUT`, else 60.
-        token: A secret that all workers have. None takes the environment's `TFMULTI_TOKEN`, else
-            one made from the cluster's addresses, with a warning.
+        settings: Settings that must be the same on all workers: name -> a value that JSON can hold.
+            The cluster and the versions of Python and tfmulti are added.
+        timeout_s: Seconds to wait for the others. The first worker whose timeout expires ends the
+            rendezvous for all. None uses the environment's `TFMULTI_START_TIMEOUT`, else 60.
+        token: A secret that all workers have. None uses the environment's `TFMULTI_TOKEN`, else
+            a token derived from the cluster's addresses, with a warning.
 
     Returns:
-        What each worker said, by its position in `cluster.tasks`.
+        The settings of each worker, by its position in `cluster.tasks`.
 
     Raises:
-        RendezvousError: Where workers do not come, two have the same task, a note or the token
+        RendezvousError: If workers are missing, two have the same task, a setting or the token
             differs, or the first worker cannot listen.
-        ValueError: For notes that JSON cannot hold, or longer than 64 KiB; for a time that is no
-            number of seconds above 0.
+        ValueError: For settings that JSON cannot hold, or longer than 64 KiB; for a timeout that
+            is not a number of seconds above 0.
 
     Example:
         >>> join(Cluster({"worker": ["127.0.0.1:12345"]}, "worker", 0), {"epochs": 3})[0]["epochs"]
         3
     """
-    own = _complete(cluster, notes or {})
+    own = _complete(cluster, settings or {})
     timeout_s = find_timeout(timeout_s)
     if cluster.num_workers == 1:
         return {0: own}
@@ -85,17 +86,17 @@ def join(
         raise missing_error(cluster, outcome["missing"], seconds, outcome["remarks"])
     if "twice" in outcome:
         raise twice_error(cluster, outcome["twice"], outcome["machines"])
-    # JSON has made strings of the positions, except on the first worker.
-    said = {int(index): dict(theirs) for index, theirs in outcome["notes"].items()}
+    # JSON turns the positions into strings, except on the first worker.
+    said = {int(index): dict(theirs) for index, theirs in outcome["settings"].items()}
     check_alike(cluster, said)
     return said
 
 
 def find_timeout(timeout_s: float | None, environ: Mapping[str, str] = os.environ) -> float:
-    """Returns the seconds to wait: those given, else those of the environment, else 60.
+    """Returns the timeout in seconds: the argument, else that of the environment, else 60.
 
     Raises:
-        ValueError: For what is no number of seconds above 0.
+        ValueError: If it is not a number of seconds above 0.
 
     Example:
         >>> find_timeout(None, {"TFMULTI_START_TIMEOUT": "5"})
@@ -117,30 +118,30 @@ def find_timeout(timeout_s: float | None, environ: Mapping[str, str] = os.enviro
     return seconds
 
 
-def _complete(cluster, notes) -> dict:
+def _complete(cluster, settings) -> dict:
     spec = {kind: list(addresses) for kind, addresses in cluster.spec.items()}
     try:
         version = importlib.metadata.version("tfmulti")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
     python = ".".join(platform.python_version_tuple()[:2])
-    everything = {"cluster": spec, "python": python, "tfmulti": version, **notes}
+    everything = {"cluster": spec, "python": python, "tfmulti": version, **settings}
     try:
         text = json.dumps(everything)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`notes` must be what JSON can hold. Received: {error}. Use numbers and strings."
+            f"`must_agree` must hold values for JSON. Received: {error}. Use numbers and strings."
         ) from error
     if len(text) > MAX_BYTES - _SPARE_BYTES:
         raise ValueError(
-            f"`notes` must be shorter than {MAX_BYTES} bytes, with the cluster. "
-            f"Received: {len(text)} bytes. Use a digest for what is long."
+            f"`must_agree` must be shorter than {MAX_BYTES} bytes, with the cluster. "
+            f"Received: {len(text)} bytes. Use a digest for long values."
         )
     return json.loads(text)
 
 
 def _run(create):
-    """Runs a coroutine; in a thread of its own where a loop runs already, as in a notebook."""
+    """Runs a coroutine; in a new thread if an event loop is running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Every other worker's part: it comes to the first one's address, and waits for the outcome."""
+"""The client: every worker but the first connects to the first, and waits for the outcome."""
 
 from __future__ import annotations
 
@@ -20,27 +20,32 @@ _MARGIN_S = 2.0
 
 
 class Client:
-    """One worker on its way to the rendezvous.
+    """A client of the rendezvous.
 
     Args:
         cluster: The cluster, seen from this worker.
-        notes: What this worker says.
+        settings: The settings of this worker.
         token: The token.
         timeout_s: Seconds to wait for all.
     """
 
-    def __init__(self, cluster: Cluster, notes: dict, token: Token, timeout_s: float):
-        self.cluster, self.notes, self.token, self.timeout_s = cluster, notes, token, timeout_s
+    def __init__(self, cluster: Cluster, settings: dict, token: Token, timeout_s: float):
+        self.cluster, self.settings, self.token, self.timeout_s = (
+            cluster,
+            settings,
+            token,
+            timeout_s,
+        )
         self._instance = secrets.token_hex(16)
 
     async def join(self) -> dict:
-        """Comes as often as needed, until there is an outcome or time is over.
+        """Connects as often as needed, until there is an outcome or the timeout expires.
 
         Returns:
-            The outcome: `notes`, or `missing` with `remarks`, or `twice` with `machines`.
+            The outcome: `settings`, or `missing` with `remarks`, or `twice` with `machines`.
 
         Raises:
-            RendezvousError: Where the host refuses this worker's token.
+            RendezvousError: If the server rejects this worker's token.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.timeout_s
@@ -53,7 +58,7 @@ class Client:
             except (OSError, EOFError, messages.MessageError) as error:
                 fault = describe_fault(error)
             await asyncio.sleep(min(_RETRY_S, max(deadline - clock(), 0)))
-        return {"missing": [0], "remarks": [f"the last try to reach it ended with: {fault}"]}
+        return {"missing": [0], "remarks": [f"the last attempt to connect failed: {fault}"]}
 
     async def _visit(self, deadline) -> dict:
         clock = asyncio.get_running_loop().time
@@ -63,7 +68,7 @@ class Client:
         opening = asyncio.open_connection(host, port, limit=limit)
         reader, writer = await asyncio.wait_for(opening, min(LINE_S, deadline - clock()))
         try:
-            # A connection from a port to itself succeeds where nobody listens.
+            # A connection from a port to itself succeeds although nothing listens.
             if writer.get_extra_info("sockname") == writer.get_extra_info("peername"):
                 raise ConnectionRefusedError
             greeting_s = min(LINE_S, deadline - clock())
@@ -76,7 +81,7 @@ class Client:
             refusal = messages.read_refusal(line)
             if refusal is not None:
                 raise self._refused_error(refusal)
-            return messages.read(line, self.token.secret, "host", random + self._instance)
+            return messages.read(line, self.token.secret, "server", random + self._instance)
         except BaseException:
             cut(writer)
             raise
@@ -90,9 +95,9 @@ class Client:
             "index": self.cluster.worker_index,
             "instance": self._instance,
             "left_s": left_s,
-            "notes": self.notes,
+            "settings": self.settings,
         }
-        return messages.write(self.token.secret, "guest", random, content)
+        return messages.write(self.token.secret, "client", random, content)
 
     def _refused_error(self, refusal) -> RendezvousError:
         host = name_worker(self.cluster, 0)
@@ -107,7 +112,7 @@ class Client:
             return RendezvousError(
                 "All workers must have the same cluster, in the same order. "
                 f"Received: {json.dumps(mine)} here, and {theirs} on {host}. "
-                f"See that it is the same in {where_told(self.cluster)}."
+                f"Make sure that it is the same in {where_told(self.cluster)}."
             )
         return RendezvousError(
             f"All workers must have the same token. Received: {received}. "

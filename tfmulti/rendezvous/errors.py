@@ -1,4 +1,4 @@
-"""The error of a rendezvous, and how workers are named in it."""
+"""The error of a rendezvous, and the names of workers in its text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfmulti.cluster.errors import show
 
 
 class RendezvousError(RuntimeError):
-    """The workers did not come together, or do not fit together; the message says which."""
+    """Workers are missing, or their settings differ; the message names them."""
 
 
 def name_worker(cluster: Cluster, index: int) -> str:
@@ -32,78 +32,78 @@ def name_workers(cluster: Cluster, indices: Iterable[int]) -> str:
 def missing_error(
     cluster: Cluster, missing: Iterable[int], seconds: float, remarks: Iterable[str] = ()
 ) -> RendezvousError:
-    """Returns the error for workers that did not come.
+    """Returns the error for workers that did not connect.
 
     Args:
         cluster: The cluster.
         missing: Their positions in `cluster.tasks`.
         seconds: How long this worker has waited for them.
-        remarks: What else was seen, each a clause.
+        remarks: Further observations, each a clause.
     """
     missing = list(missing)
     seen = "".join(f"; {remark}" for remark in remarks)
     return RendezvousError(
         f"All {cluster.num_workers} workers must start within the time limit of each other. "
-        f"Received: after {seconds:.1f} s {len(missing)} did not come: "
+        f"Received: after {seconds:.1f} s {len(missing)} did not connect: "
         f"{name_workers(cluster, missing)}{seen}. "
-        "Start them, or see in their logs why they ended; see that the addresses are the same in "
-        f"{where_told(cluster)}, and that no firewall is between. "
+        "Start them, or read in their logs why they ended; check that the addresses are the same "
+        f"in {where_told(cluster)}, and that no firewall blocks the ports. "
         "A larger start_timeout (seconds) waits longer."
     )
 
 
 def twice_error(cluster: Cluster, index: int, hosts: Iterable[str]) -> RendezvousError:
-    """Returns the error for two workers that say they are the same."""
+    """Returns the error for two workers with the same task."""
     return RendezvousError(
-        "Every worker must have a task of its own. "
-        f"Received: two that say they are {name_worker(cluster, index)}, "
+        "Every worker must have a different task. "
+        f"Received: two workers with the task of {name_worker(cluster, index)}, "
         f"from {' and '.join(hosts)}. "
-        f"Give each another index in {where_told(cluster)}."
+        f"Give each a different index in {where_told(cluster)}."
     )
 
 
 def where_told(cluster: Cluster) -> str:
-    """Returns where a cluster's tasks and addresses are told, for the middle of a sentence.
+    """Returns where a cluster's tasks and addresses are set, for the middle of a sentence.
 
     Example:
         >>> where_told(Cluster({"worker": ["a:1"]}, "worker", 0, source="Slurm"))
-        'the variables that Slurm gives every worker'
+        'the variables that Slurm sets for every worker'
     """
     if cluster.source == "TF_CONFIG":
         return "every worker's TF_CONFIG"
     if cluster.source == "MPI":
-        return "what MPI tells every worker"
-    return f"the variables that {cluster.source} gives every worker"
+        return "the settings that MPI passes to every worker"
+    return f"the variables that {cluster.source} sets for every worker"
 
 
 def describe_fault(error: BaseException) -> str:
     """Returns what went wrong with a connection, for the middle of a sentence."""
     if isinstance(error, EOFError):
-        return "an end without a word"
-    # Of a name that is not found the number is of another kind, and negative.
+        return "the connection was closed"
+    # The error number of a failed name lookup is of another kind, and negative.
     if getattr(error, "errno", None) and error.errno > 0:
         return os.strerror(error.errno).lower()
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
-    return str(error) or "no word in time"
+    return str(error) or "no answer in time"
 
 
-def check_alike(cluster: Cluster, notes: Mapping[int, Mapping[str, object]]) -> None:
-    """Checks that all workers say the same.
+def check_alike(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) -> None:
+    """Checks that the settings of all workers agree.
 
     Args:
         cluster: The cluster.
-        notes: For each worker's position in `cluster.tasks`, what it says: name -> value.
+        settings: For each worker's position in `cluster.tasks`, its settings: name -> value.
 
     Raises:
-        RendezvousError: Where a value differs; it names each difference with the values of all.
+        RendezvousError: If a value differs; it names each difference with the values of all.
     """
-    names = dict.fromkeys(name for index in sorted(notes) for name in notes[index])
+    names = dict.fromkeys(name for index in sorted(settings) for name in settings[index])
     differences = []
     for name in names:
         said: dict[str, list[int]] = {}
-        for index in sorted(notes):
-            value = show(notes[index][name]) if name in notes[index] else "nothing"
+        for index in sorted(settings):
+            value = show(settings[index][name]) if name in settings[index] else "nothing"
             said.setdefault(value, []).append(index)
         if len(said) > 1:
             values = (f"{value} on {_few(cluster, who)}" for value, who in said.items())

@@ -1,4 +1,4 @@
-"""What workers say at a rendezvous: lines of JSON, signed with a secret that all of them hold."""
+"""The messages of a rendezvous: lines of JSON, signed with a secret that all workers have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Token:
 
     Attributes:
         secret: Its bytes.
-        is_given: False where it was made from the cluster's addresses, which are no secret.
+        is_given: False if it was derived from the cluster's addresses, which are not secret.
     """
 
     secret: bytes = dataclasses.field(repr=False)
@@ -32,12 +32,12 @@ class Token:
 def find_token(
     cluster: Cluster, token: str | None, environ: Mapping[str, str] = os.environ
 ) -> Token:
-    """Returns the token: the one given, else that of the environment, else one of the cluster."""
+    """Returns the token: the argument, else that of the environment, else one of the cluster."""
     token = token or environ.get(environment.TOKEN)
     if token:
         return Token(token.encode(), True)
     logging.warning(
-        "The workers meet without a secret: whoever knows the cluster's addresses may come. "
+        "The rendezvous has no secret: anyone who knows the cluster's addresses can join it. "
         "Set %s to the same random text on every worker.",
         environment.TOKEN,
     )
@@ -57,7 +57,7 @@ def digest_cluster(cluster: Cluster) -> str:
 
 
 MAX_BYTES = 64 * 1024
-"""Bytes of one worker's message at most."""
+"""The maximum size of a message in bytes."""
 
 GREETING = "tfmulti-rendezvous-1"
 REFUSED = "refused"
@@ -65,33 +65,33 @@ _RANDOM = re.compile(r"[0-9a-f]{32}")
 
 
 class MessageError(Exception):
-    """What came is not a message of this rendezvous."""
+    """The received data is not a message of this rendezvous."""
 
 
 def sign(token: bytes, role: str, context: str, text: str) -> str:
-    """Returns the code of a message: HMAC-SHA256 over who says it, to whom, and what."""
+    """Returns the signature of a message: HMAC-SHA256 over its role, context and text."""
     message = json.dumps([role, context, text]).encode()
     return hmac.new(token, message, hashlib.sha256).hexdigest()
 
 
 def write(token: bytes, role: str, context: str, content: object) -> bytes:
-    """Returns a message as bytes: its code, a space, its content as JSON, a line end.
+    """Returns a message as bytes: its signature, a space, its content as JSON, a line end.
 
     Args:
         token: The token.
-        role: `"host"` or `"guest"`.
-        context: The random numbers of this conversation.
-        content: What JSON can hold.
+        role: `"server"` or `"client"`.
+        context: The random numbers of this connection.
+        content: A value that JSON can hold.
     """
     text = json.dumps(content)
     return f"{sign(token, role, context, text)} {text}\n".encode()
 
 
 def read(line: bytes, token: bytes, role: str, context: str) -> dict:
-    """Checks a message's code and returns its content.
+    """Checks a message's signature and returns its content.
 
     Raises:
-        MessageError: For anything that the token's holder in this role did not write.
+        MessageError: If it was not signed with this token in this role.
     """
     code, _, text = _decode(line).partition(" ")
     if not hmac.compare_digest(code.encode(), sign(token, role, context, text).encode()):
@@ -115,21 +115,21 @@ def parse(text: str) -> dict:
 
 
 def unchecked(line: bytes) -> dict:
-    """Returns the content of a message whose code is not right, for a remark only.
+    """Returns the content of a message with a wrong signature, for a remark only.
 
     Raises:
-        MessageError: Where it cannot be read at all.
+        MessageError: If it cannot be parsed.
     """
     return parse(_decode(line).partition(" ")[2])
 
 
 def write_greeting(random: str) -> bytes:
-    """Returns the host's first line."""
+    """Returns the server's first line."""
     return f"{GREETING} {random}\n".encode()
 
 
 def read_greeting(line: bytes) -> str:
-    """Returns the random number of the host's first line.
+    """Returns the random number of the server's first line.
 
     Raises:
         MessageError: Where it is not one.
@@ -141,12 +141,12 @@ def read_greeting(line: bytes) -> str:
 
 
 def write_refusal(reason: dict) -> bytes:
-    """Returns the line, without a code, for somebody whose token is another one."""
+    """Returns the unsigned line for a client with another token."""
     return f"{REFUSED} {json.dumps(reason)}\n".encode()
 
 
 def read_refusal(line: bytes) -> dict | None:
-    """Returns the reason that such a line holds; None where it is another one.
+    """Returns the reason in a refusal; None if the line is something else.
 
     Raises:
         MessageError: Where the reason cannot be read.

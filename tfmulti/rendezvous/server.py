@@ -1,4 +1,4 @@
-"""The first worker's part: it waits for the others, and tells all of them what all said."""
+"""The server, on the first worker: it waits for all clients, and sends the outcome to all."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _BACKLOG = 1024
 def open_listeners(cluster: Cluster) -> list[socket.socket]:
     """Listens at the address of this worker.
 
-    Only the interfaces of that address listen where this machine has them, else all: behind
-    address translation the others know another address than this machine does.
+    It listens on the interfaces of that address, or on all if this machine does not have it:
+    behind address translation the others use an address that this machine does not know.
 
     Raises:
-        RendezvousError: Where another process listens there, or the port is not permitted.
+        RendezvousError: If another process listens there, or the port is not permitted.
     """
     host, port = split_address(cluster.address)
     try:
         return _listen(_interfaces(host), port) or _listen(_EVERYWHERE, port)
     except OSError as error:
         raise RendezvousError(
-            "The first worker must be able to listen at its address, where the workers meet. "
+            "The first worker must be able to listen at its address for the rendezvous. "
             f"Received: {cluster.address}: {error.strerror or error}. "
-            f"See who holds the port with `ss -ltnp`, or {advise_port(cluster)}"
+            f"Find the process with `ss -ltnp`, or {advise_port(cluster)}"
         ) from error
 
 
@@ -50,7 +50,7 @@ def _interfaces(host: str) -> list[tuple[int, str]]:
     except (OSError, ValueError):
         return []
     interfaces = list(dict.fromkeys((family, address[0]) for family, _, _, _, address in found))
-    # Many systems give their own name the address 127.0.1.1, at which no other machine comes in.
+    # Many systems resolve their own name to 127.0.1.1, which other machines cannot reach.
     if not is_ip_address(host) and host != "localhost":
         if any(ipaddress.ip_address(each.split("%")[0]).is_loopback for _, each in interfaces):
             return []
@@ -90,7 +90,7 @@ def _listen_at(family, address, port) -> socket.socket:
 
 
 def cut(writer: asyncio.StreamWriter) -> None:
-    """Ends a connection at once, so that its port does not stay in TIME_WAIT."""
+    """Aborts a connection, so that its port does not stay in TIME_WAIT."""
     connection = writer.transport.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -98,7 +98,7 @@ def cut(writer: asyncio.StreamWriter) -> None:
 
 
 LINE_S = 5.0
-"""Seconds for a stranger to say who it is."""
+"""Seconds for a new connection to send its first message."""
 
 _GOODBYE_S = 2.0
 _MAX_STRANGERS = 128
@@ -109,7 +109,7 @@ _MAX_REMARKS = 3
 class _Client:
     index: int
     instance: str
-    notes: dict
+    settings: dict
     left_s: float
     machine: str
     context: str
@@ -117,17 +117,22 @@ class _Client:
 
 
 class Server:
-    """One rendezvous, at the first worker.
+    """The server of a rendezvous, on the first worker.
 
     Args:
         cluster: The cluster, seen from its first worker.
-        notes: What this worker says.
+        settings: The settings of this worker.
         token: The token.
         timeout_s: Seconds to wait for all.
     """
 
-    def __init__(self, cluster: Cluster, notes: dict, token: Token, timeout_s: float):
-        self.cluster, self.notes, self.token, self.timeout_s = cluster, notes, token, timeout_s
+    def __init__(self, cluster: Cluster, settings: dict, token: Token, timeout_s: float):
+        self.cluster, self.settings, self.token, self.timeout_s = (
+            cluster,
+            settings,
+            token,
+            timeout_s,
+        )
         self._clients: dict[str, _Client] = {}
         self._connections: set[asyncio.StreamWriter] = set()
         self._remarks: dict[str, None] = {}
@@ -135,13 +140,13 @@ class Server:
         self._ended = False
 
     async def serve(self) -> dict:
-        """Waits for all, tells them the outcome, and frees the port.
+        """Waits for all clients, sends them the outcome, and frees the port.
 
         Returns:
-            The outcome: `notes`, or `missing` with `remarks`, or `twice` with `machines`.
+            The outcome: `settings`, or `missing` with `remarks`, or `twice` with `machines`.
 
         Raises:
-            RendezvousError: Where nothing can listen at this worker's address.
+            RendezvousError: If it cannot listen at this worker's address.
         """
         self._changed = asyncio.Event()
         self._deadline = asyncio.get_running_loop().time() + self.timeout_s
@@ -188,15 +193,15 @@ class Server:
             return self._twice
         if self._missing():
             return {"missing": self._missing(), "remarks": list(self._remarks)}
-        said = {client.index: client.notes for client in self._clients.values()}
-        return {"notes": {0: self.notes, **said}}
+        said = {client.index: client.settings for client in self._clients.values()}
+        return {"settings": {0: self.settings, **said}}
 
     async def _tell(self, outcome):
         for client in self._clients.values():
-            line = messages.write(self.token.secret, "host", client.context, outcome)
+            line = messages.write(self.token.secret, "server", client.context, outcome)
             client.writer.write(line)
         limit = asyncio.get_running_loop().time() + _GOODBYE_S
-        # Who has read it closes the connection, so that this port does not stay in TIME_WAIT.
+        # The client closes the connection, so that this port does not stay in TIME_WAIT.
         await self._until(lambda: not self._clients, lambda: limit)
 
     async def _receive(self, reader, writer):
@@ -213,7 +218,7 @@ class Server:
                 self._changed.set()
                 await reader.read(1)
         except (messages.MessageError, asyncio.TimeoutError, EOFError, OSError) as error:
-            self._remark(f"{_machine(writer)} came with {describe_fault(error)}")
+            self._remark(f"{_machine(writer)} connected, but: {describe_fault(error)}")
         finally:
             if client is not None and self._clients.get(client.instance) is client:
                 del self._clients[client.instance]
@@ -222,9 +227,9 @@ class Server:
             cut(writer)
 
     def _admit(self, line, random, writer) -> _Client | None:
-        """Takes a worker in; returns None where it is refused, and has been told so."""
+        """Admits a client; returns None after it has refused one."""
         try:
-            content = messages.read(line, self.token.secret, "guest", random)
+            content = messages.read(line, self.token.secret, "client", random)
         except messages.MessageError:
             self._refuse(line, writer)
             return None
@@ -237,22 +242,22 @@ class Server:
             first = others[0].machine if others else "the first worker itself"
             self._twice = {"twice": client.index, "machines": [first, client.machine]}
         self._clients[client.instance] = client
-        # The first to run out of time ends it for all, so that all can tell who is missing.
+        # The first timeout ends the rendezvous for all, so that all report the same workers.
         now = asyncio.get_running_loop().time()
         self._deadline = min(self._deadline, now + client.left_s)
         return client
 
     def _refuse(self, line, writer):
-        """Tells why, without a code: who has no token could not check one."""
+        """Sends the reason unsigned: a client without the token could not check a signature."""
         reason = {"token_is_given": self.token.is_given}
         remark = "another token"
         if not self.token.is_given:
-            reason["cluster"] = self.notes["cluster"]
+            reason["cluster"] = self.settings["cluster"]
             with contextlib.suppress(messages.MessageError, AttributeError):
-                theirs = messages.unchecked(line).get("notes").get("cluster")
-                if theirs != self.notes["cluster"]:
+                theirs = messages.unchecked(line).get("settings").get("cluster")
+                if theirs != self.settings["cluster"]:
                     remark = f"another cluster, {show(theirs)}"
-        self._remark(f"{_machine(writer)} came with {remark}")
+        self._remark(f"{_machine(writer)} connected with {remark}")
         writer.write(messages.write_refusal(reason))
 
     def _remark(self, text):
@@ -262,13 +267,13 @@ class Server:
 
 def _read_client(content, random, writer, num_workers) -> _Client:
     index, instance = content.get("index"), content.get("instance")
-    notes, left_s = content.get("notes"), content.get("left_s")
+    settings, left_s = content.get("settings"), content.get("left_s")
     is_index = type(index) is int and 0 <= index < num_workers
     is_time = type(left_s) in (int, float) and math.isfinite(left_s)
-    if not (is_index and is_time and isinstance(instance, str) and isinstance(notes, dict)):
+    if not (is_index and is_time and isinstance(instance, str) and isinstance(settings, dict)):
         raise messages.MessageError("a message of another version")
     machine, context = _machine(writer), random + instance
-    return _Client(index, instance, notes, left_s, machine, context, writer)
+    return _Client(index, instance, settings, left_s, machine, context, writer)
 
 
 def _machine(writer) -> str:

@@ -1,4 +1,4 @@
-"""What the entry points share: flags from settings, `--help`, exit codes, short errors."""
+"""Functions of all entry points: flags from settings, `--help`, exit codes, short errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from absl import flags, logging
 from tfmulti.runtime.errors import cause_of as cause_of
 from tfmulti.runtime.errors import place_of
 from tfmulti.runtime.exit import OWN_THREADS as OWN_THREADS
-from tfmulti.runtime.exit import leave as leave
-from tfmulti.runtime.exit import leave_at_exit as leave_at_exit
+from tfmulti.runtime.exit import end_process as end_process
+from tfmulti.runtime.exit import end_process_at_exit as end_process_at_exit
 from tfmulti.runtime.exit import wait_for_threads as wait_for_threads
 
 ERROR = 1
@@ -57,7 +57,7 @@ def read_settings(settings: type, values: flags.FlagValues):
     """Returns the dataclass with the values of its flags.
 
     Raises:
-        ValueError: For a value that cannot be.
+        ValueError: For an invalid value.
     """
     return settings(
         **{field.name: values[field.name].value for field in dataclasses.fields(settings)}
@@ -104,7 +104,7 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
         usage: What the program is for, the first line of `--help`.
 
     Returns:
-        None where the program should go on, else its exit code.
+        None if the program should continue, else its exit code.
     """
     if any(argument in ("--help", "-h", "-help") for argument in argv[1:]):
         print(f"{usage}\n")
@@ -127,7 +127,7 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
 
 
 def _explain(error, values) -> str:
-    """Says what is wrong with a flag in three parts."""
+    """Describes what is wrong with a flag, in three parts."""
     if isinstance(error, flags.UnrecognizedFlagError):
         text = f"Unknown command line flag '{error.flagname}'."
         return text + _suggest(error.flagname, list(values), "--")
@@ -147,7 +147,7 @@ def _suggest(word, known, before="") -> str:
 
 
 def read_command_line(settings: type, argv: list[str], usage: str, *define_more):
-    """Returns what a command line asks for, as a dataclass whose fields are its flags.
+    """Returns the settings of a command line, as a dataclass whose fields are its flags.
 
     Args:
         settings: The dataclass.
@@ -156,7 +156,7 @@ def read_command_line(settings: type, argv: list[str], usage: str, *define_more)
         *define_more: Functions that add flags, as `define_traceback`.
 
     Returns:
-        `(settings, values, None)`; `(None, values, exit code)` where the program is to end.
+        `(settings, values, None)`; `(None, values, exit code)` if the program should end.
     """
     values = define_flags(settings)
     for define in define_more:
@@ -177,19 +177,19 @@ def _describe(flag) -> str:
 
 
 def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
-    """Imports TensorFlow without its chatter, unless TF_CPP_MIN_LOG_LEVEL below 3 asks for it.
+    """Imports TensorFlow without its log lines, unless TF_CPP_MIN_LOG_LEVEL is below 3.
 
-    TensorFlow 2.21 writes lines before it has read that variable, so standard error is kept
-    back meanwhile; an error of the import brings it out again.
+    TensorFlow 2.21 writes lines before it reads that variable, so standard error is buffered
+    during the import, and shown if the import fails.
 
     Args:
-        environ: Where the variable is looked for, and set.
-        verbose: Whether to let it chatter, as if the variable were 0.
+        environ: The environment in which the variable is read and set.
+        verbose: Whether to show all lines, as if the variable were 0.
     """
     if verbose:
         environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
         logging.set_verbosity(logging.INFO)
-    # Errors too: TensorFlow writes them in several ways, and the exception has the same words.
+    # Errors too: TensorFlow logs them repeatedly, and the exception has the same text.
     if environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3") != "3":
         import tensorflow  # noqa: F401
 
@@ -203,12 +203,12 @@ def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
 
 
 def show_error(error: BaseException, with_traceback: bool, text: str | None = None) -> None:
-    """Tells people of an error: its cause, then the line of theirs that it came from.
+    """Prints an error: its cause, then the line of the user's code that raised it.
 
     Args:
-        error: What was raised.
+        error: The error.
         with_traceback: Whether to show all of its frames first.
-        text: What to say instead of the error's own words.
+        text: The text to print instead of the error's own.
     """
     if with_traceback:
         traceback.print_exception(error)
@@ -220,8 +220,8 @@ def show_error(error: BaseException, with_traceback: bool, text: str | None = No
         print("(--traceback shows where it came from)", file=sys.stderr)
 
 
-def run_and_leave(main) -> NoReturn:
-    """Ends the process with what `main` returns, or with its SystemExit's number; see `leave`."""
+def run_and_exit(main) -> NoReturn:
+    """Exits with the result of `main` or the code of its SystemExit, by `end_process`."""
     try:
         code = main()
     except SystemExit as error:
@@ -229,7 +229,7 @@ def run_and_leave(main) -> NoReturn:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         code = INTERRUPTED
-    leave(code if isinstance(code, int) else ERROR)
+    end_process(code if isinstance(code, int) else ERROR)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What went wrong, in few words: the cause first, and the user's own line that it came from."""
+"""Shortens errors: the cause first, and the line of the user's code that raised it."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def cause_of(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str | None:
-    """Returns the innermost line of the user's own that an error came from, or None.
+    """Returns the innermost line of the user's code that raised an error, or None.
 
-    Frames of Python's library, of installed packages and of this one are passed over.
+    It skips frames of Python's library, of installed packages and of this one.
 
     >>> place_of(ValueError("never raised")) is None
     True
@@ -72,7 +72,7 @@ def place_of(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or this host had no memory left.
+    """Whether a device or this host has run out of memory.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("no"))
     (True, False)
@@ -97,7 +97,7 @@ def _describe_memory(text) -> str:
 
 
 def _reorder(text) -> str:
-    """Puts the cause before what Keras and autograph say of where it happened."""
+    """Puts the cause before the location that Keras and autograph report."""
     if text.startswith(_IN_GRAPH):
         return _reorder_graph_error(text)
     if text.startswith("in user code:"):
@@ -114,7 +114,7 @@ def _reorder(text) -> str:
 
 
 def _reorder_graph_error(text) -> str:
-    """Leaves what an operation says; the frames are those of the graph's making, ours mostly."""
+    """Keeps the operation's message; the frames show where the graph was built, not the cause."""
     at = _AT_NODE.search(text)
     lines = _AT_NODE.sub("", text.removeprefix(_IN_GRAPH)).splitlines()
     dropped = ("Detected at node", "Stack trace for op definition", 'File "')
@@ -141,7 +141,7 @@ def _with_causes(error) -> Iterator[BaseException]:
 
 
 def _frames(error) -> Iterator[tuple[str, int, str]]:
-    """Frames of the traceback, then those that the message tells of, the innermost last."""
+    """Yields the frames of the traceback, then those in the message, the innermost last."""
     for frame in traceback.extract_tb(error.__traceback__):
         yield frame.filename, frame.lineno or 0, frame.name
     for path, line, function in _FRAME.findall(str(error)):

@@ -1,4 +1,4 @@
-"""The end of a process: without waiting for what never ends."""
+"""Ends a process without waiting for threads that never end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import threading
 import time
 from typing import NoReturn
 
-# How names of this package's threads begin.
+# The prefix of the names of this package's threads.
 OWN_THREADS = "tfmulti"
 _THREADS_S = 5.0
 
 
-def leave(exit_code: int) -> NoReturn:
-    """Ends the process, without Python taking itself apart first.
+def end_process(exit_code: int) -> NoReturn:
+    """Ends the process without Python's own shutdown.
 
-    A thread of TensorFlow's data pipeline that calls Python stops for ever when that has begun,
-    and whoever destroys the pipeline waits for it. Exit functions are called, and threads waited
-    for: those of this package until they are done, others for some seconds.
+    During Python's shutdown a thread of TensorFlow's data pipeline that calls Python blocks
+    forever, and the destructor of the pipeline waits for it. This function runs the exit
+    handlers, and waits for threads: for those of this package until they are done, for others
+    some seconds.
     """
     wait_for_threads()
     atexit._run_exitfuncs()
@@ -37,11 +38,11 @@ def wait_for_threads() -> None:
             thread.join(None if ours else max(0.0, until - time.monotonic()))
 
 
-def leave_at_exit(exit_code: int) -> None:
-    """Has the process end by `leave` when Python comes to its end."""
+def end_process_at_exit(exit_code: int) -> None:
+    """Makes the process end through `end_process` when Python exits."""
 
     def end():
         atexit.unregister(end)
-        leave(exit_code)
+        end_process(exit_code)
 
     atexit.register(end)

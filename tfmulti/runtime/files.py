@@ -1,4 +1,4 @@
-"""Files that are never half-written."""
+"""Writes files atomically, and checks folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-# A small model, its checkpoint and its logs; what a large model needs is not known yet.
+# Enough for a small model, its checkpoint and its logs; the size of the model is unknown here.
 _LEAST_FREE_BYTES = 1_000_000
 _REASONS = {
     errno.EACCES: "this user may not write there",
@@ -25,7 +25,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
 
     Args:
         path: The file.
-        write: Function that writes to the path that it is given, which has the same suffix.
+        write: Function that writes to a given path, which has the same suffix.
 
     Example:
         >>> import tempfile
@@ -46,14 +46,14 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
 
 
 def check_folder(path: str | os.PathLike[str], argument: str) -> None:
-    """Makes a folder and writes into it, so that what cannot be kept is told before training.
+    """Creates a folder and writes into it, so that an error is raised before training.
 
     Args:
         path: The folder.
-        argument: The name of the argument or flag that it came from.
+        argument: The name of the argument or flag that names it.
 
     Raises:
-        ValueError: Where it is a file, read-only or full.
+        ValueError: If it is a file, read-only or full.
     """
     folder = Path(path)
     probe = folder / f".{os.getpid()}.probe"
@@ -68,7 +68,7 @@ def check_folder(path: str | os.PathLike[str], argument: str) -> None:
         raise ValueError(
             f"`{argument}` must be a folder that can be written to. "
             f"Received: {argument}={os.fspath(path)!r}: {reason}. "
-            "Name another folder, make room, or change its permissions."
+            "Name another folder, free disk space, or change its permissions."
         ) from error
     finally:
         try:

@@ -1,4 +1,4 @@
-"""How much memory there is, how much a process takes, and the limits of a container."""
+"""Reads available memory, the peak memory of a process, and the limits of a container."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parse_size(text: str) -> int:
     """Returns the bytes of a size such as `"4GB"`, `"4GiB"` or `"800 MB"`.
 
     Raises:
-        ValueError: For what is no such size.
+        ValueError: If it is not such a size.
 
     Example:
     >>> parse_size("1.5GB"), parse_size("1GiB")
@@ -47,7 +47,7 @@ def show_size(size: float) -> str:
 
 
 def available(root: Path = Path("/")) -> int:
-    """Returns the bytes that this host has, or that its container may take where that is less.
+    """Returns the memory of this host in bytes, or the limit of its container if that is less.
 
     Args:
         root: The root of the file system.
@@ -58,7 +58,7 @@ def available(root: Path = Path("/")) -> int:
 
 
 def peak_of(process: int | str = "self") -> int:
-    """Returns the most bytes that a process has held at a time; 0 where it is gone.
+    """Returns the peak memory of a process in bytes; 0 if it has ended.
 
     Not `ru_maxrss`, which a process inherits from the one that started it.
 
@@ -72,16 +72,16 @@ def peak_of(process: int | str = "self") -> int:
     return int(found[1]) << 10 if found else 0
 
 
-# Version 1 writes the largest whole page below 2**63 where there is no limit.
+# Without a limit, version 1 reports the largest multiple of a page below 2**63.
 _NO_LIMIT = 2**60
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What this process may use at most; None where nothing limits it.
+    """The limits of this process; None for no limit.
 
     Attributes:
-        cores: Processors, such as 2.5.
+        cores: CPUs, such as 2.5.
         memory: Bytes.
     """
 
@@ -90,7 +90,7 @@ class Limits:
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """Returns the tightest limits of this process's groups and of all above them.
+    """Returns the tightest limits of this process's control groups and all their parents.
 
     Args:
         root: The root of the file system.
@@ -114,7 +114,7 @@ def read_limits(root: Path = Path("/")) -> Limits:
 
 
 def _groups(root) -> Iterator[tuple[str, str]]:
-    """The controllers (none for version 2) and the path of each group of this process."""
+    """Yields the controllers (none for version 2) and the path of each group of this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -126,7 +126,7 @@ def _groups(root) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(mount, path) -> Iterator[Path]:
-    """The group's folder and all above it, as far as this process sees them."""
+    """Yields the group's folder and all its parents that this process can see."""
     folder = mount / path
     while folder != mount and mount in folder.parents:
         yield folder

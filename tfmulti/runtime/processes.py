@@ -1,4 +1,4 @@
-"""Local processes that end together: nothing hangs, and nothing is left behind."""
+"""Runs local processes that end together, without hangs and without orphans."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Finished:
 
     Attributes:
         returncode: Its exit code; negative where a signal ended it.
-        stdout: What it wrote to standard output.
-        stderr: What it wrote to standard error.
-        how: `"done"` (exit code 0), `"failed"` (by itself, with another exit code), `"ended"`
-            (because another one failed), or `"timed out"`.
+        stdout: Its standard output.
+        stderr: Its standard error.
+        how: `"done"` (exit code 0), `"failed"` (another exit code, before it was ended), `"ended"`
+            (because another process failed), or `"timed out"`.
     """
 
     returncode: int
@@ -89,15 +89,15 @@ def run_together(
 ) -> list[Finished]:
     """Runs one command once for each environment, at the same time.
 
-    When one process fails, or time is over, the others are ended with all that they started.
-    So they are when this function is left by an exception.
+    If one process fails, or the timeout expires, it ends the others with all their children. It
+    does the same if an exception ends this function.
 
     Args:
         command: The program and its arguments.
         environments: For each process, the variables to set besides those of this process.
         timeout_s: Seconds until all are ended.
-        grace_s: Seconds for the others to fail by themselves after one has failed, and then
-            from the request to end (SIGTERM) to the end (SIGKILL).
+        grace_s: Seconds to wait for the others to fail too after one has failed, and then between
+            SIGTERM and SIGKILL.
 
     Returns:
         The finished processes, in order.
@@ -137,7 +137,7 @@ def run_together(
 
 
 def end_with_parent() -> None:
-    """Ends this process when the one that started it is gone, however that ended.
+    """Ends this process when its parent has ended, for whatever reason.
 
     For programs that `run_together` starts: their standard input closes with their parent.
     """
@@ -151,7 +151,7 @@ def end_with_parent() -> None:
 
 
 def _wait(started, timeout_s, grace_s) -> str:
-    """Waits until all are done, one has failed and its grace is over, or time is over."""
+    """Waits until all are done, the grace after a failure is over, or the timeout expires."""
     limit, cause = time.monotonic() + timeout_s, TIMED_OUT
     while time.monotonic() < limit:
         codes = [process.poll() for process in started]
@@ -164,7 +164,7 @@ def _wait(started, timeout_s, grace_s) -> str:
 
 
 def _end(started, grace_s):
-    """Ends the processes that still run, and what any of them has left running."""
+    """Ends the processes that still run, and all their children."""
     limit = time.monotonic() + grace_s
     for process in started:
         _signal_group(process, signal.SIGTERM)
@@ -176,7 +176,7 @@ def _end(started, grace_s):
 
 
 def _signal_group(process, number):
-    # The group outlives its leader where that has started others.
+    # The process group outlives its leader if that has started children.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

@@ -1,9 +1,9 @@
-"""What one replica received of a step: its share of the global batch.
+"""One training, test or predict step on one replica, and that replica's rows of the global batch.
 
-`strategy.run` surrounds each of Keras's steps with this. A share without a row would end the
-process in a convolution on CPU (oneDNN), so it gets one filler row, whose traces are removed:
-from gradients by tapes (`tfmulti.step.gradients`), from metrics and layer state here, from
-synchronized batch statistics in `keras_compat`.
+`strategy.run` wraps each Keras step with `guard`. An empty replica batch would crash the process
+in a convolution on CPU (oneDNN), so it gets one padding row. The effects of that row are removed:
+from gradients by the tapes (`tfmulti.step.gradients`), from metrics and layer state by `guard`,
+and from synchronized batch statistics in `keras_compat`.
 """
 
 from tfmulti.step.guard import divide_whole_batch as divide_whole_batch

@@ -1,12 +1,14 @@
 """Keras's `gradient_accumulation_steps` with one reduction for each update.
 
-Under Keras's own training step each replica adds up its own gradients, and only their sum is
-reduced: k steps send the bytes of one. A step that is written by hand may clip or look at its
-gradients, and so it has them reduced at each step, as `LossScaleOptimizer` must. So has a run with
-`callbacks.Checkpoint`, which goes on from within an accumulation bit for bit.
+Under Keras's own training step each replica accumulates its local gradients, and only their sum
+is reduced: k steps send as many bytes as one step. In three cases gradients are reduced at every
+step instead: in a custom `train_step`, which may clip or read its gradients; under
+`LossScaleOptimizer`; and with `callbacks.Checkpoint`, which can resume in the middle of an
+accumulation, bit for bit.
 
-A replica's sum is scaled by the number of replicas, so that the mean over replicas is the whole
-batch's: what is put back by a checkpoint, the same on all replicas, is right as it is.
+Each replica's sum is scaled by the number of replicas, so that the mean over replicas is the sum
+of the whole batch. A restored checkpoint writes that value to every replica, which is therefore
+correct without further scaling.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tfmulti.step import finite, gradients
 
 
 def leaves_reduction_to_update(model: keras.Model | None) -> bool:
-    """Whether the tape of a model's step leaves its gradients to the optimizer."""
+    """Whether the tape leaves the gradients unreduced, for the optimizer to reduce."""
     optimizer = getattr(model, "optimizer", None)
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
         return False
@@ -33,13 +35,13 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
 
 
 def accumulate(apply_gradients, optimizer, grads, variables) -> None:
-    """Replaces what an optimizer does with its gradients, where they are this replica's own.
+    """Replaces an optimizer's update when its gradients are local to this replica.
 
     Args:
         apply_gradients: Keras's own method.
         optimizer: The optimizer.
         grads: Its gradients.
-        variables: What they are the gradients of.
+        variables: The variables to which the gradients belong.
     """
     if not optimizer.gradient_accumulation_steps or not gradients.has_left_to_update():
         apply_gradients(optimizer, grads, variables)
@@ -56,7 +58,10 @@ def accumulate(apply_gradients, optimizer, grads, variables) -> None:
 
 
 def _update_all(strategy, is_update, update):
-    """Across replicas: a replica's own branch could not reduce. All replicas count alike."""
+    """Updates in cross-replica context, since a replica cannot reduce within `tf.cond`.
+
+    All replicas have the same counter, so the first one decides for all.
+    """
     is_update, update = (strategy.experimental_local_results(v)[0] for v in (is_update, update))
 
     def branch():
@@ -77,9 +82,9 @@ def _mean_over_replicas(sums) -> list:
 
 
 def settle(model: keras.Model, optimizers) -> None:
-    """Gives every replica the whole sum, before optimizers are looked at from outside of a step.
+    """Gives every replica the sum over all replicas, before code outside a step reads optimizers.
 
-    Every worker must call it: it is a collective where gradients are being added up.
+    It is a collective while gradients are being accumulated: every worker must call it.
 
     Args:
         model: The model that is trained.
@@ -103,7 +108,7 @@ def settle(model: keras.Model, optimizers) -> None:
 
 
 def settle_own(model: keras.Model) -> None:
-    """Gives every replica the whole sum that the optimizer of `compile` has, if it has one."""
+    """Calls `settle` for the optimizer that was passed to `compile`, if there is one."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and getattr(model.distribute_strategy, "repairs_keras", False):
         settle(model, [optimizer])

@@ -1,4 +1,4 @@
-"""Looks, within the step, whether gradients are finite, and leaves out an update that is not."""
+"""Checks within the step that gradients are finite, and skips the update if they are not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tfmulti.step import iterators
 
 
 class FiniteGuard:
-    """Stands between an optimizer's gradients and its update.
+    """Skips the updates of an optimizer whose gradients are not finite, and counts them.
 
-    It sees gradients after they were reduced, so that all replicas and workers find the same.
+    It checks gradients after the reduction, so all replicas and workers decide alike.
     """
 
     def __init__(self):
         self._names: list[str] = []
         with tf.init_scope(), tf.device("CPU:0"):
-            # How many updates were left out; of the first: the step and the variable, from 1.
+            # The number of skipped updates; the step and the variable of the first one, from 1.
             self._found = tf.Variable(np.zeros(3, "int64"), trainable=False)
 
     def apply(self, optimizer, grads, trainable_variables=None) -> None:
@@ -42,7 +42,7 @@ class FiniteGuard:
         tf.cond(tf.reduce_any(bad), _as_branch(leave_out), _as_branch(go_on))
 
     def _count(self, bad, optimizer):
-        """Counts an update that was left out, once for all replicas of this process."""
+        """Counts a skipped update, once for all replicas of this process."""
         step = tf.cast(_local(optimizer.iterations), tf.int64) + 1
         first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(bad) + 1])
         again = tf.constant([1, 0, 0], tf.int64)
@@ -50,26 +50,26 @@ class FiniteGuard:
         self._found.assign_add(tf.where(iterators.is_first_local_replica(), found, 0))
 
     def read(self) -> tuple[int, int, str]:
-        """Returns how many updates were left out; of the first one, the step and the variable."""
+        """Returns the number of skipped updates, and the step and variable of the first one."""
         count, step, number = self._found.numpy().tolist()
         known = 0 < number <= len(self._names)
         return count, step, self._names[number - 1] if known else f"variable {number}"
 
     def reset(self) -> None:
-        """Forgets what was found."""
+        """Sets the count to zero."""
         self._found.assign(np.zeros(3, "int64"))
 
 
 def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
-    """Returns the guard that `watch` has put into an optimizer, or None."""
+    """Returns the guard that `watch` installed in an optimizer, or None."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_guard", None)
 
 
 def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
-    """Puts a guard into an optimizer, or into the inner one of a `LossScaleOptimizer`.
+    """Installs a guard in an optimizer, or in the inner optimizer of a `LossScaleOptimizer`.
 
-    The inner one's gradients are those of the loss itself; that a scaled one overflows is the
-    outer one's everyday work.
+    The inner optimizer receives unscaled gradients. A scaled gradient that overflows is normal,
+    and the outer optimizer handles it.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     guard = FiniteGuard()
@@ -95,7 +95,7 @@ def _as_branch(function):
 
 def _local(variable) -> tf.Tensor:
     if not isinstance(variable, keras.Variable):
-        # Under accumulation the iterations are computed.
+        # Under accumulation `iterations` is a tensor.
         return tf.convert_to_tensor(variable)
     value = variable.value
     if isinstance(value, tf.distribute.DistributedValues):
@@ -104,7 +104,7 @@ def _local(variable) -> tf.Tensor:
 
 
 def _bad_ones(grads) -> tf.Tensor:
-    """Tells of each gradient whether it is not finite, a bool vector."""
+    """Returns a bool vector: for each gradient, whether it holds a number that is not finite."""
     values = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
     return tf.stack(
         [

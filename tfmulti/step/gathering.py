@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfmulti import step
 from tfmulti.step import iterators, losses
 
-# Workers and GPUs add floats, int32 and int64 alone.
+# Collectives between workers and GPUs add floats, int32 and int64 only.
 _TRAVELS_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
@@ -20,40 +20,40 @@ _TRAVELS_AS = {
 def gather_batch(structure):
     """Gathers the rows of the whole global batch on every replica, in the batch's order.
 
-    For what a replica cannot know from its own rows: contrastive losses, negatives from the
-    batch, in-batch retrieval, statistics over the batch. Losses and metrics of Keras that need
-    the whole batch are served by `WholeBatchLoss` and `WholeBatchMetric`. What is a mean or a
-    sum over rows is right without it.
+    Use it for values that depend on rows of other replicas: contrastive losses, in-batch
+    negatives, in-batch retrieval, batch statistics. For Keras losses and metrics that need the
+    whole batch, use `WholeBatchLoss` and `WholeBatchMetric`. A mean or a sum over rows does not
+    need it.
 
-    It can be differentiated: each replica's rows receive the gradients of all replicas' losses
-    with respect to them, added up. Replicas' losses are weighed with weights that add to one, so
-    a loss of all rows, the same on every replica, has one device's gradient.
+    It is differentiable: each replica's rows receive the sum of the gradients of all replicas'
+    losses. The replicas' losses are weighted with weights that add up to one, so a loss over all
+    rows, which is the same on every replica, has the same gradient as on one device.
 
-    Shares can be uneven or empty; rows that padding added are left out. On one replica, and
-    outside of a replica's step, the structure is returned as it is. All replicas must call it
-    alike, and not within `tf.cond` or `tf.while_loop`.
+    Replica batches may be uneven or empty; padding rows are removed. On one replica, and outside
+    a replica's step, it returns the structure unchanged. All replicas must make the same calls,
+    and not within `tf.cond` or `tf.while_loop`.
 
-    Two views of the same examples are gathered as two tensors. Put one behind the other before,
-    they come back replica by replica: `[a0, b0, a1, b1]` and not `[a0, a1, b0, b1]`.
+    Gather two views of the same examples as two tensors. If you concatenate them first, they
+    come back replica by replica: `[a0, b0, a1, b1]` and not `[a0, a1, b0, b1]`.
 
-    With B bytes in the whole batch's rows and n replicas, each replica sends and receives
-    2 (n - 1) / n B bytes, and as many for the gradients of what has some; 4 n bytes for each
-    tensor tell how many rows there are. Meanwhile it holds 2 B bytes, of which the B of the result
+    With B bytes in the whole batch and n replicas, each replica sends and receives
+    2 (n - 1) / n B bytes, and as many again for gradients; exchanging the numbers of rows takes
+    4 n bytes for each tensor. During the call a replica holds 2 B bytes; the B bytes of the result
     stay until the backward pass. A batch of 4,096 embeddings of 256 floats has 4 MiB.
 
     Args:
-        structure: A tensor of shape `(rows, ...)`, or a nested structure of such tensors, of which
-            each replica has its own rows; None stays None. Numbers of any type: bool and small
-            integers travel as int32, floats of any precision as they are.
+        structure: A tensor of shape `(rows, ...)` with this replica's rows, or a nested structure
+            of such tensors; None stays None. Any numeric type: bool and small integers are sent as
+            int32, floats of any precision as they are.
 
     Returns:
-        The same structure, of tensors of shape `(rows of the global batch, ...)`.
+        The same structure, with tensors of shape `(rows of the global batch, ...)`.
 
     Raises:
-        ValueError: For strings, for ragged and sparse tensors, for a tensor without rows, and for
-            one of Keras's symbolic tensors, which have no replica.
+        ValueError: For strings, ragged and sparse tensors, a scalar, and Keras's symbolic tensors,
+            which belong to no replica.
 
-    Example: each row's positive is its own partner, its negatives are all others of the batch.
+    Example: the positive of each row is its partner; all other rows of the batch are negatives.
 
     >>> def contrastive_loss(images, texts, temperature=0.1):
     ...     images, texts = gather_batch((images, texts))
@@ -69,7 +69,7 @@ def gather_batch(structure):
     places = [place for place, part in enumerate(parts) if part is not None]
     for part in parts:
         if isinstance(part, keras.KerasTensor):
-            raise _refusal("rows of a step", part, "Call it in the `call` of a layer of your own.")
+            raise _refusal("rows of a step", part, "Call it in the `call` of a custom layer.")
     if context is None or not places or losses.has_whole_batch():
         return structure
     replica_batch = step.current_replica_batch()
@@ -82,7 +82,7 @@ def gather_batch(structure):
 
 
 def _own_rows(part, replica_batch) -> tf.Tensor:
-    """Returns this replica's rows of a tensor, without one that is filler."""
+    """Returns this replica's rows of a tensor, without a padding row."""
     if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
         raise _refusal("dense tensors", part, "Use .to_tensor() or tf.sparse.to_dense first.")
     part = tf.convert_to_tensor(part)
@@ -90,11 +90,11 @@ def _own_rows(part, replica_batch) -> tf.Tensor:
         raise _refusal("numbers", part, "Use numbers instead, as keras.layers.Hashing gives them.")
     if part.shape.rank == 0:
         raise _refusal(
-            "tensors with rows", part, "Leave out what belongs to no row; all replicas have it."
+            "tensors with rows", part, "Leave out scalars: every replica has them already."
         )
     if replica_batch is None or not replica_batch.may_be_empty:
         return part
-    # A share without a row has a row of zeros in its place, whatever is made of it.
+    # In an empty replica batch the only row is padding, and so is all that was computed from it.
     return part[: tf.where(replica_batch.num_real > 0, tf.shape(part)[0], 0)]
 
 
@@ -107,14 +107,14 @@ def _refusal(rule, part, advice) -> ValueError:
 
 
 def _gather(own, context) -> list[tf.Tensor]:
-    """Puts every replica's rows into their places among zeros, and adds all replicas' up.
+    """Writes each replica's rows to their positions in a tensor of zeros, and adds all of these.
 
-    Sums are what every way to send knows, MPI too, and they need no rows of equal numbers.
+    Every transport supports sums, MPI included, and they allow different numbers of rows.
     """
-    number = iterators.share_number(context)
+    number = iterators.replica_batch_index(context)
     counts = tf.stack([tf.shape(part)[0] for part in own])
     one_hot = tf.one_hot(number, context.num_replicas_in_sync)
-    # As float32, in which GPUs add; whole numbers to 2**24.
+    # Sent as float32, which GPUs can add; exact up to 2**24.
     counts = context.all_reduce("SUM", tf.cast(counts, tf.float32)[:, None] * one_hot)
     counts = tf.unstack(tf.cast(counts, tf.int32))
     starts = [tf.reduce_sum(count[:number]) for count in counts]
@@ -150,9 +150,9 @@ def _place(part, start, total):
 
 
 def _with_gradient(own, whole, start):
-    """Returns `whole`, of which `own` are this replica's rows, from `start` on.
+    """Returns `whole` with a gradient for `own`, this replica's rows, which begin at `start`.
 
-    The gradients are added tensor by tensor, so that what nobody differentiates costs nothing.
+    Each tensor has its own reduction, so tensors that are not differentiated cost nothing.
     """
     rows = tf.shape(own)[0]
 

@@ -1,11 +1,11 @@
 """Gradients of the whole batch, from every tape of a training step.
 
-Within a step of Keras on several replicas, `tf.GradientTape.gradient` with respect to variables
-gives what one device's tape would: the target is weighed where the backward pass begins (see
-`tfmulti.step.weighting`), and the gradients are added over all replicas. All that follows, be it
-an optimizer, clipping by hand, a second backward pass or an update by `assign_sub`, is then the
-same on every replica. The idea is that of Horovod's `DistributedGradientTape` (Sergeev and Del
-Balso, 2018, https://arxiv.org/abs/1802.05799).
+Within a Keras step on several replicas, `tf.GradientTape.gradient` with respect to variables
+returns the gradients of the whole batch: the target is weighted where the backward pass begins
+(see `tfmulti.step.weighting`), and the gradients are added over all replicas. All later code, such
+as an optimizer, manual clipping, a second backward pass or `assign_sub`, then has the same values
+on every replica. The idea is that of Horovod's `DistributedGradientTape` (Sergeev and Del Balso,
+2018, https://arxiv.org/abs/1802.05799).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from tfmulti.step.replica_batch import ReplicaBatch, as_current, current_replica
 _local = threading.local()
 _of_inputs: weakref.WeakSet = weakref.WeakSet()
 _IN_BRANCH = (
-    "Replicas must not reduce within tf.cond, tf.while_loop or tf.map_fn, which one of them might "
-    "do and another not. Received: a gradient with respect to variables, synchronized batch "
-    "normalization or another reduction in a branch or a loop of a step. Take gradients before, "
-    "and put `optimizer.apply` alone into the branch."
+    "Replicas must not reduce within tf.cond, tf.while_loop or tf.map_fn: one replica could enter "
+    "the branch and another not. Received: a gradient with respect to variables, synchronized "
+    "batch normalization or another reduction in a branch or a loop of a step. Take gradients "
+    "before the branch, and put only `optimizer.apply` into it."
 )
 
 
 class DistributedGradientTape(tf.GradientTape):
-    """A `tf.GradientTape` whose gradients are the whole batch's, in loops of one's own too.
+    """A `tf.GradientTape` that returns gradients of the whole batch, also in custom loops.
 
-    In a `train_step` under `fit`, `tf.GradientTape` does the same by itself. In a function that a
-    script gives to `strategy.run`, where nothing tells how many rows a replica has, this class
-    takes the mean over replicas, each counting alike. An optimizer does not reduce again.
+    In a `train_step` under `fit`, a plain `tf.GradientTape` does the same. In a function that a
+    script passes to `strategy.run`, the number of rows of each replica is unknown; there this
+    class averages over replicas with equal weights. The optimizer does not reduce again.
 
     Arguments and methods are those of `tf.GradientTape`.
     """
 
     def gradient(self, target, sources, output_gradients=None, unconnected_gradients=None):
-        """Returns gradients as `tf.GradientTape.gradient`; those of variables are reduced."""
+        """Returns the same as `tf.GradientTape.gradient`; gradients of variables are reduced."""
         more = (
             {}
             if unconnected_gradients is None
@@ -61,14 +61,13 @@ class DistributedGradientTape(tf.GradientTape):
 
 @contextlib.contextmanager
 def no_sync():
-    """Leaves gradients of the tapes within unreduced, to be added up by hand first.
+    """Makes tapes within the context return local, unreduced gradients.
 
-    Each is this replica's part of the whole batch's: within a step parts can be added, as of a
-    batch that is taken in pieces, and `reduce_gradients` then makes the whole of the sum, with
-    one reduction for all of them. They must not be kept in variables from one step to the next:
-    what a step leaves there is averaged over replicas by rows. Over steps Keras's
-    `gradient_accumulation_steps` reduces once an update. The name is that of PyTorch's
-    `DistributedDataParallel.no_sync`.
+    Use it to accumulate gradients over parts of a batch within one step, and then call
+    `reduce_gradients` once on the sum. Do not keep local gradients in variables from one step to
+    the next: after each step, such variables are averaged over replicas, weighted by rows. To
+    accumulate over steps with one reduction for each update, use Keras's
+    `gradient_accumulation_steps`. The name is that of PyTorch's `DistributedDataParallel.no_sync`.
 
     Example:
     >>> with no_sync():
@@ -88,13 +87,13 @@ def no_sync():
 
 
 def reduce_gradients(grads) -> list:
-    """Adds over all replicas what tapes have given within `no_sync`.
+    """Adds gradients that were taken within `no_sync` over all replicas.
 
     Args:
         grads: Gradients, a list of tensors, `tf.IndexedSlices` and None.
 
     Returns:
-        The same of the whole batch; on one replica as they are.
+        The gradients of the whole batch, in the same order; on one replica the list unchanged.
     """
     grads = list(grads)
     if not _on_many():
@@ -104,16 +103,16 @@ def reduce_gradients(grads) -> list:
 
 
 def reduce_for_update(grads) -> list:
-    """Makes gradients the whole batch's for an optimizer, where no tape has done so.
+    """Reduces an optimizer's gradients to those of the whole batch, unless a tape has done so.
 
     Args:
-        grads: What the optimizer was given, a list of tensors, `tf.IndexedSlices` and None.
+        grads: The optimizer's input, a list of tensors, `tf.IndexedSlices` and None.
     """
     if not _on_many() or has_reduced():
         return list(grads)
     replica_batch = current_replica_batch()
     if replica_batch is not None and not getattr(_local, "weighed", False):
-        # Not of a tape: of `tf.gradients`, say.
+        # They do not come from a tape, but for example from `tf.gradients`.
         grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
     return reduce_gradients(grads)
 
@@ -124,16 +123,16 @@ def has_reduced() -> bool:
 
 
 def has_left_to_update() -> bool:
-    """Whether a tape has left gradients to the update, which reduces what it has added up."""
+    """Whether a tape has left gradients unreduced, for the accumulated update to reduce."""
     return getattr(_local, "left", False)
 
 
 def one_step(fn, reduced: bool = False):
-    """Wraps what a replica runs.
+    """Wraps the function that a replica runs.
 
     Args:
         fn: A step, in which no tape has reduced yet, or a part of one.
-        reduced: Whether its gradients are the whole batch's already.
+        reduced: Whether its gradients are those of the whole batch already.
     """
 
     @functools.wraps(fn)
@@ -155,17 +154,17 @@ def one_step(fn, reduced: bool = False):
 
 
 def in_step() -> bool:
-    """Whether this thread traces what a replica of several runs."""
+    """Whether this thread traces a function that a replica runs."""
     return getattr(_local, "in_step", False)
 
 
 def in_keras_step() -> bool:
-    """Whether this thread traces a step of Keras on several replicas."""
+    """Whether this thread traces a Keras step on several replicas."""
     return in_step() and current_replica_batch() is not None
 
 
 def has_taken_of_inputs(model: keras.Model) -> bool:
-    """Whether a step of a model has taken a gradient with respect to no variable."""
+    """Whether a step of a model has taken a gradient with respect to inputs, not variables."""
     return model in _of_inputs
 
 
@@ -175,17 +174,17 @@ def take_gradient(
     """Replaces `tf.GradientTape.gradient`.
 
     Args:
-        leaves_to_update: Function that tells of a model whether its optimizer reduces.
+        leaves_to_update: Function of a model: whether its optimizer reduces.
         original: TensorFlow's own method.
         tape: The tape.
-        target: What is differentiated.
-        sources: With respect to what.
-        output_gradients: What the backward pass begins with. Who gives it does a backward pass of
-            their own, as recomputed activations do, which is left alone.
+        target: The value to differentiate.
+        sources: The variables or tensors with respect to which to differentiate.
+        output_gradients: Gradients of the target. A caller that passes them runs a partial
+            backward pass, such as that of recomputed activations; it is left unchanged.
         **kwargs: For `original`.
     """
     if tf.distribute.in_cross_replica_context():
-        # As one device: the copy that was read.
+        # Use the copy that was read, as on one device.
         sources = tf.nest.map_structure(_one_copy, sources)
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
@@ -204,10 +203,10 @@ def take_gradient(
     grads = original(tape, targets, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
-    values = _without_filler([part for some in parts for part in some], replica_batch)
+    values = _without_padding([part for some in parts for part in some], replica_batch)
     _local.weighed = True
     if all(is_variable) and leaves_to_update(replica_batch.model):
-        # The update reduces what it has added up; see `tfmulti.step.accumulation`.
+        # The update reduces the accumulated gradients; see `tfmulti.step.accumulation`.
         _local.reduced = _local.left = True
     elif not getattr(_local, "unreduced", False):
         _local.reduced = True
@@ -224,12 +223,12 @@ def take_gradient(
 
 
 def reduce_values(grads, rows_alike, compression) -> list:
-    """Adds gradients over all replicas; dense ones of full precision can travel in half of it.
+    """Adds gradients over all replicas, and optionally sends dense ones in half precision.
 
     Args:
         grads: The gradients, none of them None.
-        rows_alike: Of each, whether it is of rows that every replica reads.
-        compression: The type in which to send, or None.
+        rows_alike: For each gradient, whether every replica reads the same rows of its table.
+        compression: The dtype in which to send, or None.
     """
     if not grads:
         return []
@@ -249,7 +248,7 @@ def reduce_values(grads, rows_alike, compression) -> list:
 
 
 def _reduce_present(grads, variables, replica_batch) -> list:
-    """Reduces gradients of which some can be None."""
+    """Reduces gradients, some of which may be None."""
     model = replica_batch.model if replica_batch is not None else None
     present = [(g, v) for g, v in zip(grads, variables) if g is not None]
     alike = [_same_on_all(g, v, model) for g, v in present]
@@ -259,7 +258,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
 
 
 def _reduce_known(values, variables, replica_batch) -> list:
-    """Reduces those gradients that are of variables."""
+    """Reduces only the gradients with respect to variables."""
     known = [place for place, variable in enumerate(variables) if variable is not None]
     reduced = _reduce_present(
         [values[place] for place in known], [variables[place] for place in known], replica_batch
@@ -278,14 +277,14 @@ def _compression(model) -> str | None:
 
 
 def _same_on_all(grad, variable, model) -> bool:
-    """Whether a gradient is of rows that every replica reads."""
+    """Whether every replica reads the same rows of a gradient's table."""
     if tf.executing_eagerly():
         return sparse_gradients.noted_same_on_all(grad, variable, model)
     return sparse_gradients.same_on_all(grad)
 
 
-def _without_filler(grads, replica_batch):
-    """Removes the gradients of a replica without a row; a product with 0 would keep NaN."""
+def _without_padding(grads, replica_batch):
+    """Sets the gradients of an empty replica batch to 0; multiplying by 0 would keep NaN."""
     if not replica_batch.may_be_empty:
         return grads
     present = [grad for grad in grads if grad is not None]

@@ -1,4 +1,4 @@
-"""Surrounds Keras's steps, so that shares without a row do no harm and logs are global."""
+"""Wraps Keras's steps, so that empty replica batches have no effect and logs are global."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tfmulti.step.replica_batch import ReplicaBatch, as_current
 
 
 def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
-    """Wraps one of Keras's steps so that it counts its rows, and shares without a row do no harm.
+    """Wraps a Keras step so that it counts its rows, and an empty replica batch has no effect.
 
     Args:
         fn: The step, a function of one batch.
         kind: `"train"`, `"test"` or `"predict"`.
         model: The model, or None.
-        padded: Whether the batch's sample weights can mark filler rows, which are cut off.
+        padded: Whether sample weights can mark padding rows, which are then cut off.
 
     Returns:
         A function of one batch.
@@ -29,7 +29,7 @@ def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
         if isinstance(data, rows_lib.Counted):
             data, num_global = data
         if padded:
-            data = rows_lib.without_filler(data)
+            data = rows_lib.without_padding(data)
         replica_batch = _measure(data, model)
         if replica_batch is None:
             if kind == "train":
@@ -38,7 +38,7 @@ def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
         if num_global is not None:
             replica_batch.num_global = tf.cast(num_global, tf.float32)
         if kind == "train":
-            # Here and now, not within a branch of the step's own.
+            # Count here: a collective is not allowed in a branch of the step.
             replica_batch.count_globally()
         if replica_batch.may_be_empty:
             data = rows_lib.fill_if_empty(data)
@@ -83,19 +83,19 @@ def _learn(fn, data, replica_batch, kind):
 
 
 def divide_whole_batch(step, num_local_replicas: int):
-    """Has each local replica take its share of a batch that all were given whole.
+    """Makes each local replica take its part of a batch that all received whole.
 
     `train_on_batch` and `test_on_batch` do not split their arguments.
     """
 
-    def share_of(data):
+    def take_part(data):
         if rows_lib.parts_of(data) is None:
             return step(data)
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         number = tf.cast(replica, tf.int32) % num_local_replicas
         return step(rows_lib.take_replica_rows(data, number, num_local_replicas))
 
-    return share_of
+    return take_part
 
 
 def _measure(data, model) -> ReplicaBatch | None:
@@ -110,19 +110,19 @@ def _measure(data, model) -> ReplicaBatch | None:
 
 def _refuse_without_rows(data):
     raise ValueError(
-        "Every tensor of a batch must have rows, so that replicas can be weighed by theirs. "
+        "Every tensor of a batch must have rows: replicas are weighted by their number of rows. "
         f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), data)}. "
-        "Give numbers that belong to no row to the model as attributes."
+        "Store scalars as attributes of the model instead."
     )
 
 
 def _metric_states(model, trackers) -> list:
-    """Returns the states of metrics but those of `trackers`."""
+    """Returns the states of all metrics except `trackers`."""
     if model is None:
         return []
     apart = {variable.path for tracker in trackers for variable in tracker.variables}
     metrics = [v for v in model.metrics_variables if v.path not in apart]
-    # A metric of the whole batch has seen rows here, too.
+    # A whole-batch metric has seen rows of other replicas, even if this replica has none.
     return [v.value for v in metrics if v.aggregation != "only_first_replica"]
 
 
@@ -137,10 +137,10 @@ def _restore_if_empty(variables, before, replica_batch):
 
 
 def _states_from_rows(replica_batch) -> list:
-    """Returns the states of layers that each replica changes by what its own rows say.
+    """Returns the layer state that each replica updates from its local rows.
 
-    Each changes by the mean of all replicas' changes, by rows, so that no replica trains,
-    evaluates or saves another model than the others.
+    Each state changes by the mean of the replicas' changes, weighted by rows, so that all
+    replicas train, evaluate and save the same model.
     """
     if replica_batch.model is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return []

@@ -1,4 +1,4 @@
-"""The iterator that Keras's compiled functions draw shares from, one for each local replica."""
+"""The iterator from which Keras's compiled functions draw one replica batch per local replica."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import tensorflow as tf
 from tfmulti.step import rows
 
 
-def to_replicas(strategy: tf.distribute.Strategy, shares: tuple):
-    """Makes one distributed value of the local replicas' shares."""
+def to_replicas(strategy: tf.distribute.Strategy, batches: tuple):
+    """Makes one distributed value of the local replicas' batches."""
     if strategy.num_replicas_in_sync == 1:
-        return shares[0]
+        return batches[0]
     first = first_local_replica(strategy)
 
-    def share_of(context):
-        return shares[context.replica_id_in_sync_group - first]
+    def value_of(context):
+        return batches[context.replica_id_in_sync_group - first]
 
-    return strategy.experimental_distribute_values_from_function(share_of)
+    return strategy.experimental_distribute_values_from_function(value_of)
 
 
 def first_local_replica(strategy: tf.distribute.Strategy) -> int:
-    """Returns the number in the job of this worker's first replica."""
+    """Returns the job-wide number of this worker's first replica."""
     return _worker(strategy)[0] * num_local_replicas(strategy)
 
 
-def local_shares(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
-    """Returns which shares of a global batch this worker's replicas take, in their order.
+def local_batch_indices(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
+    """Returns which replica batches of a global batch this worker's replicas take, in order.
 
-    Neighbouring shares go to different workers, as TensorFlow deals batches out; Keras puts
-    the rows of `predict` together in that order.
+    Neighbouring replica batches go to different workers, as in TensorFlow's own distribution;
+    Keras concatenates the rows of `predict` in that order.
     """
     worker, num_workers = _worker(strategy)
     return tuple(worker + i * num_workers for i in range(num_local_replicas(strategy)))
 
 
-def share_number(context: tf.distribute.ReplicaContext) -> tf.Tensor:
-    """Returns which share of a global batch this replica takes, an int32 scalar.
+def replica_batch_index(context: tf.distribute.ReplicaContext) -> tf.Tensor:
+    """Returns which replica batch of a global batch this replica takes, an int32 scalar.
 
-    What `local_shares` tells a worker of its replicas, as a replica knows it.
+    The same as `local_batch_indices`, computed within a replica.
     """
     num_local = num_local_replicas(context.strategy)
     replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
@@ -64,7 +64,7 @@ def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
 
 
 def is_first_local_replica() -> tf.Tensor | bool:
-    """Whether the replica that is traced is this worker's first one, a bool scalar."""
+    """Whether the current replica is this worker's first one, a bool scalar."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return True
@@ -73,10 +73,10 @@ def is_first_local_replica() -> tf.Tensor | bool:
 
 
 class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):
-    """Gives each local replica its share of a step.
+    """Gives each local replica its replica batch of a step.
 
-    Keras takes it for a distributed iterator, and `tf.function` for a composite tensor, so
-    that a new one for each epoch costs no new trace.
+    Keras treats it as a distributed iterator, and `tf.function` as a composite tensor, so that
+    a new iterator for each epoch does not cause a retrace.
     """
 
     iterator: tf.data.Iterator
@@ -84,11 +84,11 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
 
     @property
     def element_spec(self):
-        """Spec of one replica's share."""
+        """Spec of one replica batch."""
         return _owner(self).element_spec
 
     def get_next(self):
-        """Draws the next step and counts it as taken; tells Keras's steps its rows."""
+        """Draws the next step, with its number of rows, and counts it as taken."""
         owner = _owner(self)
         waiting = getattr(owner, "waiting", None)
         if waiting is None:
@@ -96,11 +96,11 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
         return owner.take(waiting.measure(lambda: next(self.iterator)))
 
     def get_next_as_optional(self):
-        """Draws the next step as a `tf.experimental.Optional` of shares."""
-        return OptionalShares(self.iterator.get_next_as_optional(), self.source)
+        """Draws the next step as a `tf.experimental.Optional` of replica batches."""
+        return OptionalBatches(self.iterator.get_next_as_optional(), self.source)
 
     def look(self):
-        """Draws a step to see its shapes, without counting it as taken."""
+        """Draws a step to inspect it, without counting it as taken."""
         return rows.without_count(_owner(self).look(next(self.iterator)))
 
     def __iter__(self):
@@ -114,7 +114,7 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
 
 
 def create_iterator(owner, number: int, pipeline: tf.data.Dataset) -> ReplicaIterator:
-    """Makes an iterator over a pipeline of shares for an owner that was registered."""
+    """Makes an iterator over a pipeline of replica batches, for a registered owner."""
     with tf.device("CPU:0"):
         iterator = ReplicaIterator(iter(pipeline), number)
     # An extension type takes no further attributes, but the owner must live as long as it does.
@@ -122,8 +122,8 @@ def create_iterator(owner, number: int, pipeline: tf.data.Dataset) -> ReplicaIte
     return iterator
 
 
-class OptionalShares(tf.experimental.ExtensionType):
-    """The next step's shares, or nothing at the end of the data."""
+class OptionalBatches(tf.experimental.ExtensionType):
+    """The replica batches of the next step, or nothing at the end of the data."""
 
     optional: tf.experimental.Optional
     source: int
@@ -133,7 +133,7 @@ class OptionalShares(tf.experimental.ExtensionType):
         return self.optional.has_value()
 
     def get_value(self):
-        """Returns the shares and counts the step as taken."""
+        """Returns the replica batches and counts the step as taken."""
         return _owner(self).take(self.optional.get_value())
 
 
@@ -143,7 +143,7 @@ _numbers = itertools.count()
 
 
 def register(owner) -> int:
-    """Makes an object with `element_spec`, `take` and `look` known; returns its number."""
+    """Registers an object with `element_spec`, `take` and `look`; returns its number."""
     number = next(_numbers)
     _owners[number] = owner
     return number
@@ -154,33 +154,33 @@ def _owner(value):
 
 
 class WholeBatches:
-    """Distributes a dataset of global batches by cutting each batch into shares.
+    """Distributes a dataset of global batches by splitting each batch into replica batches.
 
-    TensorFlow does so with dense batches. Of ragged and sparse ones it cannot give a replica
-    nothing ("Serialized sparse should have at least 1 serialized tensor", "Tensor's shape (0,)
-    is not compatible"). Every worker reads all batches, as it does with TensorFlow too.
+    TensorFlow does this for dense batches. Its own code fails for ragged and sparse ones when a
+    replica gets no row ("Serialized sparse should have at least 1 serialized tensor", "Tensor's
+    shape (0,) is not compatible"). Every worker reads all batches, as with TensorFlow itself.
 
     Args:
         dataset: The batches, the same on every worker.
-        strategy: The strategy whose replicas they are for.
+        strategy: The strategy whose replicas take them.
     """
 
     def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
         self.strategy, self.element_spec = strategy, dataset.element_spec
-        numbers, count = local_shares(strategy), strategy.num_replicas_in_sync
+        numbers, count = local_batch_indices(strategy), strategy.num_replicas_in_sync
 
         def cut(*parts):
             batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
             return tuple(rows.take_replica_rows(batch, number, count) for number in numbers)
 
-        self._shares = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+        self._batches = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
         self._number = register(self)
 
     def __iter__(self) -> ReplicaIterator:
-        return create_iterator(self, self._number, self._shares)
+        return create_iterator(self, self._number, self._batches)
 
-    def take(self, shares: tuple):
-        """Returns a step's shares as one distributed value."""
-        return to_replicas(self.strategy, shares)
+    def take(self, batches: tuple):
+        """Returns a step's replica batches as one distributed value."""
+        return to_replicas(self.strategy, batches)
 
     look = take

@@ -1,4 +1,4 @@
-"""Logs of a step: without filler rows, and the same on all replicas and workers."""
+"""Logs of a step: without padding rows, and the same on all replicas and workers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.step.replica_batch import current_replica_batch
 
-# What a user's class can give another answer to than Keras's own.
+# Methods of Keras that a user's class can override.
 _STEPS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
 _ROUNDING = 1e-6
 _local = threading.local()
 
 
 def output_losses(replica_batch) -> list:
-    """The trackers of several outputs' own losses."""
+    """Returns the loss trackers of the individual outputs of a model."""
     if replica_batch.model is None:
         return []
     return keras_compat.output_loss_trackers(replica_batch.model)
@@ -26,8 +26,8 @@ def output_losses(replica_batch) -> list:
 def count_once(tracker, before, replica_batch) -> None:
     """Makes a step count once over all replicas, with the mean over their rows.
 
-    Keras counts every call alike in the running mean of an output's own loss: as one or, where
-    it knows them, as its rows.
+    In the running mean of one output's loss Keras gives every call the same weight, whatever the
+    number of rows of the replica.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     part = (tracker.total - before) * replica_batch.weight * num_replicas
@@ -36,9 +36,9 @@ def count_once(tracker, before, replica_batch) -> None:
 
 
 def weigh_mean(metric, value):
-    """Returns a mean over this replica's rows, and its weight among all; None outside of a step.
+    """Returns a mean over this replica's rows and this replica's weight; None outside a step.
 
-    The weights of all replicas add to one, so that a running mean counts the step once.
+    The weights of all replicas add up to one, so a running mean counts the step once.
     """
     replica_batch = current_replica_batch()
     if replica_batch is None or any(metric is tracker for tracker in output_losses(replica_batch)):
@@ -50,19 +50,19 @@ def weigh_mean(metric, value):
 
 
 def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
-    """Tells which of a step's logs are results of the model's metrics.
+    """Finds which of a step's logs are results of the model's metrics.
 
-    A step can return `{"loss": loss}` beside a metric of that name which it never updates. Call
-    it right after the step, before anything else changes the metrics' states.
+    A step can return `{"loss": loss}` although the model has a metric of that name which the step
+    never updates. Call it right after the step, before anything else changes the metrics' states.
 
     Args:
         logs: What the step returned.
         replica_batch: The replica's rows of it.
 
     Returns:
-        For each log, by its place, that has a metric's name and shape: 0.0 where it is that
-        metric's result on this replica, else 1.0, a float32 scalar. None where it can be nothing
-        else, as in Keras's own steps.
+        For each log that has a metric's name and shape, by its path: a float32 scalar, 0.0 if it
+        is that metric's result on this replica, else 1.0; or None in Keras's own steps, where it
+        always is that metric's result.
     """
     if not isinstance(logs, dict) or replica_batch.model is None or not logs:
         return {}
@@ -93,17 +93,17 @@ def _differ(value, other) -> tf.Tensor:
 
 
 def make_global(logs, replica_batch, differing, signals=None, beside=()):
-    """Makes a step's logs those of all replicas, and adds other tensors on the way.
+    """Makes a step's logs global, and adds other tensors in the same reduction.
 
-    The metrics' are computed from the metrics' states added up over all replicas, as Keras
-    does at the end of an epoch; so a callback that decides on a batch's logs decides the same on
-    every worker. What a step has computed by itself is averaged by rows.
+    Logs of metrics are computed from the metrics' states added over all replicas, as Keras does
+    at the end of an epoch; so a callback that reads a batch's logs decides the same on every
+    worker. Other logs are averaged over replicas, weighted by rows.
 
     Args:
         logs: What the step returned.
         replica_batch: The replica's rows of it.
-        differing: What `compare_with_metrics` has found.
-        signals: What workers want of one another, which goes with the same reduction; or None.
+        differing: What `compare_with_metrics` returned.
+        signals: The workers' `CoordinationRequests`, sent with the same reduction; or None.
         beside: Tensors to add over all replicas with the same reduction.
 
     Returns:
@@ -138,7 +138,7 @@ def make_global(logs, replica_batch, differing, signals=None, beside=()):
 
 
 def _flatten(logs) -> dict[tuple, object]:
-    """Returns logs by their place: `(name,)`, or `(name, key)` where a metric gives several."""
+    """Returns logs by their path: `(name,)`, or `(name, key)` if a metric returns several."""
     flat = {}
     for name, log in logs.items():
         inner = {(name, key): value for key, value in log.items()} if isinstance(log, dict) else {}
@@ -147,10 +147,10 @@ def _flatten(logs) -> dict[tuple, object]:
 
 
 def note_result(result, metric):
-    """Returns a metric's result; a step can log it under another name than the metric's.
+    """Returns a metric's result and records it: a step can log it under another name.
 
     Args:
-        result: The class's own method.
+        result: The original `result` method.
         metric: The metric.
     """
     value = result(metric)
@@ -160,18 +160,18 @@ def note_result(result, metric):
 
 
 def forget_results() -> None:
-    """Forgets what `note_result` has noted in this thread, as a step begins."""
+    """Forgets what `note_result` recorded in this thread; called when a step begins."""
     _local.__dict__["results"] = {}
 
 
 def _metric_of(log):
-    """The metric whose result a log is, or None."""
+    """Returns the metric whose result a log is, or None."""
     value, metric = getattr(_local, "results", {}).get(id(log), (None, None))
     return metric if value is log else None
 
 
 def _results(model, places) -> dict[tuple, tf.Tensor]:
-    """Returns the present results of those metrics that stand at some places of the logs."""
+    """Returns the current results of the metrics that are logged at the given paths."""
     found, names = {}, {metric.name for metric in model.metrics}
     others = any(place[0] not in names for place in places)
     if others and not keras_compat.unbuilt_metrics(model):
@@ -188,7 +188,7 @@ def _results(model, places) -> dict[tuple, tf.Tensor]:
 
 
 def _to_tensor(value) -> tf.Tensor | None:
-    """Returns a number as a tensor; a metric's `result` can be its variable. Else None."""
+    """Returns a number, or a variable that a metric returned, as a tensor; else None."""
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError):
@@ -196,7 +196,7 @@ def _to_tensor(value) -> tf.Tensor | None:
 
 
 def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
-    """What this replica adds to the sums over all rows, flat, for each log that has a mean."""
+    """Returns this replica's flat contribution to the sum over all rows, for each float log."""
     rows = tf.cast(replica_batch.num_real, tf.float32)
     parts = {}
     for place, log in logs.items():
@@ -204,7 +204,7 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
         if value is None or not value.dtype.is_floating or not value.shape.is_fully_defined():
             continue
         if value.shape.rank and tf.executing_eagerly():
-            # It may have a number for each row, and replicas have other numbers of rows.
+            # It may have a number for each row, and replicas differ in their numbers of rows.
             continue
         flat = tf.reshape(tf.cast(value, tf.float32), [-1])
         parts[place] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
@@ -216,7 +216,7 @@ def _concat(parts) -> tf.Tensor:
 
 
 def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:
-    """Takes the means of all logs apart again."""
+    """Splits the concatenated means into one tensor for each log."""
     sizes = [part.shape[0] for part in parts.values()]
     found = {}
     for place, mean in zip(parts, tf.split(means, sizes) if sizes else []):
@@ -226,7 +226,7 @@ def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:
 
 
 def _choose(logs, results, flags, means) -> dict:
-    """Takes a metric's result for a log that is one on every replica, else the mean by rows."""
+    """Uses the metric's result for a log that is one on every replica, else the mean over rows."""
 
     def choose(place, log):
         if place in flags and place in means and place in results:
@@ -243,7 +243,7 @@ def _choose(logs, results, flags, means) -> dict:
 
 
 def add_by_dtype(values) -> list[tf.Tensor]:
-    """Adds values over all replicas; workers pack what goes together, of one dtype only."""
+    """Adds values over all replicas, grouped by dtype, so that workers can pack each group."""
     added: list = [None] * len(values)
     for dtype in dict.fromkeys(value.dtype for value in values):
         places = [i for i, value in enumerate(values) if value.dtype == dtype]

@@ -1,8 +1,9 @@
-"""Makes each replica's loss its part of the one that a single device would have.
+"""Scales each replica's loss so that the replicas together give the loss of a single device.
 
-Keras divides a loss by the replica's own count of elements, of valid steps under a mask, or of
-sample weights. Tapes then average the replicas by their rows. Where the right denominator is not
-in proportion to rows, the loss is corrected here: see `tfmulti.step.weighting`.
+Keras divides a loss by the replica's local number of elements, of valid steps under a mask, or by
+the sum of its sample weights. Tapes then average over replicas, weighted by rows. Where the
+correct denominator is not proportional to rows, this module corrects the loss: see
+`tfmulti.step.weighting`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _local = threading.local()
 
 
 def keeps_means() -> bool:
-    """Whether losses of the step being traced stay means, undivided by the replicas."""
+    """Whether losses in the current step stay means, not divided by the number of replicas."""
     return has_whole_batch() or step.current_replica_batch() is not None
 
 
 def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
-    """Reduces the losses of a replica's rows, to be averaged over replicas by rows.
+    """Reduces the losses of a replica's rows to a number that is then averaged over replicas.
 
     Args:
-        reduce: Keras's own reduction, of the other arguments.
+        reduce: Keras's own reduction; it takes the other arguments.
         values: Losses of the replica's rows.
         sample_weight: Their weights, or None.
         mask: Which of them are valid, or None.
@@ -41,10 +42,10 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
         return reduce(values, sample_weight, mask, reduction, dtype)
     replica_batch = step.current_replica_batch()
     if replica_batch is None and getattr(tf.distribute.get_strategy(), "marks_padding", False):
-        # Keras tries a loss while it builds a model, with no share.
+        # Keras calls a loss while it builds a model, outside a step.
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
-    if _share_of_many() is None:
+    if _distributed_batch() is None:
         return loss
     if reduction == "sum":
         return loss * tf.cast(weighting.part_of_sum(replica_batch), loss.dtype)
@@ -55,22 +56,22 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
 
 
 def average_loss(average, per_example_loss, sample_weight=None, global_batch_size=None):
-    """Returns what `tf.nn.compute_average_loss` gives on one device, for tapes that weigh.
+    """Replaces `tf.nn.compute_average_loss`; tapes weight its result by rows.
 
     Args:
         average: TensorFlow's own function.
         per_example_loss: Losses of this replica's rows.
         sample_weight: Their weights, or None.
-        global_batch_size: What to divide their sum by; None for this replica's rows.
+        global_batch_size: The divisor of their sum; None for this replica's number of rows.
     """
     if getattr(tf.distribute.get_strategy(), "repairs_keras", False):
         if tf.distribute.in_cross_replica_context():
-            # Keras tries a loss while it builds a model; TensorFlow refuses there.
+            # Keras calls a loss while it builds a model, where TensorFlow's function raises.
             return tf.reduce_mean(per_example_loss)
     loss = average(per_example_loss, sample_weight, global_batch_size)
     if global_batch_size is None:
         return _undivided(loss)
-    replica_batch = _share_of_many()
+    replica_batch = _distributed_batch()
     return (
         loss
         if replica_batch is None
@@ -79,7 +80,7 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
 
 
 def regularization_loss(scale, loss):
-    """Returns what `tf.nn.scale_regularization_loss` gives on one device.
+    """Replaces `tf.nn.scale_regularization_loss`, with the value that it has on one device.
 
     Args:
         scale: TensorFlow's own function.
@@ -89,13 +90,13 @@ def regularization_loss(scale, loss):
 
 
 def _undivided(loss):
-    """Takes back TensorFlow's division by the replicas, whose weights add to one here."""
-    if not has_whole_batch() and _share_of_many() is None:
+    """Reverts TensorFlow's division by the number of replicas: weights add up to one here."""
+    if not has_whole_batch() and _distributed_batch() is None:
         return loss
     return loss * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, loss.dtype)
 
 
-def _share_of_many():
+def _distributed_batch():
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1 or has_whole_batch():
         return None
@@ -104,7 +105,7 @@ def _share_of_many():
 
 @contextlib.contextmanager
 def of_whole_batch():
-    """Has what this thread computes be computed as on one device: it has the rows of all."""
+    """Makes this thread compute losses as on one device: it has the rows of all replicas."""
     before = has_whole_batch()
     _local.has_whole_batch = True
     try:
@@ -120,19 +121,19 @@ def has_whole_batch() -> bool:
 
 
 def _refuse_weights_of_rows(values, sample_weight):
-    """Keras's own words are about two shapes."""
+    """Raises a clear error; Keras's own is about two incompatible shapes."""
     rank = tf.convert_to_tensor(values).shape.rank
     given = None if sample_weight is None else tf.convert_to_tensor(sample_weight).shape
     if rank is not None and given is not None and rank > 1 and given.rank < rank:
         raise ValueError(
             'With `remainder="pad"` sample weights must have the shape of the losses. '
             f"Received: weights of shape {given}, losses of {rank} dimensions. "
-            'Give weights of your own in (x, y, sample_weight), or use remainder="uneven".'
+            'Pass weights of that shape in (x, y, sample_weight), or use remainder="uneven".'
         )
 
 
 def _denominator(sample_weight, mask, reduction):
-    """What Keras divides by, where that is not in proportion to rows; float32 scalar or None."""
+    """Returns Keras's divisor as a float32 scalar, or None if it is proportional to rows."""
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weights = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
         valid = None if mask is None else tf.cast(mask, tf.float32)

@@ -1,4 +1,4 @@
-"""What a model holds, wherever it holds it."""
+"""Finds the optimizers that a model holds in attributes and containers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Of whose objects none holds an optimizer for a model, but for Keras's layers.
+# Packages whose objects are not searched; of keras, layers and optimizers are.
 _FOREIGN = (
     "builtins",
     "functools",
@@ -21,21 +21,21 @@ _FOREIGN = (
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _VALUES = (np.ndarray, tf.Tensor, tf.Variable, keras.Variable, tf.data.Dataset, tf.TypeSpec)
-# A model that holds more objects than this is searched so far only.
+# The search ends after this many objects.
 _MOST = 100_000
 
 
 def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
-    """Finds the optimizers that a model holds, itself or in what it holds.
+    """Finds the optimizers that a model holds, directly or in the objects that it holds.
 
-    Attributes of the model, of its layers and submodels, and of plain objects are looked through,
-    and lists, dicts, tuples and sets, however deep. The nearest come first; the order is the same
-    on every worker.
+    It searches attributes of the model, of its layers and submodels and of plain objects, and
+    lists, dicts, tuples and sets, at any depth. The nearest come first; the order is the same on
+    every worker.
 
     Args:
         model: The model.
-        nested: Whether to give the optimizers within optimizers too. Without them, that of a
-            `LossScaleOptimizer` is reached through it alone.
+        nested: Whether to return optimizers within optimizers too, such as the inner one of a
+            `LossScaleOptimizer`.
 
     Returns:
         Optimizers, each once.
@@ -49,7 +49,7 @@ def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
     found = _search(model)
     if nested:
         return found
-    # Not through layers: an optimizer may know the model.
+    # Layers are skipped: an optimizer may hold a reference to the model.
     within = [_search(each, skipped=keras.layers.Layer) for each in found]
     within = {id(inner) for each, inners in zip(found, within) for inner in inners}
     return [each for each in found if id(each) not in within]
@@ -72,7 +72,7 @@ def _parts(holder) -> list:
     if isinstance(holder, dict):
         return list(holder.values())
     if isinstance(holder, set | frozenset):
-        # Sets have another order in each process.
+        # The order of a set differs between processes.
         return sorted(
             holder, key=lambda part: (type(part).__name__, str(getattr(part, "name", "")))
         )

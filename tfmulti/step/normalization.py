@@ -1,4 +1,4 @@
-"""Batch normalization of a model that somebody else has made."""
+"""Synchronized batch normalization for existing models, such as pretrained ones."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tfmulti import keras_compat
 
 
 def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
-    """Has every batch normalization of a model use the statistics of all replicas' rows.
+    """Makes every batch normalization of a model use the statistics of all replicas' rows.
 
-    On one device it uses those of the whole batch; on several, each replica's own would be
-    another model. PyTorch's `SyncBatchNorm.convert_sync_batchnorm` does the same. Call it after
-    the model was made and before `fit`; on one device it changes nothing.
+    One device normalizes with the statistics of the whole batch; with local statistics each
+    replica would train a different model. PyTorch's `SyncBatchNorm.convert_sync_batchnorm` does
+    the same. Call it after the model was created and before `fit`; on one device it has no effect.
 
     Args:
-        model: A model, with layers within layers.
+        model: A model; nested layers are converted too.
 
     Returns:
         The same model.

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the user's Keras optimizer with one device's result on many."""
+"""`DistributedOptimizer`: makes a Keras optimizer work on many replicas as on one device."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from tfmulti.step import finite, gradients, model_contents
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer | str | dict, *, compression: str | None = None
 ) -> keras.optimizers.Optimizer:
-    """Marks a Keras optimizer as one whose replicas update alike, and sets how gradients travel.
+    """Marks a Keras optimizer as distributed, and sets the precision in which gradients are sent.
 
-    Under `fit` tapes give the whole batch's gradients, and every optimizer is right as it is:
+    Under `fit` tapes return the gradients of the whole batch, so every optimizer works unwrapped:
     clipping, weight decay, accumulation, moving averages and loss scaling happen as on one
-    device. This is needed for `compression`, and where gradients come from no tape, as those of
-    `tf.gradients`: it reduces them. The idiom is Horovod's (Sergeev and Del Balso, 2018, https://arxiv.org/abs/1802.05799).
+    device. This function is needed for `compression`, and to reduce gradients that come from no
+    tape, such as those of `tf.gradients`. The idiom is Horovod's (Sergeev and Del Balso, 2018, https://arxiv.org/abs/1802.05799).
 
-    The object and its class stay the user's, so saving and loading are untouched. With one
-    replica it adds nothing.
+    It modifies the given object and keeps its class, so saving and loading work as before. With
+    one replica it has no effect.
 
     Args:
-        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one; as `compile`, also the
-            name of one (`"adam"`) or its configuration. Under the policy `mixed_float16` either
-            may be wrapped, and what `compile` adds is taken care of.
+        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one; also, as in `compile`,
+            a name (`"adam"`) or a configuration. Under the policy `mixed_float16` you may wrap the
+            inner optimizer or the `LossScaleOptimizer`, also the one that `compile` adds.
         compression: `"bfloat16"` or `"float16"` to send dense gradients in half the bytes: each
-            replica's is rounded to 8 or 11 bits, and so is their sum. None sends them as they are.
+            replica's gradient is rounded to 8 or 11 bits, and so is their sum. None sends full
+            precision.
 
     Returns:
-        The same optimizer; where a name was given, a new one.
+        The same optimizer; for a name or a configuration, a new one.
 
     Raises:
-        ValueError: For something else than a Keras 3 optimizer, or an unknown compression.
+        ValueError: If it is not a Keras 3 optimizer, or the compression is unknown.
 
     Example:
     >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
@@ -69,14 +70,14 @@ def _get(optimizer) -> keras.optimizers.Optimizer:
             found = keras.optimizers.get(optimizer)
     if not isinstance(found, keras.optimizers.Optimizer):
         raise ValueError(
-            "`optimizer` must be a Keras 3 optimizer, or what keras.optimizers.get knows. "
+            "`optimizer` must be a Keras 3 optimizer, or a name that keras.optimizers.get knows. "
             f"Received: optimizer={optimizer!r}. Use for example keras.optimizers.Adam()."
         )
     return found
 
 
 def distribute_optimizers(model: keras.Model, compression: str | None = None) -> None:
-    """Makes every optimizer that a model holds distributed, as a GAN's two."""
+    """Makes every optimizer that a model holds distributed, such as the two of a GAN."""
     for optimizer in model_contents.optimizers_of(model):
         DistributedOptimizer(optimizer, compression=compression)
 
@@ -94,6 +95,6 @@ def _undo(optimizer):
 
 
 def _apply(self, grads, trainable_variables=None):
-    """Applies the whole batch's gradients; reduces them first where no tape has done so."""
+    """Applies gradients of the whole batch; reduces them first if no tape has done so."""
     grads = gradients.reduce_for_update(grads)
     finite.update_of(self)(self, grads, trainable_variables)

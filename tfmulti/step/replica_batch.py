@@ -1,4 +1,4 @@
-"""The rows of a step that one replica received."""
+"""The rows of a step that one replica receives: its replica batch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ _local = threading.local()
 
 @dataclasses.dataclass
 class ReplicaBatch:
-    """One replica's part of a step, while the step is traced.
+    """One replica's rows of a step, while the step is traced.
 
     Attributes:
         num_rows: Rows that the model sees, int32 scalar.
-        num_real: Rows that count, int32 scalar; of a replica without a row the one that the model
-            sees is filler.
+        num_real: Rows without padding, int32 scalar; an empty replica batch has one padding row.
         may_be_empty: Whether `num_real` can be 0.
         model: The Keras model of this step, or None.
-        num_global: The rows of all replicas that count, float32 scalar, once they are known.
+        num_global: Rows of all replicas without padding, float32 scalar; None until counted.
     """
 
     num_rows: tf.Tensor
@@ -34,12 +33,12 @@ class ReplicaBatch:
     num_global: tf.Tensor | None = None
 
     def count_globally(self) -> tf.Tensor:
-        """Returns the rows of all replicas that count, float32 scalar.
+        """Returns the number of rows of all replicas without padding, a float32 scalar.
 
-        Reduces once a step, where the data pipeline does not know them.
+        It is a collective, once a step, if the data pipeline does not know the number.
         """
-        # Not a cached_property: its lock, before Python 3.12, keeps one replica's thread waiting
-        # for another that waits for it in the reduction.
+        # Not a cached_property: before Python 3.12 its lock makes the threads of two replicas
+        # wait for each other.
         if self.num_global is None:
             context = tf.distribute.get_replica_context()
             num_real = tf.cast(self.num_real, tf.float32)
@@ -50,18 +49,18 @@ class ReplicaBatch:
 
     @property
     def weight(self) -> tf.Tensor:
-        """What this replica's mean counts in the mean over all replicas, float32 scalar."""
+        """Weight of this replica's mean in the mean over all replicas, float32 scalar."""
         return weighting.row_weight(self.num_real, self.count_globally())
 
 
 def current_replica_batch() -> ReplicaBatch | None:
-    """Returns the share of the step that this thread traces, or None outside of one."""
+    """Returns the replica batch of the step that this thread traces, or None outside a step."""
     return getattr(_local, "replica_batch", None)
 
 
 @contextlib.contextmanager
 def as_current(replica_batch: ReplicaBatch | None):
-    """Makes `share` the current one; None as outside of a step."""
+    """Makes `replica_batch` the current one; None means outside a step."""
     previous = current_replica_batch()
     _local.replica_batch = replica_batch
     try:

@@ -1,4 +1,4 @@
-"""Counting, filling and cutting the rows of a batch: dense, ragged or sparse."""
+"""Counts, pads and splits the rows of a batch: dense, ragged or sparse."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _KINDS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
 
 class Counted(NamedTuple):
-    """A share of a step, and what the data pipeline knows of the whole step.
+    """A replica batch, and the number of rows of the whole step.
 
     Attributes:
         replica_batch: The rows of one replica.
-        num_global: The rows of all replicas that count, int32 scalar.
+        num_global: Rows of all replicas without padding, int32 scalar.
     """
 
     replica_batch: Any
@@ -23,7 +23,7 @@ class Counted(NamedTuple):
 
 
 def without_count(data):
-    """Returns the rows alone."""
+    """Returns the replica batch without the count."""
     return data.replica_batch if isinstance(data, Counted) else data
 
 
@@ -35,7 +35,7 @@ def parts_of(data) -> list | None:
 
 
 def count_rows(part) -> tf.Tensor:
-    """Returns the rows of a tensor, an int32 scalar; a constant where they are known."""
+    """Returns the number of rows of a tensor, an int32 scalar; a constant if it is static."""
     if part.shape[0] is not None:
         return tf.constant(part.shape[0])
     if isinstance(part, tf.RaggedTensor):
@@ -45,30 +45,30 @@ def count_rows(part) -> tf.Tensor:
     return tf.shape(part)[0]
 
 
-def without_filler(data):
-    """Cuts off the rows that padding has added at the end of a share."""
+def without_padding(data):
+    """Cuts off the padding rows at the end of a replica batch."""
     weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None
     if not isinstance(weights, tf.Tensor) or weights.dtype != tf.float32 or not weights.shape.rank:
         return data
     marked = tf.bitcast(weights, tf.int32) == _NEGATIVE_ZERO
-    filler = tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
-    num_real = tf.shape(filler)[0] - tf.reduce_sum(tf.cast(filler, tf.int32))
+    is_padding = tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
+    num_real = tf.shape(is_padding)[0] - tf.reduce_sum(tf.cast(is_padding, tf.int32))
     return _map(lambda part: part[:num_real], data)
 
 
 def fill_if_empty(data):
-    """Adds one row, of zeros or empty, to a batch without a row."""
+    """Adds one padding row, of zeros or empty, to a batch without rows."""
     if parts_of(data) is None:
         return data
     return _map(_fill_part, data)
 
 
-def take_replica_rows(data, number: tf.Tensor, num_shares: int):
-    """Takes one of `num_shares` contiguous shares of a batch; they differ by one row at most."""
+def take_replica_rows(data, number: tf.Tensor, num_replicas: int):
+    """Takes one of `num_replicas` contiguous parts of a batch; sizes differ by at most one."""
     number = tf.cast(number, tf.int32)
 
     def take(part):
-        replica_batch, longer = count_rows(part) // num_shares, count_rows(part) % num_shares
+        replica_batch, longer = count_rows(part) // num_replicas, count_rows(part) % num_replicas
         start = number * replica_batch + tf.minimum(number, longer)
         size = replica_batch + tf.cast(number < longer, tf.int32)
         if not isinstance(part, tf.SparseTensor):
@@ -98,13 +98,13 @@ def _fill_part(part):
         rows = tf.maximum(part.dense_shape[:1], 1)
         shape = tf.concat([rows, part.dense_shape[1:]], axis=0)
         return _keep_shape(tf.SparseTensor(part.indices, part.values, shape), part)
-    filled = tf.cond(empty, lambda: _filler_row(part), lambda: tf.identity(part))
+    filled = tf.cond(empty, lambda: _padding_row(part), lambda: tf.identity(part))
     if not tf.executing_eagerly():
         filled.set_shape([None, *part.shape[1:]])
     return filled
 
 
-def _filler_row(tensor):
+def _padding_row(tensor):
     shape = tf.concat([[1], tf.shape(tensor)[1:]], axis=0)
     row = tf.fill(shape, "") if tensor.dtype == tf.string else tf.zeros(shape, tensor.dtype)
     return tf.ensure_shape(row, [None, *tensor.shape[1:]])

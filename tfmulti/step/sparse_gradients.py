@@ -1,9 +1,9 @@
-"""Sparse gradients: which rows of a table a step has read, and with what gradient.
+"""Sparse gradients: the rows of an embedding table that a step read, and their gradients.
 
-An `Embedding` of positions, which is given `arange(length)`, reads the same rows on every replica,
-whatever its batch. Values of such gradients must be added; one behind the other, as those of
-tokens are, they would be rows that one device has once. Optimizers and clipping square each by
-itself.
+A position `Embedding`, whose input is `arange(length)`, reads the same rows on every replica. The
+values of such gradients must be added. If they were concatenated, as those of tokens are, each row
+would occur once per replica, and optimizers and clipping, which square the values, would get
+another result than on one device.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _SHAPES = ("Rank", "Shape", "ShapeN", "Size")
 
 
 def same_on_all(grad) -> bool:
-    """Whether a sparse gradient is of rows that every replica reads, told by the graph.
+    """Whether every replica reads the same rows of a sparse gradient's table, by its graph.
 
     Args:
-        grad: A gradient, as a tape gives it.
+        grad: A gradient that a tape returned.
     """
     if not isinstance(grad, tf.IndexedSlices):
         return False
-    # A gradient has them in one row, whatever shape they were given in.
+    # A tape flattens the indices, whatever their shape was.
     flat = grad.indices.op
     return _are_positions(flat.inputs[0] if flat.type == "Reshape" else grad.indices)
 
 
 def parts_of(grad) -> list:
-    """Returns the parts of a gradient of one table that was read more than once.
+    """Splits the gradient of a table that was read more than once into one part for each read.
 
-    Tokens and positions can be of one table. A tape puts their rows one behind the other.
+    Tokens and positions can use the same table. A tape concatenates their rows.
 
     Args:
-        grad: A gradient, as a tape gives it.
+        grad: A gradient that a tape returned.
     """
     if not isinstance(grad, tf.IndexedSlices) or tf.executing_eagerly():
         return [grad]
@@ -51,7 +51,7 @@ def parts_of(grad) -> list:
 
 
 def join(parts):
-    """Puts together what `parts_of` has taken apart."""
+    """Concatenates the parts that `parts_of` returned."""
     if len(parts) == 1:
         return parts[0]
     values = tf.concat([part.values for part in parts], axis=0)
@@ -60,9 +60,9 @@ def join(parts):
 
 
 def note_positions(model: keras.Model, x) -> None:
-    """Finds a model's tables of positions, for steps that run eagerly, where no graph tells.
+    """Finds a model's position tables, for steps that run eagerly and have no graph.
 
-    A model that cannot be traced is left without the note.
+    If the model cannot be traced, nothing is recorded.
 
     Args:
         model: A model that is built.
@@ -73,34 +73,34 @@ def note_positions(model: keras.Model, x) -> None:
     try:
         reads = _trace_reads(model, x)
     except Exception as error:
-        logging.info("Tables of positions could not be found: %s", error)
+        logging.info("Position embeddings could not be identified: %s", error)
         return
-    of_tokens = {table for table, is_of_positions in reads if not is_of_positions}
-    found = frozenset(table for table, _ in reads if table not in of_tokens)
+    token_tables = {table for table, is_of_positions in reads if not is_of_positions}
+    found = frozenset(table for table, _ in reads if table not in token_tables)
     object.__setattr__(model, "tfmulti_positions", found)
 
 
 def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
-    """Whether a sparse gradient is of rows that every replica reads, as `note_positions` found.
+    """Whether every replica reads the same rows of a table, as `note_positions` recorded.
 
     Args:
         grad: A gradient of a step that runs eagerly.
-        variable: What it is the gradient of.
+        variable: The table.
         model: The model of the step.
 
     Raises:
-        ValueError: Where nothing was found out.
+        ValueError: If nothing was recorded for the model.
     """
     if not isinstance(grad, tf.IndexedSlices):
         return False
     found = getattr(model, "tfmulti_positions", None)
     if found is None:
         raise ValueError(
-            "An `Embedding` on several replicas needs a step that can be traced, which tells "
-            "positions from tokens. Received: a step that runs eagerly, a sparse gradient of "
-            f"{getattr(variable, 'path', 'a table')}, and a model without a `call`, or with one "
-            "that cannot be traced. Leave run_eagerly out, give the model a `call` of "
-            'operations alone, or train on one replica: create_strategy("one_device").'
+            "An `Embedding` on several replicas needs a step that can be traced: the trace shows "
+            "whether it reads positions or tokens. Received: a step that runs eagerly, a sparse "
+            f"gradient of {getattr(variable, 'path', 'a table')}, and a model without a `call`, or "
+            "with one that cannot be traced. Leave out run_eagerly, give the model a `call` that "
+            'can be traced, or train on one replica: create_strategy("one_device").'
         )
     return id(variable) in found
 
@@ -136,13 +136,13 @@ def _are_positions(indices) -> bool:
     found = _sources(indices)
     if found != {"shapes"}:
         return not found
-    # With a row for each of the batch, they are repeated as tokens are.
+    # Positions repeated for each row of the batch are concatenated, as tokens are.
     rank, shape = indices.shape.rank, indices.shape
     return rank == 1 or rank is not None and rank > 0 and shape[0] == 1
 
 
 def _sources(tensor) -> set[str]:
-    """Tells what a tensor is computed from, but for constants: "shapes" of data, or "data"."""
+    """Returns what a tensor depends on besides constants: "shapes" of data, "data", or both."""
     seen, waiting, found = set(), [tensor.op], set()
     while waiting:
         operation = waiting.pop()
@@ -161,7 +161,7 @@ def _sources(tensor) -> set[str]:
 
 
 def _is_captured_value(placeholder) -> bool:
-    """Whether a function has a tensor from before it was traced: a table that a model has made."""
+    """Whether a placeholder stands for a tensor that existed before the trace."""
     return any(
         inner is placeholder.outputs[0] and hasattr(outer, "numpy")
         for outer, inner in getattr(placeholder.graph, "captures", ())

@@ -1,21 +1,23 @@
-"""How much the rows of one replica count: the one place that weighs.
+"""The weight of each replica. All weighting of replicas is defined in this module.
 
-A batch of n rows is dealt out to replicas r, of which each holds n_r. What one device computes as
-a mean over the batch is the sum over replicas of w_r times the replica's own mean, with
+A batch of n rows is split over replicas; replica r holds n_r rows. The mean over the batch that
+one device computes is the sum over replicas of w_r times the replica's local mean, with
 
     w_r = n_r / n,        and so  sum_r w_r = 1.
 
-- **Gradients** (`tfmulti.step.gradients`): a tape weighs its target, the replica's mean loss, with
-  w_r where the backward pass begins, and adds the gradients over replicas. What is the same on
-  every replica (penalties on weights, a loss over gathered rows) needs no care, since the weights
-  add to one. Weighed later, layers whose backward pass crosses replicas would be wrong.
-- **Losses** (`tfmulti.step.losses`) that do not divide by rows: one that divides by a count c_r of
-  its own (valid steps under a mask, sample weights) is multiplied by (c_r / c) / w_r first, a sum
-  by 1 / w_r.
-- **Running means** of a number that a step has computed take it with the weight w_r.
-- **State** that a layer computes from its rows changes by the mean of the replicas' changes.
-- **Filler rows** count nothing: those of padding are cut off before a step; that of a replica
-  without a row has w_r = 0.
+- **Gradients** (`tfmulti.step.gradients`): a tape multiplies its target, the replica's mean loss,
+  by w_r where the backward pass begins, and adds the gradients over replicas. Terms that are the
+  same on every replica (penalties on weights, a loss over gathered rows) stay correct, since the
+  weights add up to one. Applying w_r after the backward pass instead would be wrong for layers
+  whose backward pass crosses replicas.
+- **Losses** (`tfmulti.step.losses`) that do not divide by rows: a loss that divides by a local
+  count c_r (valid steps under a mask, sample weights) is first multiplied by (c_r / c) / w_r,
+  where c is the sum of all c_r; a sum is multiplied by 1 / w_r.
+- **Running means** of a number that a step computed update with the weight w_r.
+- **State** that a layer computes from its rows changes by the weighted mean of the replicas'
+  changes.
+- **Padding rows** have no weight: those of `remainder="pad"` are cut off before the step; the one
+  in an empty replica batch has w_r = 0.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ import tensorflow as tf
 
 
 def row_weight(num_counted: tf.Tensor, num_global: tf.Tensor) -> tf.Tensor:
-    """Returns w_r, a float32 scalar, of this replica's and the whole batch's rows."""
+    """Returns w_r as a float32 scalar, from the rows of this replica and of the whole batch."""
     return tf.math.divide_no_nan(tf.cast(num_counted, tf.float32), num_global)
 
 
 def part_of_count(count: tf.Tensor, replica_batch) -> tf.Tensor:
-    """Returns (c_r / c) / w_r for a loss that divides by a count of its own, a float32 scalar.
+    """Returns (c_r / c) / w_r for a loss that divides by a local count, as a float32 scalar.
 
     It is a collective: every replica must call it.
 
     Args:
-        count: What this replica's loss divides by, a float32 scalar.
-        replica_batch: This replica's share of the step.
+        count: The divisor of this replica's loss, a float32 scalar.
+        replica_batch: This replica's batch.
     """
     count = tf.where(replica_batch.num_real > 0, count, 0.0)
     total = tf.distribute.get_replica_context().all_reduce("SUM", count)
@@ -43,21 +45,22 @@ def part_of_count(count: tf.Tensor, replica_batch) -> tf.Tensor:
 
 
 def part_of_sum(replica_batch) -> tf.Tensor:
-    """Returns 1 / w_r, which makes the weighed sum over replicas a plain one; a float32 scalar."""
+    """Returns 1 / w_r as a float32 scalar; it turns the weighted sum over replicas into a sum."""
     return tf.math.divide_no_nan(1.0, replica_batch.weight)
 
 
 def weigh_root(target, replica_batch):
-    """Returns what the backward pass of a target begins with on this replica.
+    """Returns the initial gradient of a target for the backward pass on this replica.
 
-    A number is taken for a mean over rows. What has an axis of rows is a sum over them as it is.
+    A scalar is treated as a mean over rows, and gets w_r. A tensor with an axis of rows, which a
+    tape sums, gets ones.
 
     Args:
-        target: What a tape differentiates, a tensor.
-        replica_batch: This replica's share of the step.
+        target: The tensor that a tape differentiates.
+        replica_batch: This replica's batch.
     """
     if _has_rows(target, replica_batch):
-        # A filler row is none, also where the backward pass crosses replicas.
+        # A padding row gets 0, because the backward pass may cross replicas.
         return tf.where(replica_batch.num_real > 0, tf.ones_like(target), tf.zeros_like(target))
     return tf.ones_like(target) * tf.cast(replica_batch.weight, target.dtype)
 

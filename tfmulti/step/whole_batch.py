@@ -1,4 +1,4 @@
-"""Losses and metrics of Keras that see the rows of the whole global batch on every replica."""
+"""Keras losses and metrics that every replica computes from the rows of the whole global batch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from tfmulti.step.gathering import gather_batch
 
 @keras.saving.register_keras_serializable(package="tfmulti")
 class WholeBatchLoss(keras.losses.Loss):
-    """A loss that is computed from the rows of the whole global batch, on every replica.
+    """A loss that every replica computes from the rows of the whole global batch.
 
-    For losses that replicas cannot put together from their shares: contrastive losses that give
-    one number for each row, and functions that are called in a `train_step`. With it they have
-    one device's value and gradient. A `keras.losses.Loss`, and a function given to `compile`,
-    that is one number for a batch (Dice, Tversky, Circle, the root of a mean, a sum over some
-    tokens divided by their number) gets all rows without it, and this says so. A mean or a sum
-    over rows needs none of it, and sends less: see `gather_batch`, which brings labels,
-    predictions and weights here.
+    Use it for losses that compare rows and return one value for each row, such as contrastive
+    losses, and for functions that are called in a `train_step`. They then have the same value and
+    gradient as on one device. A `keras.losses.Loss`, or a function passed to `compile`, that
+    returns one number for a batch (Dice, Tversky, Circle, the root of a mean, a sum over some
+    tokens divided by their number) gets all rows without this class; you may still use it to make
+    that explicit. A mean or a sum over rows does not need it, and sends less without it. Labels,
+    predictions and weights are gathered with `gather_batch`.
 
-    On one device it is the loss itself.
+    On one device it equals the given loss.
 
     Args:
         loss: A Keras loss, a function of labels and predictions, or the name of one.
         name: Name of the loss; by default that of `loss`.
 
     Raises:
-        ValueError: For something else, and for a loss with `reduction=None`.
+        ValueError: For any other argument, and for a loss with `reduction=None`.
 
-    A process that loads a model which was saved with it names the class first:
+    To load a model that was saved with it, import the class first:
     `from tfmulti import WholeBatchLoss`.
 
     Example:
@@ -48,11 +48,11 @@ class WholeBatchLoss(keras.losses.Loss):
         self.loss = loss
 
     def call(self, y_true, y_pred):
-        """Returns the losses of the rows it is given, before their reduction."""
+        """Returns the losses of the given rows, before the reduction."""
         return self.loss.call(y_true, y_pred)
 
     def __call__(self, y_true, y_pred, sample_weight=None):
-        """Returns the loss of the whole batch, the same number on all replicas.
+        """Returns the loss of the whole batch, which is the same number on all replicas.
 
         Args:
             y_true: Labels of this replica, of shape `(rows, ...)`.
@@ -67,36 +67,37 @@ class WholeBatchLoss(keras.losses.Loss):
             return self.loss(*whole)
 
     def get_config(self):
-        """Returns what `from_config` makes the same loss of."""
+        """Returns the configuration for `from_config`."""
         return {"loss": keras.saving.serialize_keras_object(self.loss), "name": self.name}
 
     @classmethod
     def from_config(cls, config):
-        """Makes a loss of what `get_config` returned."""
+        """Creates a loss from the result of `get_config`."""
         return cls(keras.saving.deserialize_keras_object(config["loss"]), config["name"])
 
 
 @keras.saving.register_keras_serializable(package="tfmulti")
 class WholeBatchMetric(keras.metrics.Metric):
-    """A metric that is updated with the rows of the whole global batch, on every replica.
+    """A metric that every replica updates with the rows of the whole global batch.
 
-    For metric functions that compare rows and return one number for each. Classes of one's own
-    (a maximum, the best so far, a moving average, a count of batches), and functions that return
-    one number for a batch, are updated so without it, where they are among the model's metrics.
-    Keras adds a metric's state up over replicas. Here every replica has the state that one
-    device would have, so any initial value will do. Metrics of Keras are right without it.
+    Use it for metric functions that compare rows and return one number for each row. Custom
+    metric classes (a maximum, the best so far, a moving average, a count of batches), and
+    functions that return one number for a batch, get all rows without it if they are among the
+    model's metrics. Keras adds a metric's state over replicas. This class keeps the state of one
+    device on every replica instead, so the initial value may be any number. Keras's own metrics
+    do not need it.
 
-    On one device it is the metric itself. Create it in the strategy's scope.
+    On one device it equals the given metric. Create it in the strategy's scope.
 
     Args:
-        metric: A Keras metric, a function of labels and predictions, or the name of one. Its state
-            belongs to this metric from then on.
+        metric: A Keras metric, a function of labels and predictions, or the name of one. This
+            metric takes over its state.
         name: Name of the metric; by default that of `metric`.
 
     Raises:
-        ValueError: For something else.
+        ValueError: For any other argument.
 
-    A process that loads a model which was saved with it names the class first:
+    To load a model that was saved with it, import the class first:
     `from tfmulti import WholeBatchMetric`.
 
     Example:
@@ -126,12 +127,12 @@ class WholeBatchMetric(keras.metrics.Metric):
         weights = {} if sample_weight is None else {"sample_weight": sample_weight}
         with losses.of_whole_batch():
             self.metric.update_state(y_true, y_pred, **weights)
-        # Some metrics make theirs when they first see rows.
+        # Some metrics create their variables at the first update.
         keras_compat.keep_on_each_replica(self.metric.variables)
 
     def result(self):
-        """Returns the metric's value, the same on all replicas."""
-        # A replica's variable is no tensor, and a metric can return one.
+        """Returns the metric's value, which is the same on all replicas."""
+        # A metric can return a variable, which is not a tensor in a replica.
         return keras.tree.map_structure(_value_of, self.metric.result())
 
     def reset_state(self):
@@ -139,24 +140,24 @@ class WholeBatchMetric(keras.metrics.Metric):
         self.metric.reset_state()
 
     def get_config(self):
-        """Returns what `from_config` makes the same metric of."""
+        """Returns the configuration for `from_config`."""
         return {"metric": keras.saving.serialize_keras_object(self.metric), "name": self.name}
 
     @classmethod
     def from_config(cls, config):
-        """Makes a metric of what `get_config` returned."""
+        """Creates a metric from the result of `get_config`."""
         return cls(keras.saving.deserialize_keras_object(config["metric"]), config["name"])
 
 
-# Keras's own losses that are no mean over rows.
+# Keras's own losses that are not a mean over rows.
 _OF_THE_BATCH = ("Dice", "Tversky", "Circle", "dice", "tversky", "circle")
 
 
 def call_loss(call, loss, y_true, y_pred, sample_weight=None):
-    """Computes a loss, from the rows of all replicas where it needs them.
+    """Computes a loss, from the rows of all replicas if it needs them.
 
-    Keras's losses are means over rows, but for Dice, Tversky and Circle. One of the user's own
-    that gives one number for a batch can be anything.
+    Keras's losses are means over rows, except Dice, Tversky and Circle. A custom loss that returns
+    one number for a batch can be any function of all rows, so it gets them.
 
     Args:
         call: `keras.losses.Loss.__call__`.
@@ -165,7 +166,7 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
         y_pred: Predictions for them.
         sample_weight: Weights, or None.
     """
-    if not _on_shares() or not _needs_batch(loss, y_true, y_pred):
+    if not _is_distributed() or not _needs_batch(loss, y_true, y_pred):
         return call(loss, y_true, y_pred, sample_weight)
     y_true, y_pred, sample_weight = _gather(y_true, y_pred, sample_weight)
     with losses.of_whole_batch():
@@ -173,7 +174,7 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
 
 
 def prepare_losses(model: keras.Model) -> None:
-    """Has losses that override `Loss.__call__` computed as others of the user's own are.
+    """Applies `call_loss` to custom losses that override `Loss.__call__`.
 
     Args:
         model: A model that is built.
@@ -184,7 +185,7 @@ def prepare_losses(model: keras.Model) -> None:
 
 
 def update_metric_function(update, metric, function, y_true, y_pred, sample_weight=None):
-    """Updates a metric that is a function of the user's own, which can give one number.
+    """Updates a metric that is a custom function, which may return one number for a batch.
 
     Args:
         update: `keras.metrics.MeanMetricWrapper.update_state`.
@@ -194,7 +195,7 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
         y_pred: Predictions for them.
         sample_weight: Weights, or None.
     """
-    if not _on_shares() or keras_compat.is_stock(function.func):
+    if not _is_distributed() or keras_compat.is_stock(function.func):
         return update(metric, y_true, y_pred, sample_weight)
     if keras.ops.ndim(function(y_true, y_pred)) != 0:
         return update(metric, y_true, y_pred, sample_weight)
@@ -205,9 +206,9 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
 
 
 def prepare_metrics(model: keras.Model) -> None:
-    """Has metrics of the user's own see the rows of all replicas, whatever they make of them.
+    """Makes custom metrics see the rows of all replicas.
 
-    What Keras adds up over replicas is right for sums over rows alone.
+    Keras adds a metric's state over replicas, which is only correct for sums over rows.
 
     Args:
         model: A model that is built, before its metrics are reset.
@@ -220,18 +221,18 @@ def prepare_metrics(model: keras.Model) -> None:
 
 
 def _update_own(metric, update, *args, **kwargs):
-    if not _on_shares():
+    if not _is_distributed():
         return update(*args, **kwargs)
     args, kwargs = _of_all_replicas((args, kwargs))
     with losses.of_whole_batch():
         result = update(*args, **kwargs)
-    # Some metrics make theirs when they first see rows.
+    # Some metrics create their variables at the first update.
     keras_compat.keep_on_each_replica(metric.variables)
     return result
 
 
 def _of_all_replicas(structure):
-    """Gathers rows, and takes numbers for means over them."""
+    """Gathers rows, and averages scalars, which are taken for means over rows."""
     replica_batch, context = step.current_replica_batch(), tf.distribute.get_replica_context()
 
     def of_all(part):
@@ -247,7 +248,7 @@ def _of_all_replicas(structure):
     return tf.nest.map_structure(of_all, structure)
 
 
-def _on_shares() -> bool:
+def _is_distributed() -> bool:
     context = tf.distribute.get_replica_context()
     many = context is not None and context.num_replicas_in_sync > 1
     return many and step.current_replica_batch() is not None
@@ -259,7 +260,7 @@ def _needs_batch(loss, y_true, y_pred) -> bool:
     if keras_compat.is_stock(kind):
         return getattr(kind, "__name__", "") in _OF_THE_BATCH
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        # What it does with the numbers of rows is its own.
+        # It may do anything with the number of rows.
         return True
     rows = keras.tree.map_structure(
         lambda part: keras.ops.convert_to_tensor(part, dtype=loss.dtype), (y_true, y_pred)
@@ -311,7 +312,7 @@ def _get(where, identifier):
 
 
 def _gather(y_true, y_pred, sample_weight) -> tuple:
-    """Gathers what losses and metrics are given, and the masks that come with predictions."""
+    """Gathers the inputs of a loss or a metric, and the masks of the predictions."""
     masks = [keras_compat.mask_of(part) for part in tf.nest.flatten(y_pred)]
     whole = gather_batch((y_true, y_pred, sample_weight, masks))
     for part, mask in zip(tf.nest.flatten(whole[1]), whole[3]):

@@ -1,6 +1,6 @@
-"""Builds real `tf.distribute` strategies under which stock Keras 3 `fit` runs.
+"""Creates `tf.distribute` strategies under which the stock `fit` of Keras 3 runs.
 
-`create_strategy` is the only function a user needs. What it returns is a
+`create_strategy` is the only function a user needs. It returns a subclass of
 `tf.distribute.MirroredStrategy`, `MultiWorkerMirroredStrategy`, `OneDeviceStrategy` or
 `TPUStrategy` with three public methods repaired for Keras 3: `run`, `reduce` and
 `experimental_distribute_dataset`.

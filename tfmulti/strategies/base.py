@@ -13,9 +13,9 @@ from tfmulti.strategies import scope_check
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
-    """Takes each distributed value in a nested structure to the first local replica's.
+    """Replaces each distributed value in a nested structure by that of the first local replica.
 
-    A share without a row gets a filler row: what a model is built from must have some.
+    An empty replica batch gets a padding row: a model cannot be built from an empty batch.
     """
 
     def first(value):
@@ -28,35 +28,35 @@ def first_local_value(strategy: tf.distribute.Strategy, values):
 
 
 class _ForKeras:
-    """Repairs what Keras 3 asks of a strategy. Nothing changes for other callers."""
+    """Repairs the strategy methods that Keras 3 calls. Nothing changes for other callers."""
 
     repairs_keras = True
-    # What was chosen, on which devices, and why; for people.
+    # The chosen strategy, its devices, and the reason, for people to read.
     why = ""
-    # Set by the data pipeline when it marks filler rows in the sample weights.
+    # Set by the data pipeline when it marks padding rows in the sample weights.
     marks_padding = False
-    # Whether a step is verified before it is taken for the first time.
+    # Whether to verify a step before its first run: "auto", "always" or "never".
     verify = "auto"
-    # What that has taken so far.
+    # Seconds that verification has taken so far.
     seconds_verified = 0.0
-    # While verification has every replica do what one device does.
+    # True while verification makes every replica compute like one device.
     counts_one_replica = False
-    # Whether optimizers that nobody has wrapped are taken.
+    # Whether unwrapped optimizers are accepted.
     distribute_optimizers = True
     # The generator of random operations without a seed, for the threads of all replicas.
     global_seeds = None
-    # Set where a sum of gradients is kept in a checkpoint, bit for bit.
+    # Set if a checkpoint stores a sum of gradients, bit for bit.
     keeps_whole_sums = False
-    # Weak references to what the latest of Keras's steps has returned.
+    # Weak references to the outputs of the latest Keras step.
     _logs = ()
 
     @property
     def num_replicas_in_sync(self):
-        """Replicas that take one step together."""
+        """The number of replicas that run one step together."""
         return 1 if self.counts_one_replica else super().num_replicas_in_sync
 
     def run(self, fn, args=(), kwargs=None, options=None):
-        """Runs `fn` on every replica; Keras's own steps also where a share has no row."""
+        """Runs `fn` on every replica; Keras's own steps also with empty replica batches."""
         if self.counts_one_replica:
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
@@ -74,7 +74,7 @@ class _ForKeras:
                 fn = step.divide_whole_batch(fn, num_local_replicas)
         else:
             args = tuple(step.without_count(value) for value in args)
-        # One replica's gradients are the whole batch's.
+        # With one replica, its gradients are those of the whole batch.
         fn = gradients.one_step(fn, reduced=not several)
         outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
         if kind in ("train", "test"):
@@ -82,11 +82,11 @@ class _ForKeras:
         return outputs
 
     def reduce(self, reduce_op, value, axis):
-        """Reduces as usual; a step's logs, with `axis=0` as Keras asks for them, locally.
+        """Reduces as usual, except a step's logs with `axis=0`, which it reduces locally.
 
-        Keras reduces every batch log so, which under several workers raises an error in
-        stock TensorFlow for a scalar, and takes a vector's own mean. The answer is the mean or
-        sum over this worker's replicas, whose logs are global already.
+        Keras reduces every batch log with `axis=0`. Under several workers stock TensorFlow then
+        raises an error for a scalar, and averages over the elements of a vector. This method
+        returns the mean or sum over this worker's replicas, whose logs are global already.
         """
         if axis == 0 and (_is_scalar(value) or any(log() is value for log in self._logs)):
             local = tf.stack(self.experimental_local_results(value))
@@ -95,7 +95,7 @@ class _ForKeras:
         return super().reduce(reduce_op, value, axis)
 
     def experimental_distribute_dataset(self, dataset, options=None):
-        """Distributes a dataset; those of `tfmulti.data` know themselves how."""
+        """Distributes a dataset; datasets of `tfmulti.data` distribute themselves."""
         distribute_to = getattr(dataset, "distribute_to", None)
         if distribute_to is not None:
             return distribute_to(self)
@@ -105,7 +105,7 @@ class _ForKeras:
         if uneven and self.num_replicas_in_sync > 1:
             return iterators.WholeBatches(dataset, self)
         if self.num_replicas_in_sync > 1 and all(isinstance(s, tf.TensorSpec) for s in specs):
-            # Shares of a batch that Python has made lie in its own memory, into which steps write.
+            # Parts of a batch from Python share its memory, and steps may overwrite it.
             dataset = _copied(dataset)
         return super().experimental_distribute_dataset(dataset, options)
 
@@ -141,7 +141,7 @@ def _weak(outputs) -> list:
 
 
 def _copied(dataset):
-    """Returns a dataset whose batches lie in memory of their own."""
+    """Returns a dataset whose batches are copies."""
 
     def copy(*parts):
         batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
@@ -158,7 +158,7 @@ def _is_distributed(data) -> bool:
 def _is_scalar(value) -> bool:
     if isinstance(value, tf.distribute.DistributedValues):
         return all(getattr(v, "shape", None) == () for v in getattr(value, "values", [None]))
-    # Eager steps of older versions give numbers.
+    # Eager steps of older versions return Python numbers.
     return tf.TensorShape(getattr(value, "shape", ())).rank == 0
 
 
@@ -188,4 +188,4 @@ class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredSt
 
 
 class TPUStrategy(_ForKeras, tf.distribute.TPUStrategy):
-    """One replica on each TPU core. Not tried: no TPU was at hand."""
+    """One replica on each TPU core. Untested: no TPU was available."""

@@ -1,6 +1,7 @@
-"""Stock callbacks under several workers: the chief writes, the others' files are thrown away.
+"""Stock callbacks under several workers: only the chief's files are kept.
 
-Every worker goes through the motions, because reading state can be a collective.
+The other workers write to a temporary folder instead of nothing, because reading state can be a
+collective, which every worker must join.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import keras
 
 from tfmulti.strategies import collectives
 
-# What names the file or the folder that a stock callback writes.
+# The attribute that holds the output path of each stock callback.
 _PLACES = (
     (keras.callbacks.ModelCheckpoint, "filepath"),
     (keras.callbacks.CSVLogger, "filename"),
@@ -23,10 +24,11 @@ _PLACES = (
 
 
 def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
-    """Sends what a callback writes to a temporary folder, on every worker but the chief.
+    """Redirects the output of a callback to a temporary folder on every worker except the chief.
 
     Raises:
-        ValueError: For `BackupAndRestore`, which must also read what another worker wrote.
+        ValueError: For `BackupAndRestore`, which would have to read the chief's files on every
+            worker.
     """
     strategy = model.distribute_strategy
     if not getattr(strategy, "repairs_keras", False) or collectives.num_workers(strategy) == 1:
@@ -50,9 +52,9 @@ def _temporary_folder() -> Path:
 
 def _refuse_backup(callback):
     raise ValueError(
-        "`BackupAndRestore` is for one worker: workers that write to one folder damage it, and "
-        "with a folder each they can resume at different epochs. "
+        "`BackupAndRestore` supports one worker only: several workers that write to one folder "
+        "corrupt it, and with one folder each they can resume at different epochs. "
         f"Received: BackupAndRestore({callback.backup_dir!r}) on several workers. "
-        "Use ModelCheckpoint, which the chief alone writes, and load its file on every worker "
-        "before `fit` with `initial_epoch`."
+        "Use tfmulti.callbacks.Checkpoint, or ModelCheckpoint, which only the chief writes, and "
+        "load its file on every worker before `fit` with `initial_epoch`."
     )

@@ -18,17 +18,17 @@ _CHUNK = 2**18
 
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
-    """Returns the workers of the job; 1 where a strategy knows of none."""
+    """Returns the number of workers of the job; 1 for a strategy without workers."""
     return strategy.num_replicas_in_sync // iterators.num_local_replicas(strategy)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this worker is the one that writes."""
+    """Whether this worker is the chief, which writes files."""
     return strategy.extended.should_checkpoint
 
 
 def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
-    """Returns the smallest and the largest of all workers' numbers.
+    """Returns the minimum and the maximum of a number over all workers.
 
     It is a collective: every worker must call it.
 
@@ -48,7 +48,7 @@ def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
 
 def _create_compare_function(strategy):
     def add(number):
-        # Reductions add; so each replica writes its own place of a table.
+        # The collective adds, so each replica writes to its own entry of a table.
         context = tf.distribute.get_replica_context()
         place = tf.one_hot(context.replica_id_in_sync_group, strategy.num_replicas_in_sync)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, place * number)
@@ -57,7 +57,7 @@ def _create_compare_function(strategy):
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
-    """Gives the chief's bytes to all workers; every worker must call it.
+    """Sends the chief's bytes to all workers; every worker must call it.
 
     Args:
         strategy: The strategy of this worker.
@@ -74,7 +74,7 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
     if data is not None:
         words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
     for start in range(0, len(words), _CHUNK):
-        # A collective takes one shape for all calls.
+        # A collective requires the same shape in all calls.
         added = function(tf.constant(words[start : start + _CHUNK]))
         words[start : start + _CHUNK] = strategy.experimental_local_results(added)[0].numpy()
     return words.view(np.uint8)[:size].tobytes()
@@ -103,13 +103,13 @@ def before_pass(strategy, epoch_iterator) -> None:
 
 
 def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
-    """Has all workers go on to the end of the longest data where their numbers differ.
+    """Makes all workers continue to the end of the longest data if their numbers of steps differ.
 
-    Keras counts each worker's own batches, so that one stops while another waits for it. A
-    worker without data takes part with empty shares until all are done.
+    Keras counts only local batches, so one worker would stop while another waits for it. A worker
+    that has no more data takes part with empty replica batches until all are done.
     """
     if getattr(epoch_iterator, "tfmulti_agreed", False):
-        # Of validation, which `fit` begins anew after every epoch.
+        # A validation iterator, which `fit` reuses after every epoch.
         return
     epoch_iterator.tfmulti_agreed = True
     number = keras_compat.number_of_batches(epoch_iterator, iterators.num_local_replicas(strategy))
@@ -125,28 +125,28 @@ def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
 
 
 def agree_on_stopping(model) -> None:
-    """Has every worker stop after the epoch in which one of them wants to."""
+    """Stops all workers after the epoch in which one of them sets `stop_training`."""
     strategy = model.distribute_strategy
     if not getattr(strategy, "repairs_keras", False) or num_workers(strategy) == 1:
         return
     _, wanted = compare(strategy, int(bool(model.stop_training)))
     if wanted and not model.stop_training:
-        logging.warning("Stopping after this epoch, as another worker does.")
+        logging.warning("Stopping after this epoch, because another worker stops.")
         model.stop_training = True
 
 
 _numbers = itertools.count()
-# Keras numbers the layers of a process: conv2d_3. Another model may have been made before.
+# Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
 _COUNTER = re.compile(r"_\d+(?=/|$)")
 
 
 def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> None:
-    """Raises ValueError where the chief creates another variable, or none, at this point.
+    """Raises ValueError if the chief creates a different variable, or none, at this point.
 
     Args:
         path: The variable's path.
-        shape: Its shape, or None where it is not known.
-        dtype: Its type.
+        shape: Its shape, or None if it is unknown.
+        dtype: Its dtype.
     """
     if not tf.distribute.has_strategy() or not tf.distribute.in_cross_replica_context():
         return
@@ -155,16 +155,16 @@ def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> No
 
 
 def compare_call(strategy: tf.distribute.Strategy, name: str) -> None:
-    """Raises ValueError where the chief does not call `fit`, `evaluate` or `predict` alike."""
+    """Raises ValueError if the chief does not call the same of `fit`, `evaluate`, `predict`."""
     compare_with_chief(strategy, f"a call of {name}")
 
 
 def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
-    """Raises ValueError where the chief's next common act is another one than this worker's.
+    """Raises ValueError if the chief's next collective action differs from this worker's.
 
     Args:
         strategy: The strategy of this worker.
-        doing: What this worker is going to do.
+        doing: The action of this worker, in words.
     """
     if not getattr(strategy, "compares_acts", False):
         return
@@ -178,7 +178,7 @@ def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
     if _COUNTER.sub("", theirs) != _COUNTER.sub("", doing):
         here = f"{resolver.task_type} {resolver.task_id}"
         raise ValueError(
-            "All workers must build the same model and train and evaluate it alike. "
+            "All workers must build the same model, and train and evaluate it in the same order. "
             f"Received: on {here} {doing}; on the first worker {theirs}. "
-            "Look for what depends on the worker: a setting, a file, `if` it is the chief."
+            "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
         )

@@ -18,7 +18,7 @@ NAMES = ("stop", "save")
 
 
 class CoordinationRequests:
-    """The wishes of this worker, and those that all have agreed on.
+    """The requests of this worker, and those that have reached all workers.
 
     `ask` may be called from a signal handler.
     """
@@ -32,23 +32,23 @@ class CoordinationRequests:
             self._heard = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
 
     def reset(self) -> None:
-        """Forgets all wishes; called when a `fit` begins, before any step."""
+        """Clears all requests; called when a `fit` begins, before any step."""
         self._asked, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(2))
         self._heard.assign(np.zeros(len(NAMES), "float32"))
 
     def ask(self, name: str) -> None:
-        """Wants something of all workers."""
+        """Requests an action, one of `NAMES`, of all workers."""
         self._asked[name] = True
 
     def send(self) -> None:
-        """Makes the next step carry what was asked; called before it."""
+        """Adds the requests to the reduction of the next step; called before that step."""
         if self._alone or self._sent == self._asked:
             return
         self._sent = dict(self._asked)
         self._wanted.assign([float(asked) for asked in self._sent.values()])
 
     def receive(self) -> bool:
-        """Looks at what the last step has brought; returns whether all shall save now."""
+        """Reads the requests that the last step reduced; returns whether there is one."""
         if self._alone:
             self._agreed |= {name: True for name, asked in self._asked.items() if asked}
         else:
@@ -59,32 +59,32 @@ class CoordinationRequests:
         return any(self._agreed.values())
 
     def agreed(self, name: str) -> bool:
-        """Whether all workers have agreed on something."""
+        """Whether a request has reached all workers."""
         return self._agreed[name]
 
     def clear(self, name: str) -> None:
-        """Forgets a wish that was fulfilled."""
+        """Clears a request that was fulfilled."""
         self._asked[name] = self._agreed[name] = False
 
     def part_of_step(self) -> tf.Tensor:
-        """What this replica adds to the step's reduction, a float32 vector."""
+        """Returns this replica's term in the step's reduction, a float32 vector."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         first = tf.cast(replica, tf.int32) % self._num_local_replicas == 0
         return tf.where(first, self._wanted.read_value(), tf.zeros(len(NAMES)))
 
     def note(self, added: tf.Tensor) -> None:
-        """Keeps, in the step, what all replicas have added."""
+        """Stores the reduced requests, within the step."""
         self._heard.assign(tf.maximum(self._heard, added))
 
 
 def requests_of(strategy: tf.distribute.Strategy) -> CoordinationRequests:
-    """Returns the signals of a strategy, or new ones for a strategy that has none."""
+    """Returns the requests of a strategy, or a new object if the strategy has none."""
     signals = getattr(strategy, "signals", None)
     return signals if signals is not None else CoordinationRequests(1, 1)
 
 
 class LauncherHeartbeat(keras.callbacks.Callback):
-    """Makes a file once a step is done: what fails before is not worth a restart.
+    """Creates a file after the first step: the launcher restarts no job that failed earlier.
 
     Args:
         path: The file.
@@ -95,31 +95,31 @@ class LauncherHeartbeat(keras.callbacks.Callback):
         self._path, self._made = Path(path), False
 
     def on_train_batch_end(self, batch, logs=None):
-        """Makes the file after the first step."""
+        """Creates the file after the first step."""
         if not self._made:
             self._path.touch()
             self._made = True
 
 
 def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
-    """Returns the callback that a launcher waits for, in a list that is empty without one."""
+    """Returns the heartbeat callback in a list; the list is empty without a launcher."""
     path = os.environ.get(environment.PROGRESS)
     ours = getattr(model.distribute_strategy, "repairs_keras", False)
     return [LauncherHeartbeat(path)] if path and ours else []
 
 
-# The answer is there at once; what is waited for is the network.
+# The value is published already, so the timeout only covers the network.
 _FIRST_MS, _NEXT_MS = 2_000, 100
 # A key can be used once in a process.
 _numbers = itertools.count()
 
 
 class KeyValueExchange:
-    """The notes of one `fit`.
+    """The texts that workers publish during one `fit`.
 
-    All workers of this package's strategies wait for one another after each epoch
-    (`agreement.agree_on_stopping`). What they left before is then there, or never comes: of a
-    worker that leaves nothing none is asked again.
+    All workers wait for one another after each epoch (`collectives.agree_on_stopping`). A text
+    that was published before is then available, or will never come: a worker that published
+    nothing is not read again.
 
     Args:
         strategy: The strategy of this worker.
@@ -127,7 +127,7 @@ class KeyValueExchange:
 
     def __init__(self, strategy: tf.distribute.Strategy):
         several = collectives.num_workers(strategy) > 1
-        self._shared = several and getattr(strategy, "repairs_keras", False)
+        self._enabled = several and getattr(strategy, "repairs_keras", False)
         self.worker = "worker 0"
         self._tasks = [self.worker]
         if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -139,20 +139,20 @@ class KeyValueExchange:
         self._fit = next(_numbers)
         self._silent: set[str] = set()
 
-    def leave(self, number: int, text: str) -> None:
-        """Leaves a text for all; `number` is that of the epoch."""
-        if self._shared:
+    def publish(self, number: int, text: str) -> None:
+        """Publishes a text for all workers; `number` is the number of the epoch."""
+        if self._enabled:
             keras_compat.publish(self._key(number, self.worker), text)
 
     def read(self, number: int) -> tuple[dict[str, str], set[str]]:
-        """Returns the other workers' texts, and who has left none for the first time.
+        """Returns the other workers' texts, and the workers found missing for the first time.
 
-        Call it when an epoch begins or `fit` ends, about the epoch before.
+        Call it for the previous epoch, when an epoch begins or `fit` ends.
         """
         found, missing = {}, set()
-        others = set(self._tasks) - {self.worker} - self._silent if self._shared else ()
+        others = set(self._tasks) - {self.worker} - self._silent if self._enabled else ()
         for task in sorted(others):
-            # Not so long for each of many that have no notes.
+            # A short timeout after the first: many workers may have published nothing.
             timeout_ms = _NEXT_MS if missing else _FIRST_MS
             text = keras_compat.read_if_published(self._key(number, task), timeout_ms)
             if text is None:
@@ -163,4 +163,4 @@ class KeyValueExchange:
         return found, missing
 
     def _key(self, number, task) -> str:
-        return f"tfmulti/notes/{self._fit}/{number}/{task.replace(' ', '/')}"
+        return f"tfmulti/texts/{self._fit}/{number}/{task.replace(' ', '/')}"

@@ -46,39 +46,39 @@ def create_strategy(
     Args:
         name: `"one_device"`, `"mirrored"` (all local GPUs; without a GPU two logical
             CPUs), `"multi_worker"` (the cluster of TF_CONFIG, or of the scheduler: see
-            `resolve_cluster`), `"tpu"`, or `"auto"`: a TPU where there is one, else a cluster
-            in the environment, else several GPUs, else one device. The log says what was
-            chosen and why.
+            `resolve_cluster`), `"tpu"`, or `"auto"`: a TPU if there is one, else a cluster in
+            the environment, else several GPUs, else one device. The log shows the choice and
+            the reason.
         devices: TensorFlow's names, such as `["GPU:0", "GPU:1"]`; for `one_device` and
             `mirrored`.
-        logical_cpus: Number of logical CPUs to split this machine's CPU into; 0 leaves it
-            as it is. With `mirrored` and `multi_worker` each becomes a replica.
+        logical_cpus: Number of logical CPUs to split this machine's CPU into; 0 does not split
+            it. With `mirrored` and `multi_worker` each becomes a replica.
         tf_config: Path of a file or a folder with the cluster, or a mapping; by default the
             environment variable TF_CONFIG.
-        communication: How workers add their gradients, for `multi_worker`: `"nccl"` between
-            GPUs, `"mpi"` between CPUs where MPI has started the job, `"ring"` for TensorFlow's
-            own; `"auto"` chooses in this order.
+        communication: How workers add gradients, for `multi_worker`: `"nccl"` between GPUs,
+            `"mpi"` between CPUs if MPI has started the job, `"ring"` for TensorFlow's own ring;
+            `"auto"` takes the first one that applies.
         bucket_bytes: Bytes of small gradients that workers send together; by default 4 MiB over
             MPI, and all of them over TensorFlow's ring and NCCL.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
-        heartbeat_timeout: Seconds after which a worker that is silent counts as lost; by default
-            TensorFlow's ten.
-        must_agree: What must be the same on all workers: name -> a value that JSON can hold.
-        verify: Whether a few rows show, before the first step, that several replicas come to
-            one device's result: `"auto"` where a model is not made of stock parts alone,
-            `"always"` or `"never"`.
-        distribute_optimizers: Whether every optimizer that a step uses is distributed, wherever a
-            library has made it. False refuses one that is not wrapped in `DistributedOptimizer`,
-            for scripts that name each.
+        heartbeat_timeout: Seconds without a heartbeat after which a worker counts as lost; by
+            default TensorFlow's ten.
+        must_agree: Settings that must be equal on all workers: name -> a value that JSON can hold.
+        verify: Whether to check with a few rows, before the first step, that several replicas
+            give the result of one device: `"always"`, `"never"`, or `"auto"` for models with
+            custom parts only.
+        distribute_optimizers: Whether every optimizer that a step uses is distributed, also one
+            that a library has created. False raises an error for an optimizer that is not wrapped
+            in `DistributedOptimizer`.
 
     Returns:
-        A `tf.distribute.Strategy`; its attribute `why` says what was chosen and why.
+        A `tf.distribute.Strategy`; its attribute `why` describes the choice and the reason.
 
     Raises:
-        ValueError: For an argument that is unknown or does not go with the others.
-        RuntimeError: Where the devices or other workers are not there, workers do not agree,
-            or TensorFlow was used before.
+        ValueError: For an argument that is unknown or incompatible with the others.
+        RuntimeError: If devices or other workers are missing, workers have different settings, or
+            TensorFlow was used before.
 
     Example:
     >>> strategy = create_strategy("one_device", devices=["CPU:0"])
@@ -88,7 +88,7 @@ def create_strategy(
     check_strategy_arguments(name, devices, logical_cpus, communication)
     check_verify(verify)
     _repair_keras()
-    cluster, reason = None, "as asked"
+    cluster, reason = None, "as requested"
     blank = not os.environ.get("TF_CONFIG", "absent").strip()
     if name in ("auto", "multi_worker") or blank:
         cluster = cluster_lib.resolve_cluster(tf_config)
@@ -97,7 +97,7 @@ def create_strategy(
     if name == "auto":
         name, reason = _choose(cluster, devices, logical_cpus)
     elif cluster is not None:
-        reason = f"as asked, {_origin(cluster)}"
+        reason = f"as requested, {_origin(cluster)}"
     _warn_of_others(name, cluster)
     devices_lib.grow_gpu_memory()
     if logical_cpus:
@@ -174,7 +174,7 @@ def _repair_keras():
 
 
 def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:
-    """Raises ValueError for arguments of `create_strategy` that cannot be."""
+    """Raises ValueError for invalid arguments of `create_strategy`."""
     if name not in STRATEGIES:
         raise ValueError(
             f"`name` must be one of {', '.join(STRATEGIES)}. "
@@ -187,23 +187,23 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         )
     if devices is not None and name in ("multi_worker", "tpu"):
         raise ValueError(
-            "`devices` goes with one_device, mirrored and auto. "
+            "`devices` can be used with one_device, mirrored and auto only. "
             f"Received: devices={devices}, name={name!r}. "
             "Leave it out; set CUDA_VISIBLE_DEVICES to choose among a worker's GPUs."
         )
     if logical_cpus < 0:
         raise ValueError(
             "`logical_cpus` must not be negative. "
-            f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU as it is."
+            f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
         )
 
 
 def check_verify(verify) -> None:
-    """Raises ValueError for a `verify` that cannot be."""
+    """Raises ValueError for an invalid `verify`."""
     if verify not in VERIFY:
         raise ValueError(
             f"`verify` must be one of {', '.join(VERIFY)}. "
-            f"Received: verify={verify!r}. Use 'auto' to leave out what is made of stock parts."
+            f"Received: verify={verify!r}. Use 'auto' to verify models with custom parts only."
         )
 
 
@@ -227,7 +227,7 @@ def _origin(cluster) -> str:
 
 
 def create_one_device(devices=None, logical_cpus=0) -> OneDeviceStrategy:
-    """Creates a strategy with one replica, on the first GPU where there is one."""
+    """Creates a strategy with one replica, on the first GPU if there is one."""
     if devices is None:
         devices = ["GPU:0" if devices_lib.has_gpu() and not logical_cpus else "CPU:0"]
     if len(devices) != 1:
@@ -249,7 +249,7 @@ def create_mirrored(devices=None, logical_cpus=0) -> MirroredStrategy:
         devices = devices_lib.list_cpus()[: logical_cpus or None]
     cross_device_ops = None
     if any(name.startswith("CPU") for name in devices):
-        # TensorFlow's collectives on CPU allow one strategy and one model a process.
+        # TensorFlow's collectives on CPU allow only one strategy and one model in a process.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
     return MirroredStrategy(devices, cross_device_ops=cross_device_ops)
 

@@ -24,12 +24,12 @@ _SIGTERM_S = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Timeouts:
-    """How workers wait for one another.
+    """How long workers wait for one another.
 
     Attributes:
         start_timeout: Seconds at the start; None for the default.
-        heartbeat_timeout: Seconds of silence after which a worker counts as lost; None for
-            TensorFlow's ten.
+        heartbeat_timeout: Seconds without a heartbeat after which a worker counts as lost; None
+            for TensorFlow's ten.
     """
 
     start_timeout: float | None = None
@@ -38,7 +38,7 @@ class Timeouts:
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """How workers add their gradients.
+    """How workers add gradients.
 
     Attributes:
         communication: `"auto"`, `"ring"`, `"nccl"` or `"mpi"`.
@@ -60,8 +60,8 @@ def create_multi_worker(
     if cluster is None:
         raise RuntimeError(
             "`multi_worker` needs a cluster in TF_CONFIG. "
-            "Received: no TF_CONFIG in the environment and no `tf_config`, and no MPI, Slurm, "
-            "Kubernetes or SageMaker has started this process. "
+            "Received: no TF_CONFIG in the environment, no `tf_config`, and a process that was "
+            "not started by MPI, Slurm, Kubernetes or SageMaker. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
     communication, reason = choose_communication(
@@ -72,7 +72,7 @@ def create_multi_worker(
         peer_errors.watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
-        # After the rendezvous: it has a deadline, and MPI has none.
+        # After the rendezvous, which has a timeout; MPI has none.
         communicator = mpi.communicator(cluster.num_workers, cluster.worker_index)
     os.environ["TF_CONFIG"] = cluster.to_json()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -121,7 +121,7 @@ def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
 
 
 def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) -> tuple[str, str]:
-    """Returns how workers add their gradients, and why.
+    """Returns how workers add gradients, and the reason.
 
     Args:
         asked: `"auto"`, `"ring"`, `"nccl"` or `"mpi"`.
@@ -135,12 +135,12 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     several = logical_cpus > 1 or num_gpus > 1
     if asked == "mpi" and several:
         raise ValueError(
-            "`communication` 'mpi' goes with one replica in each worker. "
+            "`communication` 'mpi' needs exactly one replica in each worker. "
             f"Received: logical_cpus={logical_cpus}, {num_gpus} GPUs. "
-            "Start a worker for each: mpiexec -n N, or python -m tfmulti.launch --mpi."
+            "Start one worker for each replica: mpiexec -n N, or python -m tfmulti.launch --mpi."
         )
     if asked != "auto":
-        return asked, "as asked"
+        return asked, "as requested"
     if num_gpus:
         return "nccl", "there are GPUs"
     if mpi.size_in_environment() == num_workers and num_workers > 1 and not several:
@@ -151,24 +151,24 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
 def _meet(cluster, start_timeout, must_agree):
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
-        # Refused once TensorFlow runs: nobody shall wait for the others in vain.
+        # Raises if TensorFlow runs already: fail now, before other workers are waited for.
         tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
     except RuntimeError as error:
         raise _too_late_error(error) from error
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     network.warn_of_public_addresses(cluster)
-    notes = {**keras_compat.installed_versions(), **must_agree}
-    rendezvous.join(cluster, notes, timeout_s=start_timeout)
+    settings = {**keras_compat.installed_versions(), **must_agree}
+    rendezvous.join(cluster, settings, timeout_s=start_timeout)
 
 
 def _end_after_sigterm():
-    """TensorFlow's service takes SIGTERM for itself: a worker told to end would train on.
+    """Ends this worker after SIGTERM, which TensorFlow's service would swallow.
 
-    It has some seconds, in which it can hear why another one has failed.
+    The delay leaves some seconds in which the worker can receive the error of another one.
     """
 
     def end(*_):
-        timer = threading.Timer(_SIGTERM_S, command_line.leave, [environment.PREEMPTED])
+        timer = threading.Timer(_SIGTERM_S, command_line.end_process, [environment.PREEMPTED])
         timer.daemon = True
         timer.start()
 

@@ -1,4 +1,4 @@
-"""`predict_on_batch` on several replicas: the rows that were given, each once."""
+"""`predict_on_batch` on several replicas: predicts each given row once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tfmulti.step import iterators
 
 
 def predict(model: keras.Model, x):
-    """Predicts a batch on this worker's replicas, each of which takes its share of the rows.
+    """Predicts a batch on this worker's replicas, each of which takes a part of the rows.
 
-    Keras gives every replica the whole batch, and puts the answers of all behind one another. No
-    other worker takes part: each can ask for rows of its own, when it likes.
+    Keras would give every replica the whole batch, and concatenate the predictions of all. No
+    other worker takes part: each worker can predict different rows at any time.
 
     Args:
         model: The model.
         x: The inputs, with rows first: an array, a tensor, or a structure of them.
 
     Returns:
-        What the model gives for these rows, in their order, as NumPy arrays; ragged and sparse
-        tensors as they are.
+        The predictions for these rows, in their order, as NumPy arrays; ragged and sparse tensors
+        stay tensors.
     """
     function, eager = getattr(model, "tfmulti_predict", (None, None))
     if function is None or eager != model.run_eagerly:

@@ -1,4 +1,4 @@
-"""Finds models that were made outside of the strategy's scope: they would train alone."""
+"""Finds models that were created outside the strategy's scope: they would use one device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _latest: weakref.ref | None = None
 
 
 def note_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Takes note of a strategy that a script has made, in whose scope its models belong."""
+    """Records the latest strategy of a script, in whose scope its models should be created."""
     global _latest
     _latest = weakref.ref(strategy)
 
 
 def look_for_scope(model: keras.Model, name: str, data) -> None:
-    """Tells of a model that is going to be trained on one device, though a script has more.
+    """Warns if `fit` trains a model on one device although the script has a larger strategy.
 
     Args:
         model: The model whose method was called.
-        name: `"fit"`, or another method, which may be called on one device as well.
+        name: The name of the method. Only `"fit"` is checked.
         data: The method's first argument.
 
     Raises:
-        ValueError: Where the data were made for the replicas of a strategy, or a part of a model
-            that was made in its scope was made outside of it.
+        ValueError: If the data were distributed for the replicas of a strategy, or if a part of
+            a model in the scope was created outside it.
     """
     strategy = _latest() if _latest is not None else None
     if name != "fit":
@@ -38,24 +38,24 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
     made_for = getattr(data, "strategy", None)
     if made_for is not None and made_for.num_replicas_in_sync > 1:
         raise ValueError(
-            "A model must be made in the scope of the strategy that its data were made for. "
-            f"Received: data for {made_for.num_replicas_in_sync} replicas, and a model that was "
-            "made in no scope, and would train on one device alone. "
+            "A model must be created in the scope of the strategy that distributes its data. "
+            f"Received: data for {made_for.num_replicas_in_sync} replicas, and a model created "
+            "outside any scope, which would train on one device only. "
             "Create and compile it within `with strategy.scope():`."
         )
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         warnings.warn(
-            f"{model.name} was made outside of `with strategy.scope():`, and so it trains on one "
-            f"device alone, not on {strategy.num_replicas_in_sync} replicas. If that is not "
-            "meant, create and compile it within the scope.",
+            f"{model.name} was created outside `with strategy.scope():`, so it trains on one "
+            f"device only, not on {strategy.num_replicas_in_sync} replicas. Unless you intend "
+            "this, create and compile it within the scope.",
             stacklevel=5,
         )
 
 
 def refuse_made_outside(model: keras.Model) -> None:
-    """Raises ValueError for a variable of which several replicas would all update the only one.
+    """Raises ValueError for a variable without a copy for each replica: all would update it.
 
-    What creates variables later than a layer or an optimizer itself counts too: building, LoRA.
+    It also finds variables that are created later than their layer, by building or LoRA.
     """
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
@@ -66,7 +66,7 @@ def refuse_made_outside(model: keras.Model) -> None:
     if strange:
         raise ValueError(
             "Layers, optimizers and metrics must be created in the strategy's scope. "
-            f"Received: the variable {strange[0].path}, created outside of it. "
-            "Create them within `with strategy.scope():`, or name them by strings in compile; "
-            "build a model, enable LoRA and compile within it too."
+            f"Received: the variable {strange[0].path}, created outside it. "
+            "Create them within `with strategy.scope():`, or pass them to compile by name; "
+            "build the model, enable LoRA and compile within the scope too."
         )

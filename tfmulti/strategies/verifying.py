@@ -1,4 +1,4 @@
-"""When steps are verified: before the first one of a `fit`, an `evaluate` or a `predict`."""
+"""Verifies steps before the first one of a `fit`, an `evaluate` or a `predict`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WORKERS = Workers(collectives.compare, collectives.broadcast)
 
 
 def build_by_step(model: keras.Model, batch) -> bool:
-    """Builds what a step of the user's own builds as it is traced, which is what one device does.
+    """Builds a model by tracing its custom step, as on one device.
 
-    Keras's own way calls the model with what it takes for the inputs of a batch, dense. A step
-    can take a batch for something else.
+    Keras's own build calls the model with the first part of the batch as dense inputs. A custom
+    step may use the batch in another way.
 
     Args:
         model: The model.
-        batch: A batch, as the replicas have it.
+        batch: A batch, as the replicas receive it.
 
     Returns:
-        Whether it has done so.
+        Whether it built the model.
     """
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
@@ -37,12 +37,12 @@ def build_by_step(model: keras.Model, batch) -> bool:
 
 
 def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
-    """Looks at a model that several replicas are going to train or to evaluate.
+    """Prepares the losses and metrics of a built model, and verifies its step.
 
     Args:
         strategy: The model's strategy.
         model: The model, built.
-        look: Function that returns a batch, as the replicas have it.
+        look: Function that returns a batch, as the replicas receive it.
         iterator: Keras's iterator over the batches; None for `train_on_batch`.
     """
     if strategy.num_replicas_in_sync == 1:
@@ -62,7 +62,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
 
 
 def before_call(model: keras.Model, name: str, data) -> None:
-    """Refuses what no share can do; verifies `predict`, which looks at no data before."""
+    """Refuses models that replicas cannot run; verifies `predict`, which draws no batch before."""
     strategy = model.distribute_strategy
     ours = getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync > 1
     if name != "predict" or not ours:
@@ -79,15 +79,15 @@ def _refuse_stateful(model):
     layers = keras_compat.stateful_layers(model)
     if layers and model.distribute_strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            "A layer with `stateful=True` keeps a state for each row of one device's batch, which "
-            "replicas would share out. "
+            "A layer with `stateful=True` keeps a state for each row of the batch, which cannot be "
+            "split over replicas. "
             f"Received: {layers[0].name}, stateful=True, on several replicas. "
             'Use stateful=False, or create_strategy("one_device").'
         )
 
 
 def _first_rows(data):
-    """Returns some rows of what `predict` was given, or None where a look would use them up."""
+    """Returns some rows of the data of `predict`, or None if reading would consume them."""
     if isinstance(data, tf.data.Dataset):
         iterator = iter(data)
         look = getattr(iterator, "look", None)

@@ -1,1 +1,1 @@
-"""Trains a model on a dataset under a strategy, and writes what came of it."""
+"""Trains a model on a dataset under a strategy, and writes the results."""

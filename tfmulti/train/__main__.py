@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _end_interrupted(config) -> int:
-    """Says what was saved, and the others of a cluster why this worker ends."""
-    print("Interrupted: what is being written is finished.", file=sys.stderr, flush=True)
+    """Prints what was saved, and reports to the other workers why this one ends."""
+    print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
         from tfmulti.strategies.peer_errors import end_worker
 
@@ -42,7 +42,7 @@ def _end_interrupted(config) -> int:
     saved = sorted(Path(config.workdir).glob("checkpoints/step_*")) if config.workdir else []
     if saved:
         step = int(saved[-1].name.removeprefix("step_"))
-        text = f"Saved: step {step}, in {saved[-1].parent}. The same command goes on from there."
+        text = f"Saved: step {step}, in {saved[-1].parent}. The same command resumes from there."
     else:
         text = "Nothing was saved: " + (
             "no epoch had ended." if config.workdir else "no --workdir."
@@ -52,14 +52,14 @@ def _end_interrupted(config) -> int:
 
 
 def _end(error, config, with_traceback) -> int:
-    """Says why this worker ends, tells the others where it is its own fault; the exit code."""
-    ending = None
+    """Prints the error, reports it to the others if it is local, and returns the exit code."""
+    peer = None
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
         from tfmulti.strategies.peer_errors import end_worker
 
-        ending = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
-    command_line.show_error(error, with_traceback, None if ending is None else ending.text)
-    return command_line.ERROR if ending is None else ending.exit_code
+        peer = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
+    command_line.show_error(error, with_traceback, None if peer is None else peer.text)
+    return command_line.ERROR if peer is None else peer.exit_code
 
 
 def _train(config: TrainConfig, verbose: bool) -> int:
@@ -97,4 +97,4 @@ def _show(result, workdir):
 
 
 if __name__ == "__main__":
-    command_line.run_and_leave(main)
+    command_line.run_and_exit(main)

@@ -24,20 +24,20 @@ from tfmulti.train.config import TrainConfig
 
 LARGEST = 8192
 _FIRST = 8
-# What validation, checkpoints and the first batches of an epoch take besides the steps.
+# Memory for validation, checkpoints and the first batches of an epoch, besides the steps.
 _HEADROOM = 0.9
 _ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """The result of a batch size search.
 
     Attributes:
         size: The largest number of examples of one replica that fits.
-        peak: Bytes that a worker, or its fullest GPU, held at most with it.
-        too_large: The smallest size that did not fit; None where none was met.
-        cap: The largest size that leaves an epoch steps enough.
+        peak: The peak memory of a worker, or of its fullest GPU, with that size, in bytes.
+        too_large: The smallest size that did not fit; None if all fitted.
+        cap: The largest size with which an epoch has enough steps.
     """
 
     size: int
@@ -47,14 +47,14 @@ class Found:
 
 
 def search(attempt: Callable[[list[int]], SizeTrial]) -> Found:
-    """Finds the largest size that fits: powers of two first, then halves between.
+    """Finds the largest size that fits: by powers of two, then by bisection.
 
     Args:
-        attempt: Function that tries sizes in their order, in a fresh process, up to the first
-            that does not fit.
+        attempt: Function that runs sizes in order, in a fresh process, up to the first that does
+            not fit.
 
     Raises:
-        RuntimeError: Where one example does not fit.
+        RuntimeError: If one example does not fit.
 
     Example:
     >>> def attempt(sizes):
@@ -90,7 +90,7 @@ def search(attempt: Callable[[list[int]], SizeTrial]) -> Found:
 
 
 def _between(fits, too_large) -> int | None:
-    """Returns a size in the middle, a multiple of eight where sizes are large; None for none."""
+    """Returns a size in the middle, a multiple of eight if sizes are large, or None."""
     if too_large is None:
         return None
     middle = (fits + too_large) // 2
@@ -102,11 +102,11 @@ def _between(fits, too_large) -> int | None:
 def resolve_batch_size(
     config: TrainConfig, strategy: tf.distribute.Strategy, print_fn: Callable[[str], None]
 ) -> TrainConfig:
-    """Returns the run with a number in place of `per_replica_batch_size="auto"`.
+    """Returns the configuration with a number instead of `per_replica_batch_size="auto"`.
 
-    Every worker tries on its own devices; the smallest of what they find is taken by all. A run
-    that goes on from a checkpoint keeps its batch size. Call it on every worker, before anything
-    is made in the strategy's scope.
+    Every worker searches on its own devices, and all take the smallest result. A run that resumes
+    from a checkpoint keeps its batch size. Call it on every worker, before anything is created in
+    the strategy's scope.
 
     Args:
         config: The run.
@@ -114,15 +114,15 @@ def resolve_batch_size(
         print_fn: Function of one line of text, for the chief.
 
     Raises:
-        RuntimeError: Where no size fits, or a step fails for another reason.
+        RuntimeError: If no size fits, or a step fails for another reason.
         ValueError: On a TPU.
     """
     if config.per_replica_batch_size != AUTO:
         return config
     if isinstance(strategy, tf.distribute.TPUStrategy):
         raise ValueError(
-            "`per_replica_batch_size=auto` needs a process of its own for its trials, which cannot "
-            "have the TPU. Received: strategy tpu. Give a number, such as 128."
+            "`per_replica_batch_size=auto` runs steps in a separate process, which cannot use the "
+            "TPU. Received: strategy tpu. Give a number, such as 128."
         )
     print_fn = print_fn if collectives.is_chief(strategy) else _be_quiet
     num_replicas = strategy.num_replicas_in_sync
@@ -142,13 +142,13 @@ def _replace(config, global_batch_size):
 
 
 def _be_quiet(line):
-    """Says nothing: the chief speaks for all."""
+    """Prints nothing: the chief prints for all workers."""
 
 
 def _find(config, strategy, print_fn) -> tuple[Found, int | None]:
     limit = find_limit(config, strategy)
     room = "a GPU's memory" if limit is None else memory.show_size(limit)
-    print_fn(f"per_replica_batch_size=auto: trying real steps; a worker may take {room}")
+    print_fn(f"per_replica_batch_size=auto: running real steps; the limit of a worker is {room}")
     num_local = iterators.num_local_replicas(strategy)
     allowed = None if limit is None else int(limit * _HEADROOM)
 
@@ -164,7 +164,7 @@ def _find(config, strategy, print_fn) -> tuple[Found, int | None]:
 
 
 def find_limit(config: TrainConfig, strategy: tf.distribute.Strategy) -> int | None:
-    """Returns the bytes that a worker may take; None for all that its GPUs have.
+    """Returns the memory limit of a worker in bytes; None for all memory of its GPUs.
 
     Without a GPU and a `memory_limit` it is half of what this host, or its container, has,
     divided by the workers on this host.
@@ -187,7 +187,7 @@ def _workers_here(strategy) -> int:
 
 
 def _kept_batch_size(config, strategy) -> int:
-    """Returns the global batch size of the checkpoint to go on from; 0 without one."""
+    """Returns the global batch size of the checkpoint to resume from; 0 without one."""
     if config.workdir is None or config.resume != "auto" or not collectives.is_chief(strategy):
         return 0
     latest = checkpoint.latest_good(Path(config.workdir) / "checkpoints", _be_quiet)
@@ -201,7 +201,7 @@ def _explain(size, found, limit) -> str:
     peak = memory.show_size(found.peak)
     room = peak if limit is None else f"{peak} of {memory.show_size(limit)}"
     if size == found.cap:
-        return f"{room}; more would leave fewer than 8 steps an epoch"
+        return f"{room}; more would leave fewer than 8 steps in an epoch"
     return f"{room}; {found.too_large} did not fit" if found.too_large else room
 
 
@@ -211,13 +211,13 @@ _LAST_LINES = 5
 
 @dataclasses.dataclass(frozen=True)
 class SizeTrial:
-    """What came of some sizes.
+    """The result of a trial of some sizes.
 
     Attributes:
         size: The largest that fitted; 0 for none.
-        peak: Bytes held at most with it.
-        too_large: The one that did not fit, or None.
-        cap: The largest size that leaves an epoch steps enough.
+        peak: The peak memory with it, in bytes.
+        too_large: The size that did not fit, or None.
+        cap: The largest size with which an epoch has enough steps.
     """
 
     size: int
@@ -236,11 +236,11 @@ def try_in_child_process(
         sizes: Examples of one replica, ascending.
         num_replicas: Replicas of the job.
         num_local: Replicas of this worker.
-        limit: Bytes that the process, or its fullest GPU, may hold; None for no other limit than
-            the device's.
+        limit: Memory limit in bytes of the process, or of its fullest GPU; None for the limit of
+            the device.
 
     Raises:
-        RuntimeError: Where a step fails for another reason than memory.
+        RuntimeError: If a step fails for another reason than memory.
     """
     request = {"sizes": sizes, "num_replicas": num_replicas, "num_local": num_local}
     settings = dataclasses.asdict(config)
@@ -249,7 +249,7 @@ def try_in_child_process(
     size = peak = cap = 0
     begun = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:
-        # A GPU's memory is none of the process's own.
+        # GPU memory does not count as memory of the process.
         for message in _messages(request, None if devices.has_gpu() else limit, log):
             if "error" in message:
                 raise _error(message["error"])
@@ -264,12 +264,12 @@ def try_in_child_process(
         log.seek(0)
         words = " ".join(log.read().splitlines()[-_LAST_LINES:])
     if begun is None and not size:
-        raise _error(words or "the process ended without a word")
+        raise _error(words or "the process ended without an error message")
     return SizeTrial(size, peak, begun, cap)
 
 
 def _messages(request, limit, log) -> Iterator[dict]:
-    """Starts the process, and yields what it says; it has ended when this returns."""
+    """Starts the process, and yields its messages; the process has ended when this returns."""
     reading, writing = os.pipe()
     environ = {k: v for k, v in os.environ.items() if k != environment.PROGRESS}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -308,13 +308,13 @@ def _read(reading, process, limit):
             *lines, rest = (rest + piece).split(b"\n")
             yield from map(json.loads, lines)
         if limit is not None and memory.peak_of(process.pid) > limit:
-            # Before this host ends something else for want of memory.
+            # End it before this host runs out of memory and kills another process.
             yield {"no_memory": "more than the limit"}
             return
 
 
 def _error(words) -> RuntimeError:
     return RuntimeError(
-        "`per_replica_batch_size=auto` trains some steps, which must not fail. "
-        f"Received: {words.rstrip('.')}. Give a number, and see what fails then."
+        "`per_replica_batch_size=auto` runs some training steps, which must not fail. "
+        f"Received: {words.rstrip('.')}. Give a number to see the whole error."
     )

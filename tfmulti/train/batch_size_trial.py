@@ -1,4 +1,4 @@
-"""Real training steps at some batch sizes, in a process of its own that may run out of memory.
+"""Runs real training steps at some batch sizes, in a separate process that may run out of memory.
 
 `batch_size` starts it: `python -m tfmulti.train.batch_size_trial REQUEST`.
 """
@@ -38,10 +38,10 @@ def try_sizes(
     Args:
         config: The run.
         sizes: Examples of one replica, ascending.
-        num_replicas: Replicas of the job, which share the examples of an epoch.
+        num_replicas: Replicas of the job, over which the examples of an epoch are split.
         num_local: Replicas of this worker; the trial has as many.
-        report: Called with `begins`, a size, and then with `size`, `peak` (bytes held at most)
-            and `cap`, the largest size that leaves an epoch steps enough.
+        report: Called with `begins`, a size, and then with `size`, `peak` (peak memory in bytes)
+            and `cap`, the largest size with which an epoch has enough steps.
     """
     config = dataclasses.replace(config, steps_per_execution=1)
     cpus = 0 if num_local == 1 or devices.has_gpu() else num_local
@@ -81,7 +81,7 @@ def _peak() -> int:
 
 
 def main() -> int:
-    """Tries what the command line asks for; tells of it through a pipe."""
+    """Runs the sizes of the command line, and reports the results through a pipe."""
     processes.end_with_parent()
     request = json.loads(sys.argv[1])
     with os.fdopen(request.pop("pipe"), "w") as pipe:
@@ -101,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run_and_leave(main)
+    command_line.run_and_exit(main)

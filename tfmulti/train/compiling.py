@@ -1,4 +1,4 @@
-"""Compiles a model for training, or takes over what its author compiled."""
+"""Compiles a model for training, or uses the way its author compiled it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPTIMIZER_FLAGS = (
 
 
 def prepare_keras(config: TrainConfig) -> None:
-    """Sets seeds and policies, before data are loaded and the model is made."""
+    """Sets seeds and policies, before data are loaded and the model is created."""
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -36,7 +36,7 @@ def prepare_keras(config: TrainConfig) -> None:
 
 
 def compile_model(model: keras.Model, config: TrainConfig, train) -> float | None:
-    """Compiles a model that its author has not compiled; else distributes its optimizers.
+    """Compiles an uncompiled model; distributes the optimizers of a compiled one.
 
     Call it in the strategy's scope.
 
@@ -46,10 +46,10 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
         train: The training data, as `distribute_train` returned them.
 
     Returns:
-        The learning rate before scaling; None where the model's author has compiled it.
+        The learning rate before scaling; None if the model was compiled already.
 
     Raises:
-        ValueError: For settings of the optimizer of a model that is compiled.
+        ValueError: For optimizer settings of a model that is compiled already.
     """
     if model.compiled:
         given = [name for name in _OPTIMIZER_FLAGS if getattr(config, name) != _default(name)]

@@ -1,4 +1,4 @@
-"""What one training run is made from, checked before TensorFlow is imported."""
+"""The configuration of a training run, checked before TensorFlow is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainConfig:
     """One training run; every setting is a flag of `python -m tfmulti.train`.
 
     Raises:
-        ValueError: For a value that cannot be, or that does not go with another.
+        ValueError: For a value that is invalid or incompatible with another.
 
     Example:
     >>> TrainConfig(strategy="mirrored", logical_cpus=2, epochs=3).epochs
@@ -52,8 +52,8 @@ class TrainConfig:
     )
     memory_limit: str | None = setting(
         None,
-        "Memory of one worker for --per_replica_batch_size auto, as in 4GB; by default a GPU's "
-        "own, without one half of this container's, divided by its workers.",
+        "Memory of one worker for --per_replica_batch_size auto, such as 4GB; by default that of "
+        "a GPU, or without GPUs half of this container's, divided by its workers.",
     )
     global_batch_size: int | None = setting(
         None,
@@ -82,7 +82,7 @@ class TrainConfig:
         1, "Steps whose gradients make one update.", at_least=1
     )
     steps_per_execution: int = setting(1, "Steps per call of the compiled function.", at_least=1)
-    remainder: str = setting("uneven", "What becomes of the last, short batch.", REMAINDERS)
+    remainder: str = setting("uneven", "What to do with the last, short batch.", REMAINDERS)
     communication: str = setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
     bucket_bytes: int | None = setting(
         None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
@@ -96,25 +96,25 @@ class TrainConfig:
         at_least=0.001,
     )
     heartbeat_timeout: float | None = setting(
-        None, "Seconds of silence after which a worker counts as lost; by default 10.", at_least=1.0
+        None, "Seconds without a heartbeat until a worker counts as lost; default 10.", at_least=1.0
     )
     logical_cpus: int = setting(
         0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
     )
     seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
     on_nonfinite: str = setting(
-        "stop", "When a gradient is infinite or not a number.", ON_NONFINITE
+        "stop", "What to do if a gradient is infinite or not a number.", ON_NONFINITE
     )
-    resume: str = setting("auto", "Whether to go on from --workdir's checkpoints.", RESUME)
+    resume: str = setting("auto", "Whether to resume from the checkpoints in --workdir.", RESUME)
     checkpoint_steps: int | None = setting(
-        None, "Steps from one checkpoint to the next within an epoch.", at_least=1
+        None, "Steps between checkpoints within an epoch.", at_least=1
     )
     checkpoint_minutes: float | None = setting(
-        None, "Minutes from one checkpoint to the next within an epoch.", at_least=0.001
+        None, "Minutes between checkpoints within an epoch.", at_least=0.001
     )
-    audit_shards: bool = setting(False, "Tell which rows each replica received.")
+    audit_shards: bool = setting(False, "Report which rows each replica received.")
     monitor: bool = setting(
-        False, "Tell throughput, processor, memory and GPUs after every epoch, on every worker."
+        False, "Report throughput, CPU, memory and GPUs of every worker after every epoch."
     )
     track: str = setting("none", "Log every epoch to Weights & Biases or to MLflow.", TRACKERS)
     workdir: str | None = setting(
@@ -122,8 +122,8 @@ class TrainConfig:
     )
     verify: str = setting(
         "auto",
-        "Whether a few rows show, before the first step, that many replicas give one device's "
-        "result; auto leaves out what is made of stock parts alone.",
+        "Whether to check with a few rows, before the first step, that many replicas give the "
+        "result of one device; auto checks models with custom parts only.",
         VERIFY,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
@@ -140,26 +140,26 @@ class TrainConfig:
             parse_size(self.memory_limit)
             if self.per_replica_batch_size != AUTO:
                 raise ValueError(
-                    "`memory_limit` goes with per_replica_batch_size=auto. Received: "
+                    "`memory_limit` needs per_replica_batch_size=auto. Received: "
                     f"memory_limit={self.memory_limit!r}, "
                     f"per_replica_batch_size={self.per_replica_batch_size}. "
                     "Use --per_replica_batch_size auto, or leave --memory_limit out."
                 )
         if self.tf_config and self.strategy not in ("auto", "multi_worker"):
             raise ValueError(
-                "`tf_config` goes with multi_worker and auto. "
+                "`tf_config` can be used with multi_worker and auto only. "
                 f"Received: tf_config={self.tf_config!r}, strategy={self.strategy!r}. "
                 "Use --strategy multi_worker, or leave --tf_config out."
             )
         if self.communication != "auto" and self.strategy not in ("auto", "multi_worker"):
             raise ValueError(
-                "`communication` goes with multi_worker. "
+                "`communication` can be used with multi_worker only. "
                 f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
                 "Leave --communication out."
             )
         if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
             raise ValueError(
-                "`logical_cpus` above 1 goes with mirrored, multi_worker and auto. "
+                "`logical_cpus` above 1 needs mirrored, multi_worker or auto. "
                 f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
                 "Use --strategy mirrored."
             )
@@ -168,7 +168,7 @@ class TrainConfig:
         """Returns the examples per step over all replicas.
 
         Raises:
-            ValueError: Where `"auto"` has not been replaced with a number.
+            ValueError: If `"auto"` has not been replaced with a number.
 
         >>> TrainConfig(per_replica_batch_size=32).resolve_global_batch_size(4)
         128

@@ -12,11 +12,11 @@ from tfmulti.choices import SCALING_RULES
 
 @keras.saving.register_keras_serializable(package="tfmulti")
 class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule times a factor, raised gradually to it over the first steps.
+    """A schedule times a factor, with a gradual warm-up over the first steps.
 
     Args:
         schedule: The schedule for the base batch size, or a constant rate.
-        factor: What the rate is multiplied with after the warm-up.
+        factor: The factor of the rate after the warm-up.
         warmup_steps: Steps over which the factor rises, each by the same amount.
         start_factor: The factor that the warm-up begins from.
     """
@@ -37,7 +37,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return base * (self.start_factor + rise)
 
     def get_config(self):
-        """Returns what the schedule is made from again when a model is loaded."""
+        """Returns the configuration for `from_config`."""
         schedule = self.schedule
         if callable(schedule):
             schedule = keras.optimizers.schedules.serialize(schedule)
@@ -50,7 +50,7 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config):
-        """Makes the schedule that `get_config` described."""
+        """Creates a schedule from the result of `get_config`."""
         schedule = config["schedule"]
         if isinstance(schedule, dict):
             schedule = keras.optimizers.schedules.deserialize(schedule)
@@ -83,7 +83,7 @@ def scale_learning_rate(
         steps_per_epoch: Steps per epoch; needed with a warm-up.
 
     Returns:
-        A float where a float was given and there is no warm-up, else a Keras schedule.
+        A float if `learning_rate` is a float and there is no warm-up, else a Keras schedule.
 
     Raises:
         ValueError: For an unknown rule, a batch size below 1, or a warm-up without

@@ -1,4 +1,4 @@
-"""Trains a model on a dataset under a strategy, and writes what came of it."""
+"""Trains a model on a dataset under a strategy, and writes the results."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         The contents of `result.json`.
 
     Raises:
-        ValueError: For a model, data or settings that do not go together.
-        RuntimeError: Where the devices or the cluster are not there.
+        ValueError: For a model, data and settings that are incompatible.
+        RuntimeError: If the devices or the cluster are missing.
     """
     strategy = _create_strategy(config)
     config = resolve_batch_size(config, strategy, print_fn)
@@ -78,7 +78,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     seconds = time.perf_counter() - began
     result = _describe(numbers, worker, throughput, history, seconds)
     for name, before in zip(("steps", "examples"), worker.done_before(train.plan)):
-        # Of the whole run, however often it was started again.
+        # Counted over the whole run, including earlier starts.
         result[name] += before
     result["weights_sha256"] = digest_weights(model)
     worker.finish(model, result)

@@ -48,11 +48,11 @@ def create_model(name: str, train) -> keras.Model:
 def create_cnn(train) -> keras.Model:
     """Creates a small convolutional classifier, without dropout or batch normalization.
 
-    It is smooth throughout, so that rounding, which differs with the number of rows that a
-    device sees, stays rounding. A maximum over equal pixels (a flat background) or a ReLU at 0
-    would turn it into another gradient.
+    It is smooth everywhere. Rounding errors depend on the number of rows of a device; a maximum
+    over equal pixels (a flat background) or a ReLU at 0 would amplify them into a different
+    gradient.
 
-    Takes images of shape `(batch, height, width, channels)`; gives logits of shape
+    The inputs are images of shape `(batch, height, width, channels)`, the outputs logits of shape
     `(batch, classes)`.
     """
     shape, num_classes = _describe(train, rank=3, model="cnn")
@@ -92,7 +92,7 @@ def _takes_data(function) -> bool:
     try:
         return bool(inspect.signature(function).parameters)
     except ValueError:
-        # Of a function that is not Python's nothing is known.
+        # The signature of a function that is not written in Python is unknown.
         return True
 
 
@@ -110,6 +110,6 @@ def _describe(train, rank, model) -> tuple[tuple[int, ...], int]:
         raise ValueError(
             f"`model={model}` needs examples of one array{' with rank 3' if rank else ''} and "
             f"integer labels. Received: example shape {shape}, {num_classes} classes. "
-            "Write a model of your own: --model package.module:function."
+            "Write your own model: --model package.module:function."
         )
     return shape, num_classes

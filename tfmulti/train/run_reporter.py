@@ -24,18 +24,18 @@ from tfmulti.train.learning_rate import scale_learning_rate
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """What a run comes to, once devices, data and flags are known.
+    """The effective settings of a run, once devices, data and flags are known.
 
     Attributes:
         num_workers: Workers of the job.
         num_replicas: Replicas over all workers.
         global_batch_size: Examples of a step over all replicas; tf.distribute's `batch_size`.
-        per_worker_batch_size: Examples of a step of one worker, the largest share; the
-            `batch_size` of PyTorch, Horovod and Lightning with one process a worker.
-        per_replica_batch_size: Examples of a step of one replica, the largest share.
+        per_worker_batch_size: Largest number of examples of a step on one worker; the
+            `batch_size` of PyTorch, Horovod and Lightning with one process per worker.
+        per_replica_batch_size: Largest number of examples of a step on one replica.
         gradient_accumulation_steps: Steps whose gradients make one update.
         base_batch_size: Batch size for which the base rate was tuned.
-        base_learning_rate: The rate before scaling; None where the model has its own schedule.
+        base_learning_rate: The rate before scaling; None if the model has its own schedule.
         learning_rate: The rate after scaling and warm-up; None likewise.
         learning_rate_scaling: The rule that scaled it.
         optimizer: The optimizer's name.
@@ -102,23 +102,23 @@ class RunSummary:
 def summarize_run(
     config: TrainConfig, plan, num_workers: int, model, base_learning_rate: float | None
 ) -> RunSummary:
-    """Returns the numbers of a run.
+    """Returns the summary of a run.
 
     Args:
         config: The run.
         plan: The `ShardPlan` of the training data.
         num_workers: Workers of the job.
         model: The compiled model.
-        base_learning_rate: The rate before scaling; None where the model's author compiled it.
+        base_learning_rate: The rate before scaling; None if the model was compiled already.
     """
-    share = -(-plan.global_batch_size // plan.num_replicas)
+    per_replica = -(-plan.global_batch_size // plan.num_replicas)
     local = plan.num_replicas // num_workers
     return RunSummary(
         num_workers=num_workers,
         num_replicas=plan.num_replicas,
         global_batch_size=plan.global_batch_size,
-        per_worker_batch_size=min(share * local, plan.global_batch_size),
-        per_replica_batch_size=share,
+        per_worker_batch_size=min(per_replica * local, plan.global_batch_size),
+        per_replica_batch_size=per_replica,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         base_batch_size=config.base_batch_size,
         base_learning_rate=base_learning_rate,
@@ -151,7 +151,7 @@ def _inner(optimizer):
 
 
 class RunReporter:
-    """This process's part in the job: what it shows and what it writes."""
+    """Prints the lines and writes the files of this worker."""
 
     def __init__(self, strategy, workdir, print_fn):
         resolver = getattr(strategy, "cluster_resolver", None)
@@ -165,18 +165,18 @@ class RunReporter:
         self.progress = self.saver = None
 
     def _print_with_name(self, line):
-        # A launcher puts the name before each line by itself.
+        # A launcher already prefixes each line with the name.
         named = self.is_chief or environment.PROGRESS in os.environ
         self._print_fn(line if named else f"{self.name}: {line}")
 
     def introduce(self, global_batch_size: int) -> None:
-        """Says where the training runs, on the chief."""
+        """Prints where the training runs, on the chief."""
         if self.is_chief:
             replicas = console.count(self.strategy.num_replicas_in_sync, "replica")
             self.print_fn(f"{self.strategy.why}: {replicas}, global batch size {global_batch_size}")
 
     def show_numbers(self, numbers) -> None:
-        """Shows the effective numbers, on the chief: a table on a terminal, else lines.
+        """Shows the run summary on the chief: a table on a terminal, else lines.
 
         Args:
             numbers: The `Numbers` of the run.
@@ -185,7 +185,7 @@ class RunReporter:
             console.show_rows(numbers.rows(), None if console.is_terminal() else self.print_fn)
 
     def show_progress(self, train) -> keras.callbacks.Callback:
-        """Makes the callback that says how far training is: a bar, or plain lines.
+        """Creates the callback that shows progress: a bar, or plain lines.
 
         Args:
             train: The training data.
@@ -198,7 +198,7 @@ class RunReporter:
         return self.progress
 
     def create_callbacks(self, train, config) -> list:
-        """Makes the callbacks that every worker needs, and those of the chief.
+        """Creates the callbacks that every worker needs, and those of the chief.
 
         Args:
             train: The training data.
@@ -229,7 +229,7 @@ class RunReporter:
         return [*chosen, self.saver, self.show_progress(train)]
 
     def print_fn_of_monitors(self, config):
-        """Returns what the chief tells of the whole job with, or None."""
+        """Returns the print function for job-wide monitor lines on the chief, or None."""
         return self.print_fn if config.monitor and self.is_chief else None
 
     def _create_monitors(self, config) -> list:
@@ -259,14 +259,14 @@ class RunReporter:
         return self.saver.resumed_step, plan.count_before(*self.saver.resumed_position)
 
     def close(self) -> None:
-        """Gives the terminal back, however training has ended."""
+        """Restores the terminal, also after an error."""
         if self.progress is not None:
             self.progress.close()
 
     def finish(self, model, result):
-        """Writes the model and the result, on the chief; says the weights' digest everywhere.
+        """Writes the model and the result on the chief; prints the weights' digest on all workers.
 
-        A run that has ended needs its checkpoints no more.
+        It removes the checkpoints of the finished run.
         """
         if self.workdir is not None:
             self._save(model)
@@ -279,7 +279,7 @@ class RunReporter:
             self._print_fn(f"{self.name}: weights_sha256={result['weights_sha256']}")
 
     def _save(self, model):
-        """Saves on every worker, since reading state can be a collective; keeps the chief's."""
+        """Saves on every worker, since reading state can be a collective; keeps one file."""
         if self.is_chief:
             files.write_atomically(self.workdir / "model.keras", model.save)
             return

@@ -1,8 +1,8 @@
-"""Proves a step on the user's own code, before it is taken for the first time.
+"""Verifies the user's step before its first run.
 
-A few rows go through the step twice: whole on every replica, with nothing
-reduced, which is what one device does; and as shares, the ordinary way. What comes out another
-way is told, and everything is put back as it was.
+A few rows go through the step twice: once whole on every replica, with nothing reduced, which is
+what one device computes; and once split into replica batches, as in training. A difference raises
+an error that names it. All state is restored afterwards.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tfmulti.verification import rows as rows_lib
 from tfmulti.verification import telling
 from tfmulti.verification.looking import Workers, find_out, same_random_numbers
 from tfmulti.verification.own import is_stock
-from tfmulti.verification.runs import Case, Shared
+from tfmulti.verification.runs import Case, Distributed
 
 
 class Feed(NamedTuple):
-    """What is known of the data that a step is given.
+    """Describes the data of a step.
 
     Attributes:
         look: Function that returns a batch, of all local replicas.
         static: Whether all batches have the same number of rows.
-        counted: Whether the data pipeline tells the rows of a step.
-        padded: Whether it fills shares up with rows of weight 0.
+        counted: Whether the data pipeline provides the number of rows of a step.
+        padded: Whether it pads replica batches with rows of weight 0.
     """
 
     look: Callable
@@ -44,18 +44,18 @@ class Feed(NamedTuple):
 def verify_once(
     model: keras.Model, kind: str, feed: Feed, workers: Workers, *, early: bool = False
 ) -> None:
-    """Verifies a step of a model, once for what was compiled and for this form of data.
+    """Verifies a step of a model, once for each `compile` and each form of data.
 
     Args:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
-        feed: What is known of its data.
-        workers: How workers agree.
-        early: Whether the step will get its own data later; one that these do not fit is then
-            verified with those.
+        feed: The description of its data.
+        workers: Collective functions of the workers.
+        early: Whether the step will get other data later. If it cannot run on the data at hand,
+            it is verified with the later data.
 
     Raises:
-        ValueError: Where several replicas come to another result than one device.
+        ValueError: If the result on several replicas differs from that of one device.
     """
     strategy = model.distribute_strategy
     if not _is_wanted(strategy, model, kind, feed):
@@ -77,7 +77,7 @@ def verify_once(
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     if workers.compare(strategy, int(bool(error)))[1]:
-        # Told again, where somebody tries again.
+        # Another attempt shall verify, and raise, again.
         model.tfmulti_verified[1].discard(_key(case))
         raise error or ValueError(telling.elsewhere(kind))
     if reason and early:
@@ -87,15 +87,15 @@ def verify_once(
 
 
 def build_by_step(model: keras.Model, kind: str, batch) -> bool:
-    """Builds what a step builds as it is traced, where Keras's own way could miss it.
+    """Builds a model by tracing its step, in cases that Keras's own build could miss.
 
     Args:
         model: The model.
         kind: `"train"` or `"test"`.
-        batch: A batch, as the replicas have it.
+        batch: A batch, as the replicas receive it.
 
     Returns:
-        Whether it has done so.
+        Whether it built the model.
     """
     batch = rows_lib.gather_local(model.distribute_strategy, batch)
     dense = all(isinstance(p, tf.Tensor) for p in tf.nest.flatten(batch) if p is not None)
@@ -105,9 +105,9 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
     case = Case(model, kind, rows_lib.Rows(batch))
     try:
         with same_random_numbers():
-            Shared(case, case.rows.first(case.most_rows()), only_build=True)
+            Distributed(case, case.rows.first(case.most_rows()), only_build=True)
     except Exception:
-        # A step that is run line by line need not be one that can be traced.
+        # A step that runs eagerly need not be traceable.
         if not case.eager:
             raise
         return False

@@ -1,4 +1,4 @@
-"""Why many devices can give another result than one, by name, and what to write instead."""
+"""The causes of a difference between many devices and one, with advice for each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SUM_LOSS = "a loss that sums over the batch"
 BATCH_LOSS = "a loss that depends on the whole batch at once"
 SUM_ADD_LOSS = "add_loss that sums over the batch"
 BATCH_ADD_LOSS = "add_loss that depends on the whole batch at once"
-SCALED = "a step that knows the number of replicas"
+SCALED = "a step that depends on the number of replicas"
 SUM_STEP = "a step that sums over the batch"
 BATCH_STEP = "a step that depends on the whole batch at once"
-INPUT_GRADIENT = "a gradient with respect to inputs that is not each row's own"
+INPUT_GRADIENT = "a gradient with respect to inputs that mixes rows"
 STATE = "state made from local rows"
 METRIC = "a metric that compares rows"
-METRIC_OF_NUMBERS = "a metric that is given a number of its replica's rows"
-LOG = "a log that is no mean over rows"
+METRIC_OF_NUMBERS = "a metric that is given a number computed from local rows"
+LOG = "a log that is not a mean over rows"
 PREDICTION = "a prediction that depends on other rows"
 COARSE = "coarse rounding"
 WORKERS = "workers disagree"
@@ -32,54 +32,54 @@ _MEAN = (
     "a mean over rows (reduce_mean), with no division by a fixed batch size or by the number of "
     "replicas"
 )
-# In the order in which causes are told: what makes any comparison pointless comes first.
+# In the order of the report: causes that make any comparison pointless come first.
 ADVICE = {
     DATA: "Read the same examples in the same order at every call: seed every generator, list "
     "files sorted, and leave shuffling to distribute_train.",
     START: "Take random numbers for weights from keras.initializers or keras.random, which "
     "--seed sets, and from nothing else.",
-    RANDOMNESS: "Nothing is wrong: each replica draws random numbers of its own, so equality with "
-    "one device is impossible. To compare the rest of the model, set the rate of these "
-    "layers to 0.",
-    STATISTICS: f"Compute what meets rows in the call of a layer, from {_GATHER}.",
+    RANDOMNESS: "Nothing is wrong: each replica draws its own random numbers, so the result cannot "
+    "equal that of one device. To compare the rest of the model, set the rate of these layers "
+    "to 0.",
+    STATISTICS: f"Compute statistics over rows in the call of a layer, from {_GATHER}.",
     SUM_LOSS: f"Return one value for each row, or {_MEAN}; for a sum use a keras.losses.Loss with "
     "reduction='sum'.",
-    BATCH_LOSS: "Each replica sees its own rows only, so that this loss is another one there. "
+    BATCH_LOSS: "Each replica sees only its own rows, so this loss has another value there. "
     f"In compile write tfmulti.WholeBatchLoss(loss); elsewhere compute it from {_GATHER}.",
-    SUM_ADD_LOSS: "Write a mean over rows, as add_loss(ops.mean(...)); the mean over all replicas' "
-    "rows is then exact.",
-    BATCH_ADD_LOSS: f"Compute what is added from {_GATHER}.",
+    SUM_ADD_LOSS: "Write a mean over rows, such as add_loss(ops.mean(...)); the mean over the rows "
+    "of all replicas is then exact.",
+    BATCH_ADD_LOSS: f"Compute the added loss from {_GATHER}.",
     SCALED: f"Write the loss as on one device: {_MEAN}.",
     SUM_STEP: f"Write the loss as {_MEAN}.",
-    INPUT_GRADIENT: "Take it of a sum over rows (reduce_sum) of terms that each depend on one row, "
-    "not of a mean, and normalize it row by row: each row's is then what it is on one device.",
-    BATCH_STEP: f"Compute what meets rows from {_GATHER}.",
+    INPUT_GRADIENT: "Differentiate a sum over rows (reduce_sum) of terms that each depend on one "
+    "row, not a mean, and normalize the gradient row by row.",
+    BATCH_STEP: f"Compute terms that compare or combine rows from {_GATHER}.",
     STATE: f"Update it from {_GATHER}.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
-    METRIC_OF_NUMBERS: "Give it a value for each row, or compute the number from "
+    METRIC_OF_NUMBERS: "Pass it a value for each row, or compute the number from "
     "tfmulti.gather_batch(rows).",
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
-    PREDICTION: f"Compute each row's from that row alone, or from {_GATHER}.",
-    COARSE: "The model computes with so few digits that sums over fewer rows round to other "
-    "numbers. Compare under the dtype policy float32, or with a larger --tolerance.",
-    WORKERS: "Each worker must do the same: look for random numbers without a seed, for files or "
-    "times that differ, and for variables that a worker updates by itself.",
-    REPLICAS: "A variable took other values on the replicas of one process: update it with numbers "
-    "that are reduced over all of them.",
-    ROUNDING: "Another order of rows on one device makes as large a difference. A bias before "
-    "batch normalization, or a maximum over equal values, does this.",
-    UNKNOWN: "Leave out parts of the model until the difference is gone; please report the case.",
+    PREDICTION: f"Compute the prediction of a row from that row alone, or from {_GATHER}.",
+    COARSE: "The model computes in low precision, so sums over fewer rows are rounded "
+    "differently. Compare under the dtype policy float32, or with a larger --tolerance.",
+    WORKERS: "All workers must compute the same: look for random numbers without a seed, for files "
+    "or times that differ, and for variables that only one worker updates.",
+    REPLICAS: "A variable has different values on the replicas of one process: update it with "
+    "numbers that are reduced over all of them.",
+    ROUNDING: "Another order of rows on one device causes as large a difference. Typical reasons "
+    "are a bias before batch normalization, and a maximum over equal values.",
+    UNKNOWN: "Remove parts of the model until the difference disappears; please report the case.",
 }
 _SYNCHRONIZED = "Write keras.layers.BatchNormalization(synchronized=True)."
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One cause.
+    """One cause of a difference.
 
     Attributes:
-        cause: Its name, one of this module's.
+        cause: Its name, a constant of this module.
         where: The layer, variable or function; can be empty.
         advice: What to write instead.
     """
@@ -90,7 +90,7 @@ class Finding:
 
 
 def find(cause: str, *where: str, advice: str | None = None) -> Finding:
-    """Returns a finding with the cause's own advice, unless another is given."""
+    """Returns a finding, with the default advice of its cause unless `advice` is given."""
     return Finding(cause, ", ".join(where), advice or ADVICE[cause])
 
 
@@ -100,5 +100,5 @@ def find_local_normalization(*layers: str) -> Finding:
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:
-    """Returns the findings, the one to read first at the front."""
+    """Returns the findings, the most important one first."""
     return sorted(findings, key=lambda finding: list(ADVICE).index(finding.cause))

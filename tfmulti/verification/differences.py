@@ -1,8 +1,8 @@
-"""What is another result, and what is rounding.
+"""Decides whether two results differ by more than rounding.
 
-One number counts as different where it is further from one device's than 4 units in its last
-place, and 10 times the noise that was measured, and a small part of the largest change that the
-step has made to its variable: a gradient of float32 is known to about that part.
+A number differs if its distance to the number of one device exceeds the sum of 4 units in the last
+place, 10 times the measured noise, and a small fraction of the largest change that the step made
+to its variable; a float32 gradient is accurate to about that fraction.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import dataclasses
 
 import numpy as np
 
-# For dtypes that a model computes in: how far apart sums of the same numbers can be, relative to
-# the largest of them.
-# Losses of Keras are computed in float32, whatever the policy.
+# For each compute dtype: how far sums of the same numbers can differ, relative to the largest
+# number. Keras computes losses in float32 under every policy.
 CLOSE = {"float64": 2e-4, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
 _LAST_PLACES = 4
 _NOISE = 10
@@ -21,21 +20,21 @@ _NOISE = 10
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One thing that came out another way.
+    """A value that differs between one device and the replicas.
 
     Attributes:
-        what: What it is, by name.
-        one_device: One device's number, where they differ most.
-        shares: The replicas'.
-        size: How far they are apart, in multiples of what is allowed.
-        row: Where in the value, an index.
-        replica: Of which local replica; None where all have one value.
-        step: In which step, from 1.
+        what: The name of the value.
+        one_device: The number of one device, at the position where they differ most.
+        on_replicas: The number of the replicas at that position.
+        size: The distance, in multiples of the allowed distance.
+        row: The position, an index into the value.
+        replica: The local replica; None if all replicas have one value.
+        step: The number of the step, from 1.
     """
 
     what: str
     one_device: object
-    shares: object
+    on_replicas: object
     size: float
     row: tuple[int, ...] = ()
     replica: int | None = None
@@ -46,15 +45,15 @@ def compare(value, reference, change=None, noise: float = 0.0, close: float = CL
     """Compares two arrays number by number.
 
     Args:
-        value: What the replicas have.
-        reference: One device's.
-        change: The largest change that a step has made to it, for a variable; without it the
-            numbers themselves are what has changed.
-        noise: How far rounding alone has moved a number of it.
-        close: The part of the largest change that is rounding.
+        value: The array of the replicas.
+        reference: The array of one device.
+        change: For a variable, the largest change that a step made to it; None takes the largest
+            number of `reference`.
+        noise: How far rounding alone moves a number of the array.
+        close: The fraction of the largest change that counts as rounding.
 
     Returns:
-        None where they are the same, else `(one_device, shares, size, place)`.
+        None if they are equal up to rounding, else `(one_device, on_replicas, size, index)`.
 
     Example:
     >>> compare(np.float32([1.0, 2.0]), np.float32([1.0, 2.0000002])) is None
@@ -82,7 +81,7 @@ def compare(value, reference, change=None, noise: float = 0.0, close: float = CL
 
 
 def largest_change(value, before=None) -> float:
-    """Returns the largest finite change of a number of an array; before it, it was 0 by default.
+    """Returns the largest finite change of an array; `before` defaults to zeros.
 
     >>> largest_change(np.float32([1.0, 2.5]), np.float32([1.0, 2.0]))
     0.5
@@ -117,7 +116,7 @@ def _allowed(reference, change, noise, close):
     largest = largest_change(reference) if change is None else change
     b = np.where(np.isfinite(b), b, 0.0)
     noise = noise if np.isfinite(noise) else 0.0
-    # The smallest numbers are flushed to zero by some devices.
+    # Some devices flush denormal numbers to zero.
     return _LAST_PLACES * eps * b + _NOISE * noise + close * largest + 1e-37
 
 

@@ -1,4 +1,4 @@
-"""Looks at a step in one way after the other, until all workers know enough."""
+"""Runs the comparisons of a step one after the other, until all workers have a result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from tfmulti.verification.runs import Case
 from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
 from tfmulti.verification.views import PLAIN, WAYS, View, later_views
 
-# What one look can give; workers take the least or the largest of theirs.
+# Results of one comparison; workers reduce them by minimum and maximum.
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
 
 
 class Workers(NamedTuple):
-    """What workers know of one another.
+    """Collective functions of the workers.
 
     Attributes:
-        compare: Function of a strategy and a whole number: the least and the largest of all.
-        broadcast: Function of a strategy and the chief's bytes, or None: these on all workers.
+        compare: Function of a strategy and a whole number; returns the minimum and the maximum
+            over all workers.
+        broadcast: Function of a strategy and bytes, which are None except on the chief; returns
+            the chief's bytes.
     """
 
     compare: Callable
@@ -34,7 +36,7 @@ class Workers(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What one look has given: the least and the most of all workers, and this one's own."""
+    """The result of one comparison: minimum and maximum over workers, and the local error."""
 
     least: int
     most: int
@@ -43,11 +45,11 @@ class _Seen(NamedTuple):
 
 
 def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
-    """Returns the error, or None, and the reason why nothing is known, which can be empty.
+    """Returns the error or None, and the reason why the step could not be verified, or "".
 
     Args:
-        case: What is to be verified.
-        workers: How workers agree.
+        case: The step to verify.
+        workers: Collective functions of the workers.
     """
 
     def agree(can: bool) -> bool:
@@ -72,7 +74,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
 
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
-    """Returns the error, or None, and whether a look has shown the same both ways."""
+    """Returns the error or None, and whether a comparison showed equal results."""
     ways, proven = (), False
     for some in (WAYS, *((way,) for way in WAYS)):
         seen = _look(trial, View(some), case, workers)
@@ -115,7 +117,7 @@ def _found(trial, view, model):
 
 
 def _try(function, model):
-    """Returns what a function gives, or None and the reason why it could not."""
+    """Returns the result of a function and "", or None and the reason why it failed."""
     try:
         with same_random_numbers(), neutral_layers(model):
             return function(), ""
@@ -129,7 +131,7 @@ def _try(function, model):
 
 @contextlib.contextmanager
 def same_random_numbers():
-    """Has Python, numpy and TensorFlow draw afterwards what they would have drawn without it."""
+    """Restores the random states of Python, NumPy and TensorFlow on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with keras_compat.same_eager_numbers():

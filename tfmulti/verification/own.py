@@ -1,4 +1,4 @@
-"""Which parts of a model are the user's own, stock, or different by the user's choice."""
+"""Tells custom parts of a model from stock parts, and finds unsynchronized normalization."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _METRICS = ("compute_metrics", "get_metrics_result")
 
 @dataclasses.dataclass(frozen=True)
 class OwnPart:
-    """Something that is not made of Keras's own parts alone.
+    """A custom part of a model: a step, loss, layer, metric or optimizer that is not Keras's.
 
     Attributes:
-        kind: One of this module's.
-        name: What it is called.
-        where: File and line; empty where these are not known.
-        thing: The object itself; of what stands in a layer, the layer.
+        kind: A constant of this module.
+        name: Its name.
+        where: File and line; empty if unknown.
+        thing: The object; for a function within a layer, the layer.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class OwnPart:
 
 
 def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
-    """Returns the parts of a model that are the user's own, those of its step first.
+    """Returns the custom parts of a model, those of its step first.
 
     Args:
         model: The model.
@@ -72,7 +72,7 @@ def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
 
 
 def where_is(thing) -> str:
-    """Returns the file and the line where a class or a function is written, or nothing."""
+    """Returns the file and line where a class or a function is defined, or ""."""
     thing = inspect.unwrap(thing) if callable(thing) else thing
     if not isinstance(thing, (type, types.FunctionType, types.MethodType)):
         thing = type(thing)
@@ -90,7 +90,7 @@ def _of(kind, thing, name=None, holder=None) -> OwnPart:
 
 
 def _method(model, name):
-    """Returns a method that is not Keras's own, or None."""
+    """Returns a method if it is not Keras's own, else None."""
     method = getattr(model, name, None)
     function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
     return method if function is not None and _is_own(function) else None
@@ -102,7 +102,7 @@ def _is_own(thing) -> bool:
 
 
 def _inner(thing):
-    """A function within Keras's wrapper of it."""
+    """Returns the function within Keras's wrapper, or the object itself."""
     for name in ("fn", "_fn"):
         function = getattr(thing, name, None)
         if callable(function):
@@ -111,7 +111,7 @@ def _inner(thing):
 
 
 def _own_functions(layer) -> list:
-    """Functions and objects of the user's own in a layer of Keras: activations, regularizers."""
+    """Returns custom functions and objects in a Keras layer: activations, regularizers."""
     names = ("activation", "function", "activity_regularizer", "kernel_regularizer")
     names += ("bias_regularizer", "kernel_constraint", "recurrent_activation")
     held = [getattr(layer, name, None) for name in names]
@@ -120,15 +120,15 @@ def _own_functions(layer) -> list:
 
 @contextlib.contextmanager
 def neutral_layers(model: keras.Model):
-    """Has batch normalization that each replica does by itself synchronized meanwhile.
+    """Synchronizes all batch normalization of a model within the context.
 
-    It normalizes with the statistics of its own rows, which is another thing than on one device,
-    and meant so. The rest of the model is then compared.
+    Unsynchronized normalization uses local statistics, and differs from one device by the user's
+    choice. With it synchronized, the rest of the model can be compared.
     """
     layers = [x for x in keras_compat.all_layers(model) if _is_local(x)]
     if layers:
         names = ", ".join(layer.name for layer in layers)
-        logging.info("Verified as if it was synchronized: %s.", names)
+        logging.info("Verified as if it were synchronized: %s.", names)
     for layer in layers:
         layer.synchronized = True
     try:
@@ -151,15 +151,15 @@ def is_stock(model: keras.Model, kind: str) -> bool:
     """
     if type(model).__module__.split(".")[0] != "keras" or own_parts(model, kind):
         return False
-    # An operation in a model's graph can meet all rows at once, as ops.mean over the first axis.
+    # An operation in a model's graph may combine rows, such as ops.mean over the first axis.
     graphs = [each for x in [model, *keras_compat.all_layers(model)] for each in _operations(x)]
     if not all(isinstance(each, keras.Layer) for each in graphs):
         return False
-    # In float8 layers keep the largest of each replica's own numbers.
+    # Float8 layers keep the maximum over the local rows of each replica.
     layers = keras_compat.all_layers(model)
     return all(getattr(layer, "quantization_mode", None) is None for layer in layers)
 
 
 def _operations(layer) -> list:
-    """The operations of a functional model, which are no layers where `keras.ops` made them."""
+    """Returns the operations of a functional model; those of `keras.ops` are not layers."""
     return getattr(layer, "operations", []) if isinstance(layer, keras.Model) else []

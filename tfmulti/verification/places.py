@@ -1,7 +1,7 @@
-"""Which layer is the first to give other rows in shares than on one device.
+"""Finds the first layer whose outputs on replica batches differ from those on one device.
 
-The step is run once more each way, line by line, and what goes into each layer and comes out of
-it is compared row by row. So a layer is judged by its own code, whatever stands around it.
+The step runs eagerly once more each way, and the inputs and outputs of each layer are compared row
+by row. A layer whose inputs are equal and whose outputs differ is the origin.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.sharding import share_slice
+from tfmulti.sharding import replica_slice
 from tfmulti.step import iterators
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.differences import CLOSE, compare
-from tfmulti.verification.runs import Case, Reference, Shared
+from tfmulti.verification.runs import Case, Distributed, Reference
 from tfmulti.verification.state import State
 
 
@@ -30,9 +30,9 @@ class Place:
     """Where a difference begins.
 
     Attributes:
-        layer: The layer; None where every layer gives each row what one device gives it.
-        adds: Whether it is a loss that it adds, not its rows.
-        sums: Whether that loss is the sum of the replicas'.
+        layer: The layer; None if the outputs of every layer are equal.
+        adds: Whether the difference is in a loss that the layer adds, not in its outputs.
+        sums: Whether that loss on one device is the sum of the replicas' losses.
     """
 
     layer: keras.Layer | None = None
@@ -42,7 +42,7 @@ class Place:
 
 @dataclasses.dataclass
 class _Event:
-    """A call of a layer, or a loss that it added, which is then alone in `gives`."""
+    """A call of a layer, or a loss that it added; `gives` then holds only that loss."""
 
     layer: keras.Layer
     given: list[np.ndarray] | None
@@ -50,16 +50,16 @@ class _Event:
 
 
 def find_place(case: Case, state: State, examples: list, close: float) -> Place | None:
-    """Returns where a difference begins, or None where that cannot be told.
+    """Returns where a difference begins, or None if that cannot be determined.
 
     Args:
-        case: What is verified.
-        state: Its variables, as they are before the first step; they are changed.
+        case: The verified step.
+        state: Its variables, with the values before the first step; they are changed.
         examples: The rows of each step, up to the first one that differs.
-        close: The part of the largest number that is rounding.
+        close: The fraction of the largest number that counts as rounding.
     """
     strategy = case.strategy
-    # With several workers an error of one would have the others wait.
+    # With several workers an error on one would make the others wait.
     if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync or case.padded:
         return None
     begin, before = state.read(), tf.config.functions_run_eagerly()
@@ -67,23 +67,23 @@ def find_place(case: Case, state: State, examples: list, close: float) -> Place 
     try:
         whole, *_ = _events(case, Reference(case, examples[0]), examples)
         state.write(begin)
-        shares = _events(case, Shared(case, examples[0]), examples)
+        distributed = _events(case, Distributed(case, examples[0]), examples)
     except Exception:
-        # A layer that does not run so is no evidence.
+        # A layer that cannot run eagerly proves nothing.
         return None
     finally:
         tf.config.run_functions_eagerly(before)
-    return _first(whole, shares, int(rows_lib.rows.count_rows(examples[-1][0])), close)
+    return _first(whole, distributed, int(rows_lib.rows.count_rows(examples[-1][0])), close)
 
 
 @contextlib.contextmanager
 def watched_layers(layers, on_call: Callable, on_loss: Callable = lambda layer, loss: None):
-    """Has calls of layers go through a function.
+    """Intercepts the calls and the added losses of layers within the context.
 
     Args:
         layers: The layers.
-        on_call: Function of a layer, its own `call`, and what it was given: arguments and
-            arguments by name. It returns what the layer shall give.
+        on_call: Function of a layer, its original `call`, its positional and its keyword
+            arguments. It returns the output of the layer.
         on_loss: Function of a layer and a loss that it adds.
     """
 
@@ -116,9 +116,9 @@ def watched_layers(layers, on_call: Callable, on_loss: Callable = lambda layer, 
 
 
 def _events(case, run, examples) -> list[list[_Event]]:
-    """Runs steps, and returns what happened in the last one, replica by replica."""
+    """Runs steps, and returns the events of the last one for each replica."""
     found: dict[int, list[_Event]] = {}
-    # A replica has a thread of its own.
+    # Each replica runs in its own thread.
     mine = threading.local()
 
     def note(*event):
@@ -142,11 +142,11 @@ def _events(case, run, examples) -> list[list[_Event]]:
     return [found[replica] for replica in sorted(found)]
 
 
-def _first(whole, shares, num_rows, close) -> Place | None:
-    number = len(shares)
-    parts = [share_slice(num_rows, number, replica) for replica in range(number)]
+def _first(whole, distributed, num_rows, close) -> Place | None:
+    number = len(distributed)
+    parts = [replica_slice(num_rows, number, replica) for replica in range(number)]
     for place, event in enumerate(whole):
-        here = [each[place] for each in shares if place < len(each)]
+        here = [each[place] for each in distributed if place < len(each)]
         if len(here) < number or any(each.layer is not event.layer for each in here):
             return None
         if event.given is None:
@@ -173,7 +173,7 @@ def _differ(some, whole, part, num_rows, close) -> bool:
 
 
 def _is_other(some, whole, part, num_rows, close) -> bool:
-    """Whether a share's rows are none of the whole batch's, in whatever order they are folded."""
+    """Whether rows of a replica batch differ from the whole batch's, for each way to fold rows."""
     if not whole.ndim or not whole.shape[0] or whole.shape[0] % num_rows:
         return _unlike(some, whole, close)
     start, stop = part

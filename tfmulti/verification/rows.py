@@ -1,4 +1,4 @@
-"""A few rows of the first batch, the same on all workers, and how they are shared out."""
+"""A few rows of the first batch, the same on all workers, and their replica batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfmulti.step import Counted, iterators, rows
 
 
 class Rows:
-    """Some rows with their structure: dense, ragged or sparse, with None where there is nothing.
+    """Some rows and their structure: dense, ragged or sparse tensors, or None.
 
     Args:
         batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
@@ -31,44 +31,44 @@ class Rows:
         return tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=False)
 
     def first(self, number: int) -> list:
-        """Returns the parts of the first rows; rows come again where there are too few."""
+        """Returns the parts of the first rows, repeated if there are too few."""
         have = min(int(rows.count_rows(part)) for part in self.parts)
         times = -(-number // max(have, 1))
         return [_take(_repeat(part, times), number) for part in self.parts]
 
     def spread(self, number: int, *, padded: bool = False) -> list:
-        """Returns the parts of rows from all over the batch: where rows are sorted, unlike ones.
+        """Returns rows spread over the batch: sorted rows would be too similar.
 
         Args:
-            number: How many.
-            padded: Whether some rows may be filler rows, which are left out.
+            number: The number of rows.
+            padded: Whether some rows may be padding rows, which are skipped.
         """
         have = min(int(rows.count_rows(part)) for part in self.parts)
         counted = range(have)
         if padded and self.roles()[-1] == 2:
             weights = self.parts[-1].numpy().reshape([have, -1])[:, 0]
-            filler = (weights == 0) & np.signbit(weights)
-            counted = np.flatnonzero(~filler).tolist() or counted
+            is_padding = (weights == 0) & np.signbit(weights)
+            counted = np.flatnonzero(~is_padding).tolist() or counted
         last = len(counted) - 1
         places = [round(i * last / (number - 1)) for i in range(number)]
         if last < number - 1:
             places = [i % len(counted) for i in range(number)]
-        # The last one first: a step may take fewer.
+        # The last row comes first: a step may take fewer rows.
         chosen = [counted[place] for place in [*places[-1:], *places[:-1]]]
         return [_gather(part, chosen) for part in self.parts]
 
     def roles(self) -> list[int]:
-        """Returns what each part is: 0 for inputs, 1 for labels, 2 for sample weights."""
+        """Returns the role of each part: 0 for inputs, 1 for labels, 2 for sample weights."""
         whole = self.structure if isinstance(self.structure, (tuple, list)) else [self.structure]
         leaves = [tf.nest.flatten(each, expand_composites=False) for each in whole]
         return [min(i, 2) for i, each in enumerate(leaves) for leaf in each if leaf is not None]
 
     def twice(self, parts: list) -> list:
-        """Returns parts with all rows twice."""
+        """Returns parts with all rows repeated once."""
         return [_repeat(part, 2) for part in parts]
 
     def form(self) -> tuple:
-        """Returns what tells a batch of another structure from this one; it can be compared."""
+        """Returns a key that is equal for batches of the same structure."""
         names = [str(path) for path, _ in _with_paths(self.structure)]
         kinds = [(type(part).__name__, part.dtype.name, part.shape.rank) for part in self.parts]
         return tuple(names), tuple(kinds)
@@ -82,7 +82,7 @@ def can_be_cut(batch) -> bool:
 
 
 def num_rows(batch) -> tf.Tensor:
-    """Returns the rows of a batch, an int32 scalar."""
+    """Returns the number of rows of a batch, an int32 scalar."""
     return rows.count_rows(rows.parts_of(batch)[0])
 
 
@@ -102,12 +102,12 @@ def gather_local(strategy: tf.distribute.Strategy, batch):
 
 
 def of_the_chief(parts: list, strategy, broadcast) -> list:
-    """Returns the chief's rows on every worker; a collective.
+    """Returns the chief's rows on every worker; it is a collective.
 
     Args:
-        parts: This worker's.
+        parts: This worker's rows.
         strategy: The strategy.
-        broadcast: Function of the strategy and the chief's bytes, or None.
+        broadcast: Function of the strategy and the chief's bytes, which are None elsewhere.
     """
     data = None
     if strategy.extended.should_checkpoint:
@@ -118,34 +118,34 @@ def of_the_chief(parts: list, strategy, broadcast) -> list:
 
 
 def specs_of(parts: list, static: bool) -> list[tf.TypeSpec]:
-    """Returns what a trace takes: any number of rows, unless they must be known."""
+    """Returns the input signature of a trace; the number of rows is unknown unless `static`."""
     return [_spec(part, static) for part in parts]
 
 
-def take_shares(strategy, batch, *, counted: bool, padded: bool):
-    """Cuts a batch for the local replicas, as the data pipeline does; within a trace.
+def take_replica_batches(strategy, batch, *, counted: bool, padded: bool):
+    """Splits a batch for the local replicas, as the data pipeline does, within a trace.
 
     Args:
         strategy: The strategy.
         batch: The rows of all replicas.
-        counted: Whether the pipeline tells the step's rows.
-        padded: Whether it fills shares up to the same number of rows.
+        counted: Whether the pipeline provides the number of rows of a step.
+        padded: Whether it pads replica batches to the same number of rows.
 
     Returns:
         A distributed value.
     """
     number = strategy.num_replicas_in_sync
     num_rows = rows.count_rows(rows.parts_of(batch)[0])
-    shares = []
-    for place in iterators.local_shares(strategy):
+    batches = []
+    for place in iterators.local_batch_indices(strategy):
         replica_batch = rows.take_replica_rows(batch, place, number)
         replica_batch = _pad(replica_batch, -(-num_rows // number)) if padded else replica_batch
-        shares.append(Counted(replica_batch, num_rows) if counted else replica_batch)
-    return iterators.to_replicas(strategy, tuple(shares))
+        batches.append(Counted(replica_batch, num_rows) if counted else replica_batch)
+    return iterators.to_replicas(strategy, tuple(batches))
 
 
 def first_row(place, number: int, num_rows) -> tf.Tensor:
-    """Returns the place in the batch of a share's first row."""
+    """Returns the index in the batch of a replica batch's first row."""
     return place * (num_rows // number) + tf.minimum(place, num_rows % number)
 
 

@@ -1,4 +1,4 @@
-"""One step of the user's own, run twice: whole on every replica, and on shares."""
+"""Runs the user's step both ways: whole on every replica, and split into replica batches."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TRAIN, TEST, PREDICT = "train", "test", "predict"
 
 @dataclasses.dataclass
 class Case:
-    """What is verified.
+    """A step to verify, with its model and rows.
 
     Attributes:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
         rows: Rows of the first batch.
-        static: Whether the data always have the same number of rows.
-        counted: Whether the data pipeline tells the rows of a step.
-        padded: Whether it fills shares up with rows of weight 0.
+        static: Whether all batches have the same number of rows.
+        counted: Whether the data pipeline provides the number of rows of a step.
+        padded: Whether it pads replica batches with rows of weight 0.
     """
 
     model: keras.Model
@@ -44,27 +44,27 @@ class Case:
 
     @property
     def eager(self) -> bool:
-        """Whether the step runs line by line."""
+        """Whether the step runs eagerly."""
         return self.model.run_eagerly or tf.config.functions_run_eagerly()
 
     def most_rows(self) -> int:
-        """Returns the rows of the largest step."""
+        """Returns the number of rows of the largest step."""
         return 2 * self.strategy.num_replicas_in_sync + 1
 
     def sizes(self) -> list[int]:
-        """Returns the rows of the steps that are tried, one after the other."""
+        """Returns the numbers of rows of the steps to run, in order."""
         number = self.strategy.num_replicas_in_sync
         return [2 * number, 2 * number] if self.static else [2 * number + 1, number - 1]
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What one step gave.
+    """The results of one step.
 
     Attributes:
-        outputs: Logs or predictions by name, of each local replica; one for all where these
-            were reduced.
-        metrics: The metrics' results after it, likewise.
+        outputs: Logs or predictions by name, for each local replica; a single entry if they were
+            reduced.
+        metrics: The metrics' results after the step, likewise.
     """
 
     outputs: list[dict]
@@ -72,14 +72,14 @@ class Outcome:
 
 
 class Reference:
-    """The step as one device does it, on every replica at once.
+    """The step as on one device, computed by every replica from all rows.
 
     Args:
-        case: What is verified.
-        example: Parts of rows, as those that will be given.
+        case: The step to verify.
+        example: Rows with the structure of those that will be passed.
 
     Attributes:
-        not_replaced: Operations that draw random numbers which could not be fixed.
+        not_replaced: Random operations whose numbers could not be fixed.
     """
 
     def __init__(self, case: Case, example: list):
@@ -104,19 +104,19 @@ class Reference:
             self.not_replaced.update(draws.not_replaced)
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
 
-        # One device's gradients are the whole batch's.
+        # Every replica has all rows, so its gradients are those of the whole batch.
         whole = gradients.one_step(whole, reduced=True)
         values = case.strategy.run(whole, args=(case.rows.pack(parts),))
         return tuple(_local(case.strategy, value) for value in values)
 
 
-class Shared:
-    """The step as the replicas do it together.
+class Distributed:
+    """The step as the replicas compute it together, each on its replica batch.
 
     Args:
-        case: What is verified.
-        example: Parts of rows, as those that will be given.
-        only_build: Whether nothing is run: a trace ends as soon as all is built.
+        case: The step to verify.
+        example: Rows with the structure of those that will be passed.
+        only_build: Whether to trace only until the model and its optimizers are built.
     """
 
     def __init__(self, case: Case, example: list, only_build: bool = False):
@@ -139,28 +139,28 @@ class Shared:
     def _run(self, *parts):
         case, strategy = self._case, self._case.strategy
         num_rows = rows_lib.rows.count_rows(parts[0])
-        number, places = strategy.num_replicas_in_sync, iterators.local_shares(strategy)
+        number, places = strategy.num_replicas_in_sync, iterators.local_batch_indices(strategy)
         step = _step_of(case)
 
-        def shared(data):
+        def on_replica(data):
             context = tf.distribute.get_replica_context()
             local = tf.cast(context.replica_id_in_sync_group, tf.int32) % len(places)
             start = rows_lib.first_row(tf.gather(list(places), local), number, num_rows)
             with keras_compat.fixed_random_numbers(lambda: (start, rows_lib.num_rows(data))):
                 return step(data)
 
-        keras_compat.mark_step(shared, case.kind, case.model)
+        keras_compat.mark_step(on_replica, case.kind, case.model)
         batch = case.rows.pack(parts)
-        shares = rows_lib.take_shares(
+        batches = rows_lib.take_replica_batches(
             strategy, batch, counted=case.counted, padded=case.padded and case.kind != PREDICT
         )
-        outputs = strategy.run(shared, args=(shares,))
+        outputs = strategy.run(on_replica, args=(batches,))
         reduction = "concat" if case.kind == PREDICT else "auto"
         return keras_compat.reduce_outputs(outputs, strategy, reduction)
 
 
 class as_one_device:
-    """Has a strategy count one replica, and reduce nothing, as long as this lasts."""
+    """Makes a strategy count one replica, and reduce nothing, within the context."""
 
     def __init__(self, strategy):
         self._strategy = strategy
@@ -197,11 +197,11 @@ def is_built(model: keras.Model) -> bool:
 
 
 def _trace_built(case, function, example, is_done=lambda: False):
-    """Traces a function; what it would build is built before, as Keras builds a model."""
+    """Traces a function; first builds, in the scope, everything that the trace would build."""
     specs = rows_lib.specs_of(example, case.static)
     function = tf.autograph.experimental.do_not_convert(function)
     while not is_done():
-        # A step may draw from Python's or NumPy's generators as it is traced.
+        # A step may draw from Python's or NumPy's generators during the trace.
         random.seed(0)
         np.random.seed(0)
         optimizers = model_contents.optimizers_of(case.model, nested=True)
@@ -217,7 +217,7 @@ def _trace_built(case, function, example, is_done=lambda: False):
 
 
 def _local(strategy, structure) -> list:
-    """Returns a structure for each local replica."""
+    """Returns one structure for each local replica."""
     leaves = tf.nest.flatten(structure, expand_composites=False)
     values = [strategy.experimental_local_results(leaf) for leaf in leaves]
     number = iterators.num_local_replicas(strategy)
@@ -228,7 +228,7 @@ def _local(strategy, structure) -> list:
 
 
 def _by_name(structure) -> dict:
-    """Returns the leaves of logs or predictions, each as an array with a name."""
+    """Returns the leaves of logs or predictions as arrays by name."""
     if isinstance(structure, dict):
         items = [
             (f"{name}/{n}" if n else str(name), v)

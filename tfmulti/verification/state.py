@@ -1,4 +1,4 @@
-"""All that a step reads or changes, replica by replica, to be compared and put back."""
+"""Reads and restores all variables that a step reads or changes, for each replica."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
     "metric",
     "other",
 )
-"""What a variable is to the model; METRIC and OTHER are put back, but not compared as they are."""
+"""The role of a variable in the model; METRIC and OTHER are restored, but not compared."""
 COMPARED = (TRAINABLE, WEIGHT, OPTIMIZER, OWN)
 _RANDOM_STATES = ("seed_generator_state", "StateVar")
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One replica's part of a variable.
+    """One replica's copy of a variable.
 
     Attributes:
         handle: Its handle.
-        name: The variable's path or name; several may have the same.
-        kind: One of this module's.
-        replica: Which local replica's it is, from 0; None for a variable that all share.
-        first: The place in `State.parts` of the same variable's first part.
+        name: The variable's path or name; not unique.
+        kind: A constant of this module.
+        replica: The local replica, from 0; None for a variable that all replicas share.
+        first: The index in `State.parts` of the first copy of the same variable.
     """
 
     handle: tf.Tensor
@@ -44,16 +44,16 @@ class Part:
 
     @property
     def is_random_state(self) -> bool:
-        """Whether it is the state of Keras's or TensorFlow's generators of random numbers."""
+        """Whether it is the state of a random generator of Keras or TensorFlow."""
         return self.name.split("/")[-1].split(":")[0] in _RANDOM_STATES
 
 
 class State:
-    """The variables of a model, of what it holds, and of what its traced steps touch.
+    """The variables of a model, of the objects that it holds, and of its traced steps.
 
     Args:
         model: The model.
-        functions: Traced steps; none where they run eagerly.
+        functions: Traced steps; empty if they run eagerly.
     """
 
     def __init__(self, model: keras.Model, functions=()):
@@ -77,7 +77,7 @@ class State:
         return [keras_compat.read_handle(part.handle) for part in self.parts]
 
     def write(self, values: list[np.ndarray]) -> None:
-        """Puts back what `read` returned, bit for bit."""
+        """Writes back the values that `read` returned, bit for bit."""
         for part, value in zip(self.parts, values):
             keras_compat.write_handle(part.handle, value)
 
@@ -88,7 +88,7 @@ class State:
             if value is None:
                 continue
             name = getattr(variable, "path", getattr(variable, "name", ""))
-            # TensorFlow calls all that have no name the same.
+            # TensorFlow gives all unnamed variables the same name.
             name = paths[place] if paths and name.startswith("Variable") else name
             parts = getattr(value, "values", None)
             if isinstance(value, tf.distribute.DistributedValues):
@@ -120,13 +120,13 @@ class State:
 
 
 def _held_variables(model) -> dict:
-    """Variables that a model holds, by where it holds them, as `moving/0`."""
+    """Returns the variables that a model holds, by attribute path, such as `moving/0`."""
     kinds = (keras.Variable, tf.Variable)
     return {path: thing for path, thing in _walk(model) if isinstance(thing, kinds)}
 
 
 def _walk(model, depth=8) -> list:
-    """All objects that a model holds in attributes and containers, itself first, with paths."""
+    """Returns the model and all objects that it holds in attributes and containers, with paths."""
     seen, found, level = set(), [], [("", model)]
     for _ in range(depth):
         below = []
@@ -155,6 +155,6 @@ def _held_by(thing) -> list:
 def _may_hold(thing) -> bool:
     module = str(type(thing).__module__)
     foreign = ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
-    # A script's own classes are of `__main__`.
+    # Classes of a script belong to `__main__`.
     mine = module == "__main__" or not module.startswith(foreign)
     return hasattr(thing, "__dict__") and mine

@@ -1,4 +1,4 @@
-"""Says what differs from one device, why that can be, and what to write instead."""
+"""Builds the error: what differs from one device, the likely cause, and what to write instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfmulti.verification.runs import PREDICT, TRAIN, Case
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
 _MOST_NAMED = 3
-# A sum beside a penalty grows, but does not quite double.
+# A sum plus a penalty less than doubles when every row is repeated.
 _DOUBLES = 1.8
 _SAME = 1e-4
 _METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
@@ -25,14 +25,14 @@ def describe(
     place: Place | None = None,
     view: str = "",
 ) -> ValueError:
-    """Returns the error for what `Trial.differences` has found; its `finding` is the cause.
+    """Returns the error for the differences of a `Trial`; its attribute `finding` is the cause.
 
     Args:
-        case: What was verified.
+        case: The verified step.
         found: The differences; not empty.
-        growth: By how much each output grows where every row is there twice.
-        place: Where the first one begins; None where that is not known.
-        view: What was made up for the rows or the state; empty where nothing was.
+        growth: The factor by which each output grows if every row is repeated.
+        place: Where the first difference begins; None if unknown.
+        view: The synthetic rows or state, in words; empty if there were none.
     """
     finding = _explain(case, found, growth, place)
     number = case.strategy.num_replicas_in_sync
@@ -46,26 +46,26 @@ def describe(
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
         f"Received: {_say(first, case.sizes())}{made_up}{f'; also {more}' if more else ''}. "
         f"Likely cause: {finding.cause}, in {finding.where}. {finding.advice} "
-        '`verify="never"` of create_strategy leaves this check out.'
+        'Set `verify="never"` in create_strategy to skip this check.'
     )
     error.finding = finding
     return error
 
 
 def describe_outside(case: Case, names: list[str]) -> ValueError:
-    """Returns the error for variables that a step changes, and no replica owns.
+    """Returns the error for variables outside the scope that a step changes.
 
     Args:
-        case: What was verified.
+        case: The verified step.
         names: Their names.
     """
     number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
     many = "s" if len(names) > 1 else ""
     return ValueError(
         f"Variables that `{method}` changes must be created in the strategy's scope. "
-        f"Received: the variable{many} {', '.join(names[:_MOST_NAMED])}, created outside of it, "
+        f"Received: the variable{many} {', '.join(names[:_MOST_NAMED])}, created outside it, "
         f"which {number} replicas would each change. "
-        "Create what holds them within `with strategy.scope():`."
+        "Create the objects that hold them within `with strategy.scope():`."
     )
 
 
@@ -73,7 +73,7 @@ def _say(first, sizes) -> str:
     where = f" at {list(first.row)}" if first.row else ""
     rows = sizes[first.step - 1]
     step = "the first step" if first.step == 1 else f"step {first.step}"
-    one, many = _number(first.one_device), _number(first.shares)
+    one, many = _number(first.one_device), _number(first.on_replicas)
     return f"{first.what}{where}: {one} on one device, {many} here, after {step}, of {rows} rows"
 
 
@@ -130,15 +130,15 @@ def _explain_loss(case, found, growth, parts) -> causes.Finding:
 
 
 def _is_scaled(difference, number) -> bool:
-    """Whether a number is one device's, times or divided by the number of replicas."""
-    one, many = np.asarray(difference.one_device), np.asarray(difference.shares)
+    """Whether a number is that of one device, times or divided by the number of replicas."""
+    one, many = np.asarray(difference.one_device), np.asarray(difference.on_replicas)
     if one.ndim or one.dtype.kind != "f" or not one or not many:
         return False
     return any(abs(many / one / factor - 1) < _SAME for factor in (number, 1 / number))
 
 
 def _parts_of(parts, place) -> list:
-    """The user's own parts in the layer where a difference begins, or the layer itself."""
+    """Returns the custom parts in the layer where a difference begins, or the layer's name."""
     layer = place.layer
     found = [part for part in parts if part.kind == own.LAYER and part.thing is layer]
     return found or [f"{type(layer).__name__} {layer.name!r}"]
@@ -153,7 +153,7 @@ def _holders(parts, difference) -> list:
 
 def _name(parts) -> str:
     named = list(dict.fromkeys(str(part) for part in parts))
-    return " or ".join(named[:_MOST_NAMED]) or "a part of Keras's own, or of ours"
+    return " or ".join(named[:_MOST_NAMED]) or "a part of Keras or of tfmulti"
 
 
 def _is_of(difference, *kinds) -> bool:
@@ -171,9 +171,9 @@ def _changes_weights(found, step) -> bool:
 
 
 def elsewhere(kind: str) -> str:
-    """Returns the text of the error where another worker has found a difference."""
+    """Returns the text of the error for the case that only another worker found a difference."""
     return (
         f"`{_METHODS[kind]}` must give one device's result on all replicas. "
-        "Received: another one on another worker, whose own error says more. "
-        "Look for what depends on the worker."
+        "Received: a different result on another worker; the error of that worker has the details. "
+        "Look for code that depends on the worker."
     )

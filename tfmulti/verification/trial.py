@@ -1,4 +1,4 @@
-"""Runs a step both ways, from the same state, and finds what is not rounding."""
+"""Runs a step both ways from the same state, and finds differences beyond rounding."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tfmulti import keras_compat
 from tfmulti.step import model_contents
 from tfmulti.verification.differences import CLOSE, Difference, compare, distance, largest_change
 from tfmulti.verification.places import Place, find_place
-from tfmulti.verification.runs import TRAIN, Case, Outcome, Reference, Shared
+from tfmulti.verification.runs import TRAIN, Case, Distributed, Outcome, Reference
 from tfmulti.verification.state import COMPARED, OPTIMIZER, OTHER, TRAINABLE, WEIGHT, State
 from tfmulti.verification.views import PLAIN, View, vary_rows, vary_state
 
-# Numbers that are reported are sums over few rows; gradients are known less well.
+# Reported numbers are sums over few rows, and more accurate than gradients.
 _OUTPUT = 0.1
 _NUM_NOISY = 2
-_RANDOM_NUMBERS = "random: it draws random numbers of its own, other ones for each replica"
+_RANDOM_NUMBERS = "random: it draws different random numbers on each replica"
 _NOTHING_TO_VARY = "there is nothing to vary"
-_NO_NUMBERS = "one device comes to no finite number"
-_NOTHING_CHANGES = "no weight changes in its first steps, as with a learning rate of 0"
+_NO_NUMBERS = "the result on one device is not finite"
+_NOTHING_CHANGES = "no weight changes in its first steps, for example with a learning rate of 0"
 
 
 # Half a unit in the last place, relative.
@@ -29,61 +29,63 @@ _ROUNDINGS = {"bfloat16": 2**-8, "float16": 2**-11}
 
 
 class NotVerified(Exception):
-    """What came out says nothing; the text tells why."""
+    """The comparison proves nothing; the text gives the reason."""
 
 
 class NothingChanges(NotVerified):
-    """Both ways agree, on nothing; state as it can be later may show more."""
+    """Both ways agree, but no weight changed; a later state may show a difference."""
 
 
 class Trial:
-    """One step of a model, whole and in shares.
+    """Compares one step of a model on one device and on the replicas.
 
     Args:
-        case: What is verified.
-        agree: Function of whether this worker can go on: whether all can. A collective.
+        case: The step to verify.
+        agree: Collective function of a bool: whether it is true on all workers.
 
     Attributes:
-        growth: By how much each output grows where every row is there twice, once a difference
-            was found: a mean by 1, a sum by 2.
-        place: Where the first difference begins, once one was found.
-        made_up: What was made up for the latest view, in words.
-        outside: Names of variables that the step changes, and that belong to no replica.
+        growth: After a difference was found, the factor by which each output grows if every row
+            is repeated: 1 for a mean, 2 for a sum.
+        place: Where the first difference begins, after one was found.
+        made_up: The synthetic values of the latest view, in words.
+        outside: Names of variables that the step changes and that have no copy for each replica.
     """
 
     def __init__(self, case: Case, agree: Callable[[bool], bool]):
         self._case, self._agree = case, agree
         self._examples = [case.rows.first(size) for size in case.sizes()]
-        # The ordinary way first: what a step makes when it is traced is made as in training.
-        self._shared = Shared(case, self._examples[0])
+        # Trace the distributed step first, so objects created during the trace are as in training.
+        self._distributed = Distributed(case, self._examples[0])
         self._reference = Reference(case, self._examples[0])
-        self._functions = [] if case.eager else [self._shared.function, self._reference.function]
+        self._functions = (
+            [] if case.eager else [self._distributed.function, self._reference.function]
+        )
         self._state = State(case.model, self._functions)
         self.growth: dict[str, float] = {}
         self.place: Place | None = None
         self.outside: list[str] = []
         self.made_up = ""
         self._original = self._at_begin = None
-        # What is finite after one device's step with the rows as they are.
+        # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
         self._compute = _compute_dtype(case.model)
         self._close = CLOSE.get(self._compute, CLOSE["float32"])
 
     def differences(self, view: View = PLAIN) -> list[Difference]:
-        """Returns what comes out another way than on one device, the first first.
+        """Returns the differences from one device, the first one first.
 
-        Everything is put back as it was, whatever happens.
+        All state is restored in every case.
 
         Args:
-            view: With which rows and which state.
+            view: The variation of rows and state.
 
         Raises:
-            NotVerified: Where one device's result differs from itself, nothing changes, or what
-                is made up for a view changes nothing or leads nowhere.
+            NotVerified: If the result on one device is not reproducible, no weight changes, or
+                the variation has no effect or gives no finite result.
         """
         examples = self._examples
         if not view.is_plain:
-            # One step shows what there is to be seen, and takes half as much reading.
+            # One step suffices, and halves the reads of state.
             parts, used = vary_rows(self._case.rows, examples[0], view.ways)
             if not view.iterations and not used:
                 raise NotVerified(_NOTHING_TO_VARY)
@@ -92,7 +94,7 @@ class Trial:
         try:
             begin = self._begin(original, view)
             expected = self._expect(begin, examples, view)
-            found = self._steps(self._shared, begin, examples)
+            found = self._steps(self._distributed, begin, examples)
             if view.is_plain:
                 self._is_known = _all_finite(expected[0])
                 self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
@@ -103,7 +105,7 @@ class Trial:
                 return []
             if self._is_random(begin, expected):
                 raise NotVerified(_RANDOM_NUMBERS)
-            # Most steps never need to know how much of it would be noise.
+            # Measured only now: most steps show no difference at all.
             noise = self._measure_noise(begin, expected, examples)
             differences = self._compare(begin, expected, found, noise)
             if differences:
@@ -122,7 +124,7 @@ class Trial:
         return self._original
 
     def _begin(self, original, view):
-        """The state to begin with; it is read once, as every look puts all back."""
+        """Returns the initial state; it is read once, since every comparison restores it."""
         if self._at_begin is None:
             self._case.model.reset_metrics()
             self._at_begin = self._state.read()
@@ -134,21 +136,21 @@ class Trial:
         return begin
 
     def _expect(self, begin, examples, view):
-        """One device's result; of what is made up, on all workers or on none."""
+        """Returns the result of one device; for varied values, on all workers or on none."""
         if view.is_plain:
             return self._steps(self._reference, begin, examples)
         expected, reason = None, _NO_NUMBERS
         try:
             expected = self._steps(self._reference, begin, examples)
         except Exception as error:
-            reason = f"{type(error).__name__} with made-up values"
+            reason = f"{type(error).__name__} with synthetic values"
         usable = expected is not None and self._is_known <= _all_finite(expected[0])
         if not self._agree(usable):
             raise NotVerified(reason)
         return expected
 
     def _changed_outside(self, begin, *ends) -> list[str]:
-        """Variables of no replica's own: each replica would change the only one there is."""
+        """Returns changed variables that exist once: every replica would change the same one."""
         return [
             part.name
             for i, part in enumerate(self._state.parts)
@@ -184,7 +186,7 @@ class Trial:
             if part.kind not in COMPARED or part.replica is None:
                 continue
             allowed = 0.0 if noise is None else noise.get(i, 0.0)
-            # What was rounding after one step is so after the next, however small that is.
+            # Rounding errors of one step persist, even if the next step changes little.
             moved[i] = max(moved[i], largest_change(values[i], before[i]))
             pair = compare(others[i], values[i], moved[i], allowed, self._close)
             if pair is not None:
@@ -208,10 +210,10 @@ class Trial:
         return differences
 
     def _measure_noise(self, begin, expected, examples) -> list[dict]:
-        """Returns how far each value moves when weights change in their last place.
+        """Returns how far each value moves if the weights change in their last place.
 
-        Another order of the same rows would do as well, but not where rows meet one another, or
-        random numbers, by their place.
+        Permuting the rows instead would fail if the result depends on their order, for example
+        through pairs of rows or random numbers.
         """
         noise: list[dict] = [{} for _ in expected]
         for run in range(_NUM_NOISY):
@@ -237,7 +239,7 @@ class Trial:
                 marks[name] = max(marks.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
 
     def _look_for_changes(self, begin, expected):
-        """A learning rate that begins at 0 hides every gradient, unless slots keep them."""
+        """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
         last, parts = expected[-1][1], self._state.parts
         kinds = (TRAINABLE, OPTIMIZER)
         learned = [i for i, p in enumerate(parts) if p.kind in kinds and begin[i].ndim]
@@ -275,7 +277,7 @@ class Trial:
 
 
 def _all_finite(step) -> set:
-    """Returns of which values after a step every number is finite."""
+    """Returns the names of the values after a step that are entirely finite."""
     outcome, values = step
     pairs = [*enumerate(values), *outcome.outputs[0].items()]
     pairs += [(("metric", name), value) for name, value in outcome.metrics[0].items()]
@@ -287,7 +289,7 @@ def _is_float(value) -> bool:
 
 
 def _compute_dtype(model) -> str:
-    """The coarsest type that a part of a model computes in, or sends its gradients in."""
+    """Returns the coarsest dtype in which a part of a model computes or sends gradients."""
     layers = [model, *keras_compat.all_layers(model)]
     sent = {
         getattr(each, "tfmulti_compression", None)
@@ -303,6 +305,6 @@ def _move_last_place(value, name, run, rounding):
     generator = np.random.default_rng([run, *name.encode()])
     way = generator.choice(np.array([-1, 1], value.dtype), value.shape)
     if rounding is not None:
-        # The model's arithmetic would not see less.
+        # A smaller change would be lost in the model's low precision.
         return value * (1 + rounding * way).astype(value.dtype)
     return np.nextafter(value, way * np.inf)

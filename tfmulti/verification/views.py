@@ -1,8 +1,7 @@
-"""What a step is tried on beside a few rows as they are: data and state of later steps.
+"""Synthetic variations of rows and state, which show differences that the first rows do not.
 
-Both sides of a comparison get the same, whatever it is, so that nothing that is made up here can
-make them differ. A step that fails on it, or comes to no number, has proved nothing and loses
-nothing.
+Both sides of a comparison get the same values, so a variation alone cannot cause a difference. If
+a step fails on a variation, or its result is not finite, the variation is ignored.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ LABELS, PADDING, WEIGHTS = "labels", "padding", "sample weights"
 WAYS = (LABELS, PADDING, WEIGHTS)
 # One less than a multiple of every number to 10: an optimizer that accumulates then updates.
 _SOON, _LATE = 5039, 1_441_439
-# Neighbouring shares get unequal parts of each.
+# Chosen so that neighbouring replica batches differ.
 _WHOSE = (0, 0, 1, 2, 1, 0, 2)
 _KEPT = (1.0, 0.5, 0.25, 0.75)
 _FACTORS = (1.0, 0.0, 2.0, 1.0, 0.5)
-# A coefficient for each of a few losses; what is longer is no setting.
+# A vector of up to this many numbers may be a setting, such as the weights of a few losses.
 _FEW = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """One way to look at a step.
+    """One variation of rows and state.
 
     Attributes:
         ways: How the rows are varied, of `WAYS`.
-        iterations: What counters of steps stand at; 0 leaves all state as it is.
-        setting: What numbers that are 0 are set to, with `iterations`.
-        counters: Whether whole numbers of the user's own count as counters too.
+        iterations: The value of step counters; 0 leaves all state unchanged.
+        setting: The value of variables that are 0, if `iterations` is set.
+        counters: Whether custom integer variables count as counters too.
     """
 
     ways: tuple[str, ...] = ()
@@ -47,7 +46,7 @@ class View:
 
     @property
     def is_plain(self) -> bool:
-        """Whether everything is as it is."""
+        """Whether rows and state are unchanged."""
         return not self.ways and not self.iterations
 
     def __str__(self):
@@ -62,7 +61,7 @@ PLAIN = View()
 
 
 def later_views(ways: tuple[str, ...]) -> list[tuple[View, View]]:
-    """Returns views of state as it can be later, each with what to try where it fails.
+    """Returns views with the state of later steps, each with a fallback in case it fails.
 
     Args:
         ways: How the rows are varied.
@@ -72,21 +71,21 @@ def later_views(ways: tuple[str, ...]) -> list[tuple[View, View]]:
 
 
 def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
-    """Returns rows with other labels, padding and weights; every value is one that was there.
+    """Returns rows with other labels, padding and sample weights.
 
-    Labels, and other whole numbers of which a row has one, come from two rows, unevenly; where
-    all are alike, some become 0 or 1. Sequences end in zeros. Given weights are 0 or doubled.
+    Labels, and inputs with one whole number per row, are exchanged between rows, unevenly; if all
+    are equal, some become 0 or 1. Sequences end in zeros. Given weights become 0 or are scaled.
 
     Args:
-        rows: The `Rows` that the parts are of.
-        parts: What `Rows` holds, for some rows.
+        rows: The `Rows` that the parts belong to.
+        parts: The tensors of some rows.
         ways: What to vary, of `WAYS`.
 
     Returns:
-        The rows, and in which of the ways they are others now.
+        The rows, and the ways in which they changed.
     """
     roles = rows.roles()
-    # Ragged and sparse parts stay, and have lengths of their own.
+    # Ragged and sparse parts stay unchanged: their lengths vary already.
     dense = all(isinstance(part, tf.Tensor) for part in parts)
     arrays = [part.numpy() if isinstance(part, tf.Tensor) else part for part in parts]
     used = []
@@ -115,7 +114,7 @@ def _exchange(arrays, roles):
 
 
 def _key(value):
-    """What tells a row's value from others; of texts TensorFlow gives objects."""
+    """Returns a hashable key of a row's value; TensorFlow returns strings as objects."""
     array = np.asarray(value)
     return repr(array.tolist()) if array.dtype.kind == "O" else array.tobytes()
 
@@ -127,7 +126,7 @@ def _is_label(array, role) -> bool:
 
 
 def _flip(array, whose, role):
-    """Makes labels that are all alike differ; those of a model's inputs stay."""
+    """Makes labels that are all equal differ; inputs stay unchanged."""
     if role != 1 or array.dtype.kind not in "iubf" or (array != array[:1]).any():
         return array
     row = array[0]
@@ -137,7 +136,7 @@ def _flip(array, whose, role):
 
 
 def _pad(arrays, roles):
-    """Ends sequences in zeros, from the same step on wherever rows have as many."""
+    """Pads sequences with zeros, all sequences of a row from the same step on."""
     dense = [a for a in arrays if isinstance(a, np.ndarray) and a.ndim > 1]
     lengths = {a.shape[1] for a in dense if a.dtype.kind in "iub" and a.shape[1] > 1}
 
@@ -164,7 +163,7 @@ def _weigh_one(weights):
     if not isinstance(weights, np.ndarray) or weights.dtype.kind != "f":
         return weights
     factors = np.resize(_FACTORS, len(weights)).reshape([-1] + [1] * (weights.ndim - 1))
-    # A zero with a sign would mark a filler row.
+    # A negative zero would mark a padding row.
     return np.where(factors == 0, 0.0, weights * factors).astype(weights.dtype)
 
 
@@ -172,14 +171,14 @@ _VARY = {LABELS: _exchange, PADDING: _pad, WEIGHTS: _weigh}
 
 
 def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> list[np.ndarray]:
-    """Returns values of state as it can be later: counters far on, settings no longer 0.
+    """Returns state as in later steps: large counters, and settings that are not 0.
 
     Args:
         state: The `State`.
-        values: What it is.
-        case: What is verified.
-        functions: The traced steps; only what these use is varied. None where they run eagerly.
-        view: What to set.
+        values: Its current values.
+        case: The step to verify.
+        functions: The traced steps; only variables that they use are varied. Empty if eager.
+        view: The values to set.
     """
     used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
     optimizers = model_contents.optimizers_of(case.model, nested=True)
