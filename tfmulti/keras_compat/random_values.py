@@ -51,12 +51,14 @@ class Draw:
         number: How many draws came before it.
         first_row: Number of this replica's first row in the global batch, an int or a scalar.
         num_rows: This replica's rows, an int or a scalar.
+        salt: What changes all numbers where it is not 0, an int or a scalar.
     """
 
     output: tf.Tensor
     number: int
     first_row: int | tf.Tensor
     num_rows: int | tf.Tensor
+    salt: int | tf.Tensor = 0
 
     def size(self, axis: int) -> int | tf.Tensor:
         """Size of one axis of the output: an int where it is known, else an int64 scalar."""
@@ -90,6 +92,7 @@ class Draw:
         Every axis counts by itself, so that a longer one (another padding) changes nothing else.
         """
         start = _int64(_mixed(self.number + 0x1000))
+        start += tf.cast(self.salt, tf.int64) * _mixed(0x800)
         rank = self.output.shape.rank
         if rank is None:
             return self._hashes_of_unknown_rank(start)

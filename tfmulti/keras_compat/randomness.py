@@ -16,6 +16,7 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import op_def_registry
 
+from tfmulti.keras_compat import seeds
 from tfmulti.keras_compat.random_values import REPLACEMENTS, Draw
 
 _LOCAL = threading.local()
@@ -161,6 +162,8 @@ _RANDOM = re.compile(
 # They keep seeds, or turn one into another, and draw nothing; a gradient is a function.
 _NO_DRAW = re.compile(r"Seed|GetKeyCounter|GetAlg|^Rng|Grad$|Queue|^CudnnRNN|AccidentalHits$")
 # They keep the order of numbers, or turn it round; and what sorts.
+_SHUFFLES = ("RandomShuffle", "StatelessShuffle")
+_SEED_INPUTS = ("seed", "key", "counter")
 _SORTING = {"Neg", "Mul", "AddV2", "Cast", "Identity", "TopKV2"}
 
 
@@ -169,6 +172,7 @@ class Draws:
 
     Attributes:
         number: How many draws were replaced.
+        shuffles: Whether one of them puts rows in another order.
         not_replaced: Ops that draw random numbers and could not be replaced: each one's type,
             and the name of the first of it in a graph or "". Where it is not empty, what was
             computed is random.
@@ -176,6 +180,8 @@ class Draws:
 
     def __init__(self, rows: Callable):
         self.number = 0
+        self.shuffles = False
+        self._seeds: set = set()
         self.not_replaced: dict[str, str] = {}
         self._rows = rows
         self._only_graphs = not tf.executing_eagerly()
@@ -190,6 +196,7 @@ class Draws:
     def forget_tensors(self):
         """Lets go of the graph: the counts are kept longer than it."""
         self._ordered.clear()
+        self._seeds = set()
         self._rows = None
 
     @contextlib.contextmanager
@@ -208,13 +215,46 @@ class Draws:
             return self._on_sort(op_type, inputs, outputs)
         if not _is_random(op_type) or symbolic_scope.in_symbolic_scope():
             return None
+        if self._has_fixed_seed(op_type, inputs):
+            return None
         if op_type not in REPLACEMENTS:
             self.not_replaced.setdefault(op_type, name or "")
             return None
         with self._pause():
             return [self._replaced(op_type, inputs, outputs[0])]
 
+    def note_seeds(self, seeds: set):
+        """Has the seeds that generators draw told from those that the user writes."""
+        self._seeds = seeds
+
+    def _has_fixed_seed(self, op_type, inputs) -> bool:
+        """Whether an op draws the same numbers on each replica, as it does with a seed in it."""
+        if not op_type.startswith("Stateless") or tf.executing_eagerly():
+            return False
+        names = _inputs_of(op_type)
+        pending = [x for name, x in zip(names, inputs) if name in _SEED_INPUTS]
+        if not pending:
+            return False
+        seen: set = set()
+        while pending:
+            tensor = pending.pop()
+            if not isinstance(tensor, tf.Tensor) or tensor.ref() in self._seeds:
+                return False
+            op = tensor.op
+            if op.name in seen or tensor.dtype == tf.resource:
+                continue
+            # The state of a generator is a vector; a counter of steps is a scalar.
+            if op.type == "ReadVariableOp" and tensor.shape.rank != 0:
+                return False
+            if op.type == "Placeholder" or "Rng" in op.type or _RANDOM.search(op.type):
+                if not op.type.endswith("GetKeyCounter"):
+                    return False
+            seen.add(op.name)
+            pending += op.inputs
+        return True
+
     def _replaced(self, op_type, inputs, output):
+        self.shuffles |= op_type in _SHUFFLES
         draw = Draw(output, self.number, *self._rows())
         self.number += 1
         new = REPLACEMENTS[op_type](draw, dict(zip(_inputs_of(op_type), inputs)))
@@ -232,6 +272,7 @@ class Draws:
         """
         if not (isinstance(inputs[0], tf.Tensor) and inputs[0].ref() in self._ordered):
             return None
+        self.shuffles = True
         if op_type == "TopKV2":
             with self._pause():
                 values, order = outputs
@@ -293,7 +334,8 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
 
     Args:
         rows: Function that returns this replica's first row in the global batch, and its number
-            of rows: ints or integer scalars. It is called at every draw, in the graph that is
+            of rows: ints or integer scalars; a third one, where it is not 0, changes all numbers.
+            It is called at every draw, in the graph that is
             being made then; tensors of an outer graph are captured. The number shall be known
             when a graph is made (an int, or `tf.shape(x)[0]`) where the batch's size is.
 
@@ -302,7 +344,12 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
     """
     draws = Draws(rows)
     try:
-        with replaced_ops(draws.replace), tf.variable_creator_scope(draws.create_variable):
+        with (
+            seeds.noting_seeds() as drawn,
+            replaced_ops(draws.replace),
+            tf.variable_creator_scope(draws.create_variable),
+        ):
+            draws.note_seeds(drawn)
             yield draws
     finally:
         draws.forget_tensors()

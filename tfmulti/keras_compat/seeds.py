@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -15,6 +18,19 @@ from tfmulti.keras_compat import reference
 _SEED_STEP = 0x9E3779B1
 # Keras's name for it among its global attributes; Keras 3.12 has no constant for it.
 _GENERATOR = "global_seed_generator"
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def noting_seeds() -> Iterator[set]:
+    """Yields the seeds that generators of Keras draw in this thread, references of tensors."""
+    before, _local.seeds = getattr(_local, "seeds", None), set()
+    try:
+        yield _local.seeds
+    finally:
+        _local.seeds = before
 
 
 def global_seed_state() -> list[int]:
@@ -90,6 +106,8 @@ def vary_seeds(original):
 
     def draw(self, *args, **kwargs):
         seed = original(self, *args, **kwargs)
+        if getattr(_local, "seeds", None) is not None:
+            _local.seeds.add(seed.ref())
         context = tf.distribute.get_replica_context()
         if context is None or context.num_replicas_in_sync == 1:
             return seed

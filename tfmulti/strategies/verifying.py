@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -55,10 +57,32 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     name, validates = getattr(model, "tfmulti_call", ("", False))
     if name not in _KINDS:
         return
+    if name == "fit":
+        _warn_of_local_normalization(model)
     feed = _feed(look, iterator)
     verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit" and validates:
         verification.verify_once(model, TEST, feed, _WORKERS, early=True)
+
+
+def _warn_of_local_normalization(model):
+    """Names the layers whose result depends on the number of replicas, once for each model."""
+    layers = [
+        layer
+        for layer in keras_compat.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and not layer.synchronized
+    ]
+    if layers and not getattr(model, "tfmulti_warned_of_statistics", False):
+        object.__setattr__(model, "tfmulti_warned_of_statistics", True)
+        names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
+        warnings.warn(
+            f"Batch normalization that is not synchronized normalizes each replica's rows by "
+            f"themselves, so the result differs from that of one device: {names}. For the same "
+            "result call tfmulti.synchronize_batch_normalization(model) before compile.",
+            stacklevel=2,
+        )
 
 
 def before_call(model: keras.Model, name: str, data) -> None:

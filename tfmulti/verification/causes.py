@@ -21,6 +21,7 @@ METRIC = "a metric that compares rows"
 METRIC_OF_NUMBERS = "a metric that is given a number computed from local rows"
 LOG = "a log that is not a mean over rows"
 PREDICTION = "a prediction that depends on other rows"
+DRIFT = "random numbers that reach the weights after gradients were reduced"
 COARSE = "coarse rounding"
 WORKERS = "workers disagree"
 REPLICAS = "replicas disagree"
@@ -61,6 +62,9 @@ ADVICE = {
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
     PREDICTION: f"Compute the prediction of a row from that row alone, or from {_GATHER}.",
+    DRIFT: "Draw there what is the same on all replicas, as "
+    "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations]), or add the random numbers "
+    "to rows or to the loss, before gradients are taken.",
     COARSE: "The model computes in low precision, so sums over fewer rows are rounded "
     "differently. Compare under the dtype policy float32, or with a larger --tolerance.",
     WORKERS: "All workers must compute the same: look for random numbers without a seed, for files "

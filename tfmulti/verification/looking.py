@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from absl import logging
 from tfmulti import keras_compat
 from tfmulti.verification import telling
 from tfmulti.verification.own import neutral_layers
-from tfmulti.verification.runs import Case
+from tfmulti.verification.runs import TRAIN, Case
 from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
 from tfmulti.verification.views import PLAIN, WAYS, View, later_views
 
@@ -67,10 +68,29 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             return first.error, ""
         if first.least == _UNKNOWN:
             break
+        if first.least > _UNKNOWN and (drift := _find_drift(trial, case, workers)):
+            return drift, ""
         if first.least > _UNKNOWN:
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
     return None, reason or "another worker could not run it"
+
+
+def _find_drift(trial, case, workers) -> ValueError | None:
+    """Returns the error where replicas would end with different weights."""
+    if case.kind != TRAIN or not trial.draws:
+        return None
+    found, _ = _try(trial.drifting, case.model)
+    name, number = found or ("", 0)
+    # A worker that could not run it says nothing, and the others no more.
+    ran, _ = workers.compare(case.strategy, int(found is not None))
+    least, most = workers.compare(case.strategy, number)
+    named = workers.compare(case.strategy, int(bool(name)))[1]
+    if not ran or not (named or least != most):
+        if trial.shuffles:
+            warnings.warn(telling.SHUFFLES, stacklevel=4)
+        return None
+    return telling.describe_drift(case, name)
 
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 
@@ -117,10 +118,17 @@ class Distributed:
         case: The step to verify.
         example: Rows with the structure of those that will be passed.
         only_build: Whether to trace only until the model and its optimizers are built.
+
+    Attributes:
+        salt: A variable; other than 0, each replica draws random numbers of its own.
+        draws: Whether it draws random numbers.
+        shuffles: Whether it puts rows in a random order.
     """
 
     def __init__(self, case: Case, example: list, only_build: bool = False):
         self._case = case
+        self.salt = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.draws = self.shuffles = False
         with keras_compat.separate_traces():
             if only_build:
                 _trace_built(case, self._run, example, is_done=lambda: is_built(case.model))
@@ -136,6 +144,15 @@ class Distributed:
             accumulation.settle(case.model, model_contents.optimizers_of(case.model, nested=True))
         return Outcome([_by_name(outputs)], [_by_name(metrics)])
 
+    @contextlib.contextmanager
+    def drawing_apart(self):
+        """Has each replica draw random numbers of its own, as long as this lasts."""
+        self.salt.assign(1)
+        try:
+            yield
+        finally:
+            self.salt.assign(0)
+
     def _run(self, *parts):
         case, strategy = self._case, self._case.strategy
         num_rows = rows_lib.rows.count_rows(parts[0])
@@ -146,8 +163,17 @@ class Distributed:
             context = tf.distribute.get_replica_context()
             local = tf.cast(context.replica_id_in_sync_group, tf.int32) % len(places)
             start = rows_lib.first_row(tf.gather(list(places), local), number, num_rows)
-            with keras_compat.fixed_random_numbers(lambda: (start, rows_lib.num_rows(data))):
-                return step(data)
+            replica = 1 + tf.cast(context.replica_id_in_sync_group, tf.int64)
+            salt = self.salt.read_value() * replica
+
+            def rows():
+                return start, rows_lib.num_rows(data), salt
+
+            with keras_compat.fixed_random_numbers(rows) as draws:
+                outputs = step(data)
+            self.draws |= draws.number > 0 or bool(draws.not_replaced)
+            self.shuffles |= draws.shuffles
+            return outputs
 
         keras_compat.mark_step(on_replica, case.kind, case.model)
         batch = case.rows.pack(parts)

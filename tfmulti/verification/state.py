@@ -54,11 +54,12 @@ class State:
     Args:
         model: The model.
         functions: Traced steps; empty if they run eagerly.
+        ignored: Variables of verification itself.
     """
 
-    def __init__(self, model: keras.Model, functions=()):
+    def __init__(self, model: keras.Model, functions=(), ignored=()):
         self.parts: list[Part] = []
-        self._known: set[int] = set()
+        self._known = {keras_compat.handle_key(variable.handle) for variable in ignored}
         optimizers = model_contents.optimizers_of(model, nested=True)
         slots = [v for optimizer in optimizers for v in optimizer.variables]
         self._add(model.trainable_variables, TRAINABLE)

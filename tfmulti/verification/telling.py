@@ -14,6 +14,13 @@ from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 _MOST_NAMED = 3
 # A sum plus a penalty less than doubles when every row is repeated.
 _DOUBLES = 1.8
+# A loss that compares rows can grow by any factor.
+_MORE_THAN_DOUBLES = 2.2
+SHUFFLES = (
+    "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
+    "rows of different replicas never meet. To mix the rows of the global batch, take them from "
+    "tfmulti.gather_batch(rows)."
+)
 _SAME = 1e-4
 _METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 
@@ -47,6 +54,27 @@ def describe(
         f"Received: {_say(first, case.sizes())}{made_up}{f'; also {more}' if more else ''}. "
         f"Likely cause: {finding.cause}, in {finding.where}. {finding.advice} "
         'Set `verify="never"` in create_strategy to skip this check.'
+    )
+    error.finding = finding
+    return error
+
+
+def describe_drift(case: Case, name: str) -> ValueError:
+    """Returns the error for replicas that would end a step with different weights.
+
+    Args:
+        case: The verified step.
+        name: A variable that differs, or "" where it does between workers.
+    """
+    parts = own.own_parts(case.model, case.kind)
+    steps = [part for part in parts if part.kind in (own.STEP, own.OPTIMIZER)]
+    finding = causes.find(causes.DRIFT, _name(steps or parts))
+    error = ValueError(
+        f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; nothing "
+        f"has been trained yet. Received: {name or 'a weight'}, which differs between replicas "
+        f"after the first step. Likely cause: {finding.cause}, in {finding.where}. "
+        f"{finding.advice} "
+        '`verify="never"` of create_strategy leaves this check out.'
     )
     error.finding = finding
     return error
@@ -118,7 +146,7 @@ def _explain_loss(case, found, growth, parts) -> causes.Finding:
     suspects = sorted((p for p in parts if p.kind in order), key=lambda p: order.index(p.kind))
     stepped = bool(suspects) and suspects[0].kind == own.STEP
     most = max((growth.get(each.what, 1.0) for each in found), default=1.0)
-    if most > _DOUBLES:
+    if _DOUBLES < most < _MORE_THAN_DOUBLES:
         cause = causes.SUM_STEP if stepped else causes.SUM_LOSS
     elif _is_scaled(found[0], case.strategy.num_replicas_in_sync):
         cause = causes.SCALED

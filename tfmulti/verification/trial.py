@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 
 import numpy as np
@@ -60,7 +61,7 @@ class Trial:
         self._functions = (
             [] if case.eager else [self._distributed.function, self._reference.function]
         )
-        self._state = State(case.model, self._functions)
+        self._state = State(case.model, self._functions, [self._distributed.salt])
         self.growth: dict[str, float] = {}
         self.place: Place | None = None
         self.outside: list[str] = []
@@ -117,6 +118,44 @@ class Trial:
             return differences
         finally:
             self._state.write(original)
+
+    def drifting(self) -> tuple[str, int]:
+        """Runs a step in which each replica draws random numbers of its own.
+
+        Returns:
+            The name of a trained variable that replicas then hold differently, or "", and a
+            number made of those of the first local replica, to compare with other workers'.
+        """
+        original = self._originally()
+        try:
+            begin = self._begin(original, PLAIN)
+            with self._distributed.drawing_apart():
+                values = self._steps(self._distributed, begin, self._examples[:1])[0][1]
+        finally:
+            self._state.write(original)
+        digest, drifted = hashlib.sha256(), ""
+        for part, before, value in zip(self._state.parts, begin, values):
+            if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
+                continue
+            first = part.first
+            if begin[first].tobytes() != before.tobytes():
+                continue
+            change = largest_change(values[first], begin[first])
+            if compare(values[first], value, change, 0.0, self._close) is not None:
+                drifted = drifted or part.name
+            if part.replica == 0:
+                digest.update(value.tobytes())
+        return drifted, int.from_bytes(digest.digest()[:3], "little")
+
+    @property
+    def draws(self) -> bool:
+        """Whether the step draws random numbers."""
+        return self._distributed.draws
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the step puts rows in a random order."""
+        return self._distributed.shuffles
 
     def _originally(self):
         if self._original is None:
