@@ -73,7 +73,9 @@ def with_generator(shape, step):
 )
 def test_replicas_that_would_drift_apart_are_reported(changes):
     GENERATOR["seeds"] = keras.random.SeedGenerator(1)
-    with pytest.raises(ValueError, match="must hold the same weights.*differs.*train_step.*stateless"):
+    with pytest.raises(
+        ValueError, match="must hold the same weights.*differs.*train_step.*stateless"
+    ):
         fit(**changes)
 
 

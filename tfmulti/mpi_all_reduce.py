@@ -67,7 +67,7 @@ class MpiAllReduce:
         self._overlaps = len(os.sched_getaffinity(0)) > 1
         with tf.init_scope(), tf.device("CPU:0"):
             # What makes TensorFlow keep the order of the program.
-            self._last = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._last = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfmulti_last")
         threading.Thread(target=self._serve, name="tfmulti-mpi", daemon=True).start()
 
     def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

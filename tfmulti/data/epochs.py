@@ -38,7 +38,7 @@ class Waiting:
         """Creates the variable, which cannot be created within a step."""
         if self._seconds is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._seconds = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+                self._seconds = tf.Variable(0.0, False, dtype=tf.float64, name="tfmulti_wait")
 
     def measure(self, draw):
         """Draws from the pipeline by calling `draw`, and adds the time it took."""
@@ -76,7 +76,7 @@ class Position:
         """Steps taken since the current pass began, an int64 scalar."""
         if self._taken is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._taken = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self._taken = tf.Variable(0, False, dtype=tf.int64, name="tfmulti_taken")
         return self._taken
 
     def get(self) -> tuple[int, int]:

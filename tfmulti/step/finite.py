@@ -21,7 +21,7 @@ class FiniteGuard:
         self._names: list[str] = []
         with tf.init_scope(), tf.device("CPU:0"):
             # The number of skipped updates; the step and the variable of the first one, from 1.
-            self._found = tf.Variable(np.zeros(3, "int64"), trainable=False)
+            self._found = tf.Variable(np.zeros(3, "int64"), trainable=False, name="tfmulti_finite")
 
     def apply(self, optimizer, grads, trainable_variables=None) -> None:
         """Applies gradients that are finite; counts those that are not."""

@@ -27,9 +27,10 @@ class CoordinationRequests:
         self._alone = num_replicas == 1
         self._num_local_replicas = num_local_replicas
         self._asked, self._sent, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(3))
+        zeros = np.zeros(len(NAMES), "float32")
         with tf.init_scope(), tf.device("CPU:0"):
-            self._wanted = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
-            self._heard = tf.Variable(np.zeros(len(NAMES), "float32"), trainable=False)
+            self._wanted = tf.Variable(zeros, trainable=False, name="tfmulti_requests")
+            self._heard = tf.Variable(zeros, trainable=False, name="tfmulti_requests")
 
     def reset(self) -> None:
         """Clears all requests; called when a `fit` begins, before any step."""

@@ -43,6 +43,11 @@ class Part:
     first: int
 
     @property
+    def is_internal(self) -> bool:
+        """Whether it belongs to tfmulti itself."""
+        return self.name.startswith("tfmulti_")
+
+    @property
     def is_random_state(self) -> bool:
         """Whether it is the state of a random generator of Keras or TensorFlow."""
         return self.name.split("/")[-1].split(":")[0] in _RANDOM_STATES

@@ -196,6 +196,7 @@ class Trial:
             if part.replica is None
             and part.kind in (WEIGHT, OTHER)
             and not part.is_random_state
+            and not part.is_internal
             and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
         ]
 

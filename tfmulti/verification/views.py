@@ -190,7 +190,7 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
     varied = []
     for part, value in zip(state.parts, values):
         new = None
-        if functions and keras_compat.handle_key(part.handle) not in used:
+        if part.is_internal or functions and keras_compat.handle_key(part.handle) not in used:
             pass
         elif part.kind == OPTIMIZER:
             new = view.iterations if part.name in counters else None
