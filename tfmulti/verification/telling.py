@@ -74,7 +74,7 @@ def describe_drift(case: Case, name: str) -> ValueError:
         f"has been trained yet. Received: {name or 'a weight'}, which differs between replicas "
         f"after the first step. Likely cause: {finding.cause}, in {finding.where}. "
         f"{finding.advice} "
-        '`verify="never"` of create_strategy leaves this check out.'
+        'Set `verify="never"` in create_strategy to skip this check.'
     )
     error.finding = finding
     return error
