@@ -317,7 +317,7 @@ def test_a_model_outside_of_the_scope_does_not_train_alone_unseen():
     strategy = create_strategy(2)
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="made in the scope of the strategy that.* Received: data"):
+    with pytest.raises(ValueError, match="created in the scope of the strategy.* Received: data"):
         model.fit(distribute_train(numbered(43), strategy, 16), verbose=0)
     with pytest.warns(UserWarning, match="trains on one device alone, not on 2 replicas"):
         model.fit(*numbered(43), verbose=0)

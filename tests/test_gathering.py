@@ -111,7 +111,7 @@ def test_what_cannot_be_gathered_is_refused(make, message):
 
 
 def test_symbolic_tensors_are_refused():
-    with pytest.raises(ValueError, match="`call` of a layer"):
+    with pytest.raises(ValueError, match="`call` of a custom layer"):
         tfmulti.gather_batch(keras.Input((4,)))
 
 
