@@ -319,7 +319,7 @@ def test_a_model_outside_of_the_scope_does_not_train_alone_unseen():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="created in the scope of the strategy.* Received: data"):
         model.fit(distribute_train(numbered(43), strategy, 16), verbose=0)
-    with pytest.warns(UserWarning, match="trains on one device alone, not on 2 replicas"):
+    with pytest.warns(UserWarning, match="trains on one device only, not on 2 replicas"):
         model.fit(*numbered(43), verbose=0)
     # Right on one device as well, as after loading a model.
     model.evaluate(distribute_eval(numbered(43), strategy, 16), verbose=0)
