@@ -124,7 +124,10 @@ def test_several_steps_a_call_take_the_same_steps():
         model.steps_per_execution = 2
         model.fit(train, epochs=2, verbose=0)
 
-    assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, range(2))
+    seen, expected = steps_seen(strategy, fit), expected_steps(10, 4, 1, range(2))
+    # Within one call TensorFlow may tell Python of the second step first.
+    for call in (slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)):
+        assert sorted(sum(seen[call], [])) == sorted(sum(expected[call], []))
     assert train.position == (1, 3)
 
 
