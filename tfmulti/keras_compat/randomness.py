@@ -178,10 +178,10 @@ class Draws:
             computed is random.
     """
 
-    def __init__(self, rows: Callable):
+    def __init__(self, rows: Callable, seeds_of_generators: set):
         self.number = 0
         self.shuffles = False
-        self._seeds: set = set()
+        self._seeds = seeds_of_generators
         self.not_replaced: dict[str, str] = {}
         self._rows = rows
         self._only_graphs = not tf.executing_eagerly()
@@ -222,10 +222,6 @@ class Draws:
             return None
         with self._pause():
             return [self._replaced(op_type, inputs, outputs[0])]
-
-    def note_seeds(self, seeds: set):
-        """Has the seeds that generators draw told from those that the user writes."""
-        self._seeds = seeds
 
     def _has_fixed_seed(self, op_type, inputs) -> bool:
         """Whether an op draws the same numbers on each replica, as it does with a seed in it."""
@@ -342,14 +338,10 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
     Yields:
         A `Draws`, complete when the context ends.
     """
-    draws = Draws(rows)
-    try:
-        with (
-            seeds.noting_seeds() as drawn,
-            replaced_ops(draws.replace),
-            tf.variable_creator_scope(draws.create_variable),
-        ):
-            draws.note_seeds(drawn)
-            yield draws
-    finally:
-        draws.forget_tensors()
+    with seeds.noting_seeds() as seeds_of_generators:
+        draws = Draws(rows, seeds_of_generators)
+        try:
+            with replaced_ops(draws.replace), tf.variable_creator_scope(draws.create_variable):
+                yield draws
+        finally:
+            draws.forget_tensors()

@@ -12,6 +12,7 @@ from tfmulti import keras_compat, strategies
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.training import Case, create_compiled_model, create_data, load_case, rounding_of
 from tfmulti.verification import causes
+from tfmulti.verification.own import local_normalization
 from tfmulti.verification.places import watched_layers
 
 _FLOAT32 = 2**-23
@@ -29,7 +30,7 @@ def diagnose(config: ParityConfig, strategy: tf.distribute.Strategy) -> list[dic
     """
     case = load_case(config)
     model, found, reason = _verify(case, strategy)
-    layers = [x for x in keras_compat.all_layers(model) if _normalizes_locally(x)]
+    layers = local_normalization(model)
     if layers:
         found.append(
             causes.find_local_normalization(*(layer.path or layer.name for layer in layers))
@@ -63,11 +64,6 @@ def _verify(case: Case, strategy) -> tuple[keras.Model, list[causes.Finding], st
             return model, [error.finding], ""
     reasons = [str(each.message) for each in told if "was not verified" in str(each.message)]
     return model, [], "; ".join(reasons)
-
-
-def _normalizes_locally(layer) -> bool:
-    normalizes = isinstance(layer, keras.layers.BatchNormalization)
-    return normalizes and layer.trainable and not layer.synchronized
 
 
 def _random_parts(case: Case) -> list[str]:

@@ -12,6 +12,7 @@ from tfmulti import keras_compat, verification
 from tfmulti.step import sparse_gradients, whole_batch
 from tfmulti.strategies import collectives
 from tfmulti.verification import Feed, Workers
+from tfmulti.verification.own import local_normalization
 from tfmulti.verification.runs import PREDICT, TEST, TRAIN
 
 _KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batch": TEST}
@@ -67,13 +68,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
 
 def _warn_of_local_normalization(model):
     """Names the layers whose result depends on the number of replicas, once for each model."""
-    layers = [
-        layer
-        for layer in keras_compat.all_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.trainable
-        and not layer.synchronized
-    ]
+    layers = local_normalization(model)
     if layers and not getattr(model, "tfmulti_warned_of_statistics", False):
         object.__setattr__(model, "tfmulti_warned_of_statistics", True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")

@@ -68,9 +68,12 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             return first.error, ""
         if first.least == _UNKNOWN:
             break
-        if first.least > _UNKNOWN and (drift := _find_drift(trial, case, workers)):
-            return drift, ""
         if first.least > _UNKNOWN:
+            drift = _find_drift(trial, case, workers)
+            if drift is not None:
+                return drift, ""
+            if trial.shuffles:
+                warnings.warn(telling.SHUFFLES, stacklevel=3)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
     return None, reason or "another worker could not run it"
@@ -82,15 +85,12 @@ def _find_drift(trial, case, workers) -> ValueError | None:
         return None
     found, _ = _try(trial.drifting, case.model)
     name, number = found or ("", 0)
-    # A worker that could not run it says nothing, and the others no more.
+    # If a worker could not run the step, the other workers have nothing to compare with.
     ran, _ = workers.compare(case.strategy, int(found is not None))
     least, most = workers.compare(case.strategy, number)
     named = workers.compare(case.strategy, int(bool(name)))[1]
-    if not ran or not (named or least != most):
-        if trial.shuffles:
-            warnings.warn(telling.SHUFFLES, stacklevel=4)
-        return None
-    return telling.describe_drift(case, name)
+    drifts = ran and (named or least != most)
+    return telling.describe_drift(case, name) if drifts else None
 
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:

@@ -125,7 +125,7 @@ def neutral_layers(model: keras.Model):
     Unsynchronized normalization uses local statistics, and differs from one device by the user's
     choice. With it synchronized, the rest of the model can be compared.
     """
-    layers = [x for x in keras_compat.all_layers(model) if _is_local(x)]
+    layers = local_normalization(model)
     if layers:
         names = ", ".join(layer.name for layer in layers)
         logging.info("Verified as if it were synchronized: %s.", names)
@@ -138,8 +138,15 @@ def neutral_layers(model: keras.Model):
             layer.synchronized = False
 
 
-def _is_local(layer) -> bool:
-    return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+def local_normalization(model: keras.Model) -> list:
+    """Returns the layers that normalize with the statistics of one replica's rows."""
+    return [
+        layer
+        for layer in keras_compat.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        and not layer.synchronized
+    ]
 
 
 def is_stock(model: keras.Model, kind: str) -> bool:
