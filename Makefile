@@ -18,7 +18,7 @@ PART ?= 1/1
 test-all: install
 	$(BIN)/python -m pytest --numprocesses=2 -m "slow or not slow" --part $(PART)
 
-# Measures every promise under every strategy and on stock Keras; writes CONFORMANCE.md.
+# Measures every guarantee under every strategy and on stock Keras; writes CONFORMANCE.md.
 conformance: install
 	PYTHONPATH=tests $(BIN)/python -m conformance
 	$(BIN)/python docs/figures.py

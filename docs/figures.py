@@ -15,7 +15,7 @@ _SETUPS = ("one_worker x1", "mirrored x2", "ring x2", "mpi x2", "ddp x2", "stock
 
 
 def conformance_table(text: str) -> str:
-    """Returns one row for each section of CONFORMANCE.md: promises, and how many are kept.
+    """Returns one row for each section of CONFORMANCE.md: guarantees, and how many are kept.
 
     Args:
         text: What CONFORMANCE.md holds. A bold cell is not kept; a dash was not tried.
@@ -33,13 +33,13 @@ def conformance_table(text: str) -> str:
             count = sum(not _is_bold(cell) for cell in tried)
             cells.append(f"{count} of {len(tried)}" if tried else "–")
         if not lines:
-            heads = ["promises kept, of those tried", "tfmulti", *(header[i] for i in stock)]
+            heads = ["guarantees kept, of those tried", "tfmulti", *(header[i] for i in stock)]
             lines += [f"| {' | '.join(heads)} |", "|---|---|---|---|"]
             names = "; ".join(header[i] for i in ours)
         lines.append(f"| {' | '.join(cells)} |")
     made = re.search(r"made this file: (.*?)\.$", text, re.MULTILINE)[1]
-    total = re.search(r"^(\d+ of \d+) promises are kept\.$", text, re.MULTILINE)[1]
-    told = f"{total} promises are kept on all of: {names} ({made})."
+    total = re.search(r"^(\d+ of \d+) guarantees are kept\.$", text, re.MULTILINE)[1]
+    told = f"{total} guarantees are kept on all of: {names} ({made})."
     return "\n".join([told, "", *lines])
 
 

@@ -23,7 +23,7 @@ def epoch_order(num_examples: int, seed: int | None, epoch: int) -> np.ndarray:
     """Returns the order of the examples in one epoch.
 
     Uses NumPy's frozen generators (`SeedSequence`, `MT19937`, `RandomState`), whose
-    streams are promised not to change between releases.
+    streams are guaranteed not to change between releases.
 
     Args:
         num_examples: Number of examples in the split.

@@ -1,1 +1,1 @@
-"""What tfmulti promises, tried one by one under every strategy and on stock Keras."""
+"""What tfmulti guarantees, tried one by one under every strategy and on stock Keras."""

@@ -1,4 +1,4 @@
-"""The columns of the table: where every promise is tried."""
+"""The columns of the table: where every guarantee is tried."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ STOCK = (
 ALL = (PLAIN, STOCK_PLAIN, *TFMULTI, *STOCK)
 
 
-def wanted(column: Column, promise) -> bool:
-    """Whether a promise is tried in a column."""
-    return column != STOCK[1] or promise.stock_workers
+def wanted(column: Column, guarantee) -> bool:
+    """Whether a guarantee is tried in a column."""
+    return column != STOCK[1] or guarantee.stock_workers

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from conformance.promise import NOISE_FACTOR, TOLD
+from conformance.guarantee import NOISE_FACTOR, TOLD
 
 WAITS = "waits for a worker that failed"
 # Stands before an error that came when something was changed already; see `training.told_in_time`.
@@ -16,11 +16,11 @@ TELLING = ("ValueError: ", "RuntimeError: ")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What was seen of a promise at a place.
+    """What was seen of a guarantee at a place.
 
     Attributes:
         text: For the table.
-        ok: Whether the promise is kept.
+        ok: Whether the guarantee is kept.
         difference: The largest relative difference, or None where there is none.
         where: The name of the array that has it, or the first line of the error.
     """
@@ -53,11 +53,11 @@ def difference(arrays: dict, reference: dict) -> tuple[float, str]:
     return worst
 
 
-def judge(promise, runs: list, reference, noise: float, several: bool) -> Cell:
-    """Judges one place's runs of a promise.
+def judge(guarantee, runs: list, reference, noise: float, several: bool) -> Cell:
+    """Judges one place's runs of a guarantee.
 
     Args:
-        promise: The promise.
+        guarantee: The guarantee.
         runs: For each worker its arrays, or the text of its error.
         reference: Arrays of plain Keras on one device, or the text of an error.
         noise: How much one device differs from itself.
@@ -65,25 +65,25 @@ def judge(promise, runs: list, reference, noise: float, several: bool) -> Cell:
     """
     errors = sorted((run for run in runs if isinstance(run, str)), key=lambda run: run == WAITS)
     if errors:
-        return _judge_errors(promise, runs, errors, several)
-    if promise.refused and several:
+        return _judge_errors(guarantee, runs, errors, several)
+    if guarantee.refused and several:
         return Cell("not refused", False)
     try:
-        if promise.judge is not None:
-            return Cell(promise.judge(runs), True)
+        if guarantee.judge is not None:
+            return Cell(guarantee.judge(runs), True)
         if isinstance(reference, str):
             return Cell("no reference", False, None, first_line(reference))
         value, where = max(difference(run, reference) for run in runs)
     except AssertionError as error:
         return Cell(short(str(error)), False, None, str(error))
-    ok = value <= max(promise.tolerance, NOISE_FACTOR * noise)
+    ok = value <= max(guarantee.tolerance, NOISE_FACTOR * noise)
     return Cell(f"{value:.1e}" if np.isfinite(value) else "not finite", ok, value, where)
 
 
-def _judge_errors(promise, runs, errors, several) -> Cell:
-    if promise.must == TOLD and several and all(is_told(run) for run in runs):
+def _judge_errors(guarantee, runs, errors, several) -> Cell:
+    if guarantee.must == TOLD and several and all(is_told(run) for run in runs):
         return Cell("told", True, None, first_line(errors[0]))
-    kept = bool(promise.refused) and promise.refused in errors[0]
+    kept = bool(guarantee.refused) and guarantee.refused in errors[0]
     return Cell("refused" if kept else short(errors[0]), kept, None, first_line(errors[0]))
 
 

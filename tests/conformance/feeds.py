@@ -10,13 +10,13 @@ SEED = 3
 VALIDATION_ROWS = 11
 
 
-def load(promise, place, num_rows=None):
-    """Returns the promise's rows; those of each batch in the place's order."""
-    data = promise.data(num_rows or promise.num_rows)
+def load(guarantee, place, num_rows=None):
+    """Returns the guarantee's rows; those of each batch in the place's order."""
+    data = guarantee.data(num_rows or guarantee.num_rows)
     index = np.concatenate(
         [
             start + within(len(rows), place.order)
-            for start, rows in _batches(np.arange(len(keras.tree.flatten(data)[0])), promise)
+            for start, rows in _batches(np.arange(len(keras.tree.flatten(data)[0])), guarantee)
         ]
     )
     return tf.nest.map_structure(lambda rows: rows[index], data)
@@ -28,43 +28,43 @@ def within(num_rows: int, order: int) -> np.ndarray:
     return (rows, rows[::-1], np.concatenate([rows[1::2], rows[::2]]))[order]
 
 
-def _batches(rows, promise):
+def _batches(rows, guarantee):
     return [
-        (start, rows[start : start + promise.batch_size])
-        for start in range(0, len(rows), promise.batch_size)
+        (start, rows[start : start + guarantee.batch_size])
+        for start in range(0, len(rows), guarantee.batch_size)
     ]
 
 
-def batches(promise, place) -> list[tuple]:
+def batches(guarantee, place) -> list[tuple]:
     """Returns the rows in global batches."""
-    data = load(promise, place)
+    data = load(guarantee, place)
     return [
-        tf.nest.map_structure(lambda rows, i=i: rows[i : i + promise.batch_size], data)
-        for i in range(0, promise.num_rows, promise.batch_size)
+        tf.nest.map_structure(lambda rows, i=i: rows[i : i + guarantee.batch_size], data)
+        for i in range(0, guarantee.num_rows, guarantee.batch_size)
     ]
 
 
-def fit_arguments(promise, place) -> dict:
+def fit_arguments(guarantee, place) -> dict:
     """Returns what to give to `fit`: the data, and the validation data where it validates."""
-    feed = promise.feed
+    feed = guarantee.feed
     if place.stock and feed in ("pipeline", "stream"):
-        feed = "arrays" if promise.convert is None else "dataset"
-    arguments = _FEEDS[feed](promise, place)
-    if promise.validate:
-        arguments["validation_data"] = evaluation_rows(promise, place)
+        feed = "arrays" if guarantee.convert is None else "dataset"
+    arguments = _FEEDS[feed](guarantee, place)
+    if guarantee.validate:
+        arguments["validation_data"] = evaluation_rows(guarantee, place)
         if not isinstance(arguments["validation_data"], tf.data.Dataset):
-            arguments["validation_batch_size"] = promise.batch_size
+            arguments["validation_batch_size"] = guarantee.batch_size
     return arguments
 
 
-def evaluation_rows(promise, place):
+def evaluation_rows(guarantee, place):
     """Returns rows to evaluate: arrays without a strategy of tfmulti, else a dataset."""
-    data = promise.data(VALIDATION_ROWS)
+    data = guarantee.data(VALIDATION_ROWS)
     if place.stock or place.strategy is None:
         return data
     import tfmulti
 
-    return tfmulti.distribute_eval(data, _strategy_of(place), promise.batch_size)
+    return tfmulti.distribute_eval(data, _strategy_of(place), guarantee.batch_size)
 
 
 def _strategy_of(place):
@@ -75,24 +75,24 @@ def _strategy_of(place):
     return tfmulti.create_strategy("one_device", devices=["CPU:0"])
 
 
-def _pipeline(promise, place, stream=False, **settings):
+def _pipeline(guarantee, place, stream=False, **settings):
     import tfmulti
 
-    data = promise.data(promise.num_rows)
+    data = guarantee.data(guarantee.num_rows)
     if stream:
         data = tf.data.Dataset.from_tensor_slices(data)
     # On one device no row is needed for filling, so that filling is tried against none.
-    pads = place.strategy is None and promise.remainder == "pad"
+    pads = place.strategy is None and guarantee.remainder == "pad"
     train = tfmulti.distribute_train(
         data,
         _strategy_of(place),
-        promise.batch_size,
+        guarantee.batch_size,
         seed=SEED,
-        remainder="uneven" if pads else promise.remainder,
+        remainder="uneven" if pads else guarantee.remainder,
         **settings,
     )
-    if promise.convert is not None:
-        train = train.map(promise.convert)
+    if guarantee.convert is not None:
+        train = train.map(guarantee.convert)
     if place.order:
         train = train.map(lambda *batch: tf.nest.map_structure(_reorder(place.order), batch))
     return {"x": train}
@@ -107,27 +107,27 @@ def _reorder(order):
     return gather
 
 
-def _arrays(promise, place):
-    data = load(promise, place)
+def _arrays(guarantee, place):
+    data = load(guarantee, place)
     names = ("x", "y", "sample_weight")
-    return {**dict(zip(names, data)), "batch_size": promise.batch_size, "shuffle": False}
+    return {**dict(zip(names, data)), "batch_size": guarantee.batch_size, "shuffle": False}
 
 
-def _dataset(promise, place):
-    dataset = tf.data.Dataset.from_tensor_slices(load(promise, place)).batch(promise.batch_size)
-    if promise.convert is not None:
-        dataset = dataset.map(promise.convert)
+def _dataset(guarantee, place):
+    dataset = tf.data.Dataset.from_tensor_slices(load(guarantee, place)).batch(guarantee.batch_size)
+    if guarantee.convert is not None:
+        dataset = dataset.map(guarantee.convert)
     return {"x": dataset}
 
 
-def _endless(promise, place):
-    return {"x": _dataset(promise, place)["x"].repeat(), "steps_per_epoch": 2}
+def _endless(guarantee, place):
+    return {"x": _dataset(guarantee, place)["x"].repeat(), "steps_per_epoch": 2}
 
 
-def _generator(promise, place):
+def _generator(guarantee, place):
     return {
-        "x": (batch for batch in batches(promise, place) * promise.epochs),
-        "steps_per_epoch": -(-promise.num_rows // promise.batch_size),
+        "x": (batch for batch in batches(guarantee, place) * guarantee.epochs),
+        "steps_per_epoch": -(-guarantee.num_rows // guarantee.batch_size),
     }
 
 
@@ -143,14 +143,14 @@ class _Batches(keras.utils.PyDataset):
         return self.rows[index]
 
 
-def _py_dataset(promise, place):
-    return {"x": _Batches(batches(promise, place)), "shuffle": False}
+def _py_dataset(guarantee, place):
+    return {"x": _Batches(batches(guarantee, place)), "shuffle": False}
 
 
 _FEEDS = {
     "pipeline": _pipeline,
-    "stream": lambda promise, place: _pipeline(promise, place, stream=True),
-    "steps": lambda promise, place: _pipeline(promise, place, steps_per_epoch=2),
+    "stream": lambda guarantee, place: _pipeline(guarantee, place, stream=True),
+    "steps": lambda guarantee, place: _pipeline(guarantee, place, steps_per_epoch=2),
     "arrays": _arrays,
     "dataset": _dataset,
     "endless": _endless,

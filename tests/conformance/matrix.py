@@ -1,4 +1,4 @@
-"""Measures the matrix: promises down, strategies across."""
+"""Measures the matrix: guarantees down, strategies across."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from conformance import columns, compare, processes, promises
+from conformance import columns, compare, guarantees, processes
 from conformance.compare import Cell
-from conformance.promise import Promise
+from conformance.guarantee import Guarantee
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of one promise.
+    """What was measured of one guarantee.
 
     Attributes:
         section: Heading.
-        promise: The promise.
+        guarantee: The guarantee.
         noise: How much one device differs from itself.
         cells: By name of the column.
     """
 
     section: str
-    promise: Promise
+    guarantee: Guarantee
     noise: float
     cells: dict[str, Cell]
 
     @property
     def kept(self) -> bool:
-        """Whether tfmulti keeps the promise everywhere."""
+        """Whether tfmulti keeps the guarantee everywhere."""
         names = [column.name for column in columns.TFMULTI if column.name in self.cells]
         return all(self.cells[name].ok for name in names)
 
 
 def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
-    """Tries promises in some columns, and on one device.
+    """Tries guarantees in some columns, and on one device.
 
     Args:
-        names: Names of promises.
+        names: Names of guarantees.
         places: The columns.
         folder: Where processes may leave their files.
-        num_processes: How many promises to try at a time.
+        num_processes: How many guarantees to try at a time.
     """
     plain = [columns.PLAIN] + [columns.STOCK_PLAIN] * any(place.stock for place in places)
     tasks = [
         (column, name)
         for name in names
         for column in (*plain, *places)
-        if columns.wanted(column, promises.find(name))
+        if columns.wanted(column, guarantees.find(name))
     ]
     with Progress(transient=True) as progress:
         bar = progress.add_task("trying", total=len(tasks))
@@ -60,11 +60,11 @@ def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
 
 
 def _row(name, places, runs) -> Row:
-    promise = promises.find(name)
-    sections = [title for title, some in promises.SECTIONS.items() if promise in some]
+    guarantee = guarantees.find(name)
+    sections = [title for title, some in guarantees.SECTIONS.items() if guarantee in some]
     plain = runs[columns.PLAIN, name][0]
     noise = 0.0
-    if not (isinstance(plain, str) or promise.judge or promise.ordered):
+    if not (isinstance(plain, str) or guarantee.judge or guarantee.ordered):
         noise = max(compare.difference(other, plain[0])[0] for other in plain[1:])
     cells = {}
     for column in places:
@@ -73,5 +73,5 @@ def _row(name, places, runs) -> Row:
         reference = runs[columns.STOCK_PLAIN if column.stock else columns.PLAIN, name][0]
         reference = reference if isinstance(reference, str) else reference[0]
         found = [run if isinstance(run, str) else run[0] for run in runs[column, name]]
-        cells[column.name] = compare.judge(promise, found, reference, noise, column.replicas > 1)
-    return Row(sections[0] if sections else "Random sizes", promise, noise, cells)
+        cells[column.name] = compare.judge(guarantee, found, reference, noise, column.replicas > 1)
+    return Row(sections[0] if sections else "Random sizes", guarantee, noise, cells)

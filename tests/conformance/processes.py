@@ -1,4 +1,4 @@
-"""Runs promises in processes of their own, so that none can harm or stop another."""
+"""Runs guarantees in processes of their own, so that none can harm or stop another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from conformance.compare import WAITS
 from tfmulti.launch.pmi import ProcessManager
 from tfmulti.runtime import processes
 
-# Of one promise, in one place. A run of several seconds that takes this long waits for ever.
+# Of one guarantee, in one place. A run of several seconds that takes this long waits for ever.
 TIMEOUT_S = 100
 # After one worker's error the others mostly wait for it.
 GRACE_S = 5
-# Promises that one process tries, so that TensorFlow starts fewer times.
+# Guarantees that one process tries, so that TensorFlow starts fewer times.
 CHUNK = 12
 
 
@@ -36,7 +36,7 @@ def create_server():
 
 
 def run_all(tasks, folder: Path, num_groups: int, report=lambda count: None) -> dict:
-    """Runs tasks, each a column and the name of a promise.
+    """Runs tasks, each a column and the name of a guarantee.
 
     Args:
         tasks: The tasks.
@@ -58,7 +58,7 @@ def run_all(tasks, folder: Path, num_groups: int, report=lambda count: None) -> 
 
 
 def chunks(tasks) -> list[tuple]:
-    """Returns columns with the promises that one process tries there, one after the other.
+    """Returns columns with the guarantees that one process tries there, one after the other.
 
     Stock TensorFlow's collectives have room for one model in a process.
     """
@@ -72,7 +72,7 @@ def chunks(tasks) -> list[tuple]:
 
 
 def run(context, column, names: list[str], folder: Path) -> dict:
-    """Tries promises in one column; after trouble in new processes."""
+    """Tries guarantees in one column; after trouble in new processes."""
     found = {}
     while rest := [name for name in names if (column, name) not in found]:
         found |= run_until_trouble(context, column, rest, Path(tempfile.mkdtemp(dir=folder)))
@@ -80,7 +80,7 @@ def run(context, column, names: list[str], folder: Path) -> dict:
 
 
 def run_until_trouble(context, column, names, folder: Path) -> dict:
-    """Tries promises in order, up to one that ends or stops the processes."""
+    """Tries guarantees in order, up to one that ends or stops the processes."""
     several = column.workers > 1
     configs = processes.tf_configs(column.workers) if several else [None]
     with ProcessManager(column.workers) as manager:
@@ -136,5 +136,5 @@ def read(path: Path):
 
 
 def num_processes() -> int:
-    """Returns how many promises to try at a time."""
+    """Returns how many guarantees to try at a time."""
     return max(1, len(os.sched_getaffinity(0)))

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance import columns
-from conformance.promise import NOISE_FACTOR, TOLERANCE
+from conformance.guarantee import NOISE_FACTOR, TOLERANCE
 
 COLUMNS = (*columns.TFMULTI, *columns.STOCK)
 INTRODUCTION = f"""# Conformance
 
 `make conformance` made this file: {{where}}.
 
-Each promise is a small training. A figure is the largest difference to plain Keras on one
+Each guarantee is a small training. A figure is the largest difference to plain Keras on one
 device, with the same first weights and the same examples in each step: max |a - b| / max(1, |b|)
 over the weights and the optimizer's variables on every replica of every worker, the logs of
 each epoch and, for some, evaluation and predictions. A figure may be {TOLERANCE:g}, or
@@ -46,13 +46,13 @@ def environment() -> dict[str, str]:
 def show(rows, seconds: float) -> None:
     """Prints the table."""
     table = Table(title="Largest difference to one device")
-    for name in ("promise", "noise", *(column.name for column in COLUMNS)):
-        table.add_column(name, no_wrap=name == "promise")
+    for name in ("guarantee", "noise", *(column.name for column in COLUMNS)):
+        table.add_column(name, no_wrap=name == "guarantee")
     for section, group in itertools.groupby(rows, key=lambda row: row.section):
         table.add_row(f"[bold]{section}")
         for row in group:
             cells = [_styled(row.cells.get(column.name), column.stock) for column in COLUMNS]
-            table.add_row(row.promise.name, _noise(row), *cells)
+            table.add_row(row.guarantee.name, _noise(row), *cells)
         table.add_section()
     console = Console(width=None if os.isatty(1) else 200)
     console.print(table)
@@ -60,7 +60,7 @@ def show(rows, seconds: float) -> None:
 
 
 def _noise(row) -> str:
-    return "" if row.promise.judge else f"{row.noise:.1e}"
+    return "" if row.guarantee.judge else f"{row.noise:.1e}"
 
 
 def _styled(cell, stock) -> str:
@@ -71,9 +71,9 @@ def _styled(cell, stock) -> str:
 
 
 def summary(rows) -> str:
-    """Tells how many promises are kept, in words."""
-    broken = [row.promise.name for row in rows if not row.kept]
-    text = f"{len(rows) - len(broken)} of {len(rows)} promises are kept"
+    """Tells how many guarantees are kept, in words."""
+    broken = [row.guarantee.name for row in rows if not row.kept]
+    text = f"{len(rows) - len(broken)} of {len(rows)} guarantees are kept"
     return f"{text}; not: {', '.join(broken)}." if broken else f"{text}."
 
 
@@ -84,7 +84,7 @@ def write(rows, folder: Path) -> None:
         "environment": environment(),
         "tolerance": TOLERANCE,
         "noise_factor": NOISE_FACTOR,
-        "promises": [_record(row) for row in rows],
+        "guarantees": [_record(row) for row in rows],
     }
     (folder / "CONFORMANCE.json").write_text(json.dumps(content, indent=1) + "\n")
 
@@ -94,7 +94,7 @@ def _record(row) -> dict:
         name: {"text": c.text, "kept": c.ok, "difference": _finite(c.difference), "where": c.where}
         for name, c in row.cells.items()
     }
-    names = {"section": row.section, "name": row.promise.name, "rows": row.promise.rows.split()}
+    names = {"section": row.section, "name": row.guarantee.name, "rows": row.guarantee.rows.split()}
     return {**names, "kept": row.kept, "noise": row.noise, "cells": cells}
 
 
@@ -109,11 +109,11 @@ def markdown(rows) -> str:
     )
     lines = [INTRODUCTION.format(where=where), f"{summary(rows)}\n"]
     for section, group in itertools.groupby(rows, key=lambda row: row.section):
-        headings = ("promise", "noise", *(column.name for column in COLUMNS))
+        headings = ("guarantee", "noise", *(column.name for column in COLUMNS))
         lines += [f"## {section}\n", _line(headings), _line(["---"] * len(headings))]
         for row in group:
             cells = [_marked(row.cells.get(column.name)) for column in COLUMNS]
-            lines.append(_line([row.promise.name, _noise(row), *cells]))
+            lines.append(_line([row.guarantee.name, _noise(row), *cells]))
         lines.append("")
     return "\n".join(lines)
 

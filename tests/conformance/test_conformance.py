@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from replicas import create_strategy
 
-from conformance import columns, compare, matrix, processes, promises, training
-from conformance.promise import TOLD, Place
+from conformance import columns, compare, guarantees, matrix, processes, training
+from conformance.guarantee import TOLD, Place
 
 # What stock Keras gets wrong without an error; each fails here when upstream is repaired.
 STOCK_IS_WRONG = [
@@ -41,30 +41,30 @@ IN_EVERY_RUN = [
     "metric: a maximum",
     "own running mean",
 ]
-BY_NAME = {promise.name: promise for promise in promises.ALL}
+BY_NAME = {guarantee.name: guarantee for guarantee in guarantees.ALL}
 
 
-def attempt(promise, place):
+def attempt(guarantee, place):
     try:
-        return training.train(promise, place)
+        return training.train(guarantee, place)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def judge(promise, run, several=True):
+def judge(guarantee, run, several=True):
     """Judges a run; measures the noise only where it decides."""
-    reference = attempt(promise, Place())
-    cell = compare.judge(promise, [run], reference, 0.0, several)
-    if cell.ok or cell.difference is None or promise.ordered:
+    reference = attempt(guarantee, Place())
+    cell = compare.judge(guarantee, [run], reference, 0.0, several)
+    if cell.ok or cell.difference is None or guarantee.ordered:
         return cell
-    others = [training.train(promise, Place(order=order)) for order in (1, 2)]
+    others = [training.train(guarantee, Place(order=order)) for order in (1, 2)]
     noise = max(compare.difference(other, reference)[0] for other in others)
-    return compare.judge(promise, [run], reference, noise, several)
+    return compare.judge(guarantee, [run], reference, noise, several)
 
 
 def try_on_replicas(name, num_replicas):
-    promise = BY_NAME[name]
-    cell = judge(promise, attempt(promise, Place(create_strategy(num_replicas))))
+    guarantee = BY_NAME[name]
+    cell = judge(guarantee, attempt(guarantee, Place(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
 
 
@@ -89,7 +89,7 @@ def test_other_numbers_of_replicas_do_too(name, num_replicas):
 
 def broken(rows):
     return {
-        row.promise.name: {name: (c.text, c.where) for name, c in row.cells.items() if not c.ok}
+        row.guarantee.name: {name: (c.text, c.where) for name, c in row.cells.items() if not c.ok}
         for row in rows
         if not row.kept
     }
@@ -113,7 +113,7 @@ def test_two_workers_over_mpi_do_as_one_device(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", columns.TFMULTI[4:], ids=lambda place: place.name)
 def test_two_workers_do_so_for_random_sizes(place, tmp_path):
-    names = [promise.name for promise in promises.RANDOM]
+    names = [guarantee.name for guarantee in guarantees.RANDOM]
     rows = matrix.measure(names, [place], tmp_path, processes.num_processes())
     assert not broken(rows)
 
@@ -121,16 +121,16 @@ def test_two_workers_do_so_for_random_sizes(place, tmp_path):
 @pytest.mark.slow
 def test_canary_stock_keras_is_still_wrong(tmp_path):
     rows = matrix.measure(STOCK_IS_WRONG, columns.STOCK[:1], tmp_path, processes.num_processes())
-    repaired = [row.promise.name for row in rows if all(c.ok for c in row.cells.values())]
+    repaired = [row.guarantee.name for row in rows if all(c.ok for c in row.cells.values())]
     assert not repaired
 
 
 def test_a_difference_is_seen():
-    promise = BY_NAME["43 examples in batches of 16"]
-    reference = training.train(promise, Place())
+    guarantee = BY_NAME["43 examples in batches of 16"]
+    reference = training.train(guarantee, Place())
 
     def judged(run):
-        return compare.judge(promise, [run], reference, 0.0, True)
+        return compare.judge(guarantee, [run], reference, 0.0, True)
 
     run = dict(reference)
     assert judged(run).ok
@@ -145,16 +145,16 @@ WORD = "ValueError: `loss` must be a mean over rows. Received: loss=<function>. 
 
 
 def test_only_a_word_to_the_user_counts_as_told():
-    promise = dataclasses.replace(BY_NAME["own step, reduce_sum"], must=TOLD)
+    guarantee = dataclasses.replace(BY_NAME["own step, reduce_sum"], must=TOLD)
 
-    def kept(*runs, several=True, promise=promise):
-        return compare.judge(promise, list(runs), {}, 0.0, several).ok
+    def kept(*runs, several=True, guarantee=guarantee):
+        return compare.judge(guarantee, list(runs), {}, 0.0, several).ok
 
     assert kept(WORD) and kept(WORD, WORD)
     assert kept(WORD.replace("Value", "Runtime"))
     # Where one device could do it there is nothing to tell.
     assert not kept(WORD, several=False)
-    assert not kept(WORD, promise=dataclasses.replace(promise, must="exact"))
+    assert not kept(WORD, guarantee=dataclasses.replace(guarantee, must="exact"))
     assert not kept(WORD, compare.WAITS)
     assert not kept("ValueError: shapes do not match")
     assert not kept(WORD.replace("Value", "Type"))
@@ -173,7 +173,7 @@ class Raises(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("when", [0, 1])
 def test_a_word_after_the_first_update_comes_too_late(when):
-    promise = dataclasses.replace(
+    guarantee = dataclasses.replace(
         BY_NAME["own step, reduce_sum"], fit={"callbacks": [Raises(when)]}
     )
-    assert compare.is_told(attempt(promise, Place())) == (when == 0)
+    assert compare.is_told(attempt(guarantee, Place())) == (when == 0)

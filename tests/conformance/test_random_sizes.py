@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from replicas import create_strategy
 
-from conformance.promise import Place
-from conformance.promises import sizes
+from conformance.guarantee import Place
+from conformance.guarantees import sizes
 from conformance.test_conformance import attempt, judge
 
 FEW, MANY = 3, 60
@@ -16,7 +16,7 @@ FEW, MANY = 3, 60
 @st.composite
 def cases(draw):
     num_replicas = draw(st.integers(1, 4))
-    promise = sizes.build(
+    guarantee = sizes.build(
         draw(st.integers(1, 300)),
         draw(st.integers(num_replicas, 100)),
         draw(st.sampled_from(list(sizes.OPTIMIZERS))),
@@ -24,12 +24,12 @@ def cases(draw):
         draw(st.booleans()),
         draw(st.integers(1, 2)),
     )
-    return num_replicas, promise
+    return num_replicas, guarantee
 
 
 def try_case(case):
-    num_replicas, promise = case
-    cell = judge(promise, attempt(promise, Place(create_strategy(num_replicas))))
+    num_replicas, guarantee = case
+    cell = judge(guarantee, attempt(guarantee, Place(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
     keras.utils.clear_session()
 

@@ -1,4 +1,4 @@
-"""Trains a promise's model at a place."""
+"""Trains a guarantee's model at a place."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from conformance import feeds
 from conformance.compare import LATE
 
 
-def train(promise, place) -> dict[str, np.ndarray]:
+def train(guarantee, place) -> dict[str, np.ndarray]:
     """Trains, and returns arrays by name.
 
     Returns:
         `weight/NUMBER` and `optimizer/NUMBER` with one row for each local replica,
-        `history/METRIC`, and, where the promise validates, `evaluate/METRIC` and `predict`.
+        `history/METRIC`, and, where the guarantee validates, `evaluate/METRIC` and `predict`.
     """
     keras.utils.clear_session()
-    with dtype_policy(promise.policy):
-        if promise.run is not None:
-            return promise.run(promise, place)
-        model = create(promise, place)
-        if promise.own_seeds:
+    with dtype_policy(guarantee.policy):
+        if guarantee.run is not None:
+            return guarantee.run(guarantee, place)
+        model = create(guarantee, place)
+        if guarantee.own_seeds:
             keras.utils.set_random_seed(100 + place.worker)
-        history = fit(model, promise, place)
+        history = fit(model, guarantee, place)
         return results(model, place, history) | (
-            evaluate(model, promise, place) if promise.validate else {}
+            evaluate(model, guarantee, place) if guarantee.validate else {}
         )
 
 
@@ -41,17 +41,17 @@ def dtype_policy(name):
         keras.config.set_dtype_policy("float32")
 
 
-def create(promise, place):
+def create(guarantee, place):
     """Makes and compiles the model, with the same first weights everywhere."""
     keras.utils.set_random_seed(1)
     with place.scope():
-        return promise.create(place.wrap)
+        return guarantee.create(place.wrap)
 
 
-def fit(model, promise, place, **settings) -> dict:
+def fit(model, guarantee, place, **settings) -> dict:
     """Trains the model; returns its history."""
-    arguments = feeds.fit_arguments(promise, place)
-    settings = {"epochs": promise.epochs, "verbose": 0, **promise.fit, **settings}
+    arguments = feeds.fit_arguments(guarantee, place)
+    settings = {"epochs": guarantee.epochs, "verbose": 0, **guarantee.fit, **settings}
     with told_in_time(model, place):
         return model.fit(**arguments, **settings).history
 
@@ -117,10 +117,10 @@ def optimizers_of(model) -> list:
     return others if idle else [*others, compiled]
 
 
-def evaluate(model, promise, place) -> dict[str, np.ndarray]:
+def evaluate(model, guarantee, place) -> dict[str, np.ndarray]:
     """Evaluates, and predicts the rows in their order."""
-    rows = feeds.evaluation_rows(promise, place)
-    sizes = {"batch_size": promise.batch_size} if isinstance(rows, tuple) else {}
+    rows = feeds.evaluation_rows(guarantee, place)
+    sizes = {"batch_size": guarantee.batch_size} if isinstance(rows, tuple) else {}
     rows = {"x": rows[0], "y": rows[1]} if isinstance(rows, tuple) else {"x": rows}
     metrics = model.evaluate(**rows, **sizes, return_dict=True, verbose=0)
     predictions = model.predict(rows["x"], **sizes, verbose=0)

@@ -1,6 +1,6 @@
-"""One process of a place: tries one promise and leaves what came out in a file.
+"""One process of a place: tries one guarantee and leaves what came out in a file.
 
-Processes are forked from one that has imported this module. Nothing here, nor in the promises,
+Processes are forked from one that has imported this module. Nothing here, nor in the guarantees,
 may use TensorFlow while it is imported: its threads do not survive a fork.
 """
 
@@ -19,14 +19,14 @@ import keras  # noqa: F401 - the server of processes has it ready for all
 import numpy as np
 import tensorflow as tf
 
-from conformance import promises, training
-from conformance.promise import Place
+from conformance import guarantees, training
+from conformance.guarantee import Place
 
 ORDERS = 3
 
 
 def main(column, names: list[str], index: int, environ: dict[str, str], folder: str) -> None:
-    """Tries promises as worker `index` of a column.
+    """Tries guarantees as worker `index` of a column.
 
     Leaves `NUMBER_INDEX.npz` in the folder for each, or `NUMBER_INDEX.txt` with the error. An
     error on one of several workers ends this process, because the others may wait for it.
@@ -41,7 +41,7 @@ def main(column, names: list[str], index: int, environ: dict[str, str], folder: 
         path = Path(folder) / f"{number}_{index}"
         try:
             strategy = strategy or create_strategy(column)
-            arrays = attempt(promises.find(name), column, strategy, index)
+            arrays = attempt(guarantees.find(name), column, strategy, index)
             np.savez(path.with_suffix(".part.npz"), **arrays)
             os.replace(path.with_suffix(".part.npz"), path.with_suffix(".npz"))
         except Exception as error:
@@ -51,13 +51,13 @@ def main(column, names: list[str], index: int, environ: dict[str, str], folder: 
             traceback.print_exc()
 
 
-def attempt(promise, column, strategy, index) -> dict:
-    """Returns a promise's arrays at a place; on plain Keras for each order of the rows."""
-    several = column.kind == "plain" and not (column.stock or promise.ordered)
+def attempt(guarantee, column, strategy, index) -> dict:
+    """Returns a guarantee's arrays at a place; on plain Keras for each order of the rows."""
+    several = column.kind == "plain" and not (column.stock or guarantee.ordered)
     orders = ORDERS if several else 1
     arrays = {}
     for order in range(orders):
-        found = training.train(promise, Place(strategy, column.stock, index, order))
+        found = training.train(guarantee, Place(strategy, column.stock, index, order))
         arrays |= {f"{order}/{name}": value for name, value in found.items()}
     assert not column.stock or "tfmulti.strategies" not in sys.modules
     return arrays

@@ -14,7 +14,7 @@ from faults.network import cable
 from faults.workers import started
 from tfmulti.runtime import processes
 
-# Twice what tfmulti promises, and the start.
+# Twice what tfmulti guarantees, and the start.
 WHILE_S = 30
 ERROR = re.compile(r"\w+Error: ")
 

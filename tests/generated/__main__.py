@@ -24,7 +24,7 @@ def main() -> None:
 
     devices.set_logical_cpus(4)
     from conformance import training
-    from conformance.promise import Place
+    from conformance.guarantee import Place
     from replicas import create_strategy
 
     from generated import models, programs, trying
@@ -38,9 +38,9 @@ def main() -> None:
         program = dataclasses.replace(program, replicas=arguments.replicas or program.replicas)
         print(program)
         if arguments.noise:
-            promise = models.promise(program)
-            reference = training.train(promise, Place())
-            print(f"  noise: {trying.measure_noise(promise, reference):.1e}", flush=True)
+            guarantee = models.guarantee(program)
+            reference = training.train(guarantee, Place())
+            print(f"  noise: {trying.measure_noise(guarantee, reference):.1e}", flush=True)
             continue
         cell = trying.on_replicas(program, create_strategy(program.replicas))
         failed += not cell.ok

@@ -6,8 +6,8 @@ import functools
 
 import keras
 import tensorflow as tf
-from conformance.promise import TOLD, Promise
-from conformance.promises import common, own_losses, own_metrics, row_state
+from conformance.guarantee import TOLD, Guarantee
+from conformance.guarantees import common, own_losses, own_metrics, row_state
 from keras import layers, ops
 
 from generated import steps
@@ -15,10 +15,10 @@ from generated import steps
 SGD = keras.optimizers.SGD
 
 
-def promise(program) -> Promise:
-    """Returns the program as a promise of the matrix: exact or told."""
+def guarantee(program) -> Guarantee:
+    """Returns the program as a guarantee of the matrix: exact or told."""
     settings = {"fit": {"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}}
-    return Promise(
+    return Guarantee(
         f"program {program.seed}",
         functools.partial(create, program),
         data=functools.partial(load, program),

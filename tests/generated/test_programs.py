@@ -96,7 +96,7 @@ def test_every_part_is_drawn():
 def test_plain_keras_runs_what_is_told():
     # What fails on one device is no program.
     for seed in IN_EVERY_RUN:
-        promise = models.promise(programs.draw(seed))
-        found = trying.attempt(promise, trying.Place())
+        guarantee = models.guarantee(programs.draw(seed))
+        found = trying.attempt(guarantee, trying.Place())
         assert not isinstance(found, str) and not is_told(found)
         assert all(np.isfinite(values).all() for values in found.values())

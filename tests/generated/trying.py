@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conformance import compare, training
-from conformance.promise import TOLERANCE, Place
+from conformance.guarantee import TOLERANCE, Place
 
 from generated import models
 
@@ -11,10 +11,10 @@ from generated import models
 MOST_NOISE = 1e-5
 
 
-def attempt(promise, place):
-    """Returns what came of a promise at a place: arrays, or the text of an error."""
+def attempt(guarantee, place):
+    """Returns what came of a guarantee at a place: arrays, or the text of an error."""
     try:
-        return training.train(promise, place)
+        return training.train(guarantee, place)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -26,24 +26,24 @@ def judge(program, runs: list) -> compare.Cell:
         program: The program.
         runs: For each worker its arrays, or the text of its error.
     """
-    promise = models.promise(program)
+    guarantee = models.guarantee(program)
     if any(isinstance(run, str) for run in runs):
-        return compare.judge(promise, runs, {}, 0.0, several=True)
-    reference = training.train(promise, Place())
-    cell = compare.judge(promise, runs, reference, 0.0, several=True)
+        return compare.judge(guarantee, runs, {}, 0.0, several=True)
+    reference = training.train(guarantee, Place())
+    cell = compare.judge(guarantee, runs, reference, 0.0, several=True)
     if cell.ok or cell.difference is None:
         return cell
-    noise = measure_noise(promise, reference)
-    return compare.judge(promise, runs, reference, noise, several=True)
+    noise = measure_noise(guarantee, reference)
+    return compare.judge(guarantee, runs, reference, noise, several=True)
 
 
-def measure_noise(promise, reference) -> float:
+def measure_noise(guarantee, reference) -> float:
     """Returns how far one device is from itself with the rows of each batch in other orders.
 
     Raises:
         AssertionError: Where the program magnifies rounding, so that nothing could be seen.
     """
-    others = [training.train(promise, Place(order=order)) for order in (1, 2)]
+    others = [training.train(guarantee, Place(order=order)) for order in (1, 2)]
     noise = max(compare.difference(other, reference)[0] for other in others)
     assert noise <= MOST_NOISE, f"ill-conditioned: noise {noise:.1e} for {TOLERANCE:g}"
     return noise
@@ -51,4 +51,4 @@ def measure_noise(promise, reference) -> float:
 
 def on_replicas(program, strategy) -> compare.Cell:
     """Trains a program under a strategy of this process and judges it."""
-    return judge(program, [attempt(models.promise(program), Place(strategy))])
+    return judge(program, [attempt(models.guarantee(program), Place(strategy))])

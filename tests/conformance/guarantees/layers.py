@@ -8,13 +8,13 @@ import tensorflow as tf
 from keras import layers
 
 from conformance import training
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 
-def promise(name, body, data=common.plain, shape=(5,), **settings):
+def guarantee(name, body, data=common.plain, shape=(5,), **settings):
     create = common.classifier(body=body, shape=shape)
-    return Promise(name, create, data=data, **settings)
+    return Guarantee(name, create, data=data, **settings)
 
 
 def no_bias():
@@ -76,14 +76,14 @@ class Masks(layers.Layer):
         return tf.ensure_shape(x, [None, 5])
 
 
-def train_twice(promise, place):
+def train_twice(guarantee, place):
     """Returns the masks of two trainings that are the same in all."""
     arrays = {}
     for run in range(2):
-        model = training.create(promise, place)
+        model = training.create(guarantee, place)
         # It draws the same for a row on every replica, and the layer would note that too.
         model.distribute_strategy.verify = "never"
-        training.fit(model, promise, place)
+        training.fit(model, guarantee, place)
         masks = next(layer for layer in model.layers if isinstance(layer, Masks))
         arrays |= {
             f"{run}/{replica}/{step}": mask
@@ -108,39 +108,39 @@ def independent(runs):
     return "differ, repeatable"
 
 
-PROMISES = [
-    promise("batch normalization, synchronized", (no_bias, synchronized), rows="A4 A5"),
-    promise(
+GUARANTEES = [
+    guarantee("batch normalization, synchronized", (no_bias, synchronized), rows="A4 A5"),
+    guarantee(
         "batch normalization, each its own",
         (no_bias, layers.BatchNormalization),
         judge=alike,
         rows="A4 A5",
     ),
-    promise("dropout", (Masks,), num_rows=32, run=train_twice, judge=independent, rows="A6"),
-    promise("LayerNormalization", (common.hidden, layers.LayerNormalization)),
-    promise(
+    guarantee("dropout", (Masks,), num_rows=32, run=train_twice, judge=independent, rows="A6"),
+    guarantee("LayerNormalization", (common.hidden, layers.LayerNormalization)),
+    guarantee(
         "GroupNormalization",
         (lambda: layers.Dense(6, "tanh"), lambda: layers.GroupNormalization(2)),
     ),
-    promise(
+    guarantee(
         "UnitNormalization, SpectralNormalization",
         (lambda: layers.SpectralNormalization(layers.Dense(6)), layers.UnitNormalization),
     ),
-    promise(
+    guarantee(
         "convolution, shares without a row",
         (convolution, layers.Flatten),
         common.images,
         (6, 6, 2),
         rows="A1",
     ),
-    promise(
+    guarantee(
         "convolution, pooling, synchronized",
         (convolution, synchronized, lambda: layers.AveragePooling2D(2), layers.Flatten),
         common.images,
         (6, 6, 2),
         rows="A4 A5",
     ),
-    promise(
+    guarantee(
         "depthwise and transposed convolution",
         (
             lambda: layers.DepthwiseConv2D(3, activation="tanh"),
@@ -150,28 +150,30 @@ PROMISES = [
         common.images,
         (6, 6, 2),
     ),
-    promise(
+    guarantee(
         "Embedding",
         (lambda: layers.Embedding(9, 5), layers.Flatten),
         common.tokens,
         (6,),
         num_rows=43,
     ),
-    promise("LSTM", (lambda: layers.Embedding(9, 5), lambda: layers.LSTM(4)), common.tokens, (6,)),
-    promise("GRU with a mask", (embedding, lambda: layers.GRU(4)), common.tokens, (6,)),
-    promise(
+    guarantee(
+        "LSTM", (lambda: layers.Embedding(9, 5), lambda: layers.LSTM(4)), common.tokens, (6,)
+    ),
+    guarantee("GRU with a mask", (embedding, lambda: layers.GRU(4)), common.tokens, (6,)),
+    guarantee(
         "bidirectional, masked",
         (embedding, lambda: layers.Bidirectional(layers.SimpleRNN(4))),
         common.tokens,
         (6,),
     ),
-    promise(
+    guarantee(
         "attention",
         (lambda: layers.Embedding(9, 6), Attention, layers.GlobalAveragePooling1D),
         common.tokens,
         (6,),
     ),
-    Promise(
+    Guarantee(
         "Embedding, Adam, clipped",
         common.classifier(
             lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),

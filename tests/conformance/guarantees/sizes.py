@@ -1,12 +1,12 @@
-"""Promises with sizes drawn at random."""
+"""Guarantees with sizes drawn at random."""
 
 from __future__ import annotations
 
 import keras
 import numpy as np
 
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 SGD = keras.optimizers.SGD
 OPTIMIZERS = {
@@ -19,12 +19,12 @@ REMAINDERS = ("uneven", "pad", "drop")
 NUM_RANDOM = 10
 
 
-def build(num_rows, batch_size, optimizer, remainder, weighted, steps=1) -> Promise:
-    """Returns a promise of these sizes; where no whole batch is, none is dropped."""
+def build(num_rows, batch_size, optimizer, remainder, weighted, steps=1) -> Guarantee:
+    """Returns a guarantee of these sizes; where no whole batch is, none is dropped."""
     if remainder == "drop" and num_rows < batch_size:
         remainder = "uneven"
     kind = "weighted" if weighted else "plain"
-    return Promise(
+    return Guarantee(
         f"{num_rows} in {batch_size}, {optimizer}, {remainder}, {kind}, {steps} at once",
         common.classifier(OPTIMIZERS[optimizer], steps_per_execution=steps),
         data=getattr(common, kind),
@@ -34,8 +34,8 @@ def build(num_rows, batch_size, optimizer, remainder, weighted, steps=1) -> Prom
     )
 
 
-def draw(seed: int) -> Promise:
-    """Returns a promise whose sizes depend on `seed` alone."""
+def draw(seed: int) -> Guarantee:
+    """Returns a guarantee whose sizes depend on `seed` alone."""
     random = np.random.RandomState(seed)
     return build(
         random.randint(1, 301),
@@ -47,4 +47,4 @@ def draw(seed: int) -> Promise:
     )
 
 
-PROMISES = [draw(seed) for seed in range(NUM_RANDOM)]
+GUARANTEES = [draw(seed) for seed in range(NUM_RANDOM)]

@@ -1,4 +1,4 @@
-"""What a promise is, and where it is tried."""
+"""What a guarantee is, and where it is tried."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 TOLERANCE = 1e-6
 # Two orders of the same rows differ by rounding alone; a run may differ by ten times as much.
 NOISE_FACTOR = 10
-# What may come of a promise on several replicas: one device's result and nothing else, or that, or
+# What may come of a guarantee on several replicas: one device's result alone, or that or
 # an error in place of the first update that says what cannot be had.
 EXACT, TOLD = "exact", "told"
 
 
 @dataclasses.dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """A small training that must end as on one device, whatever the strategy.
 
     Attributes:
@@ -34,13 +34,13 @@ class Promise:
         validate: Whether to validate, evaluate and predict too.
         policy: Keras's dtype policy.
         own_seeds: Whether each worker seeds its random numbers otherwise.
-        run: Function of the promise and the place, for what is more than one `fit`.
+        run: Function of the guarantee and the place, for what is more than one `fit`.
         tolerance: The difference that rounding may make.
         refused: A part of the error that several replicas must raise.
         must: `EXACT`, or `TOLD` for what need not be exact on several replicas, but may never
             differ without a word: see `compare.is_told`.
         ordered: Whether the order of a batch's rows matters, so that no noise can be measured.
-        judge: Function of all workers' results that returns what is seen, for promises that
+        judge: Function of all workers' results that returns what is seen, for guarantees that
             are a property; it raises AssertionError where they are broken.
         stock_workers: Whether to try it on two stock workers as well.
     """
@@ -70,7 +70,7 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a promise is tried.
+    """Where a guarantee is tried.
 
     Attributes:
         strategy: A strategy of tfmulti or of stock TensorFlow, or None for plain Keras.

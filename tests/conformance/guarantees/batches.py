@@ -8,8 +8,8 @@ import tensorflow as tf
 from keras import layers
 
 from conformance import feeds, training
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 
 class Totals(keras.Model):
@@ -46,12 +46,12 @@ def to_sparse(x, y):
     return tf.sparse.from_dense(x), y
 
 
-def single_batches(promise, place):
+def single_batches(guarantee, place):
     """Trains, tests and predicts batch by batch."""
-    model = training.create(promise, place)
+    model = training.create(guarantee, place)
     logs = []
-    for _ in range(promise.epochs):
-        for batch in feeds.batches(promise, place):
+    for _ in range(guarantee.epochs):
+        for batch in feeds.batches(guarantee, place):
             logs.append(model.train_on_batch(*batch, return_dict=True)["loss"])
     tested = model.test_on_batch(*batch, return_dict=True)["loss"]
     return training.results(model, place, {"loss": logs, "tested": [tested]})
@@ -90,44 +90,44 @@ def unbuilt(wrap):
 dense = common.classifier()
 
 
-def promise(name, create=dense, data=common.plain, **settings):
-    return Promise(name, create, data=data, **settings)
+def guarantee(name, create=dense, data=common.plain, **settings):
+    return Guarantee(name, create, data=data, **settings)
 
 
-PROMISES = [
-    promise("43 examples in batches of 16", num_rows=43, rows="A1", stock_workers=True),
-    promise("33 examples in batches of 16", rows="A1", stock_workers=True, validate=True),
-    promise("45 examples in batches of 15", num_rows=45, batch_size=15, rows="A1 B2"),
-    promise("43 examples in one odd batch", num_rows=43, batch_size=43, rows="A1 B2"),
-    promise("1 example alone", num_rows=1, rows="A1"),
-    promise("32 examples, all batches even", num_rows=32, stock_workers=True),
-    promise("padded with rows of weight 0", num_rows=43, remainder="pad", rows="A14 A15"),
-    promise(
+GUARANTEES = [
+    guarantee("43 examples in batches of 16", num_rows=43, rows="A1", stock_workers=True),
+    guarantee("33 examples in batches of 16", rows="A1", stock_workers=True, validate=True),
+    guarantee("45 examples in batches of 15", num_rows=45, batch_size=15, rows="A1 B2"),
+    guarantee("43 examples in one odd batch", num_rows=43, batch_size=43, rows="A1 B2"),
+    guarantee("1 example alone", num_rows=1, rows="A1"),
+    guarantee("32 examples, all batches even", num_rows=32, stock_workers=True),
+    guarantee("padded with rows of weight 0", num_rows=43, remainder="pad", rows="A14 A15"),
+    guarantee(
         "padded, with weights of its own",
         data=common.weighted,
         num_rows=43,
         remainder="pad",
         rows="A14 A15",
     ),
-    promise("last batch dropped", num_rows=43, remainder="drop"),
-    promise("arrays given to fit", feed="arrays", num_rows=43, rows="A1"),
-    promise("tf.data batches given to fit", feed="dataset", num_rows=43, rows="A1"),
-    promise("tf.data examples, distributed", feed="stream", num_rows=43, rows="A1"),
-    promise("Python generator", feed="generator", num_rows=43, rows="A11"),
-    promise("PyDataset", feed="py_dataset", num_rows=43),
-    promise("endless dataset, steps per epoch", feed="endless", num_rows=43),
-    promise("fewer steps an epoch than data", feed="steps", num_rows=43, epochs=3),
-    promise("train_on_batch, test_on_batch", num_rows=43, run=single_batches),
-    promise("workers with seeds of their own", num_rows=43, own_seeds=True, rows="A12"),
-    promise("ragged rows", totals, lists, feed="dataset", convert=to_ragged, rows="B3"),
-    promise("sparse rows", totals, lists, feed="dataset", convert=to_sparse, rows="B3"),
-    promise("ragged rows, distributed", totals, lists, convert=to_ragged, rows="B3"),
-    promise("two inputs by name", two_inputs, pair),
-    promise("subclassed model, not yet built", unbuilt, num_rows=43),
-    promise(
+    guarantee("last batch dropped", num_rows=43, remainder="drop"),
+    guarantee("arrays given to fit", feed="arrays", num_rows=43, rows="A1"),
+    guarantee("tf.data batches given to fit", feed="dataset", num_rows=43, rows="A1"),
+    guarantee("tf.data examples, distributed", feed="stream", num_rows=43, rows="A1"),
+    guarantee("Python generator", feed="generator", num_rows=43, rows="A11"),
+    guarantee("PyDataset", feed="py_dataset", num_rows=43),
+    guarantee("endless dataset, steps per epoch", feed="endless", num_rows=43),
+    guarantee("fewer steps an epoch than data", feed="steps", num_rows=43, epochs=3),
+    guarantee("train_on_batch, test_on_batch", num_rows=43, run=single_batches),
+    guarantee("workers with seeds of their own", num_rows=43, own_seeds=True, rows="A12"),
+    guarantee("ragged rows", totals, lists, feed="dataset", convert=to_ragged, rows="B3"),
+    guarantee("sparse rows", totals, lists, feed="dataset", convert=to_sparse, rows="B3"),
+    guarantee("ragged rows, distributed", totals, lists, convert=to_ragged, rows="B3"),
+    guarantee("two inputs by name", two_inputs, pair),
+    guarantee("subclassed model, not yet built", unbuilt, num_rows=43),
+    guarantee(
         "class weights", num_rows=43, fit={"class_weight": {0: 0.5, 1: 2.0, 2: 1.0}}, rows="A1"
     ),
-    promise("sample weights", data=common.weighted, num_rows=43, rows="A1"),
+    guarantee("sample weights", data=common.weighted, num_rows=43, rows="A1"),
 ]
 
 
@@ -137,4 +137,4 @@ def zero_weights(num_rows):
     return x, y, (np.arange(num_rows) % 2).astype("float32")
 
 
-PROMISES.append(promise("weights of 0, the user's own", data=zero_weights, num_rows=43))
+GUARANTEES.append(guarantee("weights of 0, the user's own", data=zero_weights, num_rows=43))

@@ -6,12 +6,12 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 
-def promise(name, create, data=common.plain, **settings):
-    return Promise(name, create, data=data, **settings)
+def guarantee(name, create, data=common.plain, **settings):
+    return Guarantee(name, create, data=data, **settings)
 
 
 class OwnStep(keras.Model):
@@ -115,30 +115,30 @@ def adversaries(wrap):
     return model
 
 
-PROMISES = [
-    promise("eager steps", common.classifier(run_eagerly=True)),
-    promise("two steps an execution", common.classifier(steps_per_execution=2), rows="B5"),
-    promise(
+GUARANTEES = [
+    guarantee("eager steps", common.classifier(run_eagerly=True)),
+    guarantee("two steps an execution", common.classifier(steps_per_execution=2), rows="B5"),
+    guarantee(
         "two steps an execution, evaluated",
         common.classifier(steps_per_execution=2),
         num_rows=32,
         validate=True,
         rows="B5",
     ),
-    promise(
+    guarantee(
         "jit_compile=True",
         common.classifier(jit_compile=True),
         num_rows=32,
         refused="jit_compile",
         rows="B6",
     ),
-    promise("own train_step, own mean", own_step(by_hand), common.numbers, rows="A10"),
-    promise(
+    guarantee("own train_step, own mean", own_step(by_hand), common.numbers, rows="A10"),
+    guarantee(
         "own train_step, a loss of Keras",
         own_step(keras.losses.MeanSquaredError()),
         common.numbers,
         rows="A10",
     ),
-    promise("own train_step by the book", by_the_book, common.numbers, rows="A1"),
-    promise("GAN with two optimizers", adversaries, common.numbers, rows="B7"),
+    guarantee("own train_step by the book", by_the_book, common.numbers, rows="A1"),
+    guarantee("GAN with two optimizers", adversaries, common.numbers, rows="B7"),
 ]

@@ -1,4 +1,4 @@
-"""Small models and data that many promises share."""
+"""Small models and data that many guarantees share."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def tagged(num_rows):
 
 
 def sgd():
-    """The optimizer where a promise is not about optimizers."""
+    """The optimizer where a guarantee is not about optimizers."""
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 
-def promise(name, create, data=common.plain, **settings):
-    return Promise(name, create, data=data, **settings)
+def guarantee(name, create, data=common.plain, **settings):
+    return Guarantee(name, create, data=data, **settings)
 
 
 def one_number(y_true, y_pred):
@@ -134,27 +134,29 @@ def mean_and_sum():
 
 weighted_mean = "mean_with_sample_weight"
 
-PROMISES = [
-    promise(
+GUARANTEES = [
+    guarantee(
         "loss that gives one number", common.regressor(loss=one_number), common.numbers, rows="A7"
     ),
-    promise(
+    guarantee(
         "loss that gives one number, even",
         common.regressor(loss=one_number),
         common.numbers,
         num_rows=32,
         rows="A7",
     ),
-    promise("add_loss of a mean", common.classifier(body=(common.hidden, MeanPenalty)), rows="A8"),
+    guarantee(
+        "add_loss of a mean", common.classifier(body=(common.hidden, MeanPenalty)), rows="A8"
+    ),
     # Before, Keras sums it over the rows.
-    promise(
+    guarantee(
         "activity regularizer",
         common.classifier(body=(activity,)),
         refused="" if common.KERAS >= (3, 14) else "must be a mean over the rows",
     ),
-    promise("kernel and bias regularizers", common.classifier(body=(kernel,))),
-    promise("mean_with_sample_weight", reduced(weighted_mean), common.weighted, rows="A16"),
-    promise(
+    guarantee("kernel and bias regularizers", common.classifier(body=(kernel,))),
+    guarantee("mean_with_sample_weight", reduced(weighted_mean), common.weighted, rows="A16"),
+    guarantee(
         "mean_with_sample_weight, padded",
         reduced(weighted_mean),
         common.weighted,
@@ -162,9 +164,9 @@ PROMISES = [
         remainder="pad",
         rows="A16",
     ),
-    promise("reduction sum", reduced("sum"), light, rows="A19"),
-    promise("token masks", tagger("sum_over_batch_size"), common.tagged, rows="A17"),
-    promise(
+    guarantee("reduction sum", reduced("sum"), light, rows="A19"),
+    guarantee("token masks", tagger("sum_over_batch_size"), common.tagged, rows="A17"),
+    guarantee(
         "token masks, padded",
         tagger("sum_over_batch_size"),
         common.tagged,
@@ -173,18 +175,20 @@ PROMISES = [
         rows="A17",
         refused="must have the shape of the losses",
     ),
-    promise("token masks and weights", tagger(weighted_mean), lightly_tagged, rows="A16 A17"),
-    promise("two outputs, loss weights", two_outputs(two_means), two_targets, num_rows=43),
-    promise(
+    guarantee("token masks and weights", tagger(weighted_mean), lightly_tagged, rows="A16 A17"),
+    guarantee("two outputs, loss weights", two_outputs(two_means), two_targets, num_rows=43),
+    guarantee(
         "two outputs, one of them summed",
         two_outputs(mean_and_sum),
         two_targets,
         num_rows=43,
         rows="A19",
     ),
-    promise("two outputs, weights for each", two_outputs(two_means), weights_for_each, num_rows=43),
-    promise("AUC, Precision, Recall, F1, IoU", binary, yes_or_no, num_rows=43, validate=True),
-    promise("MeanIoU and top 2", mean_iou, num_rows=43, validate=True),
-    promise("RMSE and R2", regression, common.numbers, num_rows=43, validate=True),
-    promise("logs of an epoch", resting, num_rows=43, validate=True, rows="A9"),
+    guarantee(
+        "two outputs, weights for each", two_outputs(two_means), weights_for_each, num_rows=43
+    ),
+    guarantee("AUC, Precision, Recall, F1, IoU", binary, yes_or_no, num_rows=43, validate=True),
+    guarantee("MeanIoU and top 2", mean_iou, num_rows=43, validate=True),
+    guarantee("RMSE and R2", regression, common.numbers, num_rows=43, validate=True),
+    guarantee("logs of an epoch", resting, num_rows=43, validate=True, rows="A9"),
 ]

@@ -24,7 +24,7 @@ def test_the_users_innermost_line_is_named_and_frameworks_are_passed_over():
         return keras.layers.Dense(3, activation="reluu")  # The line.
 
     place = errors.place_of(raised_by(build))
-    assert place.startswith("tests/test_explain.py:") or "test_explain.py:" in place
+    assert place.startswith("tests/test_error_messages.py:") or "test_error_messages.py:" in place
     assert "in build" in place
     assert 'keras.layers.Dense(3, activation="reluu")  # The line.' in place
 
@@ -39,7 +39,7 @@ def test_a_function_within_a_data_pipeline_is_found_by_its_line():
     error = raised_by(list, data)
     assert errors.cause_of(error) == "ValueError: record has no label"
     place = errors.place_of(error)
-    assert "test_explain.py" in place
+    assert "test_error_messages.py" in place
     assert "in read" in place
     assert "# Its line." in place
 

@@ -8,12 +8,12 @@ import tensorflow as tf
 from keras import layers, ops
 
 from conformance import feeds, training
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 
-def promise(name, create, data=common.numbers, **settings):
-    return Promise(name, create, data=data, **{"num_rows": 43, **settings})
+def guarantee(name, create, data=common.numbers, **settings):
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 class Own(keras.metrics.Metric):
@@ -156,32 +156,32 @@ class Kept(keras.callbacks.Callback):
         self.batches.append(float(logs["loss"]))
 
 
-def by_batch(promise, place):
+def by_batch(guarantee, place):
     """Trains, and returns the logs of each batch too."""
-    model = training.create(promise, place)
+    model = training.create(guarantee, place)
     kept = Kept()
-    history = training.fit(model, promise, place, callbacks=[kept])
+    history = training.fit(model, guarantee, place, callbacks=[kept])
     return training.results(model, place, {**history, "batches": kept.batches})
 
 
-def predicted(promise, place):
+def predicted(guarantee, place):
     """Predicts batches of an odd size, one by one."""
-    model = training.create(promise, place)
-    batches = [x for x, _ in feeds.batches(promise, place)]
+    model = training.create(guarantee, place)
+    batches = [x for x, _ in feeds.batches(guarantee, place)]
     return {"predict": np.concatenate([model.predict_on_batch(x) for x in batches])}
 
 
-PROMISES = [
-    promise("metric: a maximum", measured(Largest)),
-    promise("metric: number of batches", measured(Batches)),
-    promise("metric: moving average", measured(Moving)),
-    promise("metric: total of means", measured(TotalOfMeans)),
-    promise("metric: the result is its variable", measured(Variable), validate=True),
-    promise("metric with a Loss within", perplexity, common.plain),
-    promise("a Sum of the step's losses", logging(SumOfLosses)),
-    promise("a step that logs loss itself", logging(LossAlone), run=by_batch),
-    promise("a step that logs a vector", logging(VectorLog)),
-    promise(
+GUARANTEES = [
+    guarantee("metric: a maximum", measured(Largest)),
+    guarantee("metric: number of batches", measured(Batches)),
+    guarantee("metric: moving average", measured(Moving)),
+    guarantee("metric: total of means", measured(TotalOfMeans)),
+    guarantee("metric: the result is its variable", measured(Variable), validate=True),
+    guarantee("metric with a Loss within", perplexity, common.plain),
+    guarantee("a Sum of the step's losses", logging(SumOfLosses)),
+    guarantee("a step that logs loss itself", logging(LossAlone), run=by_batch),
+    guarantee("a step that logs a vector", logging(VectorLog)),
+    guarantee(
         "predict_on_batch of 13 rows", logging(LossAlone), num_rows=13, run=predicted, ordered=True
     ),
 ]

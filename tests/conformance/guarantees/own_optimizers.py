@@ -9,14 +9,14 @@ import tensorflow as tf
 from keras import layers, ops
 
 from conformance import training
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 SGD = keras.optimizers.SGD
 
 
-def promise(name, create, data=common.numbers, **settings):
-    return Promise(name, create, data=data, **{"num_rows": 43, **settings})
+def guarantee(name, create, data=common.numbers, **settings):
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 def two(wrap):
@@ -154,19 +154,19 @@ def school(wrap):
     return model
 
 
-def resumed(promise, place):
+def resumed(guarantee, place):
     """Trains an epoch, keeps a checkpoint, and trains the second in a new model."""
     if place.strategy is None or place.stock:
-        model = training.create(promise, place)
-        training.fit(model, promise, place)
+        model = training.create(guarantee, place)
+        training.fit(model, guarantee, place)
         return training.results(model, place, {})
     import tfmulti
 
     with tempfile.TemporaryDirectory() as folder:
         for epochs in (1, 2):
-            model = training.create(promise, place)
+            model = training.create(guarantee, place)
             kept = tfmulti.callbacks.Checkpoint(folder)
-            training.fit(model, promise, place, epochs=epochs, callbacks=[kept])
+            training.fit(model, guarantee, place, epochs=epochs, callbacks=[kept])
     return training.results(model, place, {})
 
 
@@ -299,19 +299,19 @@ def by_take():
     return Relative(lambda table, places: ops.take(table, places, axis=0))
 
 
-PROMISES = [
-    promise("optimizers in a dict", held(InDict)),
-    promise("optimizers in a list", held(InList)),
-    promise("optimizers in an object", held(InObject)),
-    promise("a submodel with a step of its own", school),
-    promise("loss scale outside, as attributes", held(AsAttributes, scaled_outside)),
-    promise("one of two optimizers bare", held(AsAttributes, one_bare)),
-    promise("optimizers in a list, resumed", held(InList), run=resumed, feed="arrays"),
-    promise("own apply_gradients", common.regressor(lambda: OwnApply(0.1))),
-    promise("an optimizer around an optimizer", around),
-    promise("an optimizer of two", of_two),
-    promise("positions by tf.gather, clipped", sparse(by_gather), common.tokens),
-    promise("positions by ops.take, clipped", sparse(by_take), common.tokens),
-    promise("positions by Embedding, clipped", sparse(RelativeEmbedding), common.tokens),
-    promise("tokens and positions of one table", sparse(OneTable), common.tokens),
+GUARANTEES = [
+    guarantee("optimizers in a dict", held(InDict)),
+    guarantee("optimizers in a list", held(InList)),
+    guarantee("optimizers in an object", held(InObject)),
+    guarantee("a submodel with a step of its own", school),
+    guarantee("loss scale outside, as attributes", held(AsAttributes, scaled_outside)),
+    guarantee("one of two optimizers bare", held(AsAttributes, one_bare)),
+    guarantee("optimizers in a list, resumed", held(InList), run=resumed, feed="arrays"),
+    guarantee("own apply_gradients", common.regressor(lambda: OwnApply(0.1))),
+    guarantee("an optimizer around an optimizer", around),
+    guarantee("an optimizer of two", of_two),
+    guarantee("positions by tf.gather, clipped", sparse(by_gather), common.tokens),
+    guarantee("positions by ops.take, clipped", sparse(by_take), common.tokens),
+    guarantee("positions by Embedding, clipped", sparse(RelativeEmbedding), common.tokens),
+    guarantee("tokens and positions of one table", sparse(OneTable), common.tokens),
 ]

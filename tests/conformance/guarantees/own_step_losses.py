@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from conformance.promise import TOLD
-from conformance.promises.own_steps import Own, compiled, promise
+from conformance.guarantee import TOLD
+from conformance.guarantees.own_steps import Own, compiled, guarantee
 
 BATCH_SIZE = 16
 
@@ -106,14 +106,14 @@ class BarlowTwins(Contrastive):
         return 0.1 * tf.reduce_sum(tf.square(matrix - tf.eye(4)))
 
 
-PROMISES = [
-    promise("own step, reduce_sum", compiled(Summed), must=TOLD),
-    promise("own step, divides by the batch size", compiled(Divided), must=TOLD),
-    promise("own step, compute_average_loss", compiled(Averaged)),
-    promise("own step, compute_average_loss of all", compiled(AveragedOverAll)),
-    promise("own step, scale_regularization_loss", compiled(Regularized)),
-    promise("own step, a number for each row", compiled(Vector)),
-    promise("own compute_loss, a sum", compiled(ComputesLoss), must=TOLD),
-    promise("own step, contrastive", compiled(Contrastive), must=TOLD),
-    promise("own step, correlation over the batch", compiled(BarlowTwins), must=TOLD),
+GUARANTEES = [
+    guarantee("own step, reduce_sum", compiled(Summed), must=TOLD),
+    guarantee("own step, divides by the batch size", compiled(Divided), must=TOLD),
+    guarantee("own step, compute_average_loss", compiled(Averaged)),
+    guarantee("own step, compute_average_loss of all", compiled(AveragedOverAll)),
+    guarantee("own step, scale_regularization_loss", compiled(Regularized)),
+    guarantee("own step, a number for each row", compiled(Vector)),
+    guarantee("own compute_loss, a sum", compiled(ComputesLoss), must=TOLD),
+    guarantee("own step, contrastive", compiled(Contrastive), must=TOLD),
+    guarantee("own step, correlation over the batch", compiled(BarlowTwins), must=TOLD),
 ]

@@ -7,13 +7,13 @@ import tensorflow as tf
 from keras import layers, ops
 
 from conformance import training
-from conformance.promise import TOLD, Promise
-from conformance.promises import common
-from conformance.promises.layers import no_bias, synchronized
+from conformance.guarantee import TOLD, Guarantee
+from conformance.guarantees import common
+from conformance.guarantees.layers import no_bias, synchronized
 
 
-def promise(name, create, data=common.numbers, **settings):
-    return Promise(name, create, data=data, **{"num_rows": 43, **settings})
+def guarantee(name, create, data=common.numbers, **settings):
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 class Total(keras.losses.Loss):
@@ -178,12 +178,12 @@ def mean_loss(**settings):
     return common.regressor(loss=mean_square, **settings)
 
 
-def evaluated(promise, place):
+def evaluated(guarantee, place):
     """Evaluates only, with an optimizer that nobody has made distributed."""
     keras.utils.set_random_seed(1)
     with place.scope():
-        model = promise.create(lambda optimizer: optimizer)
-    return training.evaluate(model, promise, place)
+        model = guarantee.create(lambda optimizer: optimizer)
+    return training.evaluate(model, guarantee, place)
 
 
 def summed_tokens(wrap):
@@ -204,66 +204,66 @@ def row_losses(wrap):
 PADDED = {"remainder": "pad"}
 both = (no_bias, synchronized)
 
-PROMISES = [
-    promise("Loss with a sum in __call__", common.regressor(loss=Total()), must=TOLD),
-    promise("a sum of shape (1,)", common.regressor(loss=of_shape_one), must=TOLD),
-    promise("reduction none", row_losses, must=TOLD),
-    promise("compute_average_loss in compile", common.regressor(loss=averaged)),
-    promise("compute_average_loss of all, in compile", common.regressor(loss=averaged_over_all)),
-    promise("masked_loss of the transformer", tagger(masked_loss), common.tagged),
-    promise("loss by boolean_mask", tagger(without_zeros), common.tagged),
-    promise("Dice", overlap(keras.losses.Dice), segmented),
-    promise("Tversky", overlap(keras.losses.Tversky), segmented),
-    promise("Circle", common.classifier(body=(common.hidden, unit), loss=circle), common.plain),
-    promise("root of a batch's mean square", common.regressor(loss=root_mean_square)),
-    promise("one number, sample weights", mean_loss(), weighted_numbers),
-    promise(
+GUARANTEES = [
+    guarantee("Loss with a sum in __call__", common.regressor(loss=Total()), must=TOLD),
+    guarantee("a sum of shape (1,)", common.regressor(loss=of_shape_one), must=TOLD),
+    guarantee("reduction none", row_losses, must=TOLD),
+    guarantee("compute_average_loss in compile", common.regressor(loss=averaged)),
+    guarantee("compute_average_loss of all, in compile", common.regressor(loss=averaged_over_all)),
+    guarantee("masked_loss of the transformer", tagger(masked_loss), common.tagged),
+    guarantee("loss by boolean_mask", tagger(without_zeros), common.tagged),
+    guarantee("Dice", overlap(keras.losses.Dice), segmented),
+    guarantee("Tversky", overlap(keras.losses.Tversky), segmented),
+    guarantee("Circle", common.classifier(body=(common.hidden, unit), loss=circle), common.plain),
+    guarantee("root of a batch's mean square", common.regressor(loss=root_mean_square)),
+    guarantee("one number, sample weights", mean_loss(), weighted_numbers),
+    guarantee(
         "one number, class weights",
         common.regressor(loss=first_class),
         common.plain,
         feed="arrays",
         fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}},
     ),
-    promise(
+    guarantee(
         "supervised contrastive loss",
         common.classifier(loss=lambda: supervised_contrastive),
         common.plain,
         must=TOLD,
     ),
-    promise("negatives of the batch, compute_loss", in_batch, must=TOLD),
-    promise(
+    guarantee("negatives of the batch, compute_loss", in_batch, must=TOLD),
+    guarantee(
         "add_loss of a sum, by a helper",
         common.classifier(body=(common.hidden, SumPenalty)),
         common.plain,
         must=TOLD,
     ),
-    promise(
+    guarantee(
         "add_loss over some of the rows",
         common.classifier(body=(common.hidden, SubsetPenalty)),
         common.plain,
         must=TOLD,
     ),
-    promise(
+    guarantee(
         "add_loss beside synchronized",
         common.classifier(body=(common.hidden, MeanPenalty, *both)),
         common.plain,
     ),
-    promise(
+    guarantee(
         "activity regularizer beside synchronized",
         common.classifier(body=(activity, *both)),
         common.plain,
     ),
-    promise("one number, padded", mean_loss(), **PADDED),
-    promise("synchronized, padded", common.classifier(body=both), common.plain, **PADDED),
-    promise(
+    guarantee("one number, padded", mean_loss(), **PADDED),
+    guarantee("synchronized, padded", common.classifier(body=both), common.plain, **PADDED),
+    guarantee(
         "add_loss of a mean, padded",
         common.classifier(body=(common.hidden, MeanPenalty)),
         common.plain,
         **PADDED,
     ),
-    promise(
+    guarantee(
         "activity regularizer, padded", common.classifier(body=(activity,)), common.plain, **PADDED
     ),
-    promise("one number, evaluated only", mean_loss(), run=evaluated),
-    promise("masks and a sum, evaluated only", summed_tokens, common.tagged, run=evaluated),
+    guarantee("one number, evaluated only", mean_loss(), run=evaluated),
+    guarantee("masks and a sum, evaluated only", summed_tokens, common.tagged, run=evaluated),
 ]

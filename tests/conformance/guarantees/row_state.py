@@ -5,14 +5,14 @@ from __future__ import annotations
 import keras
 from keras import layers, ops
 
-from conformance.promise import TOLD, Promise
-from conformance.promises import common
-from conformance.promises.layers import alike, no_bias
+from conformance.guarantee import TOLD, Guarantee
+from conformance.guarantees import common
+from conformance.guarantees.layers import alike, no_bias
 
 
-def promise(name, body, data=common.plain, shape=(5,), **settings):
+def guarantee(name, body, data=common.plain, shape=(5,), **settings):
     create = common.classifier(body=body, shape=shape)
-    return Promise(name, create, data=data, **{"num_rows": 43, **settings})
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 class RunningMean(layers.Layer):
@@ -121,15 +121,15 @@ def float8(wrap):
     return model
 
 
-PROMISES = [
-    promise("synchronized under a mask", masked_synchronized(), common.tokens, (6,)),
-    promise("own running mean", (common.hidden, RunningMean)),
-    promise("own running mean, empty shares", (common.hidden, RunningMean), num_rows=33),
-    promise("own running mean, used at once", (common.hidden, RunningMeanFirst), must=TOLD),
-    promise("renormalized, each its own", (no_bias, renormalized), judge=alike),
-    promise("centres over the batch", (common.hidden, Centred), must=TOLD),
-    promise("counts its rows", (common.hidden, Counted), must=TOLD),
-    promise("codebook of a vector quantizer", (common.hidden, Codebook), must=TOLD),
-    promise("a queue of rows", (common.hidden, Queue), must=TOLD, ordered=True),
-    Promise("float8, the largest numbers", float8, data=common.plain, num_rows=43, must=TOLD),
+GUARANTEES = [
+    guarantee("synchronized under a mask", masked_synchronized(), common.tokens, (6,)),
+    guarantee("own running mean", (common.hidden, RunningMean)),
+    guarantee("own running mean, empty shares", (common.hidden, RunningMean), num_rows=33),
+    guarantee("own running mean, used at once", (common.hidden, RunningMeanFirst), must=TOLD),
+    guarantee("renormalized, each its own", (no_bias, renormalized), judge=alike),
+    guarantee("centres over the batch", (common.hidden, Centred), must=TOLD),
+    guarantee("counts its rows", (common.hidden, Counted), must=TOLD),
+    guarantee("codebook of a vector quantizer", (common.hidden, Codebook), must=TOLD),
+    guarantee("a queue of rows", (common.hidden, Queue), must=TOLD, ordered=True),
+    Guarantee("float8, the largest numbers", float8, data=common.plain, num_rows=43, must=TOLD),
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import keras
 
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 optimizers = keras.optimizers
 
@@ -45,7 +45,7 @@ def classifier(maker):
     return create
 
 
-PROMISES = [
-    Promise(name, classifier(maker), data=common.plain, num_rows=43, rows="A1")
+GUARANTEES = [
+    Guarantee(name, classifier(maker), data=common.plain, num_rows=43, rows="A1")
     for name, maker in MAKERS.items()
 ]

@@ -8,12 +8,12 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 
-def promise(name, create, data=common.numbers, **settings):
-    return Promise(name, create, data=data, **{"num_rows": 43, **settings})
+def guarantee(name, create, data=common.numbers, **settings):
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 def head(width=1):
@@ -242,20 +242,20 @@ def no_bias():
 
 normalized = compiled(Unscaled, no_bias, synchronized)
 
-PROMISES = [
-    promise("train_step under tf.function", compiled(Compiled)),
-    promise("train_step under a decorator", compiled(Decorated)),
-    promise("train_step is another function", compiled(Assigned)),
-    promise("train_step is a partial", compiled(Partial)),
-    promise("train_step is a lambda", compiled(Lambda)),
-    promise("a loss scaled once, two updates", compiled(TwoUpdates)),
-    promise("two losses scaled, two updates", compiled(TwoLosses)),
-    promise("one of two losses scaled", compiled(OneOfTwoScaled)),
-    promise("scaled by one optimizer, applied by two", two_optimizers),
-    promise("own step, synchronized, not scaled", normalized),
-    promise("own step, synchronized, empty shares", normalized, num_rows=33),
-    promise("own step, clip_by_global_norm", compiled(ClippedByNorm)),
-    promise("own step, clip_by_value", compiled(ClippedByValue)),
-    promise("own step, sharpness-aware", compiled(SharpnessAware)),
-    promise("own step, accumulates", compiled(Accumulating)),
+GUARANTEES = [
+    guarantee("train_step under tf.function", compiled(Compiled)),
+    guarantee("train_step under a decorator", compiled(Decorated)),
+    guarantee("train_step is another function", compiled(Assigned)),
+    guarantee("train_step is a partial", compiled(Partial)),
+    guarantee("train_step is a lambda", compiled(Lambda)),
+    guarantee("a loss scaled once, two updates", compiled(TwoUpdates)),
+    guarantee("two losses scaled, two updates", compiled(TwoLosses)),
+    guarantee("one of two losses scaled", compiled(OneOfTwoScaled)),
+    guarantee("scaled by one optimizer, applied by two", two_optimizers),
+    guarantee("own step, synchronized, not scaled", normalized),
+    guarantee("own step, synchronized, empty shares", normalized, num_rows=33),
+    guarantee("own step, clip_by_global_norm", compiled(ClippedByNorm)),
+    guarantee("own step, clip_by_value", compiled(ClippedByValue)),
+    guarantee("own step, sharpness-aware", compiled(SharpnessAware)),
+    guarantee("own step, accumulates", compiled(Accumulating)),
 ]

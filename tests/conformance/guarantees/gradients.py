@@ -6,8 +6,8 @@ import keras
 import numpy as np
 from keras import layers
 
-from conformance.promise import Promise
-from conformance.promises import common
+from conformance.guarantee import Guarantee
+from conformance.guarantees import common
 
 SGD = keras.optimizers.SGD
 # Each replica rounds its part of a gradient to this precision before the parts are added.
@@ -19,8 +19,8 @@ def with_sgd(**settings):
     return common.classifier(lambda: SGD(0.1, **settings))
 
 
-def promise(name, create, data=common.plain, **settings):
-    return Promise(name, create, data=data, **{"num_rows": 43, **settings})
+def guarantee(name, create, data=common.plain, **settings):
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 def overflowing(num_rows):
@@ -82,31 +82,33 @@ def halve(epoch, rate):
     return rate * 0.5
 
 
-PROMISES = [
-    promise("clipnorm", with_sgd(clipnorm=0.1), rows="A2"),
-    promise("global_clipnorm", with_sgd(global_clipnorm=0.2), rows="A2", stock_workers=True),
-    promise("clipvalue", with_sgd(clipvalue=0.02), rows="A2"),
-    promise("global_clipnorm, even batches", with_sgd(global_clipnorm=0.2), num_rows=32, rows="A2"),
-    promise("gradient_accumulation_steps", with_sgd(gradient_accumulation_steps=2), rows="B4"),
-    promise("accumulation and clipping, Adam", common.classifier(accumulate_and_clip), rows="B4"),
-    promise("moving average of weights", with_sgd(use_ema=True, ema_momentum=0.8)),
-    promise(
+GUARANTEES = [
+    guarantee("clipnorm", with_sgd(clipnorm=0.1), rows="A2"),
+    guarantee("global_clipnorm", with_sgd(global_clipnorm=0.2), rows="A2", stock_workers=True),
+    guarantee("clipvalue", with_sgd(clipvalue=0.02), rows="A2"),
+    guarantee(
+        "global_clipnorm, even batches", with_sgd(global_clipnorm=0.2), num_rows=32, rows="A2"
+    ),
+    guarantee("gradient_accumulation_steps", with_sgd(gradient_accumulation_steps=2), rows="B4"),
+    guarantee("accumulation and clipping, Adam", common.classifier(accumulate_and_clip), rows="B4"),
+    guarantee("moving average of weights", with_sgd(use_ema=True, ema_momentum=0.8)),
+    guarantee(
         "ema_overwrite_frequency",
         with_sgd(use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
         rows="B4",
     ),
-    promise("weight decay", with_sgd(weight_decay=0.05)),
-    promise("learning rate schedule", common.classifier(schedule)),
-    promise(
+    guarantee("weight decay", with_sgd(weight_decay=0.05)),
+    guarantee("learning rate schedule", common.classifier(schedule)),
+    guarantee(
         "LearningRateScheduler",
         with_sgd(),
         fit={"callbacks": [keras.callbacks.LearningRateScheduler(halve)]},
     ),
-    promise(
+    guarantee(
         "LossScaleOptimizer, no overflow",
         common.classifier(lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1))),
     ),
-    promise(
+    guarantee(
         "one replica overflows",
         linear(loss_scale),
         overflowing,
@@ -115,8 +117,8 @@ PROMISES = [
         rows="A3 B8",
         stock_workers=True,
     ),
-    promise("mixed_float16, as compile() has it", with_sgd(), **FLOAT16, rows="A3"),
-    promise(
+    guarantee("mixed_float16, as compile() has it", with_sgd(), **FLOAT16, rows="A3"),
+    guarantee(
         "one replica overflows, as compile() has it",
         linear(lambda: SGD(0.01)),
         overflowing,
@@ -124,17 +126,17 @@ PROMISES = [
         **FLOAT16,
         rows="A3 B8",
     ),
-    promise("mixed_bfloat16", with_sgd(), **BFLOAT16),
-    promise("gradients sent as bfloat16", sent_as("bfloat16"), tolerance=2.0**-8),
-    promise("gradients sent as float16", sent_as("float16"), tolerance=2.0**-11),
-    promise(
+    guarantee("mixed_bfloat16", with_sgd(), **BFLOAT16),
+    guarantee("gradients sent as bfloat16", sent_as("bfloat16"), tolerance=2.0**-8),
+    guarantee("gradients sent as float16", sent_as("float16"), tolerance=2.0**-11),
+    guarantee(
         "gradients sent as bfloat16, loss scaled",
         sent_as("bfloat16"),
         policy="mixed_float16",
         tolerance=2.0**-8,
     ),
-    promise("optimizer of the user's own", common.classifier(lambda: OwnOptimizer(0.1))),
-    promise(
+    guarantee("optimizer of the user's own", common.classifier(lambda: OwnOptimizer(0.1))),
+    guarantee(
         "own optimizer, clipped and averaged",
         common.classifier(lambda: OwnOptimizer(0.1, clipnorm=0.1, use_ema=True)),
         rows="A2",
@@ -156,7 +158,7 @@ def rare(num_rows):
     return np.where(np.arange(num_rows)[:, None] % 7 == 0, 20 * x, x), y
 
 
-PROMISES += [
-    promise("constraint, and a frozen bias", constrained),
-    promise("global_clipnorm, a few huge rows", with_sgd(global_clipnorm=0.2), rare, rows="A2"),
+GUARANTEES += [
+    guarantee("constraint, and a frozen bias", constrained),
+    guarantee("global_clipnorm, a few huge rows", with_sgd(global_clipnorm=0.2), rare, rows="A2"),
 ]
