@@ -25,6 +25,7 @@ ORDER = [
     "mpi_all_reduce",
     "step",
     "verification",
+    "parallel",
     "strategies",
     "data",
     "checkpoint",

@@ -857,3 +857,44 @@ def test_canary_an_optimizer_outside_of_replicas():
         apply(stock())
     with pytest.raises(ValueError, match="must be applied in a replica"):
         apply(ours())
+
+
+class Recomputed(keras.layers.Layer):
+    """Dropout between two layers, which Keras runs again for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(4)
+        self.dropout = keras.layers.Dropout(0.5, seed=3)
+        self.run = keras.remat(self.compute)
+
+    def build(self, shape):
+        self.inner.build(shape)
+        super().build(shape)
+
+    def compute(self, x):
+        return self.dropout(keras.ops.tanh(self.inner(x)), training=True)
+
+    def call(self, x):
+        return self.run(x)
+
+
+def test_canary_keras_computes_activations_from_another_state():
+    def gradients(strategy):
+        with strategy.scope():
+            layer = Recomputed()
+            layer.build((None, 4))
+            seed, x, found = layer.dropout.seed_generator.state, tf.constant(rows(8)[0]), []
+            before = np.array(seed)
+            for function in (layer.run, layer.compute):
+                seed.assign(before)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    y = function(x)
+                found.append(tape.gradient(y, x).numpy())
+        return np.abs(found[0] - found[1]).max()
+
+    strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+    assert gradients(strategy) < 1e-6
+    with without("core.remat"):
+        assert gradients(strategy) > 1e-2

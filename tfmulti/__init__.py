@@ -28,6 +28,7 @@ _HOMES = {
     "DistributedGradientTape": "step.gradients",
     "no_sync": "step.gradients",
     "reduce_gradients": "step.gradients",
+    "checkpoint_activations": "parallel.activations",
     "synchronize_batch_normalization": "step.normalization",
 }
 

@@ -5,6 +5,12 @@ the versions that it was tried on, and its canary in `tests/test_keras_compat.py
 upstream no longer needs the cure. `versions.NAMES` has what is read as well.
 """
 
+from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
+from tfmulti.keras_compat.calls import call_context as call_context
+from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
+from tfmulti.keras_compat.calls import nodes_of as nodes_of
+from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
+from tfmulti.keras_compat.calls import values_of as values_of
 from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
 from tfmulti.keras_compat.coordination import own_launchers as own_launchers

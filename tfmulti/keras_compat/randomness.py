@@ -213,7 +213,7 @@ class Draws:
             return None
         if self._ordered and op_type in _SORTING:
             return self._on_sort(op_type, inputs, outputs)
-        if not _is_random(op_type) or symbolic_scope.in_symbolic_scope():
+        if not is_random(op_type) or symbolic_scope.in_symbolic_scope():
             return None
         if self._has_fixed_seed(op_type, inputs):
             return None
@@ -284,7 +284,8 @@ def _inputs_of(op_type):
 
 
 @functools.cache
-def _is_random(op_type):
+def is_random(op_type: str) -> bool:
+    """Whether ops of a type draw random numbers."""
     if op_type in REPLACEMENTS:
         return True
     definition = op_def_registry.get(op_type)

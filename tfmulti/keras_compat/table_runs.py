@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+from keras.src.backend.tensorflow import core as keras_core
 from keras.src.optimizers import base_optimizer
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
@@ -12,7 +13,7 @@ from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
 
-from tfmulti.keras_compat import coordination, hooks, patches, replacement, steps
+from tfmulti.keras_compat import calls, coordination, hooks, patches, replacement, steps
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -205,6 +206,19 @@ _DATA = (
 
 _CREATED_OPS = "traces and outputs that verification has made, found by training"
 _REDUCES = "replicas that cannot each do what one device does, when a step is verified"
+_REMAT = (
+    Replacement(
+        keras_core,
+        "remat",
+        calls.around_remat,
+        replacement.while_one_is_there,
+        "other numbers of dropout in the backward pass, and statistics that move twice",
+        "test_canary_keras_computes_activations_from_another_state",
+        ("recompute",),
+        ("f",),
+    ),
+)
+
 _FOR_A_TIME = (
     temporary_entry(
         keras.layers.Layer,
@@ -250,4 +264,4 @@ _FOR_A_TIME = (
 )
 
 
-ENTRIES = (*_OPTIMIZERS, *_NUMBERS, *_CALLS, *_DATA, *_FOR_A_TIME)
+ENTRIES = (*_OPTIMIZERS, *_NUMBERS, *_CALLS, *_DATA, *_REMAT, *_FOR_A_TIME)

@@ -14,6 +14,7 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
+from tfmulti.parallel import recompute
 from tfmulti.step import accumulation, gradients, iterators, losses, whole_batch
 from tfmulti.step.optimizer import distribute_loaded
 from tfmulti.strategies import chief, collectives, coordination, on_batch, scope_check, verifying
@@ -162,6 +163,7 @@ def _repair_keras():
         once_built=verifying.verify_once_built,
         predict=on_batch.predict,
         prepare_callback=chief.prepare_callback,
+        recompute=recompute.recomputed,
         reduce_loss=losses.reduce_loss,
         refuse=scope_check.refuse_made_outside,
         regularization_loss=losses.regularization_loss,

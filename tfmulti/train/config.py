@@ -98,6 +98,9 @@ class TrainConfig:
     heartbeat_timeout: float | None = setting(
         None, "Seconds without a heartbeat until a worker counts as lost; default 10.", at_least=1.0
     )
+    checkpoint_activations: bool = setting(
+        False, "Compute activations again for gradients: less memory, a second forward pass."
+    )
     logical_cpus: int = setting(
         0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
     )

@@ -1,0 +1,356 @@
+"""Checkpointed activations: the result without them, and less memory."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from replicas import create_strategy
+
+import tfmulti
+from tfmulti import keras_compat
+from tfmulti.parallel import cutting
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(21, 6)), RNG.normal(size=(21, 1))
+TOKENS = RNG.integers(1, 9, (21, 5))
+TOKENS[:, 3:] = 0
+IMAGES = RNG.normal(size=(21, 6, 6, 3))
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    """Rounding stays below 1e-12, so that every other difference shows."""
+    keras.backend.set_floatx("float64")
+    yield
+    keras.backend.set_floatx("float32")
+
+
+class Block(layers.Layer):
+    """A block of a user's own, with all that changes in a step."""
+
+    def __init__(self, units=6, synchronized=False, **settings):
+        super().__init__(**settings)
+        self.dense = layers.Dense(units, activation="gelu", kernel_regularizer="l2")
+        self.norm = layers.BatchNormalization(synchronized=synchronized)
+        self.dropout = layers.Dropout(0.3)
+        self.calls = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.norm.build((*shape[:-1], self.dense.units))
+        super().build(shape)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        hidden = self.dropout(self.norm(self.dense(x)))
+        self.add_loss(1e-2 * keras.ops.mean(keras.ops.cast(hidden, keras.backend.floatx()) ** 2))
+        return x + hidden
+
+
+def blocks(synchronized=False):
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            *[Block(synchronized=synchronized, name=f"block_{i}") for i in range(3)],
+            layers.Dense(1),
+        ]
+    )
+
+
+def masked():
+    tokens = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    x = layers.LSTM(4, return_sequences=True, dropout=0.2, recurrent_dropout=0.2)(x)
+    x = layers.MultiHeadAttention(2, 2, dropout=0.2)(x, x)
+    x = layers.LayerNormalization()(x)
+    x = layers.Dense(4, activity_regularizer="l2")(x)
+    return keras.Model(tokens, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+def shared():
+    one = keras.Input((None, 4))
+    inner = layers.LSTM(4, return_sequences=True)(layers.Dropout(0.2)(one))
+    block = keras.Model(one, layers.Add()([one, inner]), name="shared_block")
+    tokens = keras.Input((None,), dtype="int32")
+    x = block(block(layers.Embedding(9, 4, mask_zero=True)(tokens)))
+    return keras.Model(tokens, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+def unet():
+    image = keras.Input((6, 6, 3))
+    first = layers.Conv2D(4, 3, padding="same", activation="relu")(image)
+    low = layers.BatchNormalization()(layers.Conv2D(4, 3, 2, padding="same")(first))
+    low = layers.Dropout(0.2)(layers.ReLU()(low))
+    joined = layers.Concatenate()([layers.UpSampling2D()(low), first])
+    return keras.Model(image, layers.Dense(1)(layers.GlobalAveragePooling2D()(joined)))
+
+
+class Tied(keras.Model):
+    """A subclassed model whose blocks use the weights of a layer that is not theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = layers.Embedding(9, 6)
+        self.blocks = [Head(self.embed) for _ in range(2)]
+        self.out = layers.Dense(1)
+
+    def build(self, shape):
+        self.embed.build(shape)
+        for block in self.blocks:
+            block.build((None, None, 6))
+        self.out.build((None, 6))
+        super().build(shape)
+
+    def call(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(keras.ops.mean(x, axis=1))
+
+
+class Head(layers.Layer):
+    def __init__(self, embed):
+        super().__init__()
+        self.others = [lambda: embed.embeddings]
+        self.dense = layers.Dense(6)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        table = self.others[0]()
+        words = keras.ops.softmax(x @ keras.ops.transpose(table))
+        return keras.ops.tanh(self.dense(words @ table))
+
+
+def tied():
+    model = Tied()
+    model.build((None, 5))
+    return model
+
+
+def train(create, data, checkpointed, strategy=None, patterns=None, **settings):
+    keras.utils.set_random_seed(1)
+    strategy = strategy or create_strategy(1)
+    with strategy.scope():
+        model = create()
+        if checkpointed:
+            tfmulti.checkpoint_activations(model, patterns)
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.Adam(0.05))
+        model.compile(optimizer, "mse", **settings)
+    history = model.fit(*data, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+    evaluated = model.evaluate(*data, verbose=0)
+    predicted = model.predict(data[0], verbose=0)
+    return [*[np.array(v) for v in model.variables], np.array([*history, evaluated]), predicted]
+
+
+def difference(left, right):
+    return max(np.max(np.abs(a.astype(float) - b)) for a, b in zip(left, right))
+
+
+MODELS = {
+    "blocks": (blocks, (X, Y)),
+    "masked": (masked, (TOKENS, Y)),
+    "shared": (shared, (TOKENS, Y)),
+    "U-Net": (unet, (IMAGES, Y)),
+    "tied": (tied, (TOKENS, Y)),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_device_trains_as_without(name, eager):
+    create, data = MODELS[name]
+    runs = [train(create, data, checkpointed, run_eagerly=eager) for checkpointed in (False, True)]
+    assert difference(*runs) < 1e-12
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_replicas_train_as_without(synchronized):
+    strategy = create_strategy(2, verify="never")
+    create = lambda: blocks(synchronized)  # noqa: E731
+    runs = [train(create, (X, Y), checkpointed, strategy) for checkpointed in (False, True)]
+    assert difference(*runs) < 1e-12
+
+
+def test_named_layers_are_checkpointed_and_not_what_is_within_them():
+    runs = [train(masked, (TOKENS, Y), on, patterns=["lstm*", "multi*"]) for on in (False, True)]
+    assert difference(*runs) < 1e-12
+
+
+def test_mixed_precision_computes_twice_in_the_same_type():
+    keras.backend.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        runs = [train(blocks, (X, Y), checkpointed) for checkpointed in (False, True)]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert difference(*runs) < 1e-6
+
+
+def test_gradients_of_gradients():
+    found = []
+    for checkpointed in (False, True):
+        keras.utils.set_random_seed(1)
+        model = blocks()
+        if checkpointed:
+            tfmulti.checkpoint_activations(model)
+        x = tf.constant(X)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = model(x)
+            penalty = tf.reduce_sum(inner.gradient(y, x) ** 2)
+        found.append(outer.gradient(penalty, model.layers[0].dense.kernel.value).numpy())
+    assert np.abs(found[0]).max() > 0.01
+    assert difference([found[0]], [found[1]]) < 1e-12
+
+
+def test_a_saved_model_loads_without_it(tmp_path):
+    model = tfmulti.checkpoint_activations(unet())
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded(IMAGES), model(IMAGES), atol=1e-12)
+    model.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(exported.serve(IMAGES), model(IMAGES), atol=1e-12)
+
+
+class Draws(layers.Layer):
+    """Draws from TensorFlow's own state, which a second run would not find again."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.dense = draw, layers.Dense(6)
+        self.counter = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        return self.dense(x) * self.draw(self, x)
+
+
+def in_a_branch(layer, x):
+    return tf.cond(tf.size(x) > 0, lambda: tf.random.normal((), dtype=x.dtype), lambda: x[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("draw", "op"),
+    [
+        (lambda layer, x: tf.random.uniform((), dtype=x.dtype), "RandomUniform"),
+        (in_a_branch, "RandomStandardNormal"),
+        (lambda layer, x: layer.counter.assign_add(1.0), "AssignAddVariableOp"),
+    ],
+)
+def test_what_cannot_run_twice_is_refused(draw, op):
+    model = keras.Sequential([keras.Input((6,)), Draws(draw), layers.Dense(1)])
+    tfmulti.checkpoint_activations(model)
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match=f"runs twice(.|\n)*draws.*{op}(.|\n)*add_weight"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_unseeded_numbers_of_keras_are_drawn_once():
+    class Noise(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(6)
+
+        def build(self, shape):
+            self.dense.build(shape)
+            super().build(shape)
+
+        def call(self, x):
+            return keras.ops.tanh(self.dense(x)) * keras.random.uniform((6,), dtype=x.dtype)
+
+    create = lambda: keras.Sequential([keras.Input((6,)), Noise(), layers.Dense(1)])  # noqa: E731
+    runs = [train(create, (X, Y), checkpointed) for checkpointed in (False, True)]
+    assert difference(*runs) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("create", "patterns", "received"),
+    [
+        (lambda: keras.Sequential([layers.Dense(1)]), None, "has not"),
+        (blocks, "conv*", "fits none"),
+        (lambda: keras.Sequential([keras.Input((6,)), layers.Dense(1)]), None, "needs blocks"),
+    ],
+)
+def test_what_cannot_be_checkpointed_is_refused(create, patterns, received):
+    with pytest.raises(ValueError, match=received):
+        tfmulti.checkpoint_activations(create(), patterns)
+
+
+def test_parts_are_cut_where_little_is_handed_on():
+    inputs = keras.Input((8,))
+    x = inputs
+    for _ in range(4):
+        wide = layers.Dense(64)(x)
+        x = layers.Add()([x, layers.Dense(8)(wide)])
+    model = keras.Model(inputs, x)
+    starts = cutting.balanced_starts(model, 4)
+    # Each block is three calls; one tensor of 8 is all that is needed after it.
+    assert starts == [3, 6, 9]
+    assert len(cutting.Cut(model, starts).parts) == 4
+
+
+PEAK = """
+import resource, sys
+import keras, numpy as np, tfmulti
+from keras import layers
+def block():
+    inner = [layers.Dense(256, activation="gelu") for _ in range(4)]
+    return keras.Sequential([keras.Input((256,)), *inner])
+model = keras.Sequential([keras.Input((256,)), *[block() for _ in range(8)], layers.Dense(1)])
+if sys.argv[1] == "on":
+    tfmulti.checkpoint_activations(model)
+model.compile("sgd", "mse", jit_compile=sys.argv[2] == "xla")
+x = np.zeros((8192, 256), "float32")
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+model.train_on_batch(x[:32], x[:32, :1])
+before = peak()
+model.train_on_batch(x, x[:, :1])
+print(peak() - before)
+"""
+
+
+def peak(*arguments):
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    assert run.returncode == 0, run.stderr
+    return float(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("compiler", ["no", "xla"])
+def test_a_stack_of_blocks_needs_less_than_half_of_the_memory(compiler):
+    assert peak("on", compiler) <= 0.45 * peak("off", compiler)
+
+
+def test_the_context_of_a_call_is_kept():
+    seen = []
+
+    class Layer(layers.Layer):
+        def call(self, x):
+            seen.append(keras_compat.call_context())
+            return x
+
+    layer = Layer()
+    layer(X, training=True)
+    with seen[0]():
+        dropped = layers.Dropout(0.5)(X)
+    assert (np.array(dropped) == 0).any()

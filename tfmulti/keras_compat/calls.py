@@ -1,0 +1,150 @@
+"""The context of a layer's call, to run the call once more later."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+
+import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.framework import op_def_registry
+
+from tfmulti.keras_compat import randomness, replacement
+
+_CALL_CONTEXT = "current_call_ctx"
+_ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
+_BODIES = ("then_branch", "else_branch", "body", "f")
+
+
+class RecordingScope(keras.StatelessScope):
+    """Keeps updates of variables back, and remembers of which variables.
+
+    Attributes:
+        updated: Variables by identity, in the order of their first updates.
+    """
+
+    def __init__(self, state_mapping):
+        super().__init__(state_mapping, collect_losses=True)
+        self.updated = {}
+
+    def add_update(self, update):
+        """Keeps the new value of a variable back."""
+        self.updated.setdefault(id(update[0]), update[0])
+        super().add_update(update)
+
+
+def call_context() -> Callable[[], contextlib.AbstractContextManager]:
+    """Remembers in what context a layer is being called.
+
+    It is `training` and what else outer layers hand on, and the type that weights are cast to.
+    Cures a second run of the call, in a gradient function, with `training=False` and float32.
+
+    Returns:
+        A function that makes a context manager, in which the context is as it was.
+    """
+    calls = global_state.get_global_attribute(_CALL_CONTEXT)
+    autocast = keras_backend.get_autocast_scope()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        before = global_state.get_global_attribute(_CALL_CONTEXT)
+        global_state.set_global_attribute(_CALL_CONTEXT, calls)
+        try:
+            with keras_backend.AutocastScope(autocast.dtype if autocast else None):
+                yield
+        finally:
+            global_state.set_global_attribute(_CALL_CONTEXT, before)
+
+    return again
+
+
+def is_symbolic(values) -> bool:
+    """Whether a layer is only asked for its outputs' shapes: it is being built, or in a graph."""
+    symbolic = in_symbolic_scope()
+    return symbolic or any(keras.tree.flatten(keras.tree.map_structure(_is_symbolic, values)))
+
+
+def _is_symbolic(value):
+    return isinstance(value, keras.KerasTensor)
+
+
+def around_remat(original: Callable, recompute: Callable) -> Callable:
+    """Makes `keras.remat`, and `RematScope`, compute again from the state before.
+
+    Cures dropout that draws other numbers, and statistics that move twice (0.47 off).
+
+    Args:
+        original: Function of a call that returns one that is run again for gradients.
+        recompute: The one that takes its place, a function of a layer (or None) and its call.
+    """
+
+    @functools.wraps(original)
+    def remat(f):
+        layer = f if isinstance(f, keras.layers.Layer) else getattr(f, "__self__", None)
+        ours = recompute(layer if isinstance(layer, keras.layers.Layer) else None, f)
+        stock = original(f)
+
+        def run(*args, **kwargs):
+            return (ours if replacement.in_scope() else stock)(*args, **kwargs)
+
+        return run
+
+    return remat
+
+
+def values_of(variables) -> list:
+    """Reads variables, in the types in which they are kept, wherever a call casts them."""
+    with keras_backend.AutocastScope(None):
+        return [tf.convert_to_tensor(variable.value) for variable in variables]
+
+
+def unrepeatable_ops(since: int) -> list[str]:
+    """Returns kinds of ops that do something else when they are run a second time.
+
+    They draw random numbers from a state of their own, or assign to a variable of TensorFlow's.
+
+    Args:
+        since: `version` of the default graph before the ops in question were created.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    device = tf.identity(0, name="device_of_this_replica").device
+    # Replicas take turns while one graph is made; each one's ops are on its own device.
+    ops = [op for op in graph.get_operations() if op._id >= since and op.device == device]
+    kinds = {op.type for op in ops}
+    for op in ops:
+        kinds.update(_kinds_within(graph, op))
+    return sorted(kind for kind in kinds if _is_unrepeatable(kind))
+
+
+def _kinds_within(graph, op):
+    """Yields the kinds of ops in the bodies of a branch, a loop or a function."""
+    for name in _BODIES:
+        if name in op.node_def.attr:
+            function = graph._get_function(op.node_def.attr[name].func.name)
+            yield from (node.op for node in function.cached_definition.node_def)
+
+
+def _is_unrepeatable(kind):
+    definition = op_def_registry.get(kind)
+    if definition is None or not definition.is_stateful:
+        return False
+    return randomness.is_random(kind) or bool(_ASSIGNS.match(kind))
+
+
+def nodes_of(model: keras.Model) -> list[tuple[list, list]] | None:
+    """Returns the calls of a Functional or Sequential model, in the order in which they run.
+
+    Returns:
+        Each call's input and output tensors (`KerasTensor`); None for any other model.
+    """
+    model = getattr(model, "_functional", None) or model
+    if not hasattr(model, "_nodes_by_depth"):
+        return None
+    depths = sorted(model._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in model._nodes_by_depth[depth]]
+    return [(node.input_tensors, node.outputs) for node in nodes if not node.is_input]

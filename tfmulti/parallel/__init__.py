@@ -1,0 +1,1 @@
+"""Models that are larger than one device: checkpointed activations."""
