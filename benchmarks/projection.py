@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.kinds import WORKERS
+from tfmulti.bench.report import FLOAT_BYTES
+from tfmulti.bench.results import find
 
 RING, TREE = "ring", "tree"
 NONE, FULL = "none", "full"
@@ -116,3 +121,38 @@ def project(
         "rows": rows,
         "errors": errors,
     }
+
+
+def project_result(found: Mapping[str, Any], largest: int) -> dict:
+    """Projects each workload of a result over the faster of our transports.
+
+    Args:
+        found: The result.
+        largest: The largest number of workers.
+    """
+    reductions = found["allreduce"] or {"transports": {}}
+    links = {
+        kind: fit_link(
+            {int(size) * FLOAT_BYTES: each["median"] for size, each in sizes.items()},
+            reductions["workers"],
+        )
+        for kind, sizes in reductions["transports"].items()
+        if kind in WORKERS
+    }
+    if not links:
+        return {"missing": "no all-reduce was measured, so latency and bandwidth are not known"}
+    kind = max(links, key=lambda each: links[each].bytes_per_second)
+    projected = {"transport": kind, "workloads": {}}
+    calls, workers = found["config"]["steps_per_execution"], reductions["workers"]
+    for name, workload in found["workloads"].items():
+        rows, size = workload["rows"], workload["gradient_bytes"]
+        compute = find(rows, "control", workers, calls) or find(rows, "one_worker", 1, calls)
+        measured = {
+            row["replicas"]: row["step"]["median"]
+            for row in rows
+            if row is find(rows, kind, row["replicas"], calls)
+        }
+        if compute is not None and size:
+            seconds = compute["step"]["median"]
+            projected["workloads"][name] = project(seconds, size, links[kind], largest, measured)
+    return projected

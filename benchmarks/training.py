@@ -1,0 +1,95 @@
+"""What trains in the processes of Keras, beside what users measure."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import tensorflow as tf
+
+from tfmulti.bench.training import BUFFERED_BATCHES, SEED, Ends, Trained, create_workload
+from tfmulti.callbacks import Devices, Throughput
+
+
+def by_hand(split, batch_size: int, steps: int, autotune: bool = False) -> tf.data.Dataset:
+    """Returns a pipeline as one writes it for one device: shuffle, batch, prefetch.
+
+    Args:
+        split: The data, as `load_dataset` gives a split.
+        batch_size: The rows of a batch.
+        steps: The number of batches.
+        autotune: Whether it has tf.data's autotune, as by default. Its thread keeps `fit` waiting
+            for seconds after the last step, so it is for measuring that alone.
+    """
+    if isinstance(split, tf.data.Dataset):
+        data = split.shuffle(BUFFERED_BATCHES * batch_size, seed=SEED)
+    else:
+        examples = len(tf.nest.flatten(split)[0])
+        data = tf.data.Dataset.from_tensor_slices(split).shuffle(examples, seed=SEED)
+    data = data.repeat().batch(batch_size, drop_remainder=True).take(steps).prefetch(2)
+    options = tf.data.Options()
+    options.autotune.enabled = autotune
+    return data.with_options(options)
+
+
+class _ByHand(Trained):
+    def create_dataset(self, batch_size, steps, **more):
+        return by_hand(self.workload.train, batch_size, steps, **more)
+
+
+def create_by_hand(task):
+    """Creates a model that trains on a pipeline by hand; returns how to train it, and facts."""
+    trained = _ByHand(task)
+    return trained.train, trained.facts
+
+
+class _Processor(keras.callbacks.Callback):
+    """Notes the processor's seconds at the end of each call, of all threads of this process."""
+
+    def on_train_begin(self, logs=None):
+        self.ends = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(time.process_time())
+
+
+class _Monitored(Trained):
+    def create_callbacks(self, data, monitored=False):
+        self._processor = _Processor()
+        monitors = [Throughput(data, print_fn=_forget), Devices(print_fn=_forget)]
+        return [*(monitors if monitored else ()), self._processor]
+
+    def train(self, steps, **more):
+        return {**super().train(steps, **more), "cpu_ends": self._processor.ends}
+
+
+def _forget(line):
+    """Tells nobody."""
+
+
+def create_monitored(task):
+    """Creates a model that trains with the monitors where an order has `monitored`."""
+    trained = _Monitored(task)
+    return trained.train, trained.facts
+
+
+def train_stock(strategy: tf.distribute.Strategy, task):
+    """Builds and compiles in a stock strategy's scope; returns a function that does steps."""
+    workload = create_workload(task)
+    global_batch_size = task["batch_size"] * strategy.num_replicas_in_sync
+    with strategy.scope():
+        model = workload.create()
+        model.compile(
+            optimizer=keras.optimizers.SGD(0.01),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    pipelines = {}
+
+    def train(steps):
+        if steps not in pipelines:
+            pipelines[steps] = by_hand(workload.train, global_batch_size, steps)
+        ends = Ends()
+        model.fit(pipelines[steps], verbose=0, callbacks=[ends])
+        return {"ends": ends.times}
+
+    return train
