@@ -20,7 +20,7 @@ _BY_HAND = functools.partial(
     calls_of_several=False,
     long_order={"autotune": True},
 )
-_CREATE = {"create": "benchmarks.training:create_by_hand"}
+_CREATE = {"create": "benchmarks.training:ByHand"}
 PLAIN = _BY_HAND("plain", "plain Keras, no tfmulti, a tf.data pipeline by hand", _CREATE)
 ONE_REPLICA = _BY_HAND(
     "one_replica",

@@ -72,7 +72,7 @@ def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
     Raises:
         JobFailed: Where a configuration does not run.
     """
-    workload, create = config.workload_names[0], "benchmarks.training:create_monitored"
+    workload, create = config.workload_names[0], "benchmarks.training:Monitored"
     chosen = [
         setups.create_setup(kind.changed(create=create), count, config, workload)
         for kind, count in ((setups.ONE_WORKER, 1), (setups.RING, config.numbers[-1]))

@@ -71,20 +71,6 @@ def reduction_seconds(algorithm: str, size: int, workers: int, link: Link) -> fl
     return 2 * levels * link.latency + 2 * size / link.bytes_per_second
 
 
-def project_step(compute: float, reduction: float, overlap: str) -> float:
-    """Returns the seconds of a step.
-
-    Args:
-        compute: Seconds of a step without communication.
-        reduction: Seconds of the all-reduce.
-        overlap: `"none"`: one after the other; `"full"`: both at once, the bound from below.
-
-    >>> project_step(3.0, 2.0, "none"), project_step(3.0, 2.0, "full")
-    (5.0, 3.0)
-    """
-    return max(compute, reduction) if overlap == FULL else compute + reduction
-
-
 def project(
     compute: float, size: int, link: Link, largest: int, measured: Mapping[int, float]
 ) -> dict:
@@ -107,8 +93,9 @@ def project(
     for workers in sorted({*numbers, *(number for number in measured if number > 1)}):
         for algorithm in (RING, TREE):
             reduction = reduction_seconds(algorithm, size, workers, link)
-            for overlap in (NONE, FULL):
-                seconds = project_step(compute, reduction, overlap)
+            # One after the other; or both at once, the bound from below.
+            overlaps = {NONE: compute + reduction, FULL: max(compute, reduction)}
+            for overlap, seconds in overlaps.items():
                 kind = {"workers": workers, "algorithm": algorithm, "overlap": overlap}
                 rows.append({**kind, "seconds": seconds, "efficiency": compute / seconds})
                 if workers in measured:

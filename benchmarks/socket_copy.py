@@ -11,7 +11,7 @@ import socket
 import time
 
 from tfmulti.bench.report import FLOAT_BYTES
-from tfmulti.bench.setups import Kind, separate_processes
+from tfmulti.bench.setups import Kind
 from tfmulti.bench.worker import process_index
 from tfmulti.runtime import processes
 
@@ -21,7 +21,7 @@ _PORT = "TFMULTI_BENCH_PORT"
 
 def _environments(count):
     [port] = processes.free_ports(1)
-    return [{**each, _PORT: str(port)} for each in separate_processes(count)]
+    return [{_PORT: str(port)}] * count
 
 
 SOCKET_COPY = Kind(
@@ -50,7 +50,7 @@ def create(task):
     def measure(floats: int, times: int) -> dict[str, list[float]]:
         return {"seconds": copy(peer, floats * FLOAT_BYTES, times)}
 
-    return measure, {}
+    return measure
 
 
 def _connect(port):

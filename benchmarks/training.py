@@ -32,15 +32,12 @@ def by_hand(split, batch_size: int, steps: int, autotune: bool = False) -> tf.da
     return data.with_options(options)
 
 
-class _ByHand(Trained):
+class ByHand(Trained):
+    """Trains on a pipeline by hand."""
+
     def create_dataset(self, batch_size, steps, **more):
-        return by_hand(self.workload.train, batch_size, steps, **more)
-
-
-def create_by_hand(task):
-    """Creates a model that trains on a pipeline by hand; returns how to train it, and facts."""
-    trained = _ByHand(task)
-    return trained.train, trained.facts
+        """Creates the pipeline of a block."""
+        return by_hand(self.data, batch_size, steps, **more)
 
 
 class _Processor(keras.callbacks.Callback):
@@ -53,32 +50,30 @@ class _Processor(keras.callbacks.Callback):
         self.ends.append(time.process_time())
 
 
-class _Monitored(Trained):
+class Monitored(Trained):
+    """Trains with the monitors where an order has `monitored`."""
+
     def create_callbacks(self, data, monitored=False):
+        """Creates the monitors, and a clock of the processor."""
         self._processor = _Processor()
         monitors = [Throughput(data, print_fn=_forget), Devices(print_fn=_forget)]
         return [*(monitors if monitored else ()), self._processor]
 
-    def train(self, steps, **more):
-        return {**super().train(steps, **more), "cpu_ends": self._processor.ends}
+    def __call__(self, steps, **more):
+        """Trains; adds the processor's seconds at the end of each call."""
+        return {**super().__call__(steps, **more), "cpu_ends": self._processor.ends}
 
 
 def _forget(line):
     """Tells nobody."""
 
 
-def create_monitored(task):
-    """Creates a model that trains with the monitors where an order has `monitored`."""
-    trained = _Monitored(task)
-    return trained.train, trained.facts
-
-
 def train_stock(strategy: tf.distribute.Strategy, task):
     """Builds and compiles in a stock strategy's scope; returns a function that does steps."""
-    workload = create_workload(task)
+    data, create = create_workload(task)
     global_batch_size = task["batch_size"] * strategy.num_replicas_in_sync
     with strategy.scope():
-        model = workload.create()
+        model = create()
         model.compile(
             optimizer=keras.optimizers.SGD(0.01),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -87,7 +82,7 @@ def train_stock(strategy: tf.distribute.Strategy, task):
 
     def train(steps):
         if steps not in pipelines:
-            pipelines[steps] = by_hand(workload.train, global_batch_size, steps)
+            pipelines[steps] = by_hand(data, global_batch_size, steps)
         ends = Ends()
         model.fit(pipelines[steps], verbose=0, callbacks=[ends])
         return {"ends": ends.times}

@@ -48,8 +48,8 @@ def series_of(kind, replicas, seconds, calls=1, batch_size=10):
     """A series of two steps of so many seconds."""
     setup = Setup(kind, replicas, batch_size, (), ({},), replicas, (1, 10))
     answer = {"ends": [0.0, seconds, 2 * seconds], "ended": 2 * seconds, "idle_cpu_seconds": 0.0}
-    block = results.describe_block([answer], 0, 2, 1, 1.0)
-    return Series(setup, calls, [block], input_seconds=[1e-3])
+    block = results.describe_block([answer], 2, 1)
+    return Series(setup, calls, [block], figures={"input_seconds": 1e-3})
 
 
 def test_summary_of_values():

@@ -11,7 +11,7 @@ import functools
 import importlib
 import pkgutil
 
-from tfmulti.bench.setups import INDEX, Kind
+from tfmulti.bench.setups import Kind
 from tfmulti.runtime import processes
 
 peer = functools.partial(
@@ -34,7 +34,6 @@ def torch_environments(count: int) -> tuple[dict[str, str], ...]:
             "RANK": str(index),
             "LOCAL_RANK": str(index),
             "WORLD_SIZE": str(count),
-            INDEX: str(index),
         }
         for index in range(count)
     )

@@ -46,7 +46,7 @@ def create(task):
             ends.append(time.perf_counter())
         return {"ends": ends}
 
-    return train, {}
+    return train
 
 
 def _create_model(nn, workload):

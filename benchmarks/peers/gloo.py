@@ -30,4 +30,4 @@ def create(task):
             seconds.append(time.perf_counter() - began)
         return {"seconds": seconds}
 
-    return reduce, {}
+    return reduce

@@ -20,4 +20,4 @@ def create(task):
     logical = [tf.config.LogicalDeviceConfiguration() for _ in range(task["replicas"])]
     tf.config.set_logical_device_configuration(cpu, logical)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(task["replicas"])])
-    return train_stock(strategy, task), {}
+    return train_stock(strategy, task)

@@ -24,4 +24,4 @@ def create(task):
 
     from benchmarks.training import train_stock
 
-    return train_stock(tf.distribute.MultiWorkerMirroredStrategy(), task), {}
+    return train_stock(tf.distribute.MultiWorkerMirroredStrategy(), task)

@@ -76,22 +76,14 @@ class BenchConfig:
 
     def __post_init__(self):
         check_settings(self)
-        if not self.workload_names or set(self.workload_names) - set(_BATCH_SIZES):
-            raise ValueError(
-                f"`workloads` must be of {', '.join(_BATCH_SIZES)}, with commas between. "
-                f"Received: workloads={self.workloads!r}. Use for example --workloads compute."
-            )
+        names = [kind.name for kind in self.KINDS]
+        self._check_names("workloads", list(_BATCH_SIZES), "compute")
+        self._check_names("setups", names, "one_worker,ring")
         if ("own" in self.workload_names) != (self.model is not None):
             raise ValueError(
                 "`model` and the workload own go together. "
                 f"Received: model={self.model!r}, workloads={self.workloads!r}. "
                 "Use --model package.module:function --workloads own."
-            )
-        known = [kind.name for kind in self.KINDS]
-        if set(_split(self.setups)) - set(known):
-            raise ValueError(
-                f"`setups` must be of {', '.join(known)}, with commas between. "
-                f"Received: setups={self.setups!r}. Use for example --setups one_worker,ring."
             )
         cores = count_cores()
         numbers = _split(self.replicas)
@@ -99,6 +91,14 @@ class BenchConfig:
             raise ValueError(
                 f"`replicas` must be numbers from 1 to {cores}, this machine's cores, with commas "
                 f"between. Received: replicas={self.replicas!r}. Use for example --replicas 1."
+            )
+
+    def _check_names(self, flag, known, example):
+        given = getattr(self, flag)
+        if given is not None and not set(_split(given)) <= set(known):
+            raise ValueError(
+                f"`{flag}` must be of {', '.join(known)}, with commas between. "
+                f"Received: {flag}={given!r}. Use for example --{flag} {example}."
             )
 
     @property
@@ -133,8 +133,8 @@ class BenchConfig:
         return self.batch_size or _BATCH_SIZES[workload]
 
 
-def _split(text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if text))
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def count_cores() -> int:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tfmulti.bench.setups import FOLDER, Setup
-from tfmulti.bench.worker import PIPES
+from tfmulti.bench.worker import INDEX, PIPES
 from tfmulti.launch.group import Group
 from tfmulti.launch.logs import Ended, log_tail, open_logs
 
@@ -75,6 +75,9 @@ class Job:
             index: {**variables, PIPES: pipes}
             for index, variables in enumerate(self.setup.environments)
         }
+        if len(environments) == self.setup.processes:
+            for index, variables in environments.items():
+                variables[INDEX] = str(index)
         names = {index: f"process {index}" for index in environments}
         logs = self._stack.enter_context(open_logs(self._folder, names, False))
         # The log of process 0 would be shown on the terminal.

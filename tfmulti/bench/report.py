@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +48,24 @@ def create_tables(found: Mapping[str, Any], config: BenchConfig) -> list[TextTab
     return [*tables, _kinds(found, config)]
 
 
+_STEPS: dict[str, Callable[[Mapping], str]] = {
+    "configuration": lambda row: row["setup"],
+    "a call": lambda row: str(row["steps_per_execution"]),
+    "step ms": lambda row: f"{row['step']['median'] * 1e3:.1f}",
+    "p10-p90": lambda row: f"{row['step']['p10'] * 1e3:.1f}-{row['step']['p90'] * 1e3:.1f}",
+    "n": lambda row: str(row["step"]["n"]),
+    "examples/s": lambda row: f"{row['throughput']:,.0f}",
+    "speed-up": lambda row: number(row["speed_up"]),
+    "efficiency": lambda row: percent(row["efficiency"]),
+    "of control": lambda row: percent(row["efficiency_of_control"]),
+}
+
+
 def _steps(name, workload) -> TextTable:
-    columns = ("configuration", "a call", "step ms", "p10-p90", "n", "examples/s", "speed-up")
-    columns += ("efficiency", "of control")
-    rows, notes = [], []
-    for row in workload["rows"]:
-        if row["status"] != OK:
-            notes.append(f"{row['setup']} {row['status']}")
-            continue
-        step = row["step"]
-        rows.append(
-            (
-                row["setup"],
-                str(row["steps_per_execution"]),
-                f"{step['median'] * 1e3:.1f}",
-                f"{step['p10'] * 1e3:.1f}-{step['p90'] * 1e3:.1f}",
-                str(step["n"]),
-                f"{row['throughput']:,.0f}",
-                number(row["speed_up"]),
-                percent(row["efficiency"]),
-                percent(row["efficiency_of_control"]),
-            )
-        )
-    return TextTable(f"{name}: steps", columns, rows, list(dict.fromkeys(notes)))
+    ran = [row for row in workload["rows"] if row["status"] == OK]
+    rows = [tuple(cell(row) for cell in _STEPS.values()) for row in ran]
+    failed = [f"{row['setup']} {row['status']}" for row in workload["rows"] if row not in ran]
+    return TextTable(f"{name}: steps", tuple(_STEPS), rows, list(dict.fromkeys(failed)))
 
 
 def _parts(name, workload) -> TextTable:
@@ -83,33 +78,32 @@ def _parts(name, workload) -> TextTable:
     return TextTable(f"{name}: where a step's time goes", columns, rows, list(advice.values()))
 
 
+_AROUND: dict[str, Callable[[list[Mapping]], str]] = {
+    "configuration": lambda same: same[0]["setup"],
+    "start s": lambda same: number(same[0]["start_seconds"], 1),
+    "first step s": lambda same: number(same[0]["first_step_seconds"], 1),
+    "verification s": lambda same: number(same[0]["verified_seconds"], 1),
+    "fit beyond its steps s": lambda same: number(
+        max((t for row in same if (t := row["fit_tail_seconds"]) is not None), default=None)
+    ),
+    "peak MB of each process": lambda same: " ".join(
+        f"{max(each) / 1e6:.0f}" for each in zip(*(row["peak_bytes"] for row in same))
+    ),
+}
+
+
 def _around(name, workload) -> TextTable:
-    columns = ("configuration", "start s", "first step s", "verification s")
-    columns += ("fit beyond its steps s", "peak MB of each process")
     found: dict[str, list] = {}
     for row in workload["rows"]:
         if row["status"] == OK:
             found.setdefault(row["setup"], []).append(row)
-    rows = []
-    for setup, same in found.items():
-        tails = [row["fit_tail_seconds"] for row in same if row["fit_tail_seconds"] is not None]
-        peaks = [row["peak_bytes"] for row in same]
-        rows.append(
-            (
-                setup,
-                number(same[0]["start_seconds"], 1),
-                number(same[0]["first_step_seconds"], 1),
-                number(same[0]["verified_seconds"], 1),
-                number(max(tails, default=None)),
-                " ".join(f"{max(each) / 1e6:.0f}" for each in zip(*peaks)),
-            )
-        )
+    rows = [tuple(cell(same) for cell in _AROUND.values()) for same in found.values()]
     notes = [
         "start: from the start of the processes to the end of the first step",
         "verification: before the first step, once; with --verify auto, of models with custom "
         "parts alone",
     ]
-    return TextTable(f"{name}: around the steps", columns, rows, notes)
+    return TextTable(f"{name}: around the steps", tuple(_AROUND), rows, notes)
 
 
 def _reductions(found) -> TextTable:

@@ -81,45 +81,39 @@ class Series:
         setup: The configuration.
         steps_per_execution: Steps of one call.
         blocks: The blocks of all rounds, as `describe_block` has them.
-        tail: Seconds of `fit` beyond the last step of a long block.
         failure: Why it does not run; empty where it does.
-        start: `start_seconds`, from the start of its processes to the end of the first step;
-            `first_step_seconds`, from the call of `fit` to there; `verified_seconds`, of
-            verification, which are not in the first step's.
-        input_seconds: Seconds to draw one batch and train nothing, for each of several.
+        figures: What else is known, as the row has it: `input_seconds`, to draw one batch and train
+            nothing; `fit_tail_seconds`, of `fit` beyond the last step of a long block;
+            `start_seconds`, from the start of its processes to the end of the first step;
+            `first_step_seconds`, from the call of `fit` to there without the `verified_seconds` of
+            verification; `peak_bytes`, the largest resident memory of each process.
         gradient_bytes: The bytes of the gradients.
-        peak_bytes: The largest resident memory of each process.
     """
 
     setup: Setup
     steps_per_execution: int
     blocks: list[dict] = dataclasses.field(default_factory=list)
-    tail: float | None = None
     failure: str = ""
-    start: dict = dataclasses.field(default_factory=dict)
-    input_seconds: list[float] = dataclasses.field(default_factory=list)
+    figures: dict = dataclasses.field(default_factory=dict)
     gradient_bytes: int | None = None
-    peak_bytes: list[int] = dataclasses.field(default_factory=list)
 
 
-def describe_block(
-    answers: Sequence[dict], round_: int, steps: int, steps_per_execution: int, wall: float
-) -> dict:
+_FIGURES = ("input_seconds", "fit_tail_seconds", "start_seconds", "first_step_seconds")
+
+
+def describe_block(answers: Sequence[dict], steps: int, steps_per_execution: int) -> dict:
     """Returns the seconds of each step of a block, of all processes, and what was beside them.
 
-    `wall` is the whole call as the driver saw it; `tail` is from the end of the last step to the
-    end of the call, the longest of all processes; `idle_cpu` are the processor seconds that the
-    processes used since their last block.
+    `tail` is from the end of the last step to the end of the call, the longest of all processes;
+    `idle_cpu` are the processor seconds that the processes used since their last block.
     """
     seconds = [s for each in answers for s in step_seconds(each["ends"], steps_per_execution)]
     return {
-        "round": round_,
         "steps": steps,
         "seconds": seconds,
-        "wall": wall,
+        "median": statistics.median(seconds) if seconds else None,
         "tail": max(each["ended"] - each["ends"][-1] for each in answers),
         "idle_cpu": sum(each["idle_cpu_seconds"] for each in answers),
-        "median": statistics.median(seconds) if seconds else None,
     }
 
 
@@ -151,9 +145,9 @@ def break_down(single: float, several: float, control: float, input_alone: float
         input_alone: Seconds to draw one batch from the same pipeline, without training.
 
     Returns:
-        `"input"`, at most the control's step; `"compute"`, the control's step without it;
-        `"reduction"`, the step beyond the control's, both with several steps a call; `"host"`,
-        what one step a call costs beyond several: Keras's and Python's own work.
+        `"input"`, at most the control's step; `"compute"`, the rest of it; `"reduction"`, the step
+        beyond the control's; `"host"`, what one step a call costs beyond several: Keras's and
+        Python's own work.
 
     >>> break_down(single=12.0, several=10.0, control=8.0, input_alone=1.0)
     {'input': 1.0, 'compute': 7.0, 'reduction': 2.0, 'host': 2.0}
@@ -161,18 +155,12 @@ def break_down(single: float, several: float, control: float, input_alone: float
     several = min(several, single)
     control = min(control, several)
     drawn = min(input_alone, control)
-    return {
-        "input": drawn,
-        "compute": control - drawn,
-        "reduction": several - control,
-        "host": single - several,
-    }
+    parts = drawn, control - drawn, several - control, single - several
+    return dict(zip(("input", "compute", "reduction", "host"), parts))
 
 
 def find_bottleneck(parts: dict) -> str:
-    """Returns the bottleneck of a job: input where drawing a batch takes half of a step.
-
-    Else it is communication, and else the host, where it is a fifth; else compute.
+    """Returns input where drawing takes half of a step; else communication or the host, if a fifth.
 
     >>> find_bottleneck({"input": 1.0, "compute": 60.0, "reduction": 40.0, "host": 1.0})
     'communication'
@@ -217,12 +205,10 @@ def _describe(series) -> dict:
         "failure": series.failure,
         "step": step,
         "throughput": step and examples / step["median"],
-        "input_seconds": statistics.median(series.input_seconds) if series.input_seconds else None,
-        "fit_tail_seconds": series.tail,
-        **dict.fromkeys(("start_seconds", "first_step_seconds", "verified_seconds")),
-        **series.start,
+        **dict.fromkeys((*_FIGURES, "verified_seconds")),
+        "peak_bytes": [],
+        **series.figures,
         "idle_cpu_seconds": sum(block["idle_cpu"] for block in series.blocks),
-        "peak_bytes": series.peak_bytes,
         "blocks": series.blocks,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,11 +108,9 @@ class Rounds:
             ends = job.train(steps=_WARM_UP_STEPS)[0]["ends"]
             step = (ends[-1] - ends[0]) / (len(ends) - 1)
             for series in own:
-                series.start = {
-                    "start_seconds": seconds,
-                    "first_step_seconds": first.get("first"),
-                    "verified_seconds": first.get("verified"),
-                }
+                series.figures |= {"start_seconds": seconds}
+                series.figures |= {"first_step_seconds": first.get("first")}
+                series.figures |= {"verified_seconds": first.get("verified")}
                 series.gradient_bytes = job.facts[0].get("gradient_bytes")
                 number = series.steps_per_execution
                 self._steps[id(series)] = self._choose_steps(step, number)
@@ -147,14 +146,13 @@ class Rounds:
             with self._failing(job):
                 if number == 1 and not kind.is_peer:
                     answers = job.train(steps=_INPUT_STEPS, input_only=True)
-                    series.input_seconds = [
-                        s for each in answers for s in step_seconds(each["ends"])
-                    ]
+                    drawn = [s for each in answers for s in step_seconds(each["ends"])]
+                    series.figures["input_seconds"] = statistics.median(drawn)
                 is_last = number == job.setup.steps_per_execution[-1]
                 if self._workload == _LONG_WORKLOAD and is_last and kind.long_order is not None:
                     order = {**_order(_LONG_STEPS, number), **kind.long_order}
                     block = self._train(job, series, -1, order)
-                    series.tail = block["tail"]
+                    series.figures["fit_tail_seconds"] = block["tail"]
                     # The same steps as in a round; with several a call it has most of them.
                     series.blocks += [] if kind.long_order else [block]
 
@@ -180,8 +178,9 @@ class Rounds:
         began = time.perf_counter()
         answers = job.train(**order)
         wall = time.perf_counter() - began
-        series.peak_bytes = [answer["peak_bytes"] for answer in answers]
-        return describe_block(answers, number, order["steps"], series.steps_per_execution, wall)
+        series.figures["peak_bytes"] = [answer["peak_bytes"] for answer in answers]
+        block = describe_block(answers, order["steps"], series.steps_per_execution)
+        return {"round": number, "wall": wall, **block}
 
 
 def _order(steps, steps_per_execution) -> dict:

@@ -8,9 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-INDEX = "TFMULTI_BENCH_INDEX"
-"""Which process of its configuration a process is, where TF_CONFIG does not say it."""
-
 FOLDER = "{folder}"
 """In a command: the folder of the configuration."""
 
@@ -62,15 +59,6 @@ class Kind:
         return dataclasses.replace(self, task={**self.task, **task})
 
 
-def separate_processes(count: int) -> tuple[dict[str, str], ...]:
-    """Returns the variables of processes that only know their index.
-
-    >>> separate_processes(2)
-    ({'TFMULTI_BENCH_INDEX': '0'}, {'TFMULTI_BENCH_INDEX': '1'})
-    """
-    return tuple({INDEX: str(index)} for index in range(count))
-
-
 def _workers(communication, **more):
     return {"strategy": {"name": "multi_worker", "communication": communication}, **more}
 
@@ -82,7 +70,7 @@ CONTROL = Kind(
     "so many one_device processes at once, no communication",
     _ONE_DEVICE,
     is_distributed=True,
-    environments=separate_processes,
+    environments=lambda count: [{}] * count,
 )
 MIRRORED = Kind("mirrored", "mirrored on logical CPUs", {"strategy": {"name": "mirrored"}})
 RING = Kind("ring", "multi_worker, TensorFlow's ring", _workers("ring"), is_distributed=True)
@@ -145,10 +133,11 @@ def create_setups(workload: str, config) -> list[Setup]:
 def create_setup(kind, count: int, config, workload: str = "compute", scaling: str = WEAK) -> Setup:
     """Returns the configuration of a `Kind` on `count` replicas, by a `BenchConfig`.
 
-    A task, which its processes take as JSON, has `"create"`, the function that creates what is
-    measured; `"strategy"`, the arguments of `create_strategy`; `"compression"`, that of the
-    optimizer; `"cores"` of a process, and whether to `"pin"` it to them; whether it needs
-    `"tensorflow"`; and what the configuration and the bench have.
+    A task, which its processes take as JSON, has `"create"`, which creates what is measured: a
+    function of orders, which may have `facts` for the driver; `"strategy"`, the arguments of
+    `create_strategy`; `"compression"`, that of the optimizer; `"cores"` of a process, and whether
+    to `"pin"` it to them; whether it needs `"tensorflow"`; and what the configuration and the
+    bench have.
     """
     batch_size = config.batch_size_of(workload)
     if scaling == STRONG:
@@ -157,7 +146,7 @@ def create_setup(kind, count: int, config, workload: str = "compute", scaling: s
     task = {
         **{name: getattr(config, name) for name in ("model", "dataset", "verify", "pin")},
         **{"workload": workload, "replicas": count, "batch_size": batch_size, "cores": cores},
-        **{"create": "tfmulti.bench.training:create_trained", "tensorflow": True},
+        **{"create": "tfmulti.bench.training:Trained", "tensorflow": True},
         **{"strategy": {}, "compression": None, **kind.task},
     }
     command: tuple[str, ...] = (sys.executable, "-m", "tfmulti.bench.worker", json.dumps(task))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,36 +26,22 @@ _CLASSES = 10
 _STEPS_OF_DATA = 40
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """A model and its data.
+def create_workload(task: Mapping[str, Any]) -> tuple[Any, Callable[[], keras.Model]]:
+    """Returns a task's data for all of its replicas, and a function that creates its model.
 
-    Attributes:
-        train: The data, as `load_dataset` gives a split.
-        create: Creates the model, compiled or not.
-        optimizer: The name of the optimizer of a model that is not compiled.
-        is_own: Whether the model is the user's, of whose class nothing is known.
+    The data are the user's own, or random numbers from a fixed seed.
     """
-
-    train: Any
-    create: Callable[[], keras.Model]
-    optimizer: str = "sgd"
-    is_own: bool = False
-
-
-def create_workload(task: Mapping[str, Any]) -> Workload:
-    """Creates the workload of a task, with data for all of its replicas."""
     if task["workload"] == "own":
         train, _ = load_dataset(task["dataset"])
-        return Workload(train, lambda: create_model(task["model"], train), "adam", is_own=True)
+        return train, lambda: create_model(task["model"], train)
     shape, create = {
         "compute": ((28, 28, 1), create_compute),
         "communication": ((2048,), create_communication),
     }[task["workload"]]
     examples = task["batch_size"] * task["replicas"] * _STEPS_OF_DATA
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(SEED)
     labels = random.integers(0, _CLASSES, examples)
-    return Workload((random.random((examples, *shape), dtype="float32"), labels), create)
+    return (random.random((examples, *shape), dtype="float32"), labels), create
 
 
 def create_compute() -> keras.Model:
@@ -76,15 +61,11 @@ def create_communication() -> keras.Model:
     return keras.Sequential(layers, name="communication")
 
 
-def create_all_reduce(task: Mapping[str, Any]) -> tuple[Callable[..., dict], dict]:
+def create_all_reduce(task: Mapping[str, Any]) -> Callable[[int, int], dict]:
     """Creates the strategy of a transport, to measure the all-reduce alone.
 
-    Args:
-        task: With the arguments of its `strategy`.
-
     Returns:
-        A function `reduce(floats, times)`: the seconds of each sum of so many float32 values; and
-        no facts.
+        A function `reduce(floats, times)`: the seconds of each sum of so many float32 values.
     """
     strategy = create_strategy(**task["strategy"])
 
@@ -100,24 +81,13 @@ def create_all_reduce(task: Mapping[str, Any]) -> tuple[Callable[..., dict], dic
     def reduce(floats: int, times: int) -> dict[str, list[float]]:
         with tf.device("CPU:0"):
             values = tf.ones([floats], tf.float32)
-        seconds = []
+        ends = [time.perf_counter()]
         for _ in range(times):
-            began = time.perf_counter()
             reduce_once(values)
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds}
+            ends.append(time.perf_counter())
+        return {"seconds": np.diff(ends).tolist()}
 
-    return reduce, {}
-
-
-def create_trained(task: Mapping[str, Any]) -> tuple[Callable[..., dict], dict]:
-    """Creates a model in a configuration; returns how to train it, and the size of its gradients.
-
-    Args:
-        task: What to build, as `tfmulti.bench.setups` describes it.
-    """
-    trained = Trained(task)
-    return trained.train, trained.facts
+    return reduce
 
 
 class Ends(keras.callbacks.Callback):
@@ -136,26 +106,26 @@ class Trained:
     """A model in one configuration, ready to train.
 
     Args:
-        task: What to build.
+        task: What to build, as `create_setup` describes it.
 
     Attributes:
         facts: What the driver should know: the bytes of the gradients.
         strategy: The strategy, or None.
-        workload: The model and its data.
+        data: The data, as `load_dataset` gives a split.
     """
 
     def __init__(self, task: Mapping[str, Any]):
-        self._batch_size, self._compression = task["batch_size"], task["compression"]
+        self._task, self._is_own = task, task["workload"] == "own"
         self.strategy = _create_strategy(task)
         keras.utils.set_random_seed(SEED)
-        self.workload = create_workload(task)
+        self.data, self._create = create_workload(task)
         self._models: dict[int, keras.Model] = {}
         self._data: dict[tuple, tf.data.Dataset] = {}
         weights = self._model(1).trainable_variables
         size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in weights)
         self.facts = {"gradient_bytes": size}
 
-    def train(
+    def __call__(
         self, steps: int, steps_per_execution: int = 1, input_only: bool = False, **more
     ) -> dict[str, Any]:
         """Trains a block of steps by one call of `fit`.
@@ -172,7 +142,7 @@ class Trained:
         """
         key = (steps, *more.items())
         if key not in self._data:
-            self._data[key] = self.create_dataset(self._batch_size, steps, **more)
+            self._data[key] = self.create_dataset(self._task["batch_size"], steps, **more)
         data = self._data[key]
         if input_only:
             return {"ends": self._draw(data)}
@@ -192,7 +162,7 @@ class Trained:
         """Creates the pipeline of a block; `batch_size` is of one replica."""
         global_batch_size = batch_size * self.strategy.num_replicas_in_sync
         return distribute_train(
-            self.workload.train,
+            self.data,
             self.strategy,
             global_batch_size,
             seed=SEED,
@@ -230,19 +200,19 @@ class Trained:
 
     def _create_model(self, steps_per_execution):
         first = next(iter(self._models.values()), None)
-        if first is not None and not self.workload.is_own:
+        if first is not None and not self._is_own:
             # The same weights under another training function: no second copy in memory.
             model = keras.Model(first.inputs, first.outputs)
         else:
-            model = self.workload.create()
+            model = self._create()
         if model.compiled:
             model.steps_per_execution = steps_per_execution
             if self.strategy is not None:
-                distribute_optimizers(model, compression=self._compression)
+                distribute_optimizers(model, compression=self._task["compression"])
             return model
-        optimizer = keras.optimizers.get(self.workload.optimizer)
+        optimizer = keras.optimizers.get("adam" if self._is_own else "sgd")
         if self.strategy is not None:
-            optimizer = DistributedOptimizer(optimizer, compression=self._compression)
+            optimizer = DistributedOptimizer(optimizer, compression=self._task["compression"])
         model.compile(
             optimizer=optimizer,
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

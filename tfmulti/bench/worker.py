@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tfmulti.bench.setups import INDEX
 from tfmulti.runtime import command_line
 
 PIPES = "TFMULTI_BENCH_PIPES"
 """The folder of a job's pipes."""
+INDEX = "TFMULTI_BENCH_INDEX"
+"""Which process of its job a process is; TF_CONFIG tells the workers of a launcher."""
 
 
 def main(argv: list[str]) -> int:
@@ -38,8 +39,8 @@ def main(argv: list[str]) -> int:
                 import tensorflow as tf
 
                 tf.config.threading.set_intra_op_parallelism_threads(count)
-        measure, facts = pkgutil.resolve_name(task["create"])(task)
-        serve(index, measure, **facts)
+        measure = pkgutil.resolve_name(task["create"])(task)
+        serve(index, measure, **getattr(measure, "facts", {}))
     except Exception as error:
         traceback.print_exc()
         print(f"error: {command_line.cause_of(error)}", file=sys.stderr, flush=True)
