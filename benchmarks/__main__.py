@@ -84,7 +84,9 @@ def _measure_monitors(config, console, tell) -> int:
     report.show([monitors.create_table(found)], console)
     for key, ratio in found["ratios"].items():
         console.print(f"{key}: {'not measured' if ratio is None else f'{ratio:.4f}'}")
-    tell(f"wrote {monitors.write(found, config)}")
+    path = Path(config.workdir) / "monitors.json"
+    report.write_json(found, path)
+    tell(f"wrote {path}")
     return 0 if found["rows"] else command_line.ERROR
 
 

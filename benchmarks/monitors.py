@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import statistics
 import time
@@ -19,7 +18,6 @@ from tfmulti.bench.jobs import Job
 from tfmulti.bench.report import TextTable
 from tfmulti.bench.results import describe_machine, step_seconds, summarize
 from tfmulti.bench.setups import Setup
-from tfmulti.runtime import files
 
 # Long enough for the thread that reads the devices to do so, once a second, in every block.
 _BLOCK_S = 3.0
@@ -144,15 +142,6 @@ def describe(rounds: Sequence[Round]) -> dict:
         "monitored": summarize([v for r in rounds for v in r.monitored]),
         "rounds": [dataclasses.asdict(each) for each in rounds],
     }
-
-
-def write(found: dict, config: BenchConfig) -> Path:
-    """Writes `monitors.json` into the bench's folder, and returns its path."""
-    path = Path(config.workdir) / "monitors.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1) + "\n"
-    files.write_atomically(path, lambda temporary: temporary.write_text(text))
-    return path
 
 
 def create_table(found: dict) -> TextTable:

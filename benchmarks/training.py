@@ -7,7 +7,7 @@ import time
 import keras
 import tensorflow as tf
 
-from tfmulti.bench.training import BUFFERED_BATCHES, SEED, Ends, Trained, create_workload
+from tfmulti.bench.training import BUFFERED_BATCHES, SEED, Trained, create_workload, note_ends
 from tfmulti.callbacks import Devices, Throughput
 
 
@@ -40,28 +40,20 @@ class ByHand(Trained):
         return by_hand(self.data, batch_size, steps, **more)
 
 
-class _Processor(keras.callbacks.Callback):
-    """Notes the processor's seconds at the end of each call, of all threads of this process."""
-
-    def on_train_begin(self, logs=None):
-        self.ends = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.ends.append(time.process_time())
-
-
 class Monitored(Trained):
     """Trains with the monitors where an order has `monitored`."""
 
     def create_callbacks(self, data, monitored=False):
         """Creates the monitors, and a clock of the processor."""
-        self._processor = _Processor()
-        monitors = [Throughput(data, print_fn=_forget), Devices(print_fn=_forget)]
-        return [*(monitors if monitored else ()), self._processor]
+        self._cpu_ends = []
+        clock = note_ends(self._cpu_ends, time.process_time)
+        if not monitored:
+            return [clock]
+        return [Throughput(data, print_fn=_forget), Devices(print_fn=_forget), clock]
 
     def __call__(self, steps, **more):
         """Trains; adds the processor's seconds at the end of each call."""
-        return {**super().__call__(steps, **more), "cpu_ends": self._processor.ends}
+        return {**super().__call__(steps, **more), "cpu_ends": self._cpu_ends}
 
 
 def _forget(line):
@@ -83,8 +75,8 @@ def train_stock(strategy: tf.distribute.Strategy, task):
     def train(steps):
         if steps not in pipelines:
             pipelines[steps] = by_hand(data, global_batch_size, steps)
-        ends = Ends()
-        model.fit(pipelines[steps], verbose=0, callbacks=[ends])
-        return {"ends": ends.times}
+        ends = []
+        model.fit(pipelines[steps], verbose=0, callbacks=[note_ends(ends)])
+        return {"ends": ends}
 
     return train

@@ -30,12 +30,9 @@ class BenchConfig:
         None,
         f"Any of {', '.join(_BATCH_SIZES)}; by default own with --model, else the others.",
     )
-    model: str | None = setting(
-        None, "The model of the workload `own`: cnn, mlp, or package.module:function."
-    )
+    model: str | None = setting(None, "Of `own`: cnn, mlp, or package.module:function.")
     dataset: str = setting(
-        "digits",
-        "The data of `own`: digits, a tensorflow-datasets name, or package.module:function.",
+        "digits", "Of `own`: digits, a tensorflow-datasets name, or package.module:function."
     )
     setups: str | None = setting(
         None, f"Only these of {', '.join(kind.name for kind in KINDS)}; by default all."
@@ -46,24 +43,12 @@ class BenchConfig:
     )
     pin: bool = setting(True, "Pin each worker to separate cores, with one thread per core.")
     strong: bool = setting(False, "Also measure with the global batch size held (strong scaling).")
-    rounds: int = setting(
-        6, "Rounds over all configurations at most; --minutes ends them.", at_least=1
-    )
-    steps: int | None = setting(
-        None, "Steps of a block; by default 10 to 30, about two seconds.", at_least=4
-    )
-    steps_per_execution: int = setting(
-        10, "Steps of one call, beside 1 step of one call.", at_least=2
-    )
-    minutes: float = setting(
-        7.5, "Time for the whole run, about; further rounds are left out.", at_least=0.1
-    )
-    timeout: float = setting(
-        240.0, "Seconds for a configuration to start, or for a block.", at_least=1.0
-    )
-    batch_size: int | None = setting(
-        None, "Examples per replica; by default each workload's own.", at_least=1
-    )
+    rounds: int = setting(6, "Rounds over all configurations; --minutes ends them.", at_least=1)
+    steps: int | None = setting(None, "Steps of a block; by default 6 to 30.", at_least=4)
+    steps_per_execution: int = setting(10, "Steps of a call, beside one step a call.", at_least=2)
+    minutes: float = setting(7.5, "Time for all, about; rounds beyond are left out.", at_least=0.1)
+    timeout: float = setting(240.0, "Seconds to start a configuration, or for a block.", at_least=1)
+    batch_size: int | None = setting(None, "Per replica; by default each workload's.", at_least=1)
     workdir: str = setting("runs/bench", "Folder for bench.json, bench.csv and BENCHMARKS.md.")
     write_markdown: str | None = setting(
         None, "File for the tables in Markdown; by default BENCHMARKS.md in --workdir."

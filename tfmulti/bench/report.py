@@ -185,14 +185,19 @@ def write_all(
         A line about them.
     """
     folder = Path(config.workdir)
-    folder.mkdir(parents=True, exist_ok=True)
     markdown = Path(config.write_markdown or folder / "BENCHMARKS.md")
-    text = json.dumps(found, indent=1) + "\n"
     told = _write_markdown(found, tables, command)
-    files.write_atomically(folder / "bench.json", lambda path: path.write_text(text))
+    write_json(found, folder / "bench.json")
     files.write_atomically(folder / "bench.csv", lambda path: _write_csv(found, path))
     files.write_atomically(markdown, lambda path: path.write_text(told))
     return f"wrote {folder / 'bench.json'}, {folder / 'bench.csv'}, {markdown}"
+
+
+def write_json(found: Mapping[str, Any], path: Path) -> None:
+    """Writes a result, into a folder that is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(found, indent=1) + "\n"
+    files.write_atomically(path, lambda temporary: temporary.write_text(text))
 
 
 def _write_csv(found, path):

@@ -108,9 +108,11 @@ class Rounds:
             ends = job.train(steps=_WARM_UP_STEPS)[0]["ends"]
             step = (ends[-1] - ends[0]) / (len(ends) - 1)
             for series in own:
-                series.figures |= {"start_seconds": seconds}
-                series.figures |= {"first_step_seconds": first.get("first")}
-                series.figures |= {"verified_seconds": first.get("verified")}
+                series.figures = {
+                    "start_seconds": seconds,
+                    "first_step_seconds": first.get("first"),
+                    "verified_seconds": first.get("verified"),
+                }
                 series.gradient_bytes = job.facts[0].get("gradient_bytes")
                 number = series.steps_per_execution
                 self._steps[id(series)] = self._choose_steps(step, number)

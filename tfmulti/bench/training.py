@@ -21,7 +21,6 @@ SEED = 0
 BUFFERED_BATCHES = 2
 """Of a source that is a stream: each block fills it anew, and is to measure the stream."""
 
-
 _CLASSES = 10
 _STEPS_OF_DATA = 40
 
@@ -90,16 +89,11 @@ def create_all_reduce(task: Mapping[str, Any]) -> Callable[[int, int], dict]:
     return reduce
 
 
-class Ends(keras.callbacks.Callback):
-    """Notes in `times` when each call of the training function has ended."""
-
-    def __init__(self):
-        super().__init__()
-        self.times: list[float] = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Notes the time."""
-        self.times.append(time.perf_counter())
+def note_ends(ends: list[float], clock=time.perf_counter) -> keras.callbacks.Callback:
+    """Returns a callback that notes when each call of the training function has ended."""
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs=None: ends.append(clock())
+    )
 
 
 class Trained:
@@ -146,17 +140,16 @@ class Trained:
         data = self._data[key]
         if input_only:
             return {"ends": self._draw(data)}
-        ends, began = Ends(), time.perf_counter()
+        ends, began = [], time.perf_counter()
         self._model(steps_per_execution).fit(
             data,
             epochs=1,
             shuffle=False,
             verbose=0,
-            callbacks=[*self.create_callbacks(data, **more), ends],
+            callbacks=[*self.create_callbacks(data, **more), note_ends(ends)],
         )
         verified = getattr(self.strategy, "seconds_verified", 0.0)
-        first = ends.times[0] - began - verified
-        return {"ends": ends.times, "verified": verified, "first": first}
+        return {"ends": ends, "verified": verified, "first": ends[0] - began - verified}
 
     def create_dataset(self, batch_size: int, steps: int, **more) -> tf.data.Dataset:
         """Creates the pipeline of a block; `batch_size` is of one replica."""
