@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from tfmulti.bench import setups, transports
+from benchmarks.kinds import ONE_REPLICA, PLAIN
+from benchmarks.peers import TRAINED
+from benchmarks.socket_copy import floor_seconds
+from tfmulti.bench.report import FLOAT_BYTES
 from tfmulti.bench.results import OK
-from tfmulti.bench.statistics import Summary
+from tfmulti.bench.setups import CONTROL, ONE_WORKER
 
 _PARTS = ("input", "compute", "reduction", "host")
 _COLOURS = {"input": "#8c6bb1", "compute": "#4292c6", "reduction": "#ef6548", "host": "#bdbdbd"}
-_FLOAT_BYTES = 4
-_NOT_SCALING = (setups.PLAIN, setups.ONE_REPLICA, setups.ONE_WORKER)
+_BARS = {"tfmulti": "#4292c6", "control: no communication": "#969696", "peers": "#e6550d"}
+_FAMILIES = {CONTROL.name: "control: no communication"} | {kind.name: "peers" for kind in TRAINED}
+_NOT_SCALING = {kind.name for kind in (PLAIN, ONE_REPLICA, ONE_WORKER)}
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
@@ -49,8 +51,7 @@ def _draw_speed_up(axis, name, rows):
     chosen = [row for row in chosen if row["replicas"] > 1 and row["speed_up"]]
     labels = [f"{row['setup']}, {row['steps_per_execution']} a call" for row in chosen]
     values = [row["speed_up"] for row in chosen]
-    colours = ["#4292c6" if row["kind"] in setups.OURS else "#e6550d" for row in chosen]
-    colours = ["#969696" if r["kind"] == setups.CONTROL else c for r, c in zip(chosen, colours)]
+    colours = [_BARS[_FAMILIES.get(row["kind"], "tfmulti")] for row in chosen]
     places = range(len(chosen))
     axis.barh(places, values, color=colours)
     for place, value, row in zip(places, values, chosen):
@@ -65,12 +66,8 @@ def _draw_speed_up(axis, name, rows):
             fontsize=8,
             color="white",
         )
-    handles = [
-        matplotlib.patches.Patch(color="#4292c6", label="tfmulti"),
-        matplotlib.patches.Patch(color="#969696", label="control: no communication"),
-        matplotlib.patches.Patch(color="#e6550d", label="peers"),
-        matplotlib.lines.Line2D([], [], color="black", lw=1.5, label="ideal"),
-    ]
+    handles = [Patch(color=colour, label=label) for label, colour in _BARS.items()]
+    handles.append(Line2D([], [], color="black", lw=1.5, label="ideal"))
     axis.set_yticks(places, labels, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.08)
@@ -106,7 +103,7 @@ def _draw_parts(axis, name, parts):
 
 
 def _draw_reductions(axis, found, per_second):
-    sizes = [floats * _FLOAT_BYTES for floats in found["floats"]]
+    sizes = [floats * FLOAT_BYTES for floats in found["floats"]]
     share = 2 * (found["workers"] - 1) / found["workers"]
 
     def scale(size, seconds):
@@ -119,10 +116,7 @@ def _draw_reductions(axis, found, per_second):
         ]
         axis.plot(sizes, values, marker="o", label=name)
     if found["socket_copy"]:
-        copy = Summary(**found["socket_copy"][str(transports.SIZES[-1])])
-        floor = [
-            scale(size, transports.floor_seconds(size, found["workers"], copy)) for size in sizes
-        ]
+        floor = [scale(size, floor_seconds(size, found)) for size in sizes]
         axis.plot(sizes, floor, "k--", label="floor: S/B x 2(n-1)/n, B of a socket copy")
     axis.set_xscale("log")
     axis.set_yscale("log")

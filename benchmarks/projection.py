@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.kinds import WORKERS
+from tfmulti.bench.report import FLOAT_BYTES
+from tfmulti.bench.results import find
 
 RING, TREE = "ring", "tree"
 NONE, FULL = "none", "full"
@@ -66,20 +71,6 @@ def reduction_seconds(algorithm: str, size: int, workers: int, link: Link) -> fl
     return 2 * levels * link.latency + 2 * size / link.bytes_per_second
 
 
-def project_step(compute: float, reduction: float, overlap: str) -> float:
-    """Returns the seconds of a step.
-
-    Args:
-        compute: Seconds of a step without communication.
-        reduction: Seconds of the all-reduce.
-        overlap: `"none"`: one after the other; `"full"`: both at once, the bound from below.
-
-    >>> project_step(3.0, 2.0, "none"), project_step(3.0, 2.0, "full")
-    (5.0, 3.0)
-    """
-    return max(compute, reduction) if overlap == FULL else compute + reduction
-
-
 def project(
     compute: float, size: int, link: Link, largest: int, measured: Mapping[int, float]
 ) -> dict:
@@ -102,8 +93,9 @@ def project(
     for workers in sorted({*numbers, *(number for number in measured if number > 1)}):
         for algorithm in (RING, TREE):
             reduction = reduction_seconds(algorithm, size, workers, link)
-            for overlap in (NONE, FULL):
-                seconds = project_step(compute, reduction, overlap)
+            # One after the other; or both at once, the bound from below.
+            overlaps = {NONE: compute + reduction, FULL: max(compute, reduction)}
+            for overlap, seconds in overlaps.items():
                 kind = {"workers": workers, "algorithm": algorithm, "overlap": overlap}
                 rows.append({**kind, "seconds": seconds, "efficiency": compute / seconds})
                 if workers in measured:
@@ -116,3 +108,38 @@ def project(
         "rows": rows,
         "errors": errors,
     }
+
+
+def project_result(found: Mapping[str, Any], largest: int) -> dict:
+    """Projects each workload of a result over the faster of our transports.
+
+    Args:
+        found: The result.
+        largest: The largest number of workers.
+    """
+    reductions = found["allreduce"] or {"transports": {}}
+    links = {
+        kind: fit_link(
+            {int(size) * FLOAT_BYTES: each["median"] for size, each in sizes.items()},
+            reductions["workers"],
+        )
+        for kind, sizes in reductions["transports"].items()
+        if kind in WORKERS
+    }
+    if not links:
+        return {"missing": "no all-reduce was measured, so latency and bandwidth are not known"}
+    kind = max(links, key=lambda each: links[each].bytes_per_second)
+    projected = {"transport": kind, "workloads": {}}
+    calls, workers = found["config"]["steps_per_execution"], reductions["workers"]
+    for name, workload in found["workloads"].items():
+        rows, size = workload["rows"], workload["gradient_bytes"]
+        compute = find(rows, "control", workers, calls) or find(rows, "one_worker", 1, calls)
+        measured = {
+            row["replicas"]: row["step"]["median"]
+            for row in rows
+            if row is find(rows, kind, row["replicas"], calls)
+        }
+        if compute is not None and size:
+            seconds = compute["step"]["median"]
+            projected["workloads"][name] = project(seconds, size, links[kind], largest, measured)
+    return projected

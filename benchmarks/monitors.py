@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tfmulti.bench import results, setups
+import numpy as np
+
+from tfmulti.bench import setups
 from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job
+from tfmulti.bench.report import TextTable
+from tfmulti.bench.results import describe_machine, step_seconds, summarize
 from tfmulti.bench.setups import Setup
-from tfmulti.bench.statistics import percentile, step_seconds, summarize
-from tfmulti.bench.tables import TextTable
-from tfmulti.runtime import files
 
 # Long enough for the thread that reads the devices to do so, once a second, in every block.
 _BLOCK_S = 3.0
@@ -70,20 +70,18 @@ def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
     Raises:
         JobFailed: Where a configuration does not run.
     """
-    workload = config.workload_names[0]
-    config = dataclasses.replace(config, monitors=False)
-    wanted = {(setups.ONE_WORKER, 1), (setups.RING, config.numbers[-1])}
+    workload, create = config.workload_names[0], "benchmarks.training:Monitored"
     chosen = [
-        setup
-        for setup in setups.create_setups(workload, config)
-        if (setup.kind, setup.replicas) in wanted and setup.scaling == setups.WEAK
+        setups.create_setup(kind.changed(create=create), count, config, workload)
+        for kind, count in ((setups.ONE_WORKER, 1), (setups.RING, config.numbers[-1]))
+        if kind in config.kinds and (kind == setups.ONE_WORKER or count > 1)
     ]
     rows = [row for setup in chosen for row in _measure_setup(workload, setup, config, print_fn)]
     ratios = {
         key: max((row["ratio"] for row in rows if row["by"] == by), default=None)
         for by, key in KEYS.items()
     }
-    return {"machine": results.describe(), "rows": rows, "ratios": ratios}
+    return {"machine": describe_machine(), "rows": rows, "ratios": ratios}
 
 
 def _measure_setup(workload, setup: Setup, config, print_fn) -> list[dict]:
@@ -130,28 +128,20 @@ def describe(rounds: Sequence[Round]) -> dict:
     >>> described["ratio"]
     1.005
     """
-    ratios = sorted(each.ratio for each in rounds)
+    ratios = [each.ratio for each in rounds]
+    p10, p90 = np.percentile(ratios, (10, 90)).tolist()
     noises = [abs(each.noise - 1.0) for each in rounds]
     spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     return {
         "ratio": statistics.median(ratios),
-        "p10": percentile(ratios, 10),
-        "p90": percentile(ratios, 90),
+        "p10": p10,
+        "p90": p90,
         "standard_error": spread,
         "noise": statistics.median(noises),
-        "unmonitored": dataclasses.asdict(summarize([v for r in rounds for v in r.unmonitored])),
-        "monitored": dataclasses.asdict(summarize([v for r in rounds for v in r.monitored])),
+        "unmonitored": summarize([v for r in rounds for v in r.unmonitored]),
+        "monitored": summarize([v for r in rounds for v in r.monitored]),
         "rounds": [dataclasses.asdict(each) for each in rounds],
     }
-
-
-def write(found: dict, config: BenchConfig) -> Path:
-    """Writes `monitors.json` into the bench's folder, and returns its path."""
-    path = Path(config.workdir) / "monitors.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(found, indent=1) + "\n"
-    files.write_atomically(path, lambda temporary: temporary.write_text(text))
-    return path
 
 
 def create_table(found: dict) -> TextTable:
