@@ -4,10 +4,6 @@ import collections
 import contextlib
 import csv
 import gc
-import json
-import os
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from nvml_stand_in import Device, Nvml
 from replicas import create_strategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -93,174 +90,6 @@ def test_psutil_tells_what_the_reader_needs():
         assert time.monotonic() < limit
         readings = reader.read()
     assert 0 <= readings["cpu_percent"] <= 100
-
-
-# GPUs.
-
-
-class NVMLError(Exception):
-    pass
-
-
-class Nvml:
-    """Two GPUs, and a part of one, of which not everything can be read."""
-
-    NVMLError = NVMLError
-    UUIDS = ("GPU-aaaa-1", "GPU-bbbb-2")
-
-    def __init__(self, fails=False):
-        self._fails = fails
-
-    def nvmlInit(self):
-        if self._fails:
-            raise NVMLError("Driver Not Loaded")
-
-    def nvmlShutdown(self):
-        pass
-
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        if uuid != "MIG-cccc-3":
-            raise NVMLError("Not Found")
-        return 7
-
-    def nvmlDeviceGetUUID(self, handle):
-        return self.UUIDS[handle]
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        if handle == 7:
-            raise NVMLError("Not Supported")
-        return types.SimpleNamespace(gpu=50 + handle)
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return types.SimpleNamespace(used=10**9 * (handle + 1), total=10**10)
-
-    def nvmlDeviceGetPowerUsage(self, handle):
-        if handle == 7:
-            raise NVMLError("Not Supported")
-        return 100_000 + 1000 * handle
-
-
-@pytest.mark.parametrize(
-    ("visible", "percents"),
-    [
-        (None, [50, 51]),
-        ("1,0", [51, 50]),
-        ("GPU-bbbb", [51]),
-        ("0,-1,1", [50]),
-        ("5", []),
-        ("", []),
-        ("MIG-cccc-3", [None]),
-        ("MIG-dddd-4", []),
-    ],
-)
-def test_the_gpus_that_cuda_shows_are_read(visible, percents):
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    gpus = hardware.Gpus(Nvml(), environ)
-    readings = gpus.read()
-    assert len(gpus) == len(percents)
-    assert [readings.get(f"gpu_{i}_percent") for i in range(len(percents))] == percents
-
-
-def test_what_a_gpu_cannot_tell_is_left_out():
-    readings = hardware.Gpus(Nvml(), {"CUDA_VISIBLE_DEVICES": "0,MIG-cccc-3"}).read()
-    assert readings == {
-        "gpu_0_percent": 50.0,
-        "gpu_0_memory_gb": 1.0,
-        "gpu_0_memory_percent": 10.0,
-        "gpu_0_watts": pytest.approx(100.0),
-        "gpu_1_memory_gb": 8.0,
-        "gpu_1_memory_percent": 80.0,
-    }
-
-
-# Written for this test: it takes the place of NVIDIA's library under nvidia-ml-py itself.
-LIBRARY = """
-#include <string.h>
-typedef struct { unsigned gpu, memory; } Utilization;
-typedef struct { unsigned long long total, free, used; } Memory;
-static int devices[2];
-int nvmlInitWithFlags(unsigned flags) { return 0; }
-int nvmlShutdown(void) { return 0; }
-const char *nvmlErrorString(int code) { return "Not Supported"; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) { *d = &devices[i]; return 0; }
-int nvmlDeviceGetUUID(void *d, char *text, unsigned size) {
-    strcpy(text, d == &devices[0] ? "GPU-aaaa" : "GPU-bbbb"); return 0; }
-int nvmlDeviceGetUtilizationRates(void *d, Utilization *u) { u->gpu = 97; u->memory = 5; return 0; }
-int nvmlDeviceGetMemoryInfo(void *d, Memory *m) {
-    m->total = 80000000000ull; m->used = 20000000000ull; m->free = m->total - m->used; return 0; }
-int nvmlDeviceGetPowerUsage(void *d, unsigned *milliwatts) {
-    if (d == &devices[1]) return 3; *milliwatts = 321000; return 0; }
-"""
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("GPU-bbbb,0", 2), ("1", 1)])
-def test_nvidias_python_module_over_a_library_in_place_of_nvml(tmp_path, visible, count):
-    pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'tfmulti[monitor]'")
-    (tmp_path / "nvml.c").write_text(LIBRARY)
-    library = tmp_path / "libnvidia-ml.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
-    code = """
-import json
-from tfmulti import hardware
-readers, missing, no_gpu = hardware.find_readers()
-print(json.dumps([readers[-1].read(), missing, no_gpu]))
-readers[-1].close()
-"""
-    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    env.pop("CUDA_VISIBLE_DEVICES", None)
-    env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True
-    )
-    readings, missing, no_gpu = json.loads(done.stdout)
-    assert (missing, no_gpu) == (None, None)
-    assert [readings[f"gpu_{i}_percent"] for i in range(count)] == [97.0] * count
-    assert (readings["gpu_0_memory_gb"], readings["gpu_0_memory_percent"]) == (20.0, 25.0)
-    with_power = [name for name in readings if name.endswith("watts")]
-    assert with_power == {None: ["gpu_0_watts"], "GPU-bbbb,0": ["gpu_1_watts"], "1": []}[visible]
-
-
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="needs a host without NVIDIA's driver")
-def test_nvidias_python_module_without_a_driver():
-    pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'tfmulti[monitor]'")
-    readers, missing, no_gpu = hardware.find_readers()
-    assert [type(reader) for reader in readers] == [hardware.Processor]
-    assert (missing, no_gpu) == (None, "NVML does not start: NVML Shared Library Not Found")
-
-
-@pytest.mark.parametrize(
-    ("have", "readers", "words"),
-    [
-        ({}, [], ["no module named psutil and pynvml", "tfmulti[monitor]"]),
-        ({"psutil": psutil}, [hardware.Processor], ["no module named pynvml", "nvidia-ml-py"]),
-        ({"pynvml": Nvml()}, [hardware.Gpus], ["no module named psutil", "Received: "]),
-    ],
-)
-def test_what_is_missing_is_said_and_the_rest_is_read(have, readers, words):
-    def load(name):
-        if name not in have:
-            raise ImportError(name)
-        return have[name]
-
-    found, missing, _ = hardware.find_readers(load, {})
-    assert [type(reader) for reader in found] == readers
-    assert all(word in missing for word in words)
-
-
-def test_gpus_that_cannot_be_read_have_a_reason():
-    load = {"psutil": psutil, "pynvml": Nvml(fails=True)}.__getitem__
-    assert hardware.find_readers(load, {})[2] == "NVML does not start: Driver Not Loaded"
-    load = {"psutil": psutil, "pynvml": Nvml()}.__getitem__
-    hidden = hardware.find_readers(load, {"CUDA_VISIBLE_DEVICES": ""})
-    assert hidden[2] == "NVML shows this process no GPU"
 
 
 # The thread.
@@ -341,15 +170,16 @@ def test_unequal_work_is_told_from_a_fifth(workers, told):
 
 
 def test_the_logs_get_few_numbers_however_many_gpus_there_are():
-    readings = hardware.Gpus(Nvml(), {}).read() | {"cpu_percent": 50.04}
+    gpus = [Device(percent=50 + i, milliwatts=100_000 + 1000 * i) for i in range(2)]
+    readings = hardware.Gpus(Nvml(*gpus), {}).read() | {"cpu_percent": 50.04}
     assert hardware.summarize(readings) == {
         "cpu_percent": 50.0,
         "gpu_percent": 50.5,
-        "gpu_memory_percent": 20.0,
+        "gpu_memory_percent": 0.0,
         "gpu_watts": 201.0,
     }
     assert hardware.describe(readings) == (
-        "CPU 50%; GPU 0 50%, 1.0 GB, 100 W; GPU 1 51%, 2.0 GB, 101 W"
+        "CPU 50%; GPU 0 50%, 0.0 GB, 100 W; GPU 1 51%, 0.0 GB, 101 W"
     )
 
 

@@ -7,12 +7,12 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from tfmulti import hardware
 from tfmulti.bench import setups
 from tfmulti.bench.config import count_cores
 from tfmulti.bench.schedule import Block, Series
@@ -44,12 +44,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return [gpu.name for gpu in hardware.read_driver().gpus]
 
 
 def _versions() -> dict[str, str]:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tfmulti.doctor.nvidia import Driver
 from tfmulti.doctor.packages import VersionOf, requirements_of, unmet, version_of
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.doctor.tensorflow_process import Report, run
+from tfmulti.hardware.gpus import Driver
 
 _WHEELS = "tensorflow[and-cuda]"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes
+from tfmulti.doctor.tensorflow_process import in_time
 
 TEST_BYTES = 64_000_000
 """The number of bytes written and read to measure the speed."""
@@ -61,25 +61,16 @@ def _judge_space(place, free) -> Check:
 
 def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
     name = "work folder's speed"
-    outcome: list = []
-
-    def run():
-        try:
-            outcome.append(measure(folder, num_bytes))
-        except OSError as error:
-            outcome.append(error)
-
-    # A network file system may never answer: the exit does not wait for this thread.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
+    try:
+        # A network file system may never answer.
+        seconds = in_time(lambda: measure(folder, num_bytes), timeout_s)
+    except TimeoutError:
         text = f"writing {megabytes(num_bytes)} to {folder} has not ended in {timeout_s:g} s"
         return Check(name, FAILURE, text, "See whether the file system answers; use a local one.")
-    if isinstance(outcome[0], OSError):
-        text = f"{folder}: {outcome[0].strerror or outcome[0]}"
+    except OSError as error:
+        text = f"{folder}: {error.strerror or error}"
         return Check(name, FAILURE, text, "Give another --workdir.")
-    written, read = (num_bytes / seconds for seconds in outcome[0])
+    written, read = (num_bytes / each for each in seconds)
     text = f"{megabytes(written)}/s written to the disk, {megabytes(read)}/s read"
     if written < _SLOW_BYTES_PER_S:
         hint = "Checkpoints will hold training up: use a faster disk, or save less often."

@@ -7,11 +7,10 @@ import os
 from collections.abc import Mapping
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import cluster_settings, disk, gpus, host, links, packages, peers
+from tfmulti.doctor import cluster_settings, disk, gpus, host, packages, peers
 from tfmulti.doctor.cuda import check_cuda
-from tfmulti.doctor.nvidia import read_driver
 from tfmulti.doctor.report import Check
-from tfmulti.doctor.tensorflow_process import ask, check_import, run
+from tfmulti.doctor.tensorflow_process import ask, check_import
 from tfmulti.rendezvous import find_timeout
 from tfmulti.settings import check_settings, setting
 
@@ -85,13 +84,11 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
     cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
     # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
-    driver = read_driver()
+    driver = gpus.ask_driver()
     found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
     cluster_checks += found
     report = ask(config.tensorflow_timeout)
     num_gpus = len(driver.gpus)
-    nvlink = run(["nvidia-smi", "nvlink", "--status"]) if num_gpus else None
-    matrix = run(["nvidia-smi", "topo", "-m"]) if num_gpus else None
     num_workers = cluster.num_workers if cluster else 1
     areas = [
         ("Programs", [*packages.check_packages(), check_import(report)]),
@@ -100,8 +97,8 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
             "CUDA and links",
             [
                 *check_cuda(driver, report),
-                links.check_nvlink(nvlink, num_gpus),
-                links.check_topology(matrix, num_gpus),
+                gpus.check_nvlink(driver.gpus),
+                gpus.check_topology(driver),
             ],
         ),
         ("This host", host.check_host(host.read_host(), num_gpus, num_workers, environ)),

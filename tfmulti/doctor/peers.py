@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.cluster.network import split_address
-from tfmulti.doctor.nvidia import Gpu
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.hardware.gpus import Gpu
 from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.errors import RendezvousError, check_alike, describe_fault, name_worker
 from tfmulti.rendezvous.messages import MessageError, digest_cluster, find_token, read_line
