@@ -12,7 +12,7 @@ from rich.console import Console
 from show_help import show_help
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import __main__, cluster_settings, disk, host, packages, tensorflow_process
+from tfmulti.doctor import __main__, cluster_settings, host, packages, tensorflow_process
 from tfmulti.doctor import report as found_report
 from tfmulti.doctor.examination import DoctorConfig
 from tfmulti.doctor.host import Host
@@ -302,29 +302,29 @@ def test_shared_memory_and_open_files():
 
 
 def test_the_work_folder_is_written_read_and_left_as_it_was(tmp_path):
-    space, speed = disk.check_workdir(tmp_path, num_bytes=4_000_000)
+    space, speed = host.check_workdir(tmp_path, num_bytes=4_000_000)
     assert space.status in ("ok", "warning")
     assert "written to the disk" in speed.detail
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(tmp_path):
-    space, _ = disk.check_workdir(tmp_path / "a" / "b", num_bytes=1000)
+    space, _ = host.check_workdir(tmp_path / "a" / "b", num_bytes=1000)
     assert f"not there yet; {tmp_path}" in space.detail
     assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
-    [found] = disk.check_workdir(tmp_path / "file" / "run")
+    [found] = host.check_workdir(tmp_path / "file" / "run")
     assert (found.status, "is no folder" in found.detail) == ("failure", True)
 
     def full(folder, num_bytes):
         raise OSError(28, "No space left on device")
 
-    found = disk.check_workdir(tmp_path, measure=full)[1]
+    found = host.check_workdir(tmp_path, measure=full)[1]
     assert (found.status, "No space left" in found.detail) == ("failure", True)
-    slow = disk.check_workdir(tmp_path, num_bytes=GB // 1000, measure=lambda *_: (1.0, 1.0))[1]
+    slow = host.check_workdir(tmp_path, num_bytes=GB // 1000, measure=lambda *_: (1.0, 1.0))[1]
     assert slow.status == "warning"
 
 
@@ -332,7 +332,7 @@ def test_a_disk_that_does_not_answer_is_a_failure_in_time(tmp_path):
     import threading
 
     never = threading.Event()
-    found = disk.check_workdir(tmp_path, timeout_s=0.1, measure=lambda *_: never.wait())[1]
+    found = host.check_workdir(tmp_path, timeout_s=0.1, measure=lambda *_: never.wait())[1]
     never.set()
     assert (found.status, "not ended in 0.1 s" in found.detail) == ("failure", True)
 

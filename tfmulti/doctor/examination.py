@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import cluster_settings, disk, gpus, host, packages, peers
+from tfmulti.doctor import cluster_settings, gpus, host, packages, peers
 from tfmulti.doctor.cuda import check_cuda
 from tfmulti.doctor.report import Check
 from tfmulti.doctor.tensorflow_process import ask, check_import
@@ -102,7 +102,7 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
             ],
         ),
         ("This host", host.check_host(host.read_host(), num_gpus, num_workers, environ)),
-        ("Work folder", disk.check_workdir(config.workdir)),
+        ("Work folder", host.check_workdir(config.workdir)),
         ("Cluster", cluster_checks),
         ("Variables", cluster_settings.check_variables(environ, cluster)),
         ("Traps", packages.check_pitfalls(environ, cluster, num_gpus)),
