@@ -1,11 +1,17 @@
-import csv
+"""The speed of training: of steps and examples, the wait for data, and the time left."""
+
+import contextlib
+import time
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from monitored import create_data, create_model
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti.callbacks import Throughput
 
 
 class Clock:
@@ -69,24 +75,52 @@ def test_throughput_of_one_call_is_not_measured():
     assert "examples_per_second" not in history.history
 
 
-def test_the_history_file_has_a_row_for_each_epoch(tmp_path):
-    path = tmp_path / "history.csv"
-    history = fit([tfmulti.callbacks.HistoryFile(path)])
-    with open(path) as file:
-        rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
-    assert [float(row["val_loss"]) for row in rows] == history.history["val_loss"]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["history.csv"]
+def test_the_share_of_the_input_is_known_with_one_step_a_call():
+    for calls, known in ((1, True), (2, False)):
+        strategy = create_strategy(2)
+        data = create_data(strategy)
+        throughput = Throughput(data)
+        model = create_model(strategy, steps_per_execution=calls)
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[throughput]).history
+        assert ("input_share" in history) == known
+        assert history["examples_per_second_per_replica"][-1] == pytest.approx(
+            history["examples_per_second"][-1] / 2, rel=1e-3
+        )
+    assert Throughput().input_share is None
 
 
-def test_the_history_file_is_replaced_not_written_into(tmp_path):
-    path = tmp_path / "history.csv"
-    path.write_text("epoch,loss\n0,9.0\n")
-    callback = tfmulti.callbacks.HistoryFile(path)
-    callback.on_train_begin()
-    callback.on_epoch_begin(0)
-    callback.on_epoch_end(0, {"loss": 1.0})
-    before = path.stat().st_ino
-    callback.on_epoch_end(1, {"loss": 0.5, "new": 2})
-    assert path.stat().st_ino != before
-    assert path.read_text().splitlines() == ["epoch,loss,new", "0,1.0,", "1,0.5,2"]
+def test_a_step_knows_how_long_it_waited():
+    strategy, sleep = create_strategy(1), 0.1
+
+    def wait(x):
+        time.sleep(sleep)
+        return x
+
+    data = create_data(strategy).map(
+        lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), [None, 4]), y)
+    )
+    data.measure_waiting()
+    batches = iter(strategy.experimental_distribute_dataset(data))
+    began, outside = time.perf_counter(), 0.0
+    with contextlib.suppress(StopIteration):
+        while True:
+            left = time.perf_counter()
+            next(batches)
+            outside += max(0.0, time.perf_counter() - left - sleep)
+    total = time.perf_counter() - began
+    assert 4 * sleep - outside - 0.05 < data.seconds_waited <= total
+
+
+def test_the_time_left_counts_what_is_between_epochs():
+    strategy = create_strategy(1)
+    data = create_data(strategy)
+    throughput, left = Throughput(data, clock=Clock()), []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            left.append(throughput.seconds_left)
+
+    model = create_model(strategy)
+    model.fit(data, epochs=3, verbose=0, callbacks=[throughput, Look()])
+    # Each reading is a second later: a step takes one, and so does what follows an epoch.
+    assert left == [8 + 2, 4 + 1, 0.0]
