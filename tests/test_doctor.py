@@ -14,7 +14,7 @@ from show_help import show_help
 from tfmulti.cluster import Cluster
 from tfmulti.doctor import __main__, cluster_settings, host, packages, tensorflow_process
 from tfmulti.doctor import report as found_report
-from tfmulti.doctor.examination import DoctorConfig
+from tfmulti.doctor.__main__ import DoctorConfig
 from tfmulti.doctor.host import Host
 from tfmulti.doctor.report import Check
 from tfmulti.doctor.tensorflow_process import Output, run
@@ -125,7 +125,6 @@ def test_verdicts():
 
     assert verdict("ok", "unknown") == "Ready. (1 ok, 1 not looked at)"
     assert verdict("ok", "warning") == "Ready, with warnings. (1 warning, 1 ok)"
-    assert found_report.worst(["ok", "failure", "warning"]) == "failure"
 
 
 # Programs.
