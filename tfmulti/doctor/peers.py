@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import random
@@ -22,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.cluster.network import split_address
+from tfmulti.doctor.packages import version_of
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
 from tfmulti.hardware.gpus import Gpu
 from tfmulti.rendezvous.client import Client
@@ -52,11 +52,7 @@ def describe_worker(
     """Returns the description of this worker for the others: settings that must agree, and more."""
     notes: dict = {"cluster": {kind: list(each) for kind, each in cluster.spec.items()}}
     notes["python"] = ".".join(platform.python_version_tuple()[:2])
-    for name in _ALIKE:
-        try:
-            notes[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            notes[name] = "not installed"
+    notes |= {name: version_of(name) or "not installed" for name in _ALIKE}
     notes["KERAS_BACKEND"] = environ.get("KERAS_BACKEND", "tensorflow")
     return {**notes, "host": socket.gethostname(), "gpus": [gpu.name for gpu in gpus]}
 
@@ -127,7 +123,7 @@ class _Visitor:
             try:
                 await asyncio.wait_for(self._measure(found, reader, writer), MEASURING_S)
             except asyncio.TimeoutError:
-                found.fault = "no turn came to measure its speed"
+                found.fault = "its speed could not be measured in time"
             except (OSError, EOFError, MessageError, ValueError) as error:
                 found.fault = f"while its speed was measured: {describe_fault(error)}"
 

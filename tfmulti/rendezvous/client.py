@@ -43,12 +43,8 @@ class Client:
         host: int = 0,
         talk: Talk | None = None,
     ):
-        self.cluster, self.settings, self.token, self.timeout_s = (
-            cluster,
-            settings,
-            token,
-            timeout_s,
-        )
+        self.cluster, self.settings = cluster, settings
+        self.token, self.timeout_s = token, timeout_s
         self._host, self._talk = host, talk
         self.fault: Exception | None = None
         self._instance = secrets.token_hex(16)

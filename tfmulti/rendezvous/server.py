@@ -141,12 +141,8 @@ class Server:
         talk: Talk | None = None,
         goodbye_s: float = _GOODBYE_S,
     ):
-        self.cluster, self.settings, self.token, self.timeout_s = (
-            cluster,
-            settings,
-            token,
-            timeout_s,
-        )
+        self.cluster, self.settings = cluster, settings
+        self.token, self.timeout_s = token, timeout_s
         self._talk, self._goodbye_s = talk or _wait_for_end, goodbye_s
         self._changed = asyncio.Event()
         self._refused: set[int] = set()
