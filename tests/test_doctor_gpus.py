@@ -1,6 +1,7 @@
 """What the doctor says of GPUs, of those that others have published (nvml_stand_in.py)."""
 
 import dataclasses
+import sys
 import threading
 
 import pytest
@@ -68,6 +69,12 @@ def test_a_driver_that_does_not_answer_says_so():
     found = gpus.ask_driver(never.wait, 0.1)
     never.set()
     assert (found.gpus, found.fault) == ((), "no answer in 0.1 s")
+
+
+def test_an_environment_without_nvidias_module_is_examined_all_the_same(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = gpus.ask_driver()
+    assert (found.gpus, "pynvml" in found.fault) == ((), True)
 
 
 @pytest.mark.parametrize(

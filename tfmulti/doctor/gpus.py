@@ -27,10 +27,10 @@ _PATHS = {
 
 
 def ask_driver(read=read_driver, timeout_s: float = TIMEOUT_S) -> Driver:
-    """Returns the driver and its GPUs; a driver that does not answer has that as its fault."""
+    """Returns the driver and its GPUs; one that cannot be asked has the reason as its fault."""
     try:
         return in_time(read, timeout_s)
-    except TimeoutError as error:
+    except (TimeoutError, ImportError) as error:
         return Driver(fault=str(error), on_bus=count_on_bus())
 
 

@@ -82,7 +82,10 @@ def find_readers(
             "Processor and memory are read by psutil. Received: no module named psutil. "
             "pip install 'tfmulti[monitor]'"
         )
-    gpus, no_gpu = _open_gpus(nvml or load_nvml(), environ)
+    try:
+        gpus, no_gpu = _open_gpus(nvml or load_nvml(), environ)
+    except ImportError as error:
+        gpus, no_gpu = None, f"{error}: pip install nvidia-ml-py"
     return readers + ([] if gpus is None else [gpus]), missing, no_gpu
 
 
