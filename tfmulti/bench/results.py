@@ -6,9 +6,7 @@ import dataclasses
 import os
 import platform
 import re
-import shutil
 import statistics
-import subprocess
 import textwrap
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tfmulti import hardware
 from tfmulti.bench.setups import CONTROL, WEAK, Setup
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "torch", "mpi4py", "impi-rt", "mpich", "openmpi")
@@ -32,16 +31,12 @@ def describe_machine() -> dict:
     information = Path("/proc/cpuinfo")
     text = information.read_text() if information.exists() else ""
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    query, gpus = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], []
-    if shutil.which(query[0]):
-        done = subprocess.run(query, capture_output=True, text=True)
-        gpus = done.stdout.splitlines() if done.returncode == 0 else []
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": model[1] if model else platform.processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "gpus": gpus,
+        "gpus": [gpu.name for gpu in hardware.read_driver().gpus],
         "load": os.getloadavg()[0],
         "versions": versions,
     }
