@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 _INCLUDE = re.compile(r"<!-- include: (\w+\.md) -->")
-_FLAGS = re.compile(r"<!-- flags: (tfmulti\.\w+) -->")
+_FLAGS = re.compile(r"<!-- flags: ([\w.]+) -->")
 _REPLACED = "<!-- replaced -->"
 _FLAG = re.compile(r"^  --(\w+): (.*?)\n      default: (.*?)$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?!docs/)[\w./-]+)\)")

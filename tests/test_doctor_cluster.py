@@ -1,5 +1,6 @@
 """The doctor and a cluster: its description, its addresses, and visits among real processes."""
 
+import asyncio
 import json
 import socket
 import sys
@@ -10,9 +11,10 @@ import pytest
 
 from tfmulti.cluster import Cluster, environment
 from tfmulti.doctor import cluster_settings, peers
-from tfmulti.doctor.peer_listener import Listener, Round
-from tfmulti.doctor.peer_visit import Visit, Visitor
+from tfmulti.doctor.peers import Visit
+from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.messages import find_token
+from tfmulti.rendezvous.server import Server
 from tfmulti.runtime import processes
 
 QUICK = {"timeout_s": 20.0}
@@ -107,11 +109,12 @@ def visit_together(clusters, notes=None, environs=None, **settings):
     def run(index, cluster):
         said = notes[index] if notes else peers.describe_worker(cluster, [], {})
         environ = (environs or [{}] * len(clusters))[index]
-        visits, listener = peers.visit_all(cluster, said, environ=environ, **settings)
-        found[index] = ({visit.index: visit for visit in visits}, listener)
+        seen = peers.visit_all(cluster, said, environ=environ, **settings)
+        found[index] = ({visit.index: visit for visit in seen.visits}, seen)
 
     threads = [
-        threading.Thread(target=run, args=(index, cluster)) for index, cluster in clusters.items()
+        threading.Thread(target=run, args=(index, cluster), name=f"visits of {index}")
+        for index, cluster in clusters.items()
     ]
     for thread in threads:
         thread.start()
@@ -124,16 +127,16 @@ def test_three_workers_visit_one_another():
     ports = processes.free_ports(3)
     clusters = {index: cluster_of(3, index, ports) for index in range(3)}
     found = visit_together(clusters, **QUICK)
-    for index, (visits, listener) in found.items():
+    for index, (visits, seen) in found.items():
         others = {0, 1, 2} - {index}
-        assert set(visits) == listener.came == listener.left == others
-        assert not listener.twice
+        assert set(visits) == seen.came == others
+        assert not seen.twice
         for visit in visits.values():
             assert visit.fault == ""
             assert 0 < visit.round_trip_s < 1
             assert abs(visit.ahead_s) < 1
             assert visit.bytes_per_s > 1e6
-            assert visit.notes["alike"]["cluster"] == {"worker": list(clusters[0].spec["worker"])}
+            assert visit.notes["cluster"] == {"worker": list(clusters[0].spec["worker"])}
     # The ports are free again.
     for port in ports:
         socket.create_server(("127.0.0.1", port)).close()
@@ -143,14 +146,14 @@ def test_a_worker_that_does_not_come_is_named():
     ports = processes.free_ports(3)
     clusters = {index: cluster_of(3, index, ports) for index in range(2)}
     began = time.monotonic()
-    found = visit_together(clusters, timeout_s=4.0)
+    found = visit_together(clusters, timeout_s=2.0)
     assert time.monotonic() - began < 20
-    visits, listener = found[0]
-    missing = peers.judge_visit(clusters[0], visits[2], listener.came, 4.0)
+    visits, seen = found[0]
+    missing = peers.judge_visit(clusters[0], visits[2], seen.came, 2.0)
     assert missing.status == "failure"
     assert missing.name == f"worker 2 at 127.0.0.1:{ports[2]}"
-    assert "did not answer within 4 s: connection refused" in missing.detail
-    there = peers.judge_visit(clusters[0], visits[1], listener.came, 4.0)
+    assert "did not answer within 2 s: connection refused" in missing.detail
+    there = peers.judge_visit(clusters[0], visits[1], seen.came, 2.0)
     assert there.status == "ok"
 
 
@@ -158,8 +161,8 @@ def test_a_worker_that_does_not_come_is_named():
 def test_a_name_that_is_not_found_is_told_by_its_cause():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "nobody.invalid:12345"]}
     cluster = Cluster(spec, "worker", 0)
-    visits, listener = visit_together({0: cluster}, timeout_s=5.0)[0]
-    missing = peers.judge_visit(cluster, visits[1], listener.came, 5.0)
+    visits, seen = visit_together({0: cluster}, timeout_s=5.0)[0]
+    missing = peers.judge_visit(cluster, visits[1], seen.came, 5.0)
     assert missing.status == "failure"
     assert missing.detail.startswith("its name is not found here: ")
     assert "unknown error" not in missing.detail
@@ -168,9 +171,9 @@ def test_a_name_that_is_not_found_is_told_by_its_cause():
 def test_another_program_on_the_port_is_no_worker():
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster = cluster_of(2, 0, [processes.free_ports(1)[0], server.getsockname()[1]])
-        visits, listener = visit_together({0: cluster}, timeout_s=1.0)[0]
+        visits, seen = visit_together({0: cluster}, timeout_s=1.0)[0]
     assert visits[1].notes is None
-    assert peers.judge_visit(cluster, visits[1], listener.came, 1.0).status == "failure"
+    assert peers.judge_visit(cluster, visits[1], seen.came, 1.0).status == "failure"
 
 
 def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
@@ -180,13 +183,13 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
     began = time.monotonic()
     found = visit_together(clusters, environs=tokens, **QUICK)
     assert time.monotonic() - began < 10
-    for index, (visits, listener) in found.items():
-        check = peers.judge_visit(clusters[index], visits[1 - index], listener.came, 20.0)
+    for index, (visits, seen) in found.items():
+        check = peers.judge_visit(clusters[index], visits[1 - index], seen.came, 20.0)
         assert check.status == "failure"
         assert "TFMULTI_TOKEN" in check.detail
     clusters[1] = cluster_of(3, 1, ports)
     visits, _ = visit_together({**clusters}, timeout_s=2.0)[0]
-    assert "another cluster" in visits[1].fault
+    assert "must have the same cluster" in visits[1].fault
 
 
 def test_two_workers_with_the_same_task_are_told():
@@ -212,44 +215,83 @@ def test_two_workers_with_the_same_task_are_told():
     assert any("in use" in text for text in texts)
 
 
-def test_a_second_worker_with_the_same_task_is_noticed_where_it_comes():
-    cluster = cluster_of(2, 0)
-    twin = Cluster(cluster.spec, "worker", 1)
-    token = find_token(cluster, "secret")
-
-    def round_of(seen_from, name="measure"):
-        return Round(name, seen_from, token, time.monotonic() + 20.0)
-
-    with Listener(round_of(cluster), {}) as listener:
-        for _ in range(2):
-            found = Visit(0)
-            Visitor(round_of(twin)).visit(found)
-            assert found.notes == {}
-            assert found.bytes_per_s is None
-    assert listener.twice == {1: {"127.0.0.1"}}
+def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
+    cluster = cluster_of(3, 0)
+    # The third worker has the task of the second, and an address of its own, as on another host.
+    elsewhere = cluster_of(1).spec["worker"][0]
+    addresses = cluster.spec["worker"]
+    wrong = Cluster({"worker": [addresses[0], elsewhere, addresses[2]]}, "worker", 1)
+    right = Cluster(cluster.spec, "worker", 1)
+    token = {environment.TOKEN: "secret"}
+    found = visit_together({0: cluster, 1: right, 2: wrong}, environs=[token] * 3, timeout_s=2.0)
+    for index in range(3):
+        assert found[index][1].twice == {1: {"127.0.0.1"}}
+    [check] = peers.judge_twice(cluster, found[0][1].twice)
+    assert (check.status, "worker 1 at" in check.detail) == ("failure", True)
 
 
-def test_who_is_a_round_ahead_is_received_when_the_others_are_there_too():
-    cluster = cluster_of(2, 0)
-    token = find_token(cluster, "secret")
-    ahead = Round("leave", Cluster(cluster.spec, "worker", 1), token, time.monotonic() + 20.0)
-    found = Visit(0)
-    visit = threading.Thread(target=Visitor(ahead).visit, args=(found,))
-    with Listener(Round("measure", cluster, token, time.monotonic() + 20.0), {}) as first:
-        visit.start()
-        until = time.monotonic() + 20.0
-        while not found.fault and time.monotonic() < until:
-            time.sleep(0.01)
-    assert found.fault
-    assert not first.came | first.left
-    with Listener(Round("leave", cluster, token, time.monotonic() + 20.0), {}) as second:
-        visit.join()
-    assert (second.left, found.notes) == ({1}, {})
+def test_two_who_cannot_reach_each_other_are_told_although_both_reach_the_first(monkeypatch):
+    ports = processes.free_ports(3)
+    clusters = {index: cluster_of(3, index, ports) for index in range(3)}
+    opened = asyncio.open_connection
+
+    async def open_connection(host, port, **settings):
+        # Nobody comes through to worker 2 but the first.
+        if port == ports[2] and threading.current_thread().name == "visits of 1":
+            raise ConnectionRefusedError(111, "Connection refused")
+        return await opened(host, port, **settings)
+
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    found = visit_together(clusters, timeout_s=2.0)
+
+    def judge(index, other):
+        visits, seen = found[index]
+        return peers.judge_visit(clusters[index], visits[other], seen.came, 2.0)
+
+    assert judge(0, 1).status == judge(0, 2).status == judge(1, 0).status == "ok"
+    assert "did not answer within 2 s: connection refused; yet it came" in judge(1, 2).detail
+    assert "but it has not come to this worker" in judge(2, 1).detail
+
+
+def test_who_leaves_early_is_received_when_the_others_leave_too():
+    """The first worker still measures while the second is ready to leave."""
+    ports = processes.free_ports(2)
+    first, second = (cluster_of(2, index, ports) for index in range(2))
+    talks, left = threading.Event(), []
+
+    async def talk(reader, writer):
+        talks.set()
+        await reader.read(1)
+
+    token = find_token(first, "secret")
+    environ = {environment.TOKEN: "secret"}
+    leaving = [
+        threading.Thread(
+            target=lambda cluster=cluster: left.append(peers.leave_together(cluster, 20.0, environ))
+        )
+        for cluster in (first, second)
+    ]
+
+    async def stay():
+        async def go(reader, writer):
+            leaving[1].start()
+            await asyncio.sleep(0.5)
+
+        server = Server(first, {}, token, 20.0, talk, 20.0)
+        await asyncio.gather(server.serve(), Client(second, {}, token, 20.0, 0, go).join())
+
+    asyncio.run(stay())
+    assert talks.is_set() and leaving[1].is_alive() and not left
+    leaving[0].start()
+    began = time.monotonic()
+    for thread in leaving:
+        thread.join()
+    assert len(left) == 2 and time.monotonic() - began < 10
 
 
 def test_slow_far_and_lost_ways_are_judged():
     cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
-    notes = {"host": "h", "gpus": [], "alike": {}}
+    notes = {"host": "h", "gpus": []}
 
     def judge(came=frozenset({1}), **facts):
         usual = {"notes": notes, "round_trip_s": 1e-4, "ahead_s": 0.0, "bytes_per_s": 1e9}
@@ -258,7 +300,9 @@ def test_slow_far_and_lost_ways_are_judged():
     assert judge().status == "ok"
     assert "round trip 0.10 ms, 1.0 GB/s to it" in judge().detail
     assert judge(bytes_per_s=1e7).status == judge(round_trip_s=0.02).status == "warning"
-    assert judge(bytes_per_s=None, fault="no turn came to measure its speed").status == "warning"
+    assert (
+        judge(bytes_per_s=None, fault="its speed could not be measured in time").status == "warning"
+    )
     assert "firewall" in judge(came=()).hint
     assert judge(came=()).status == "failure"
     assert "yet it came to this worker" in judge(notes=None, fault="no answer").detail
@@ -280,7 +324,7 @@ def test_versions_and_gpus_of_the_workers_are_compared():
     mine = peers.describe_worker(cluster, [], {})
     versions, gpus = peers.compare(cluster, {1: mine}, mine)
     assert versions.status == gpus.status == "ok"
-    theirs = {**mine, "gpus": ["Tesla T4"], "alike": {**mine["alike"], "tensorflow": "2.20.0"}}
+    theirs = {**mine, "gpus": ["Tesla T4"], "tensorflow": "2.20.0"}
     versions, gpus = peers.compare(cluster, {1: theirs}, mine)
     assert (versions.status, gpus.status) == ("failure", "warning")
     assert 'tensorflow is "2.21' in versions.detail

@@ -1,31 +1,29 @@
-"""What the doctor says of GPUs, on output that others have published (nvidia_samples/README.md)."""
+"""What the doctor says of GPUs, of those that others have published (nvml_stand_in.py)."""
 
-from pathlib import Path
+import dataclasses
+import sys
+import threading
 
 import pytest
+from nvml_stand_in import A100, RTX_5060_TI, V100, Nvml, a100
 from packaging.requirements import Requirement
 
-from tfmulti.doctor import cuda, gpus, links, nvidia
-from tfmulti.doctor.nvidia import Driver, Gpu
+from tfmulti.doctor import cuda, gpus
 from tfmulti.doctor.tensorflow_process import Output, Report
+from tfmulti.hardware.gpus import Driver, Gpu, read_driver
 
-SAMPLES = Path(__file__).parent / "nvidia_samples"
 WHEELS = [
     Requirement("nvidia-cuda-runtime-cu12<13.0,>=12.5.82"),
     Requirement("nvidia-cudnn-cu12<10.0,>=9.3.0.75"),
     Requirement("nvidia-nccl-cu12<3.0,>=2.27.7"),
 ]
 BUILD = {"cuda_version": "12.5.1", "cudnn_version": "9", "is_cuda_build": "True"}
-T4, A100 = "Tesla T4", "NVIDIA A100-SXM4-80GB"
+T4 = "Tesla T4"
 
 
 @pytest.fixture(autouse=True)
 def fresh_keras():
     """Instead of the one for tests with Keras: nothing here imports it."""
-
-
-def sample(name):
-    return (SAMPLES / name).read_text()
 
 
 def report(num_gpus, words="", **build):
@@ -41,50 +39,8 @@ def pair(**facts):
     return [Gpu(index, T4, memory_mib=15360, used_mib=3, **facts) for index in range(2)]
 
 
-def test_every_sample_is_read_and_has_its_source():
-    files = {path.name for path in SAMPLES.iterdir()} - {"README.md"}
-    lines = [line for line in sample("README.md").splitlines() if "https://" in line]
-    assert files == {line.split("`")[1] for line in lines}
-
-
-@pytest.mark.parametrize(
-    ("name", "versions"),
-    [
-        ("summary_rtx_3060.txt", ("580.95.05", "13.0")),
-        ("summary_rtx_5090.txt", ("610.57.04", "13.3")),
-    ],
-)
-def test_the_driver_and_its_cuda(name, versions):
-    assert nvidia.parse_header(sample(name)) == versions
-
-
-def test_a_query_of_all_fields():
-    assert nvidia.parse_gpus(sample("query_rtx_2080_super.csv")) == [
-        Gpu(
-            index=0,
-            name="NVIDIA GeForce RTX 2080 SUPER",
-            uuid="GPU-df6e7a7c-7314-46f8-abc4-b88b36dcf3aa",
-            memory_mib=8192,
-            used_mib=876,
-            gen=3,
-            gen_max=3,
-            width=16,
-            width_max=16,
-            compute_mode="Default",
-            mig=None,
-        )
-    ]
-
-
-def test_a_query_of_some_fields():
-    found = nvidia.parse_gpus(sample("query_pcie_rtx_5060_ti.csv"))
-    assert [(gpu.index, gpu.gen, gpu.gen_max, gpu.width, gpu.width_max) for gpu in found] == [
-        (0, 1, 3, 4, 16),
-        (1, 1, 3, 4, 16),
-    ]
-    assert [gpu.memory_mib for gpu in found] == [None, None]
-    assert [gpu.mig for gpu in nvidia.parse_gpus(sample("query_mig_a100.csv"))] == ["Disabled"] * 2
-    check = gpus.check_pcie(found)
+def test_few_lanes_warn():
+    check = gpus.check_pcie(read_driver(Nvml(RTX_5060_TI, RTX_5060_TI)).gpus)
     assert check.status == "warning"
     assert "GPU 1: generation 1 of 3, 4 of 16 lanes" in check.detail
 
@@ -95,44 +51,30 @@ def test_a_generation_that_is_low_while_idle_is_no_fault():
     assert "idle" in check.detail
 
 
-def test_the_driver_is_asked_for_less_where_it_does_not_know_a_field(tmp_path):
-    asked = []
-
-    def ask(command):
-        asked.append(command)
-        if len(command) == 1:
-            return Output(sample("summary_rtx_3060.txt"), "", 0)
-        if "mig.mode.current" in command[1]:
-            fault = 'Field "mig.mode.current" is not a valid field to query.'
-            return Output(fault, "", 2, fault)
-        return Output(sample("query_rtx_2080_super.csv"), "", 0)
-
-    found = nvidia.read_driver(ask, tmp_path)
-    assert (len(found.gpus), found.cuda, found.fault, len(asked)) == (1, "13.0", "", 3)
-
-
-def test_no_driver_and_no_gpu_is_unknown_and_a_gpu_without_a_driver_is_not(tmp_path):
-    def ask(command):
-        return Output(fault=f"there is no program {command[0]}")
-
-    assert gpus.check_driver(nvidia.read_driver(ask, tmp_path)).status == "unknown"
-    device = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x10de\n")
-    (device / "class").write_text("0x030200\n")
-    check = gpus.check_driver(nvidia.read_driver(ask, tmp_path))
+def test_no_driver_and_no_gpu_is_unknown_and_a_gpu_without_a_driver_is_not():
+    absent = Driver(fault="NVML Shared Library Not Found", is_absent=True)
+    assert gpus.check_driver(absent).status == "unknown"
+    check = gpus.check_driver(dataclasses.replace(absent, on_bus=1))
     assert check.status == "warning"
     assert "1 NVIDIA GPU on the PCI bus" in check.detail
 
 
-def test_a_driver_that_does_not_answer_says_so(tmp_path):
+def test_a_driver_that_does_not_answer_says_so():
     # https://github.com/lyulyul/shine-cluster/issues/30
-    fault = "Failed to initialize NVML: Driver/library version mismatch"
-    found = nvidia.read_driver(lambda command: Output("", "", 18, fault), tmp_path)
-    check = gpus.check_driver(found)
+    check = gpus.check_driver(Driver(fault="Driver/library version mismatch"))
     assert check.status == "warning"
-    assert fault in check.detail
+    assert "the driver: Driver/library version mismatch" in check.detail
     assert "restart" in check.hint
+    never = threading.Event()
+    found = gpus.ask_driver(never.wait, 0.1)
+    never.set()
+    assert (found.gpus, found.fault) == ((), "no answer in 0.1 s")
+
+
+def test_an_environment_without_nvidias_module_is_examined_all_the_same(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = gpus.ask_driver()
+    assert (found.gpus, "pynvml" in found.fault) == ((), True)
 
 
 @pytest.mark.parametrize(
@@ -202,45 +144,36 @@ def test_gpus_in_use_divided_or_for_one_process_warn():
     used = [Gpu(0, T4, memory_mib=15360, used_mib=14000)]
     assert gpus.check_free(used).detail == "GPU 0: 14000 of 15360 MiB used"
     assert gpus.check_free([Gpu(0, T4)]).status == "unknown"
-    assert gpus.check_modes(pair(compute_mode="Default", mig="Disabled")).status == "ok"
-    for facts in ({"compute_mode": "Exclusive_Process"}, {"mig": "Enabled"}):
+    assert gpus.check_modes(pair(compute_mode="Default", is_divided=False)).status == "ok"
+    for facts in ({"compute_mode": "Exclusive_Process"}, {"is_divided": True}):
         assert gpus.check_modes(pair(**{"compute_mode": "Default", **facts})).status == "warning"
     assert gpus.check_modes(pair()).status == gpus.check_modes([]).status == "unknown"
 
 
 def test_nvlink():
-    text = sample("nvlink_a100.txt")
-    assert links.parse_nvlink(text) == {0: [25.0] * 12, 1: [25.0] * 12}
-    check = links.check_nvlink(Output(text, "", 0), 2)
+    check = gpus.check_nvlink(read_driver(Nvml(a100(1), a100(0))).gpus)
     assert check.status == "ok"
     assert "GPU 1: 12 of 12 links, 300 GB/s" in check.detail
-    lame = sample("nvlink_v100.txt")
-    assert links.parse_nvlink(lame) == {3: [25.781, 25.781, 25.781, None, 25.781, None]}
-    check = links.check_nvlink(Output(text + lame, "", 0), 3)
+    check = gpus.check_nvlink(read_driver(Nvml(a100(1), a100(0), V100)).gpus)
     assert check.status == "warning"
-    assert "GPU 3: 4 of 6 links" in check.detail
-    assert links.check_nvlink(Output("", "", 0), 2).status == "unknown"
-    assert links.check_nvlink(None, 0).status == "unknown"
+    assert "GPU 2: 4 of 6 links, 103.124 GB/s" in check.detail
+    unknown = gpus.check_nvlink([Gpu(0, T4, nvlinks=(None, 0.0))])
+    assert (unknown.status, unknown.detail) == ("ok", "GPU 0: 1 of 2 links")
+    assert "over PCIe" in gpus.check_nvlink(pair()).detail
+    assert gpus.check_nvlink([]).status == "unknown"
 
 
-@pytest.mark.parametrize(
-    ("name", "num_gpus", "paths", "status"),
-    [
-        ("topology_titan_x.txt", 4, {(0, 1): "PHB", (0, 2): "SYS", (2, 3): "PHB"}, "warning"),
-        ("topology_two_nvlink.txt", 2, {(0, 1): "NV3"}, "ok"),
-        ("topology_h100.txt", 8, {(0, 7): "NV18", (3, 4): "NV18"}, "ok"),
-    ],
-)
-def test_topology(name, num_gpus, paths, status):
-    # On a terminal nvidia-smi underlines the first line.
-    for text in (sample(name), f"\x1b[4m{sample(name)}".replace("\n", "\x1b[0m\n", 1)):
-        found = links.parse_topology(text)
-        assert len(found) == num_gpus * (num_gpus - 1) // 2
-        assert paths.items() <= found.items()
-        check = links.check_topology(Output(text, "", 0), num_gpus)
-        assert check.status == status
-    if status == "warning":
-        assert "CUDA_VISIBLE_DEVICES=0,1" in check.hint
+def test_topology():
+    far = {(i, j): "SYS" for i in (0, 1) for j in (2, 3)} | {(0, 1): "PHB", (2, 3): "PHB"}
+    check = gpus.check_topology(driver(*pair(), *pair(), paths=far))
+    assert check.status == "warning"
+    assert "4 pairs over the link between processors (SYS)" in check.detail
+    assert "CUDA_VISIBLE_DEVICES=0,1" in check.hint
+    near = gpus.check_topology(driver(*pair(), paths={(0, 1): "NV18"}))
+    assert (near.status, near.detail) == ("ok", "1 pair over 18 NVLinks")
+    assert gpus.check_topology(driver(*pair())).status == "unknown"
+    assert gpus.check_topology(driver(pair()[0])).detail == "one GPU"
+    assert gpus.check_topology(driver()).status == "unknown"
 
 
 @pytest.mark.parametrize(

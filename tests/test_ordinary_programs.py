@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 
 import keras
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 import tensorflow as tf
 from keras import ops
 from replicas import create_strategy
+
+import tfmulti
+from tfmulti.verification import quiet
 
 NUM_ROWS, BATCH_SIZE = 21, 8  # The last batch has five rows.
 LENGTHS = [1 + i % 5 for i in range(NUM_ROWS)]
@@ -315,3 +319,109 @@ def test_one_strategy_after_another_draws_without_a_seed():
         model = compiled(create_strategy(num_replicas, verify="never"), layers, "mse")
         with model.distribute_strategy.scope():
             model.fit(rows(0, 4), rows(1, 1), BATCH_SIZE, verbose=0)
+
+
+class MixedOver(keras.Model):
+    """Mixup of each row with another one of the global batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        x, y = tfmulti.local_rows([self.mixed(part) for part in tfmulti.gather_batch((x, y))])
+        return super().train_step((x, y))
+
+    def mixed(self, whole):
+        seed = tf.stack([7, tf.cast(self.optimizer.iterations, tf.int32)])
+        order = tf.random.experimental.stateless_shuffle(tf.range(tf.shape(whole)[0]), seed)
+        return 0.7 * whole + 0.3 * tf.gather(whole, order)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_rows_that_are_mixed_over_the_global_batch(num_replicas):
+    def run(strategy):
+        model = compiled(strategy, MixedOver, "mse")
+        # The last batch has one row.
+        data = tf.data.Dataset.from_tensor_slices((rows(0, 4), rows(1, 1))).batch(10)
+        return results(model, model.fit(data, epochs=2, verbose=0))
+
+    assert_same(run, num_replicas)
+
+
+class Counting(keras.Model):
+    """Updates at every second step, counted in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.steps = keras.layers.Dense(1), 0
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        self.steps += 1
+        if self.steps % 2 == 0:
+            return super().train_step(data)
+        return {"loss": self.compute_loss(y=data[1], y_pred=self(data[0], training=True))}
+
+
+def test_a_counter_in_python_is_refused_in_a_step_that_runs_eagerly():
+    strategy = create_strategy(2)
+    model = compiled(strategy, Counting, "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="the attribute steps of Counting.*iterations"):
+        model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)
+    assert model.steps == 0
+
+
+def test_stock_augmentation_does_not_shuffle_rows(recwarn):
+    strategy = create_strategy(2, verify="always")
+    with strategy.scope():
+        layers = [keras.layers.RandAugment((0, 1)), keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((8, 8, 3)), *layers])
+        model.compile("sgd", "mse")
+    model.fit(batches(rows(0, 8, 8, 3), rows(1, 1)), verbose=0)
+    assert not [w for w in recwarn if "shuffles rows" in str(w.message)]
+
+
+def test_an_activity_regularizer_is_told_to_sum():
+    strategy = create_strategy(2)
+    with strategy.scope():
+        layer = keras.layers.Dense(2, activity_regularizer=lambda x: 0.1 * ops.mean(ops.abs(x)))
+        model = keras.Sequential([keras.Input((4,)), layer])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="activity regularizer returns by the number of rows"):
+        model.fit(batches(rows(0, 4), rows(1, 2)), verbose=0)
+
+
+def test_replicas_that_do_not_do_the_same_are_told_of():
+    model = compiled(create_strategy(2), Counting, "mse")
+    with pytest.raises(RuntimeError, match="All replicas must do the same.*a counter"):
+        model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)
+
+
+class Centred(MixedOver):
+    def train_step(self, data):
+        return keras.Model.train_step(self, (data[0] - ops.mean(data[0], axis=0), data[1]))
+
+
+def test_verification_leaves_no_warnings_of_tensorflow(caplog):
+    model = compiled(create_strategy(2), Centred, "mse")
+    tf.get_logger().addHandler(caplog.handler)
+    with pytest.raises(ValueError, match="must give one device's result"):
+        model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)
+    tf.get_logger().removeHandler(caplog.handler)
+    assert not caplog.records
+
+
+def test_a_line_tells_of_long_verification(capsys):
+    with quiet.announced("train", seconds=0.0):
+        time.sleep(0.3)
+    assert "verifying `train_step`" in capsys.readouterr().err
+    with quiet.announced("train"):
+        pass
+    assert not capsys.readouterr().err

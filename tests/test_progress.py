@@ -12,7 +12,8 @@ from rich.console import Console
 
 import tfmulti
 from tfmulti.callbacks import Events, Progress, progress
-from tfmulti.callbacks.screen import Pace, Screen
+from tfmulti.callbacks.meter import Meter
+from tfmulti.callbacks.screen import Screen
 
 
 def build(strategy, steps_per_execution=1):
@@ -151,18 +152,20 @@ def test_the_bar_has_room_on_every_terminal(width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
     screen = Screen(console)
     times = iter(range(100))
-    pace = Pace(20, 1000, 64, lambda: float(next(times)))
-    pace.begin_epoch(11)
-    pace.count(1)
-    pace.count(700)
+    meter = Meter(lambda: float(next(times)))
+    meter.begin(20, 1000)
+    meter.begin_epoch(11)
+    meter.count(1)
+    meter.count(700)
     screen.open()
-    screen.draw("Epoch 12/20", "train", pace, 0.1234)
+    screen.draw("Epoch 12/20", "train", meter, 0.1234, "44,736 examples/s")
     bar = plain(console.file.getvalue()).replace("\r", "\n").splitlines()[-1]
     screen.close()
     assert len(bar) <= width
     assert "Epoch 12/20" in bar
     assert "700/1000" in bar
     assert ("examples/s" in bar) == (width >= 80)
+    assert ("━━" in bar) == ("left" in bar) == (width >= 60)
 
 
 def test_the_bar_is_drawn_four_times_a_second_at_most(monkeypatch):

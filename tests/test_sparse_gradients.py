@@ -128,3 +128,44 @@ def test_a_table_of_a_model_without_call_is_refused_eagerly():
         ValueError, match="needs a step that can be traced.*Received: a step that.*one_device"
     ):
         model.fit(tfmulti.distribute_train(data, strategy, 12), verbose=0)
+
+
+class Distinct(layers.Layer):
+    """Reads each token of the batch once."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(VOCABULARY, 4)
+
+    def call(self, x):
+        distinct, places = tf.unique(tf.reshape(x, [-1]))
+        return tf.reshape(tf.gather(self.table(distinct), places), [tf.shape(x)[0], LENGTH, 4])
+
+
+def sparse_inputs():
+    dense = np.random.RandomState(0).binomial(1, 0.3, (41, VOCABULARY)).astype("float32")
+    body = [keras.Input((VOCABULARY,), sparse=True), layers.Dense(5)]
+    return tf.sparse.from_dense(dense), body
+
+
+def distinct_tokens():
+    tokens = np.random.RandomState(0).randint(0, VOCABULARY, (41, LENGTH))
+    return tokens, [keras.Input((LENGTH,), dtype="int64"), Distinct(), layers.Flatten()]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("create", [sparse_inputs, distinct_tokens])
+def test_rows_that_occur_once_count_once(create, eager):
+    def train(num_replicas):
+        strategy = create_strategy(num_replicas)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            x, body = create()
+            model = keras.Sequential([*body, layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse", run_eagerly=eager)
+        y = np.random.RandomState(1).rand(41, 1).astype("float32")
+        model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(8), epochs=2, verbose=0)
+        return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+    np.testing.assert_allclose(train(3), train(1), rtol=0, atol=1e-6)

@@ -213,6 +213,30 @@ def test_rounding_of_one_step_is_no_difference_after_the_next():
     assert runner._compare(begin, one, [(nothing, [v[0] * 2]) for v in others], None)
 
 
+def test_a_gradient_that_is_only_rounding_is_no_difference():
+    """As that of a bias which a softmax does not see: Adam moves it as far as any other."""
+    runner = trial_lib.Trial.__new__(trial_lib.Trial)
+    runner._case, runner._close = Case(later.Step(later.mean), "train", None), 2e-4
+    runner._state = State(keras.Sequential())
+    runner._state.parts.append(Part(None, "layer/bias", "trainable weight", 0, 0))
+    for i, name in ((1, "momentum"), (2, "velocity")):
+        part = Part(None, f"adam/layer_bias_{name}", "optimizer's variable", 0, i)
+        runner._state.parts.append(part)
+    nothing = Outcome([{}], [{}])
+    begin = [np.zeros(2, "float32")] * 3
+
+    def differences(gradient, noise):
+        # Of the weights, the second number differs by a third of a step.
+        slots = [np.float32([0.1, gradient]), np.float32([0.1, gradient]) ** 2]
+        one, many = ([np.float32([0.01, move]), *slots] for move in (0.009, 0.006))
+        noise = None if noise is None else [noise]
+        return runner._compare(begin, [(nothing, one)], [(nothing, many)], noise)
+
+    assert not differences(1e-9, noise={})
+    assert differences(1e-9, noise=None)
+    assert differences(1e-3, noise={})
+
+
 def test_state_is_put_back_bit_for_bit():
     strategy, seen = create_strategy(), []
     with strategy.scope():

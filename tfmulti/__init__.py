@@ -15,6 +15,7 @@ _HOMES = {
     "distribute_train": "data",
     "distribute_eval": "data",
     "gather_batch": "step.gathering",
+    "local_rows": "step.gathering",
     "WholeBatchLoss": "step.whole_batch",
     "WholeBatchMetric": "step.whole_batch",
     "scale_learning_rate": "train.learning_rate",

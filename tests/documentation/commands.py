@@ -38,7 +38,7 @@ class Command:
     def module(self) -> str | None:
         """The entry point, or experiment, that it runs, at once or by another program."""
         for python, dash, module in zip(self.words, self.words[1:], self.words[2:]):
-            known = module.startswith(("tfmulti.", "experiments."))
+            known = module.startswith(("tfmulti.", "experiments.", "benchmarks"))
             if python.endswith("python") and dash == "-m" and known:
                 return module
         return None
@@ -79,8 +79,8 @@ def _command(words):
 
 
 def entry_points() -> list[str]:
-    """Every `python -m tfmulti.NAME`."""
-    names = []
+    """Every `python -m tfmulti.NAME`, and that of the benchmarks."""
+    names = ["benchmarks"]
     for path in sorted((ROOT / "tfmulti").glob("*")):
         main = path / "__main__.py" if path.is_dir() else path
         if main.exists() and re.search(r"^USAGE = ", main.read_text(), re.MULTILINE):

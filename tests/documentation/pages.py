@@ -67,6 +67,7 @@ class Block:
 def page_names() -> list[str]:
     """The README, what stands beside it, and every page of `docs/`."""
     beside = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tf_config/README.md"]
+    beside += ["benchmarks/README.md"]
     beside += [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("experiments/*/README.md"))]
     return beside + [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("docs/**/*.md"))]
 

@@ -18,9 +18,10 @@ TINY = {
     "tfmulti.parity": ["--replicas=2", "--workers=0", "--steps=2"],
     "tfmulti.bench": [
         *("--setups=one_worker", "--replicas=1", "--rounds=1"),
-        *("--steps=4", "--minutes=0.1", "--noallreduce", "--nopeers", "--workdir=runs/bench"),
+        *("--steps=4", "--minutes=0.1", "--noallreduce", "--workdir=runs/bench"),
     ],
 }
+TINY["benchmarks"] = TINY["tfmulti.bench"]
 # Where a page speaks of files that a reader has.
 _FILES = ("tf_config", "experiments")
 _YOURS = textwrap.dedent(
@@ -115,7 +116,7 @@ def _tiny(command):
     while inner.module == "tfmulti.launch":
         flags = inner.flags
         inner = commands.Command((), tuple(flags[flags.index("--") + 1 :]))
-    if inner.module == "tfmulti.bench" and "--model" not in inner.words:
+    if inner.module in ("tfmulti.bench", "benchmarks") and "--model" not in inner.words:
         words.append("--workloads=compute")
     return words + TINY.get(inner.module, [])
 

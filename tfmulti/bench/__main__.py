@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 
 from tfmulti.bench.config import BenchConfig
 from tfmulti.runtime import command_line
@@ -19,44 +20,41 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0 where something was measured, also where a configuration fails; 1 where
         nothing was; 2 for a wrong command line.
     """
+    return run(BenchConfig, USAGE, _measure, argv)
+
+
+def run(settings: type, usage: str, measure: Callable, argv: list[str] | None) -> int:
+    """Reads a command line and measures; returns the exit code.
+
+    Args:
+        settings: The dataclass whose fields are the flags.
+        usage: The first line of `--help`.
+        measure: Function of the settings and a console; returns the exit code.
+        argv: The command line, by default this process's.
+    """
     argv = sys.argv if argv is None else argv
     more = (command_line.define_traceback,)
-    config, values, code = command_line.read_command_line(BenchConfig, argv, USAGE, *more)
+    config, values, code = command_line.read_command_line(settings, argv, usage, *more)
     if code is not None:
         return code
     # So that what was started is ended when this process is asked to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
     try:
-        return _measure(config)
+        return measure(config, create_console())
     except Exception as error:
         command_line.show_error(error, values.traceback)
         return command_line.ERROR
 
 
-def _measure(config) -> int:
-    from tfmulti.bench import record, results, run, tables
+def _measure(config, console) -> int:
+    from tfmulti.bench import report, results, schedule
 
-    console = create_console()
-    if config.monitors:
-        return _measure_monitors(config, console)
-    found = run.run_bench(config, print_fn=lambda line: console.print(line, style="dim"))
-    tables.show(found, console)
-    for line in record.write_all(found, config):
-        console.print(line, style="dim")
-    rows = [row for workload in found["workloads"].values() for row in workload["rows"]]
-    ran = any(row["status"] == results.OK for row in rows)
-    return 0 if ran else command_line.ERROR
-
-
-def _measure_monitors(config, console) -> int:
-    from tfmulti.bench import monitors, tables
-
-    found = monitors.measure(config, print_fn=lambda line: console.print(line, style="dim"))
-    tables.show_table(monitors.create_table(found), console)
-    for key, ratio in found["ratios"].items():
-        console.print(f"{key}: {'not measured' if ratio is None else f'{ratio:.4f}'}")
-    console.print(f"wrote {monitors.write(found, config)}", style="dim")
-    return 0 if found["rows"] else command_line.ERROR
+    tell = lambda line: console.print(line, style="dim")
+    found = schedule.run_bench(config, tell)
+    tables = report.create_tables(found, config)
+    report.show(tables, console)
+    tell(report.write_all(found, tables, config, "python -m tfmulti.bench"))
+    return 0 if results.has_measured(found) else command_line.ERROR
 
 
 if __name__ == "__main__":

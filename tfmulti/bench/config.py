@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import ClassVar
 
+from tfmulti.bench.setups import KINDS, Kind
 from tfmulti.choices import VERIFY
 from tfmulti.settings import check_settings, setting
 
-WORKLOADS = ("compute", "communication", "resnet50", "transformer", "own")
-KINDS = (
-    "plain",
-    "one_replica",
-    "one_worker",
-    "control",
-    "mirrored",
-    "ring",
-    "mpi",
-    "mpi_bfloat16",
-    "ddp",
-    "stock_mirrored",
-    "stock_multi_worker",
-)
-# What a launcher's switches do; measured where they are named.
-SWITCHED = ("mpi_unpinned", "mpi_all_threads", "mpi_allocator_default", "ring_allocator_default")
-_BATCH_SIZES = {"compute": 100, "communication": 16, "resnet50": 8, "transformer": 16, "own": 32}
+_BATCH_SIZES = {"compute": 100, "communication": 16, "own": 32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,121 +28,98 @@ class BenchConfig:
     replicas: str = setting("1,2", "Numbers of replicas, or of workers, of one core or more each.")
     workloads: str | None = setting(
         None,
-        f"Any of {', '.join(WORKLOADS)}; by default compute,communication, and own with --model.",
+        f"Any of {', '.join(_BATCH_SIZES)}; by default own with --model, else the others.",
     )
-    model: str | None = setting(
-        None, "The model of the workload `own`: cnn, mlp, or package.module:function."
-    )
+    model: str | None = setting(None, "Of `own`: cnn, mlp, or package.module:function.")
     dataset: str = setting(
-        "digits",
-        "The data of `own`: digits, a tensorflow-datasets name, or package.module:function.",
-    )
-    peers: bool = setting(
-        False, "Also measure PyTorch DDP and stock Keras, by the scripts of experiments/scaling."
+        "digits", "Of `own`: digits, a tensorflow-datasets name, or package.module:function."
     )
     setups: str | None = setting(
-        None,
-        f"Only these of {', '.join((*KINDS, *SWITCHED))}; by default all but the last four, "
-        "and the three before them with --peers.",
+        None, f"Only these of {', '.join(kind.name for kind in KINDS)}; by default all."
     )
     allreduce: bool = setting(True, "Measure the all-reduce alone too.")
-    monitors: bool = setting(
-        False, "Measure what the monitors cost on the first workload, and nothing else."
-    )
     verify: str = setting(
         "auto", "As --verify of tfmulti.train; with always, what it costs is in the table.", VERIFY
     )
     pin: bool = setting(True, "Pin each worker to separate cores, with one thread per core.")
     strong: bool = setting(False, "Also measure with the global batch size held (strong scaling).")
-    project: int | None = setting(
-        None, "Project the step to 2, 4, ... up to this number of workers.", at_least=2
-    )
-    rounds: int = setting(
-        6, "Rounds over all configurations at most; --minutes ends them.", at_least=1
-    )
-    steps: int | None = setting(
-        None, "Steps of a block; by default 10 to 30, about two seconds.", at_least=4
-    )
-    steps_per_execution: int = setting(
-        10, "Steps of one call, beside 1 step of one call.", at_least=2
-    )
-    minutes: float = setting(
-        7.5, "Time for the whole run, about; further rounds are left out.", at_least=0.1
-    )
-    timeout: float = setting(
-        240.0, "Seconds for a configuration to start, or for a block.", at_least=1.0
-    )
-    batch_size: int | None = setting(
-        None, "Examples per replica; by default each workload's own.", at_least=1
-    )
-    image_size: int = setting(96, "Height and width of the images of resnet50.", at_least=32)
-    layers: int = setting(2, "Blocks of transformer.", at_least=1)
-    width: int = setting(128, "Width of transformer.", at_least=8)
-    heads: int = setting(4, "Attention heads of transformer.", at_least=1)
-    length: int = setting(64, "Tokens of a sequence of transformer.", at_least=1)
-    vocabulary: int = setting(8000, "Different tokens of transformer.", at_least=2)
-    workdir: str = setting("runs/bench", "Folder for bench.json, .csv, .png and BENCHMARKS.md.")
+    rounds: int = setting(6, "Rounds over all configurations; --minutes ends them.", at_least=1)
+    steps: int | None = setting(None, "Steps of a block; by default 6 to 30.", at_least=4)
+    steps_per_execution: int = setting(10, "Steps of a call, beside one step a call.", at_least=2)
+    minutes: float = setting(7.5, "Time for all, about; rounds beyond are left out.", at_least=0.1)
+    timeout: float = setting(240.0, "Seconds to start a configuration, or for a block.", at_least=1)
+    batch_size: int | None = setting(None, "Per replica; by default each workload's.", at_least=1)
+    workdir: str = setting("runs/bench", "Folder for bench.json, bench.csv and BENCHMARKS.md.")
     write_markdown: str | None = setting(
         None, "File for the tables in Markdown; by default BENCHMARKS.md in --workdir."
     )
 
+    KINDS: ClassVar[tuple[Kind, ...]] = KINDS
+    """What can be measured."""
+    ONLY_NAMED: ClassVar[tuple[Kind, ...]] = ()
+    """What is measured only where it is named."""
+
     def __post_init__(self):
         check_settings(self)
-        if not self.workload_names or set(self.workload_names) - set(WORKLOADS):
-            raise ValueError(
-                f"`workloads` must be of {', '.join(WORKLOADS)}, with commas between. "
-                f"Received: workloads={self.workloads!r}. Use for example --workloads compute."
-            )
+        names = [kind.name for kind in self.KINDS]
+        self._check_names("workloads", list(_BATCH_SIZES), "compute")
+        self._check_names("setups", names, "one_worker,ring")
         if ("own" in self.workload_names) != (self.model is not None):
             raise ValueError(
                 "`model` and the workload own go together. "
                 f"Received: model={self.model!r}, workloads={self.workloads!r}. "
                 "Use --model package.module:function --workloads own."
             )
-        if set(self.kinds) - {*KINDS, *SWITCHED}:
-            raise ValueError(
-                f"`setups` must be of {', '.join((*KINDS, *SWITCHED))}, with commas between. "
-                f"Received: setups={self.setups!r}. Use for example --setups one_worker,ring."
-            )
-        numbers = [part.strip() for part in self.replicas.split(",")]
         cores = count_cores()
+        numbers = _split(self.replicas)
         if not all(part.isdecimal() and 1 <= int(part) <= cores for part in numbers):
             raise ValueError(
                 f"`replicas` must be numbers from 1 to {cores}, this machine's cores, with commas "
                 f"between. Received: replicas={self.replicas!r}. Use for example --replicas 1."
             )
 
+    def _check_names(self, flag, known, example):
+        given = getattr(self, flag)
+        if given is not None and not set(_split(given)) <= set(known):
+            raise ValueError(
+                f"`{flag}` must be of {', '.join(known)}, with commas between. "
+                f"Received: {flag}={given!r}. Use for example --{flag} {example}."
+            )
+
     @property
     def workload_names(self) -> tuple[str, ...]:
         """The workloads, in the order given, each once."""
-        text = self.workloads
-        if text is None:
-            text = "own" if self.model else "compute,communication"
-        return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+        default = "own" if self.model else "compute,communication"
+        return _split(default if self.workloads is None else self.workloads)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of configurations that may be measured."""
-        text = ",".join(KINDS) if self.setups is None else self.setups
-        return tuple(part.strip() for part in text.split(","))
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of configurations to measure."""
+        if self.setups is None:
+            return tuple(kind for kind in self.KINDS if kind not in self.ONLY_NAMED)
+        return tuple(kind for kind in self.KINDS if kind.name in _split(self.setups))
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of replicas, smallest first; 1 is always among them."""
-        return tuple(sorted({1, *(int(part) for part in self.replicas.split(","))}))
+        return tuple(sorted({1, *map(int, _split(self.replicas))}))
 
     @property
     def cores_each(self) -> int:
         """Cores of each worker, the same however many there are."""
         return max(1, count_cores() // self.numbers[-1])
 
-    def resolve_batch_size(self, workload: str) -> int:
+    def batch_size_of(self, workload: str) -> int:
         """Returns the examples per replica of a workload.
 
-        >>> BenchConfig(replicas="1").resolve_batch_size("compute")
+        >>> BenchConfig(replicas="1").batch_size_of("compute")
         100
         """
         return self.batch_size or _BATCH_SIZES[workload]
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def count_cores() -> int:

@@ -1,20 +1,25 @@
-"""One job: the processes of one configuration, started once, and the driver's orders to them."""
+"""One job: the processes of one configuration, started once, and the driver's orders to them.
+
+The driver and its processes speak through named pipes, a line of JSON for each order and answer.
+The rendezvous meets once and is over, and the launcher's `result.json` is written at the end; here
+a block of steps is ordered every second. TensorFlow's own exchange of keys would not do for what
+is measured without TensorFlow. A process that waits at a pipe uses no processor, and begins at
+once, with the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
-import secrets
-import socket
-import threading
+import select
+import tempfile
 import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 
-from tfmulti.bench import control
 from tfmulti.bench.setups import FOLDER, Setup
+from tfmulti.bench.worker import INDEX, PIPES
 from tfmulti.launch.group import Group
 from tfmulti.launch.logs import Ended, log_tail, open_logs
 
@@ -45,8 +50,9 @@ class Job:
     def __init__(self, setup: Setup, folder: Path, timeout_s: float):
         self.setup, self._folder, self._timeout_s = setup, folder, timeout_s
         self._stack = contextlib.ExitStack()
-        self._events: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._connections: dict[int, Connection] = {}
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._orders: list = []
+        self._answers: list = []
         self.facts: list[dict] = []
         self.began = 0.0
 
@@ -62,43 +68,41 @@ class Job:
         Raises:
             JobFailed: Where one ends first, or time is over.
         """
-        key = secrets.token_bytes(32)
-        arrivals: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        address = self._stack.enter_context(_listening(key, arrivals))
-        own = {control.ADDRESS: f"127.0.0.1:{address[1]}", control.KEY: key.hex()}
+        pipes = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tfmulti_bench_"))
+        for index in range(self.setup.processes):
+            self._open_pipes(Path(pipes), index)
         environments = {
-            index: {**os.environ, **variables, **own}
+            index: {**variables, PIPES: pipes}
             for index, variables in enumerate(self.setup.environments)
         }
+        if len(environments) == self.setup.processes:
+            for index, variables in environments.items():
+                variables[INDEX] = str(index)
         names = {index: f"process {index}" for index in environments}
-        # The log of process 0 would be shown on the terminal.
         logs = self._stack.enter_context(open_logs(self._folder, names, False))
+        # The log of process 0 would be shown on the terminal.
         logs[0].shown = False
         self._logs = logs
         self.began = time.perf_counter()
         folder = str(self._folder / "workers")
         command = [part.replace(FOLDER, folder) for part in self.setup.command]
-        group = Group(command, environments, logs, self._events)
-        self._stack.enter_context(group)
-        self._collect(arrivals)
+        self._stack.enter_context(Group(command, environments, logs, self._ended))
+        self.facts = self._read_all("to start")
 
-    def _collect(self, arrivals):
-        waiting: list[Connection] = []
-        found = {}
-        limit = time.monotonic() + self._timeout_s
-        while len(found) < self.setup.processes:
-            with contextlib.suppress(queue.Empty):
-                waiting.append(arrivals.get(timeout=_LOOK_S))
-            for connection in wait(waiting, 0):
-                waiting.remove(connection)
-                with contextlib.suppress(EOFError, OSError):
-                    fact = connection.recv()
-                    found[fact["index"]] = (connection, fact)
-            self._check(limit, "to start")
-        self._connections = {index: found[index][0] for index in sorted(found)}
-        self.facts = [found[index][1] for index in sorted(found)]
+    def _open_pipes(self, folder, index):
+        orders, answers = folder / f"orders_{index}", folder / f"answers_{index}"
+        os.mkfifo(orders)
+        os.mkfifo(answers)
+        # To open it for both needs no process at the other end yet.
+        self._orders.append(open(os.open(orders, os.O_RDWR), "w", buffering=1))
+        # Nor does this; and when the process has gone, there is an end to read.
+        reader = os.open(answers, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(reader, True)
+        self._answers.append(open(reader))
+        for file in (self._orders[-1], self._answers[-1]):
+            self._stack.callback(file.close)
 
-    def train(self, **order) -> list[dict[str, list[float]]]:
+    def train(self, **order) -> list[dict]:
         """Makes all processes execute an order at the same time.
 
         Args:
@@ -110,46 +114,45 @@ class Job:
         Raises:
             JobFailed: Where one ends, or time is over.
         """
-        answers = {}
+        self._write_all(order)
+        return self._read_all(f"for {order}")
+
+    def _write_all(self, order):
+        for file in self._orders:
+            file.write(json.dumps(order) + "\n")
+
+    def _read_all(self, what) -> list[dict]:
+        lines: dict = {}
         limit = time.monotonic() + self._timeout_s
-        try:
-            for connection in self._connections.values():
-                connection.send(order)
-            while len(answers) < len(self._connections):
-                left = [c for index, c in self._connections.items() if index not in answers]
-                for connection in wait(left, _LOOK_S):
-                    index = next(i for i, c in self._connections.items() if c is connection)
-                    answers[index] = connection.recv()
-                self._check(limit, f"for {order}")
-        except (EOFError, OSError):
-            # It has closed the connection, and exits soon; then its log is complete.
-            time_left = min(limit, time.monotonic() + _END_S)
-            while True:
-                self._check(time_left, f"for {order}")
-                time.sleep(_LOOK_S)
-        return [answers[index] for index in sorted(answers)]
+        while len(lines) < len(self._answers):
+            waiting = [file for file in self._answers if file not in lines]
+            for file in select.select(waiting, [], [], _LOOK_S)[0]:
+                if line := file.readline():
+                    lines[file] = line
+                else:
+                    # It has closed the pipe, and exits soon; then its log is complete.
+                    limit = min(limit, time.monotonic() + _END_S)
+                    time.sleep(_LOOK_S)
+            self._check(limit, what)
+        return [json.loads(lines[file]) for file in self._answers]
 
     def end(self) -> None:
         """Orders the processes to exit, waits for them, and kills those that do not exit."""
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.send(None)
+        self._write_all(None)
         limit = time.monotonic() + _END_S
         with contextlib.suppress(queue.Empty):
             for _ in self.setup.environments:
-                self._events.get(timeout=max(0.0, limit - time.monotonic()))
+                self._ended.get(timeout=max(0.0, limit - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """Kills the processes and all their children."""
         self._stack.close()
-        for connection in self._connections.values():
-            connection.close()
-        self._connections = {}
+        self._orders, self._answers = [], []
 
     def _check(self, limit, what):
         with contextlib.suppress(queue.Empty):
-            ended = self._events.get_nowait()
+            ended = self._ended.get_nowait()
             raise JobFailed(
                 self._last_words(ended.index) or f"process {ended.index} {ended.describe()}"
             )
@@ -163,27 +166,3 @@ class Job:
             if words.strip():
                 return words
         return ""
-
-
-@contextlib.contextmanager
-def _listening(key, arrivals):
-    """Accepts connections that know the key, and puts them into a queue."""
-    listener = Listener(("127.0.0.1", 0), backlog=128, authkey=key)
-    closed = threading.Event()
-
-    def accept():
-        while not closed.is_set():
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                arrivals.put(listener.accept())
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    try:
-        yield listener.address
-    finally:
-        closed.set()
-        # Only another connection wakes a thread in `accept`.
-        with contextlib.suppress(OSError):
-            socket.create_connection(listener.address, timeout=1.0).close()
-        thread.join(1.0)
-        listener.close()

@@ -1,4 +1,4 @@
-"""Makes the rows of the result of what was measured, and describes the machine."""
+"""Makes figures of times: summaries, the parts of a step, rows; describes the machine."""
 
 from __future__ import annotations
 
@@ -7,61 +7,112 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import textwrap
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from tfmulti.bench import setups
-from tfmulti.bench.config import count_cores
-from tfmulti.bench.schedule import Block, Series
-from tfmulti.bench.statistics import summarize
+import numpy as np
+
+from tfmulti import hardware
+from tfmulti.bench.setups import CONTROL, WEAK, Setup
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "torch", "mpi4py", "impi-rt", "mpich", "openmpi")
 
 
-def describe() -> dict:
+def describe_machine() -> dict:
     """Returns cores, processor, memory, and versions, for `bench.json`."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    information = Path("/proc/cpuinfo")
+    text = information.read_text() if information.exists() else ""
+    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     return {
-        "cores": count_cores(),
-        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": model[1] if model else platform.processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "gpus": _gpus(),
+        "gpus": [gpu.name for gpu in hardware.read_driver().gpus],
         "load": os.getloadavg()[0],
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
     }
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor()
+def summarize(values: Sequence[float]) -> dict | None:
+    """Returns median, tenth and ninetieth percentile, mean, number and smallest of values.
+
+    >>> summarize([3.0, 1.0, 2.0])["median"], summarize([])
+    (2.0, None)
+    """
+    if not values:
+        return None
+    p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
+    mean = statistics.fmean(values)
+    return dict(median=median, p10=p10, p90=p90, mean=mean, n=len(values), best=min(values))
 
 
-def _gpus() -> list[str]:
-    try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+def step_seconds(ends: Sequence[float], steps_per_execution: int = 1) -> list[float]:
+    """Returns the seconds of each step of a block, from the times at the end of each call.
+
+    The first call of a block begins with the making of an iterator, and is left out; so are two
+    more where there are many.
+
+    >>> step_seconds([1.0, 3.0, 5.0], steps_per_execution=2)
+    [1.0, 1.0]
+    """
+    seconds = [(after - before) / steps_per_execution for before, after in zip(ends, ends[1:])]
+    return seconds[2:] if len(seconds) >= 8 else seconds
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+@dataclasses.dataclass
+class Series:
+    """The measurements of a configuration with one number of steps per call.
+
+    Attributes:
+        setup: The configuration.
+        steps_per_execution: Steps of one call.
+        blocks: The blocks of all rounds, as `describe_block` has them.
+        failure: Why it does not run; empty where it does.
+        figures: What else is known, as the row has it: `input_seconds`, to draw one batch and train
+            nothing; `fit_tail_seconds`, of `fit` beyond the last step of a long block;
+            `start_seconds`, from the start of its processes to the end of the first step;
+            `first_step_seconds`, from the call of `fit` to there without the `verified_seconds` of
+            verification; `peak_bytes`, the largest resident memory of each process.
+        gradient_bytes: The bytes of the gradients.
+    """
+
+    setup: Setup
+    steps_per_execution: int
+    blocks: list[dict] = dataclasses.field(default_factory=list)
+    failure: str = ""
+    figures: dict = dataclasses.field(default_factory=dict)
+    gradient_bytes: int | None = None
 
 
+_FIGURES = ("input_seconds", "fit_tail_seconds", "start_seconds", "first_step_seconds")
+
+
+def describe_block(answers: Sequence[dict], steps: int, steps_per_execution: int) -> dict:
+    """Returns the seconds of each step of a block, of all processes, and what was beside them.
+
+    `tail` is from the end of the last step to the end of the call, the longest of all processes;
+    `idle_cpu` are the processor seconds that the processes used since their last block.
+    """
+    seconds = [s for each in answers for s in step_seconds(each["ends"], steps_per_execution)]
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        "median": statistics.median(seconds) if seconds else None,
+        "tail": max(each["ended"] - each["ends"][-1] for each in answers),
+        "idle_cpu": sum(each["idle_cpu_seconds"] for each in answers),
+    }
+
+
+OK = "ok"
 INPUT, COMPUTE, COMMUNICATION, HOST = "input", "compute", "communication", "host"
 _INPUT_SHARE = 0.5
 _SHARE = 0.2
@@ -76,120 +127,90 @@ ADVICE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Breakdown:
-    """The parts of a step with one step a call, in seconds; they add to the step.
-
-    Attributes:
-        input: Drawing a batch from the same pipeline, measured alone, without training; at most
-            the control's step.
-        compute: The control's step with several steps a call, without the input. The control
-            is as many one-device processes at once that do not communicate.
-        reduction: The step with several steps a call beyond the control's.
-        host: What one step a call costs beyond several: Keras's and Python's own work.
-    """
-
-    input: float
-    compute: float
-    reduction: float
-    host: float
-
-    @property
-    def step(self) -> float:
-        """The sum of the parts."""
-        return self.input + self.compute + self.reduction + self.host
-
-    @property
-    def bound_by(self) -> str:
-        """The bottleneck of the job.
-
-        Input where drawing a batch takes half of a step; else communication, and else the host,
-        where it is a fifth; else compute.
-
-        >>> Breakdown(input=1.0, compute=60.0, reduction=40.0, host=1.0).bound_by
-        'communication'
-        """
-        if self.input >= _INPUT_SHARE * self.step:
-            return INPUT
-        if self.reduction >= _SHARE * self.step:
-            return COMMUNICATION
-        return HOST if self.host >= _SHARE * self.step else COMPUTE
-
-
-def break_down(single: float, several: float, control: float, input_alone: float) -> Breakdown:
-    """Divides a step.
+def break_down(single: float, several: float, control: float, input_alone: float) -> dict:
+    """Divides a step with one step a call into parts, in seconds, which add to the step.
 
     What noise makes negative is 0, and the part before it is smaller by as much.
 
     Args:
         single: Seconds of a step with one step a call.
         several: The same with several steps a call.
-        control: Seconds of a step of the control with several steps a call.
-        input_alone: Seconds to draw one batch.
+        control: Seconds of a step of the control with several steps a call: of as many one-device
+            processes at once that do not communicate.
+        input_alone: Seconds to draw one batch from the same pipeline, without training.
+
+    Returns:
+        `"input"`, at most the control's step; `"compute"`, the rest of it; `"reduction"`, the step
+        beyond the control's; `"host"`, what one step a call costs beyond several: Keras's and
+        Python's own work.
 
     >>> break_down(single=12.0, several=10.0, control=8.0, input_alone=1.0)
-    Breakdown(input=1.0, compute=7.0, reduction=2.0, host=2.0)
+    {'input': 1.0, 'compute': 7.0, 'reduction': 2.0, 'host': 2.0}
     """
     several = min(several, single)
     control = min(control, several)
     drawn = min(input_alone, control)
-    return Breakdown(drawn, control - drawn, several - control, single - several)
+    parts = drawn, control - drawn, several - control, single - several
+    return dict(zip(("input", "compute", "reduction", "host"), parts))
 
 
-OK = "ok"
-_ERROR = re.compile(r"\b([A-Z]\w*(Error|Exception)|error): ")
-_WORKER = re.compile(r"^\[worker \d+\] ")
-_LENGTH = 200
+def find_bottleneck(parts: dict) -> str:
+    """Returns input where drawing takes half of a step; else communication or the host, if a fifth.
+
+    >>> find_bottleneck({"input": 1.0, "compute": 60.0, "reduction": 40.0, "host": 1.0})
+    'communication'
+    """
+    step = sum(parts.values())
+    if parts["input"] >= _INPUT_SHARE * step:
+        return INPUT
+    if parts["reduction"] >= _SHARE * step:
+        return COMMUNICATION
+    return HOST if parts["host"] >= _SHARE * step else COMPUTE
 
 
-def describe_workload(name: str, series: Sequence[Series]) -> dict:
+def describe_workload(series: Sequence[Series]) -> dict:
     """Returns the part of the result for one workload.
-
-    Args:
-        name: The workload.
-        series: What was measured.
 
     Returns:
         `"rows"`, one for each configuration and number of steps a call; `"breakdown"`, one for each
-        configuration of ours on several workers or replicas, with a verdict.
+        configuration on several workers or replicas, and for one worker, with a verdict.
     """
     rows = [_describe(each) for each in series]
-    for row in rows:
-        _compare(row, rows)
-    return {
-        "rows": rows,
-        "breakdown": [found for row in rows if (found := _break_down(row, rows))],
-        "gradient_bytes": next((s.gradient_bytes for s in series if s.gradient_bytes), None),
-    }
+    parts = []
+    for row, each in zip(rows, series):
+        _compare(row, rows, each.setup.kind.baseline)
+        if each.setup.kind.calls_of_several and each.setup.kind != CONTROL:
+            parts += _break_down(row, rows)
+    size = next((s.gradient_bytes for s in series if s.gradient_bytes), None)
+    return {"rows": rows, "breakdown": parts, "gradient_bytes": size}
 
 
 def _describe(series) -> dict:
-    setup, step = series.setup, summarize(series.seconds)
+    setup = series.setup
+    step = summarize([seconds for block in series.blocks for seconds in block["seconds"]])
     failed = bool(series.failure) or not step
-    status = f"does not run: {shorten(series.failure)}" if failed else OK
     examples = setup.batch_size * setup.replicas
-    long = series.long_block
     return {
         "setup": setup.name,
-        "kind": setup.kind,
-        "replicas": setup.replicas,
-        "processes": setup.processes,
-        "scaling": setup.scaling,
+        "kind": setup.kind.name,
+        **{name: getattr(setup, name) for name in ("replicas", "processes", "scaling")},
         "steps_per_execution": series.steps_per_execution,
         "global_batch_size": examples,
-        "status": status,
+        "status": f"does not run: {shorten(series.failure)}" if failed else OK,
         "failure": series.failure,
-        "step": step and dataclasses.asdict(step),
-        "throughput": step and examples / step.median,
-        "input_seconds": statistics.median(series.input_seconds) if series.input_seconds else None,
-        "fit_tail_seconds": long and long.tail,
-        "start_seconds": series.start_seconds,
-        "first_step_seconds": series.first_step_seconds,
-        "verified_seconds": series.verified_seconds,
-        "idle_cpu_seconds": sum(block.idle_cpu for block in series.blocks),
-        "peak_bytes": series.peak_bytes,
-        "blocks": [_describe_block(block) for block in series.blocks],
+        "step": step,
+        "throughput": step and examples / step["median"],
+        **dict.fromkeys((*_FIGURES, "verified_seconds")),
+        "peak_bytes": [],
+        **series.figures,
+        "idle_cpu_seconds": sum(block["idle_cpu"] for block in series.blocks),
+        "blocks": series.blocks,
     }
+
+
+_ERROR = re.compile(r"\b([A-Z]\w*(Error|Exception)|error): ")
+_WORKER = re.compile(r"^\[worker \d+\] ")
+_LENGTH = 200
 
 
 def shorten(words: str) -> str:
@@ -198,76 +219,46 @@ def shorten(words: str) -> str:
     >>> shorten("Traceback:\n  File x\nValueError: no data\n\nThe logs are there")
     'ValueError: no data'
     """
-    lines = [_WORKER.sub("", line).strip() for line in words.splitlines()]
-    lines = [line for line in lines if line]
+    lines = [_WORKER.sub("", line).strip() for line in words.splitlines() if line.strip()]
     told = [line for line in lines if _ERROR.search(line)]
     return textwrap.shorten((told or lines or ["no step was measured"])[-1], _LENGTH)
 
 
-def _describe_block(block: Block) -> dict:
-    median = statistics.median(block.seconds) if block.seconds else None
-    return {**dataclasses.asdict(block), "median": median}
-
-
-def find(rows, kind: str, replicas: int, steps_per_execution: int = 1, scaling=setups.WEAK):
+def find(rows, kind: str, replicas: int, steps_per_execution: int = 1, scaling=WEAK):
     """Returns the row of a configuration that ran, or None."""
-    wanted = (kind, replicas, steps_per_execution, scaling)
-    for row in rows:
-        known = tuple(row[n] for n in ("kind", "replicas", "steps_per_execution", "scaling"))
-        if known == wanted and row["status"] == OK:
-            return row
-    return None
+    wanted = (kind, replicas, steps_per_execution, scaling, OK)
+    names = ("kind", "replicas", "steps_per_execution", "scaling", "status")
+    return next((row for row in rows if tuple(row[name] for name in names) == wanted), None)
 
 
-def _compare(row, rows):
-    """Adds speed-up and efficiency: against one worker of the same kind, and the control."""
-    kind, calls = row["kind"], row["steps_per_execution"]
-    alone = {
-        setups.DDP: setups.DDP,
-        setups.STOCK_MIRRORED: setups.PLAIN,
-        setups.STOCK_MULTI_WORKER: setups.PLAIN,
-    }.get(kind, setups.ONE_WORKER)
-    one = find(rows, alone, 1, calls)
-    control = find(rows, setups.CONTROL, row["replicas"], calls)
-    if row["replicas"] == 1:
-        control = one
-    speed_up = row["throughput"] and one and row["throughput"] / one["throughput"]
+def _compare(row, rows, baseline):
+    """Adds speed-up and efficiency: against one worker, and the control."""
+    calls, throughput, count = row["steps_per_execution"], row["throughput"], row["replicas"]
+    one = find(rows, baseline, 1, calls)
+    control = one if count == 1 else find(rows, CONTROL.name, count, calls)
+    speed_up = throughput / one["throughput"] if throughput and one else None
+    of_control = throughput / control["throughput"] if throughput and control else None
     row["speed_up"] = speed_up
-    row["efficiency"] = speed_up and speed_up / row["replicas"]
-    row["efficiency_of_control"] = (
-        row["throughput"] / control["throughput"]
-        if row["throughput"] and control and row["scaling"] == setups.WEAK
-        else None
-    )
+    row["efficiency"] = speed_up and speed_up / count
+    row["efficiency_of_control"] = of_control if row["scaling"] == WEAK else None
 
 
-def _break_down(row, rows):
-    """Divides the step of a configuration of ours, once for all its numbers of steps a call."""
-    kind, count = row["kind"], row["replicas"]
-    is_one = kind == setups.ONE_WORKER
-    chosen = is_one or kind in (setups.MIRRORED, *setups.MULTI_WORKER)
-    if not chosen or row["scaling"] != setups.WEAK or row["steps_per_execution"] != 1:
-        return None
-    several = max(
-        (r for r in rows if r["setup"] == row["setup"] and r["step"]),
-        key=lambda r: r["steps_per_execution"],
-        default=None,
-    )
-    if several is None or row["status"] != OK:
-        return None
-    calls = several["steps_per_execution"]
-    control = several if is_one else find(rows, setups.CONTROL, count, calls)
+def _break_down(row, rows) -> list[dict]:
+    """Divides the step of a configuration, once for all its numbers of steps a call."""
+    if row["scaling"] != WEAK or row["steps_per_execution"] != 1 or row["status"] != OK:
+        return []
+    same = [each for each in rows if each["setup"] == row["setup"] and each["step"]]
+    several = max(same, key=lambda each: each["steps_per_execution"])
+    calls, count = several["steps_per_execution"], row["replicas"]
+    control = several if count == 1 else find(rows, CONTROL.name, count, calls)
     if control is None:
-        return None
-    parts = break_down(
-        row["step"]["median"],
-        several["step"]["median"],
-        control["step"]["median"],
-        row["input_seconds"] or 0.0,
-    )
-    return {
-        "setup": row["setup"],
-        **dataclasses.asdict(parts),
-        "bound_by": parts.bound_by,
-        "advice": ADVICE[parts.bound_by],
-    }
+        return []
+    steps = [each["step"]["median"] for each in (row, several, control)]
+    parts = break_down(*steps, row["input_seconds"] or 0.0)
+    verdict = find_bottleneck(parts)
+    return [{"setup": row["setup"], **parts, "bound_by": verdict, "advice": ADVICE[verdict]}]
+
+
+def has_measured(found) -> bool:
+    """Whether any configuration of a result ran."""
+    return any(row["status"] == OK for each in found["workloads"].values() for row in each["rows"])

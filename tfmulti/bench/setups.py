@@ -5,77 +5,105 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-
-import tfmulti
-from tfmulti.bench.config import KINDS, SWITCHED, BenchConfig
-from tfmulti.runtime import processes
-
-INDEX = "TFMULTI_BENCH_INDEX"
-"""Which process of its configuration a process is, where TF_CONFIG does not say it."""
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 FOLDER = "{folder}"
 """In a command: the folder of the configuration."""
 
-(PLAIN, ONE_REPLICA, ONE_WORKER, CONTROL, MIRRORED, RING, MPI, MPI_BFLOAT16, *PEERS) = KINDS
-DDP, STOCK_MIRRORED, STOCK_MULTI_WORKER = PEERS
-MULTI_WORKER = (RING, MPI, MPI_BFLOAT16, *SWITCHED)
-# The configuration whose environment is switched, its bench setting, and the launcher's flag.
-_SWITCHES = {
-    "mpi_unpinned": (MPI, {"pin": False}, "--threads=1"),
-    "mpi_all_threads": (MPI, {"pin": False}, "--threads=0"),
-    "mpi_allocator_default": (MPI, {}, "--allocator=default"),
-    "ring_allocator_default": (RING, {}, "--allocator=default"),
-}
-OURS = (ONE_REPLICA, ONE_WORKER, CONTROL, MIRRORED, *MULTI_WORKER)
-LAUNCHED = (ONE_WORKER, CONTROL, MIRRORED, *MULTI_WORKER)
 WEAK, STRONG = "weak", "strong"
-MEANINGS = {
-    PLAIN: "plain Keras, no tfmulti, a tf.data pipeline by hand",
-    ONE_REPLICA: "mirrored on one device, DistributedOptimizer, the same pipeline by hand",
-    ONE_WORKER: "one_device, distribute_train",
-    CONTROL: "so many one_device processes at once, no communication",
-    MIRRORED: "mirrored on logical CPUs",
-    RING: "multi_worker, TensorFlow's ring",
-    MPI: "multi_worker, MPI",
-    MPI_BFLOAT16: "multi_worker, MPI, bfloat16 on the wire",
-    DDP: "PyTorch DistributedDataParallel, gloo",
-    STOCK_MIRRORED: "stock MirroredStrategy on logical CPUs",
-    STOCK_MULTI_WORKER: "stock MultiWorkerMirroredStrategy",
-    "mpi_unpinned": "mpi, a thread each, not pinned",
-    "mpi_all_threads": "mpi, a thread for each core of the machine, not pinned",
-    "mpi_allocator_default": "mpi, with the C library's own way of keeping memory",
-    "ring_allocator_default": "ring, with the C library's own way of keeping memory",
-}
-_SCRIPTS = {
-    DDP: "pytorch_ddp.py",
-    STOCK_MIRRORED: "stock_mirrored.py",
-    STOCK_MULTI_WORKER: "stock_multi_worker.py",
-}
-# 0.1 MB of gradients: what travels decides nothing, and each configuration takes half a minute.
-NOT_MEASURED = {"compute": (MPI_BFLOAT16,)}
-# What the peers' scripts have.
-PEERS_WORKLOADS = ("compute", "communication")
-PEERS_FOLDER = Path(tfmulti.__file__).resolve().parent.parent / "experiments" / "scaling"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of training; on a number of replicas it is a configuration.
+
+    Attributes:
+        name: Its name in tables and flags.
+        meaning: What it is, in words.
+        task: What its task has instead of the defaults of `create_setup`.
+        replicas: On which numbers of replicas it runs: `"one"`, `"several"` or `"any"`.
+        is_distributed: Whether each replica is a process.
+        environments: Function of the number of replicas: for each process to start, the variables
+            to set. None where one is started, or the launcher starts all.
+        launched: Whether the launcher starts it, in the environment that it makes.
+        launch_flags: More flags for the launcher.
+        calls_of_several: Whether it is measured with several steps a call too, and its step is
+            divided into parts.
+        long_order: More words of the order of a long block; None where there is none.
+        baseline: The kind whose one replica is that against which its speed-up is.
+        not_on: Workloads on which it is not measured.
+        is_peer: Whether it is another project's: it may not run, and takes only steps.
+    """
+
+    name: str
+    meaning: str
+    task: Mapping[str, Any]
+    replicas: str = "several"
+    is_distributed: bool = False
+    environments: Callable[[int], Sequence[Mapping[str, str]]] | None = None
+    launched: bool = True
+    launch_flags: tuple[str, ...] = ()
+    calls_of_several: bool = True
+    long_order: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
+    baseline: str = "one_worker"
+    not_on: tuple[str, ...] = ()
+    is_peer: bool = False
+
+    def counts(self, numbers: Sequence[int]) -> list[int]:
+        """Returns those of the numbers of replicas on which it runs."""
+        return [n for n in numbers if self.replicas in ("any", "several" if n > 1 else "one")]
+
+    def changed(self, **task) -> Kind:
+        """Returns the same with something else in its task."""
+        return dataclasses.replace(self, task={**self.task, **task})
+
+
+def _workers(communication, **more):
+    return {"strategy": {"name": "multi_worker", "communication": communication}, **more}
+
+
+_ONE_DEVICE = {"strategy": {"name": "one_device", "devices": ["CPU:0"]}}
+ONE_WORKER = Kind("one_worker", "one_device, distribute_train", _ONE_DEVICE, "one")
+CONTROL = Kind(
+    "control",
+    "so many one_device processes at once, no communication",
+    _ONE_DEVICE,
+    is_distributed=True,
+    environments=lambda count: [{}] * count,
+)
+MIRRORED = Kind("mirrored", "mirrored on logical CPUs", {"strategy": {"name": "mirrored"}})
+RING = Kind("ring", "multi_worker, TensorFlow's ring", _workers("ring"), is_distributed=True)
+MPI = Kind(
+    "mpi", "multi_worker, MPI", _workers("mpi"), is_distributed=True, launch_flags=("--mpi",)
+)
+MPI_BFLOAT16 = dataclasses.replace(
+    MPI,
+    name="mpi_bfloat16",
+    meaning="multi_worker, MPI, bfloat16 on the wire",
+    task=_workers("mpi", compression="bfloat16"),
+    # 0.1 MB of gradients: what travels decides nothing, and each configuration takes half a minute.
+    not_on=("compute",),
+)
+KINDS = (ONE_WORKER, CONTROL, MIRRORED, RING, MPI, MPI_BFLOAT16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One way to train a workload.
+    """A configuration: one way to train a workload.
 
     Attributes:
-        kind: What it is; see `MEANINGS`.
+        kind: What it is.
         replicas: The number of replicas.
         batch_size: Examples per replica and step.
         command: The program and its arguments.
         environments: For each process to start, the variables to set.
-        processes: How many processes connect to the driver.
+        processes: How many processes take orders.
         steps_per_execution: The numbers of steps of one call that are measured.
         scaling: `"weak"` or `"strong"`.
     """
 
-    kind: str
+    kind: Kind
     replicas: int
     batch_size: int
     command: tuple[str, ...]
@@ -87,120 +115,55 @@ class Setup:
     @property
     def name(self) -> str:
         """Its name in tables: the kind, the replicas, and whether the scaling is strong."""
-        return f"{self.kind} x{self.replicas}" + (" strong" if self.scaling == STRONG else "")
+        strong = " strong" if self.scaling == STRONG else ""
+        return f"{self.kind.name} x{self.replicas}{strong}"
 
 
-def check_peers(config: BenchConfig) -> None:
-    """Raises ValueError if peers are requested and their scripts are missing."""
-    if config.peers and not PEERS_FOLDER.is_dir():
-        raise ValueError(
-            "`peers` needs the scripts of a clone: they are no part of the installed package. "
-            f"Received: --peers, and no folder {PEERS_FOLDER}. "
-            "Start the bench in a clone of tfmulti, or leave --peers out."
-        )
-
-
-def create_setups(workload: str, config: BenchConfig) -> list[Setup]:
+def create_setups(workload: str, config) -> list[Setup]:
     """Returns the configurations of a workload, in the order of the first round."""
-    several = [count for count in config.numbers if count > 1]
-    chosen = [_ours(kind, 1, workload, config) for kind in (PLAIN, ONE_REPLICA, ONE_WORKER)]
-    for count in several:
-        kinds = (CONTROL, MIRRORED, *MULTI_WORKER)
-        chosen += [_ours(kind, count, workload, config) for kind in kinds]
-        if config.strong:
-            kinds = (MIRRORED, *MULTI_WORKER)
-            chosen += [_ours(kind, count, workload, config, STRONG) for kind in kinds]
-    if config.peers and workload in PEERS_WORKLOADS:
-        chosen += [_peer(DDP, count, workload, config) for count in config.numbers]
-        for kind in (STOCK_MIRRORED, STOCK_MULTI_WORKER):
-            chosen += [_peer(kind, count, workload, config) for count in several]
-    without = NOT_MEASURED.get(workload, ())
-    return [each for each in chosen if each.kind in config.kinds and each.kind not in without]
+    chosen = []
+    for kind in (each for each in config.kinds if workload not in each.not_on):
+        for count in kind.counts(config.numbers):
+            chosen.append(create_setup(kind, count, config, workload))
+            if config.strong and count > 1 and kind.calls_of_several and kind != CONTROL:
+                chosen.append(create_setup(kind, count, config, workload, STRONG))
+    return chosen
 
 
-def _ours(kind, count, workload, config, scaling=WEAK) -> Setup:
-    batch_size = config.resolve_batch_size(workload)
+def create_setup(kind, count: int, config, workload: str = "compute", scaling: str = WEAK) -> Setup:
+    """Returns the configuration of a `Kind` on `count` replicas, by a `BenchConfig`.
+
+    A task, which its processes take as JSON, has `"create"`, which creates what is measured: a
+    function of orders, which may have `facts` for the driver; `"strategy"`, the arguments of
+    `create_strategy`; `"compression"`, that of the optimizer; `"cores"` of a process, and whether
+    to `"pin"` it to them; whether it needs `"tensorflow"`; and what the configuration and the
+    bench have.
+    """
+    batch_size = config.batch_size_of(workload)
     if scaling == STRONG:
         batch_size = max(1, batch_size // count)
-    base, changed, *_ = _SWITCHES.get(kind, (kind, {}))
+    cores = config.cores_each * (1 if kind.is_distributed else count)
     task = {
-        "kind": base,
-        "workload": workload,
-        "replicas": count,
-        "batch_size": batch_size,
-        "config": dataclasses.asdict(config) | changed,
+        **{name: getattr(config, name) for name in ("model", "dataset", "verify", "pin")},
+        **{"workload": workload, "replicas": count, "batch_size": batch_size, "cores": cores},
+        **{"create": "tfmulti.bench.training:Trained", "tensorflow": True},
+        **{"strategy": {}, "compression": None, **kind.task},
     }
-    command = (sys.executable, "-m", "tfmulti.bench.worker", json.dumps(task))
-    environments: tuple[Mapping[str, str], ...] = ({},)
-    if kind == CONTROL:
-        environments = tuple({INDEX: str(index)} for index in range(count))
-    if kind in LAUNCHED:
-        # One worker too, so that all have the environment that the launcher makes.
-        workers = count if kind in MULTI_WORKER else 1
-        command = (*launcher(workers, kind, config, count), *command)
+    command: tuple[str, ...] = (sys.executable, "-m", "tfmulti.bench.worker", json.dumps(task))
+    if kind.launched:
+        workers = count if kind.is_distributed and kind.environments is None else 1
+        flags = [f"--num_workers={workers}", f"--threads={cores if config.pin else 0}"]
+        # The many launchers of separate processes would write to the same folder.
+        flags += [] if kind.environments else [f"--log_dir={FOLDER}"]
+        launcher = (sys.executable, "-m", "tfmulti.launch", *flags, *kind.launch_flags, "--")
+        command = (*launcher, *command)
     return Setup(
         kind,
         count,
         batch_size,
         command,
-        environments,
-        processes=count if kind in (CONTROL, *MULTI_WORKER) else 1,
-        # Compared with one another alone, step by step; the time goes to further rounds.
-        steps_per_execution=(
-            (1,) if kind in (PLAIN, ONE_REPLICA) else (1, config.steps_per_execution)
-        ),
-        scaling=scaling,
-    )
-
-
-def launcher(count: int, kind: str, config: BenchConfig, replicas: int) -> tuple[str, ...]:
-    """Returns the command that starts workers, up to the workers' own.
-
-    Args:
-        count: The number of workers.
-        kind: The kind of the configuration.
-        config: The bench.
-        replicas: Replicas of the configuration, for which a worker of `mirrored` has the cores.
-    """
-    threads = config.cores_each * (replicas if kind == MIRRORED else 1)
-    flags = (f"--num_workers={count}", f"--threads={threads if config.pin else 0}")
-    base, _, *switched = _SWITCHES.get(kind, (kind, {}))
-    flags += ("--mpi", *switched) if base in (MPI, MPI_BFLOAT16) else tuple(switched)
-    # The many launchers of the control would write to the same folder.
-    flags += () if kind == CONTROL else (f"--log_dir={FOLDER}",)
-    return (sys.executable, "-m", "tfmulti.launch", *flags, "--")
-
-
-def _peer(kind, count, workload, config) -> Setup:
-    command = (
-        sys.executable,
-        str(PEERS_FOLDER / _SCRIPTS[kind]),
-        f"--workload={workload}",
-        f"--batch_size={config.resolve_batch_size(workload)}",
-        f"--cores={config.cores_each}",
-        *(() if config.pin else ("--nopin",)),
-    )
-    if kind == STOCK_MIRRORED:
-        environments: tuple = ({},)
-        command = (*command, f"--replicas={count}")
-    elif kind == DDP:
-        environments = torch_environments(count)
-    else:
-        environments = tuple({"TF_CONFIG": text} for text in processes.tf_configs(count))
-    batch_size = config.resolve_batch_size(workload)
-    return Setup(kind, count, batch_size, command, environments, len(environments))
-
-
-def torch_environments(count: int) -> tuple[dict[str, str], ...]:
-    """Returns the variables that `torchrun` sets, for each process of this machine."""
-    [port] = processes.free_ports(1)
-    return tuple(
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(index),
-            "LOCAL_RANK": str(index),
-            "WORLD_SIZE": str(count),
-        }
-        for index in range(count)
+        tuple(kind.environments(count)) if kind.environments else ({},),
+        count if kind.is_distributed else 1,
+        (1, config.steps_per_execution) if kind.calls_of_several else (1,),
+        scaling,
     )

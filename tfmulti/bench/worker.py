@@ -1,45 +1,46 @@
-"""One process of a configuration of ours: `python -m tfmulti.bench.worker TASK`, TASK being JSON.
+"""One process of a configuration: `python -m tfmulti.bench.worker TASK`, TASK being JSON.
 
-It takes its cores before TensorFlow is imported, so that TensorFlow sees no others.
+It takes its cores before TensorFlow or PyTorch is imported, so that they see no others.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pkgutil
+import resource
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from tfmulti.bench import control
-from tfmulti.bench.config import BenchConfig
-from tfmulti.bench.setups import CONTROL, INDEX, MULTI_WORKER
 from tfmulti.runtime import command_line
+
+PIPES = "TFMULTI_BENCH_PIPES"
+"""The folder of a job's pipes."""
+INDEX = "TFMULTI_BENCH_INDEX"
+"""Which process of its job a process is; TF_CONFIG tells the workers of a launcher."""
 
 
 def main(argv: list[str]) -> int:
-    """Builds a task's configuration and executes the driver's orders; returns the exit code."""
+    """Creates what a task names and executes the driver's orders; returns the exit code."""
     task = json.loads(argv[1])
-    config = BenchConfig(**task["config"])
     index = process_index()
-    kind = task["kind"]
-    is_one_of_several = kind in (*MULTI_WORKER, CONTROL)
-    cores = config.cores_each * (1 if is_one_of_several else task["replicas"])
-    if config.pin:
-        pin(index if is_one_of_several else 0, cores)
+    cores = sorted(os.sched_getaffinity(0))
+    count = task["cores"]
+    # A launcher may have pinned it already.
+    if task["pin"] and len(cores) > count:
+        os.sched_setaffinity(0, cores[index * count : (index + 1) * count])
     try:
-        command_line.import_tensorflow()
-        from tfmulti.bench import training
+        if task["tensorflow"]:
+            command_line.import_tensorflow()
+            if task["pin"]:
+                import tensorflow as tf
 
-        if config.pin:
-            training.use_threads(cores)
-        if task.get("allreduce"):
-            from tfmulti.bench import training as training_lib
-
-            control.serve("allreduce", index, training_lib.create(kind))
-        else:
-            trained = training.Trained(config, task)
-            control.serve(kind, index, trained.train, **trained.facts)
+                tf.config.threading.set_intra_op_parallelism_threads(count)
+        measure = pkgutil.resolve_name(task["create"])(task)
+        serve(index, measure, **getattr(measure, "facts", {}))
     except Exception as error:
         traceback.print_exc()
         print(f"error: {command_line.cause_of(error)}", file=sys.stderr, flush=True)
@@ -59,12 +60,32 @@ def process_index(environ: Mapping[str, str] = os.environ) -> int:
     return int(config.get("task", {}).get("index", 0))
 
 
-def pin(index: int, count: int) -> None:
-    """Pins this process to `count` cores, the `index`-th such group of those it may use."""
-    cores: Sequence[int] = sorted(os.sched_getaffinity(0))
-    # A launcher may have pinned it already.
-    if len(cores) > count:
-        os.sched_setaffinity(0, cores[index * count : (index + 1) * count])
+def serve(index: int, measure: Callable[..., Mapping], **facts) -> None:
+    """Executes the driver's orders until the driver is done or has gone.
+
+    Args:
+        index: The number of this process in its job, from 0.
+        measure: Function that does an order. `measure(steps=30)` does 30 steps and returns a dict;
+            `"ends"` has the time of `time.perf_counter()` at the end of each step (or of each
+            call, where one call does several steps).
+        **facts: What the driver should know, such as `gradient_bytes=67_000_000`.
+    """
+    folder = Path(os.environ[PIPES])
+    with (
+        open(folder / f"orders_{index}") as orders,
+        open(folder / f"answers_{index}", "w", buffering=1) as answers,
+    ):
+        answers.write(json.dumps({"pid": os.getpid(), **facts}) + "\n")
+        idle_since = time.process_time()
+        for line in orders:
+            order = json.loads(line)
+            if order is None:
+                return
+            idle = time.process_time() - idle_since
+            answer = {**measure(**order), "ended": time.perf_counter(), "idle_cpu_seconds": idle}
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            answers.write(json.dumps({**answer, "peak_bytes": peak}) + "\n")
+            idle_since = time.process_time()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from tfmulti.strategies.coordination import KeyValueExchange
 class Devices(keras.callbacks.Callback):
     """Samples CPU, memory and GPUs in a thread, and reports their means after every epoch.
 
-    Pass it on every worker, before callbacks that write logs. psutil reads CPU and memory, NVML
-    the GPUs (`pip install 'tfmulti[monitor]'`). Values that cannot be read are skipped, with one
-    message. The means include validation and the compilation in the first epoch.
+    Pass it on every worker, before callbacks that write logs. psutil reads CPU and memory
+    (`pip install 'tfmulti[monitor]'`), NVML the GPUs. Values that cannot be read are skipped, with
+    one message. The means include validation and the compilation in the first epoch.
 
     It adds these values of this worker, if known, to the epoch's logs: `cpu_percent`, of all
     cores of the host, and `memory_percent`, of its memory, by all processes; `process_cores`, the

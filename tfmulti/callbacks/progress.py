@@ -10,7 +10,8 @@ import keras
 
 from tfmulti import hardware
 from tfmulti.callbacks import throughput
-from tfmulti.callbacks.screen import Pace, Screen, pair_logs, show_seconds, show_value
+from tfmulti.callbacks.meter import Meter, steps_before
+from tfmulti.callbacks.screen import Screen, pair_logs, show_rate, show_seconds, show_value
 from tfmulti.runtime.console import is_terminal
 
 _REFRESH_S = 0.25
@@ -47,11 +48,12 @@ class Progress(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
-        self._dataset, self._clock = dataset, clock
+        self._dataset, self._meter = dataset, Meter(clock)
         self._screen = Screen() if print_fn is None and is_terminal() else None
         self._print_fn = print_fn or print
-        self._callbacks, self._pace, self._next = (), None, 0.0
-        self._phase, self._loss = "train", None
+        self._callbacks, self._next = (), 0.0
+        # None where `evaluate` runs and no `fit`.
+        self._phase, self._loss = None, None
 
     def set_callbacks(self, callbacks):
         """Receives all callbacks of this `fit`, usually including Keras's own bar."""
@@ -62,56 +64,59 @@ class Progress(keras.callbacks.Callback):
         for callback in self._callbacks:
             if isinstance(callback, keras.callbacks.ProgbarLogger):
                 callback.verbose = 0
-        batch_size = None if self._dataset is None else self._dataset.plan.global_batch_size
-        epochs, steps = self.params.get("epochs", 1), self.params.get("steps")
-        self._pace, self._loss = Pace(epochs, steps, batch_size, self._clock), None
-        self._next = self._clock() + self._interval_s
+        self._meter.begin(self.params.get("epochs", 1), self.params.get("steps"))
+        self._phase, self._loss = "train", None
+        self._wait()
         if self._screen is not None:
             self.close()
             atexit.register(self.close)
             self._screen.open()
 
+    def _wait(self):
+        seconds = _SAY_SOMETHING_S if self._screen is None else _REFRESH_S
+        self._next = self._meter.clock() + seconds
+
     @property
-    def _interval_s(self) -> float:
-        return _SAY_SOMETHING_S if self._screen is None else _REFRESH_S
+    def _is_time(self) -> bool:
+        return self._meter.clock() >= self._next
+
+    @property
+    def _rate(self) -> str:
+        size = None if self._dataset is None else self._dataset.plan.global_batch_size
+        return show_rate(self._meter.steps_per_second_now, size)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Begins a line."""
-        first = 0
-        if self._dataset is not None:
-            # Not 0 if training resumes within an epoch.
-            first = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
-        self._pace.begin_epoch(epoch, first)
+        self._meter.begin_epoch(epoch, steps_before(self._dataset))
         self._phase = "train"
-        if self._screen is not None and (not self._loss or self._clock() >= self._next):
+        if self._screen is not None and (not self._loss or self._is_time):
             self._show({})
 
     def on_train_batch_end(self, batch, logs=None):
         """Draws the bar if it is time."""
-        self._pace.count(batch + 1)
-        if self._pace.clock() >= self._next:
+        self._meter.count(batch + 1)
+        if self._is_time:
             self._show(logs or {})
 
     def on_test_begin(self, logs=None):
         """Shows that validation runs, within `fit`."""
-        if self._pace is not None and self._phase == "train":
+        if self._phase == "train":
             self._phase = "validation"
-            self._pace.end_steps()
-            if self._screen is not None and self._clock() >= self._next:
+            if self._screen is not None and self._is_time:
                 self._show({})
 
     def on_epoch_end(self, epoch, logs=None):
         """Prints the epoch's line."""
-        self._pace.end_steps()
-        self._pace.end_epoch()
-        logs, rate = dict(logs or {}), self._pace.show_rate()
+        self._meter.end_epoch()
+        logs = dict(logs or {})
         # Keras sorts them by name.
         names = sorted(logs, key=lambda name: name.removeprefix("val_") != "loss")
         shown = {name: logs[name] for name in names if name not in _SHOWN_ELSEWHERE}
         if self._screen is None:
-            self._print_fn(self._plain_line(shown, rate))
+            values = [f"{name}: {show_value(value)}" for name, value in shown.items()]
+            self._print_parts(show_seconds(self._meter.seconds), *values, self._rate)
         else:
-            self._screen.leave_line(self._title, pair_logs(shown), rate)
+            self._screen.leave_line(self._title, pair_logs(shown), self._rate)
 
     def on_train_end(self, logs=None):
         """Removes the bar."""
@@ -125,24 +130,20 @@ class Progress(keras.callbacks.Callback):
 
     @property
     def _title(self) -> str:
-        return f"Epoch {self._pace.epoch + 1}/{self._pace.epochs}"
+        return f"Epoch {self._meter.epoch + 1}/{self._meter.epochs}"
 
     def _show(self, logs):
-        self._next = self._pace.clock() + self._interval_s
-        if self._screen is None:
-            left = self._pace.seconds_left
-            parts = [f"{self._title} - step {self._pace.done}/{self._pace.steps or '?'}"]
-            parts += [f"{name}: {show_value(value)}" for name, value in logs.items()]
-            parts += [self._pace.show_rate(), f"{show_seconds(left)} left" if left else ""]
-            self._print_fn(" - ".join(filter(None, parts)))
-        else:
-            self._draw(logs)
-
-    def _draw(self, logs):
+        self._wait()
         self._loss = logs.get("loss", self._loss)
-        self._screen.draw(self._title, self._phase, self._pace, self._loss)
+        if self._screen is None:
+            left = self._meter.seconds_left
+            values = [f"{name}: {show_value(value)}" for name, value in logs.items()]
+            step = f"step {self._meter.done}/{self._meter.steps_per_epoch or '?'}"
+            self._print_parts(
+                step, *values, self._rate, f"{show_seconds(left)} left" if left else ""
+            )
+        else:
+            self._screen.draw(self._title, self._phase, self._meter, self._loss, self._rate)
 
-    def _plain_line(self, logs, rate) -> str:
-        values = [f"{name}: {show_value(value)}" for name, value in logs.items()]
-        parts = [self._title, show_seconds(self._pace.seconds), *values, rate]
-        return " - ".join(filter(None, parts))
+    def _print_parts(self, *parts):
+        self._print_fn(" - ".join(filter(None, (self._title, *parts))))

@@ -1,20 +1,29 @@
-"""The progress bar of a terminal, the lines above it, and the speed that they show."""
+"""The progress bar of a terminal, and the lines above it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from absl import logging
+from rich import progress
 from rich.console import Console
-from rich.live import Live
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
+
+from tfmulti.callbacks.meter import Meter
 
 _WIDE, _MEDIUM = 70, 45
 _ROOM_FOR_RATE = len("1,234,567 examples/s")
+
+
+class _Bar(progress.Progress):
+    """Leaves room for the terminal's echo of Ctrl-C: the bar must stay one line."""
+
+    def get_renderables(self):
+        """Yields the bar."""
+        yield Padding(self.make_tasks_table(self.tasks), (0, 2, 0, 0))
 
 
 class Screen:
@@ -28,12 +37,14 @@ class Screen:
 
     def __init__(self, console: Console | None = None):
         self._console = console or Console(highlight=False)
-        self._live, self._stream, self._width = None, None, 0
+        self._bar, self._stream, self._width = None, None, 0
 
     def open(self) -> None:
         """Begins to draw."""
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._live.start(refresh=False)
+        self._bar = _Bar(console=self._console, auto_refresh=False, transient=True, expand=True)
+        self._task = self._bar.add_task("")
+        self._bar.columns = ()
+        self._bar.start()
         # absl has kept the stream that was standard error when it was imported.
         handler = logging.get_absl_handler().python_handler
         self._stream = handler.setStream(sys.stderr)
@@ -41,52 +52,34 @@ class Screen:
 
     def close(self) -> None:
         """Removes the bar."""
-        if self._live is not None:
-            live, self._live = self._live, None
-            live.stop()
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            bar.stop()
             if self._stream is not None:
                 logging.get_absl_handler().python_handler.setStream(self._stream)
 
-    def draw(self, title: str, phase: str, pace: Pace, loss: float | None) -> None:
+    def draw(self, title: str, phase: str, meter: Meter, loss: float | None, rate: str) -> None:
         """Draws the bar anew.
 
         Args:
             title: Which epoch.
             phase: `"train"` or `"validation"`.
-            pace: How far training is.
+            meter: How far training is.
             loss: The running loss, or None.
+            rate: The speed, in words.
         """
-        if self._live is not None:
-            self._live.update(self._bar(title, phase, pace, loss), refresh=True)
-
-    def _bar(self, title, phase, pace, loss):
+        if self._bar is None:
+            return
         width = self._console.width
-        grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        cells = [Text(title, "bold")]
-        total = pace.steps or (None if phase == "train" else pace.done)
+        total = meter.steps_per_epoch or (None if phase == "train" else meter.done)
+        words = [f" {meter.done}/{total or '?'}", *_words(phase, meter, loss, rate, width)]
+        texts = [Text(title, "bold"), *map(Text, words)]
+        columns = [_column(text) for text in texts]
         if width >= _MEDIUM:
-            cells.append(ProgressBar(total, pace.done, pulse=total is None, complete_style="cyan"))
-        cells.append(Text(f"{pace.done}/{total or '?'}"))
-        cells += [Text(word) for word in self._words(phase, pace, loss, width)]
-        for cell in cells:
-            flexible = isinstance(cell, ProgressBar)
-            grid.add_column(no_wrap=True, ratio=1 if flexible else None)
-        grid.add_row(*cells)
-        # Leave room for the terminal's echo of Ctrl-C: the bar must stay one line.
-        return Padding(grid, (0, 3, 0, 0))
-
-    def _words(self, phase, pace, loss, width) -> list[str]:
-        if width < _MEDIUM:
-            return []
-        if phase == "validation":
-            return ["validation"]
-        if pace.steps_per_second is None:
-            return ["compiling the first step"] if not pace.done else []
-        words = [] if loss is None else [f"loss {show_value(loss)}"]
-        if width >= _WIDE:
-            words.append(pace.show_rate())
-        left = pace.seconds_left
-        return words if left is None else [*words, f"{show_seconds(left)} left"]
+            style = {"complete_style": "cyan", "finished_style": "cyan"}
+            columns.insert(1, progress.BarColumn(None, table_column=Column(ratio=1), **style))
+        self._bar.columns = columns
+        self._bar.update(self._task, completed=meter.done, total=total, refresh=True)
 
     def leave_line(self, title: str, values, rate: str) -> None:
         """Prints the line of an epoch above the bar.
@@ -110,97 +103,35 @@ class Screen:
         self._console.print(Text("  ").join([*parts, Text(rate, "dim")]))
 
 
-class Pace:
-    """Counts steps and times them; the first call of a `fit` is left out, since it compiles.
+def _column(text):
+    column = Column(no_wrap=True)
+    return progress.RenderableColumn(Padding(text, (0, 1, 0, 0)), table_column=column)
 
-    Args:
-        epochs: Epochs of this `fit`.
-        steps: Steps of an epoch; None where only the end of the data tells. It is then taken
-            from the first epoch.
-        batch_size: Examples of a step over all replicas; None where unknown.
-        clock: Returns seconds.
 
-    Example:
-    >>> times = iter([0.0, 5.0, 6.0, 7.0])
-    >>> pace = Pace(epochs=2, steps=3, batch_size=10, clock=lambda: next(times))
-    >>> pace.begin_epoch(0)
-    >>> for done in (1, 2):
-    ...     pace.count(done)
-    >>> pace.rate, pace.seconds_left
-    (10.0, 4.0)
+def _words(phase, meter, loss, rate, width) -> list[str]:
+    if width < _MEDIUM:
+        return []
+    if phase == "validation":
+        return ["validation"]
+    if not rate:
+        return ["compiling the first step"] if not meter.done else []
+    words = [] if loss is None else [f"loss {show_value(loss)}"]
+    if width >= _WIDE:
+        words.append(rate)
+    left = meter.seconds_left
+    return words if left is None else [*words, f"{show_seconds(left)} left"]
+
+
+def show_rate(steps_per_second: float | None, batch_size: int | None) -> str:
+    """Returns a speed in words: of examples where the size of a batch is known.
+
+    >>> show_rate(12.5, 64), show_rate(0.123, None), show_rate(None, 64)
+    ('800 examples/s', '0.12 steps/s', '')
     """
-
-    def __init__(
-        self,
-        epochs: int,
-        steps: int | None,
-        batch_size: int | None,
-        clock: Callable[[], float],
-    ):
-        self.epochs, self.steps, self.batch_size, self.clock = epochs, steps, batch_size, clock
-        self.epoch = self.done = self._first = 0
-        self._timed_from, self._timed_at, self._now = None, 0.0, 0.0
-        self._began, self._validation_s, self._has_stepped = 0.0, 0.0, False
-        self._last_rate = None
-
-    def begin_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Begins an epoch, possibly at a later step than the first."""
-        self._last_rate = self.steps_per_second
-        self.epoch, self.done, self._first = epoch, first_step, first_step
-        self._began = self._now = self.clock()
-        # The first call compiles: timing starts after it.
-        self._timed_from = first_step if self._has_stepped else None
-        self._timed_at = self._began
-
-    def count(self, done: int) -> None:
-        """Records the number of completed steps of the epoch."""
-        self.done, self._now = done, self.clock()
-        self._has_stepped = True
-        if self._timed_from is None:
-            self._timed_from, self._timed_at = done, self._now
-
-    def end_steps(self) -> None:
-        """Records the end of an epoch's steps, before its validation."""
-        self.steps = self.steps or self.done
-
-    def end_epoch(self) -> None:
-        """Records the end of an epoch, after its validation."""
-        self._validation_s = self.clock() - self._now
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the start of the epoch to its last step."""
-        return self._now - self._began
-
-    @property
-    def steps_per_second(self) -> float | None:
-        """Steps per second of this epoch, or of the one before it; None where not measured."""
-        steps = self.done - self._timed_from if self._timed_from is not None else 0
-        seconds = self._now - self._timed_at
-        return steps / seconds if steps > 0 and seconds > 0 else self._last_rate
-
-    @property
-    def rate(self) -> float | None:
-        """Examples per second over all replicas, steps per second without a batch size."""
-        speed = self.steps_per_second
-        return speed if speed is None else speed * (self.batch_size or 1)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds to the end of training, with validation; None where not known."""
-        if self.steps is None or self.steps_per_second is None:
-            return None
-        epochs = self.epochs - self.epoch - 1
-        steps = self.steps - self.done + epochs * self.steps
-        return steps / self.steps_per_second + epochs * self._validation_s
-
-    def show_rate(self, rate: float | None = None) -> str:
-        """Returns the rate in words, or an empty text where it is not known."""
-        rate = self.rate if rate is None else rate
-        if rate is None:
-            return ""
-        unit = "examples/s" if self.batch_size else "steps/s"
-        return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
+    if steps_per_second is None:
+        return ""
+    rate, unit = steps_per_second * (batch_size or 1), "examples/s" if batch_size else "steps/s"
+    return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Mapping
 
 import keras
+
+from tfmulti.callbacks.meter import Meter, steps_before
 
 NAMES = (
     "examples_per_second",
@@ -17,26 +18,6 @@ NAMES = (
     "input_share",
 )
 """The names that are added to an epoch's logs."""
-
-
-@dataclasses.dataclass
-class TimedSteps:
-    """Timed steps.
-
-    Attributes:
-        steps: The number of steps.
-        seconds: Their duration.
-        waited: The seconds that they waited for data; None if unknown.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-    waited: float | None = None
-
-    def add(self, other: TimedSteps) -> None:
-        """Adds the steps and the seconds of another."""
-        self.steps += other.steps
-        self.seconds += other.seconds
 
 
 def describe(found: Mapping[str, float], seconds_left: float | None = None) -> str:
@@ -78,7 +59,6 @@ class Throughput(keras.callbacks.Callback):
 
     Attributes:
         examples: Examples trained on since `fit` began, over all replicas; None where unknown.
-        steps: Steps since `fit` began.
 
     Example:
     >>> callback = Throughput()
@@ -94,32 +74,33 @@ class Throughput(keras.callbacks.Callback):
         print_fn: Callable[[str], None] | None = None,
     ):
         super().__init__()
-        self._dataset, self._clock, self._print_fn = dataset, clock, print_fn
+        self._dataset, self._print_fn, self._meter = dataset, print_fn, Meter(clock)
         if dataset is not None:
             # Before the step is traced, of which it becomes a part.
             dataset.measure_waiting()
         self._reset()
 
     def _reset(self):
-        self.examples, self.steps = 0, 0
-        self._counted_steps, self._last_step, self._epoch_number = 0, -1, 0
-        self._all, self._now = TimedSteps(), TimedSteps()
-        # When the timed steps of this epoch began, and those of the last one ended.
-        self._began = self._ended = None
-        self._between, self._line = 0.0, None
+        # With the steps that they were counted in.
+        self.examples, self._counted_steps = 0, 0
+        self._first_step, self._has_ended, self._line = 0, True, None
+        # Seconds waited for data: when the timed steps of this epoch began, and in all of them.
+        self._waited_before = self._waited = None
+
+    @property
+    def steps(self) -> int:
+        """Steps since `fit` began."""
+        return self._meter.steps
 
     @property
     def seconds(self) -> float:
         """Seconds of training that were timed."""
-        return self._all.seconds
+        return self._meter.all.seconds
 
     @property
     def steps_per_second(self) -> float | None:
         """Steps per second of the steps that were timed, or None."""
-        pace = dataclasses.replace(self._all)
-        if self._began is not None:
-            pace.add(self._under_way())
-        return pace.steps / pace.seconds if pace.steps and pace.seconds else None
+        return self._meter.steps_per_second
 
     @property
     def examples_per_second(self) -> float | None:
@@ -129,9 +110,7 @@ class Throughput(keras.callbacks.Callback):
     @property
     def examples_per_second_now(self) -> float | None:
         """The same for this epoch, also before it ends, or None."""
-        pace = self._now if self._began is None else self._under_way()
-        rate = pace.steps / pace.seconds if pace.steps and pace.seconds else None
-        return _times(rate, self._examples_per_step())
+        return _times(self._meter.now.rate, self._examples_per_step())
 
     @property
     def examples_per_second_per_replica(self) -> float | None:
@@ -144,59 +123,45 @@ class Throughput(keras.callbacks.Callback):
     @property
     def input_share(self) -> float | None:
         """The fraction of the last epoch's step time spent waiting for data, or None."""
-        pace = self._now
-        if pace.waited is None or not pace.seconds:
+        seconds = self._meter.now.seconds
+        if self._waited is None or not seconds:
             return None
-        return min(1.0, max(0.0, pace.waited / pace.seconds))
+        return min(1.0, max(0.0, self._waited / seconds))
 
     @property
     def seconds_left(self) -> float | None:
         """Estimated seconds to the end of `fit`, including validation; None if unknown."""
-        steps, rate = self.params.get("steps"), self.steps_per_second
-        if not steps or not rate:
-            return None
-        epochs = self.params["epochs"] - 1 - self._epoch_number
-        left = epochs * steps + steps - 1 - self._last_step
-        return left / rate + self._between * (epochs + (self._began is not None))
+        return self._meter.seconds_left
 
     def on_train_begin(self, logs=None):
         """Starts anew."""
         self._reset()
+        self._meter.begin(self.params.get("epochs", 1), self.params.get("steps"))
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock, except in the first epoch, whose first call compiles."""
         self._tell_line()
-        self._first_step = 0
-        if self._dataset is not None:
-            # Not 0 if training resumes within an epoch.
-            self._first_step = self._dataset.plan.steps_per_epoch - self._dataset.steps_left()
-        self._last_step, self._epoch_number = self._first_step - 1, epoch
-        self._now = TimedSteps()
-        if self.steps:
-            self._begin()
-            self._between = self._began - (self._began if self._ended is None else self._ended)
+        self._first_step, self._has_ended = steps_before(self._dataset), False
+        self._meter.begin_epoch(epoch, self._first_step)
+        self._waited, self._waited_before = None, self._seconds_waited() if self.steps else None
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts the steps of a call; reads the examples at the epoch's last step."""
-        done = batch - self._last_step
-        self._last_step = batch
-        self.steps += done
-        if self._began is None:
-            self._begin()
-        else:
-            self._now.steps += done
+        is_first = not self.steps
+        self._meter.count(batch + 1)
+        if is_first:
+            self._waited_before = self._seconds_waited()
         if self.params.get("steps") and batch + 1 >= self.params["steps"]:
-            self._end_epoch()
+            self._end_steps()
 
     def on_test_begin(self, logs=None):
-        """Ends the epoch's time where the number of its steps was not known."""
-        self._end_epoch()
+        """Ends the epoch's steps where their number was not known."""
+        self._end_steps()
 
     def on_epoch_end(self, epoch, logs=None):
         """Adds what is known to the logs."""
-        self._end_epoch()
-        if self._ended is not None:
-            self._between = self._clock() - self._ended
+        self._end_steps()
+        self._meter.end_epoch()
         found = {name: getattr(self, name) for name in NAMES}
         found = {name: _shorten(name, value) for name, value in found.items() if value is not None}
         if logs is not None:
@@ -214,18 +179,13 @@ class Throughput(keras.callbacks.Callback):
             self._print_fn(self._line)
             self._line = None
 
-    def _begin(self):
-        self._waited_before, self._began = self._waited(), self._clock()
-
-    def _end_epoch(self):
-        if self._began is None:
+    def _end_steps(self):
+        # `evaluate` outside of `fit` has no steps to end.
+        if self._has_ended:
             return
-        self._ended = self._clock()
-        self._now.seconds, self._began = self._ended - self._began, None
-        waited = self._waited()
+        self._has_ended, waited = True, self._seconds_waited()
         if waited is not None and self._waited_before is not None:
-            self._now.waited = waited - self._waited_before
-        self._all.add(self._now)
+            self._waited = waited - self._waited_before
         self._counted_steps = self.steps
         if self._dataset is None:
             seen = _examples_seen(self.model)
@@ -234,10 +194,7 @@ class Throughput(keras.callbacks.Callback):
         known = seen is not None and self.examples is not None
         self.examples = self.examples + seen if known else None
 
-    def _under_way(self) -> TimedSteps:
-        return TimedSteps(self._now.steps, self._clock() - self._began)
-
-    def _waited(self) -> float | None:
+    def _seconds_waited(self) -> float | None:
         if self._dataset is None or self.model.steps_per_execution != 1:
             return None
         return self._dataset.seconds_waited

@@ -5,13 +5,116 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Mapping
 
-from tfmulti.doctor.examination import DoctorConfig
-from tfmulti.doctor.report import FAILURE
+from rich.console import Console
+
+from tfmulti.cluster import Cluster
+from tfmulti.doctor import cluster_settings, gpus, host, packages, peers, report
+from tfmulti.doctor.cuda import check_cuda
+from tfmulti.doctor.tensorflow_process import ask, check_import
+from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line
+from tfmulti.settings import check_settings, setting
 
 USAGE = "python -m tfmulti.doctor [flags]: is this host, and this cluster, ready to train?"
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorConfig:
+    """One examination; every setting is a flag of `python -m tfmulti.doctor`.
+
+    Raises:
+        ValueError: For a value that cannot be.
+
+    Example:
+    >>> DoctorConfig().cluster
+    False
+    """
+
+    cluster: bool = setting(
+        False, "Look at the other workers too; every worker runs this at the same time."
+    )
+    json: bool = setting(False, "Print JSON instead of a table.")
+    workdir: str | None = setting(
+        None, "Folder that training will write to; by default the current one."
+    )
+    tf_config: str | None = setting(
+        None, "File or folder with the cluster; by default the variable TF_CONFIG."
+    )
+    start_timeout: float | None = setting(
+        None,
+        "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
+        at_least=0.001,
+    )
+    tensorflow_timeout: float = setting(
+        180.0, "Seconds that TensorFlow has for its import and a sum on each GPU.", at_least=1.0
+    )
+
+    def __post_init__(self):
+        check_settings(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """The results of all checks.
+
+    Attributes:
+        areas: The checks, by area.
+        met: The cluster, where all its workers have met; else None.
+        timeout_s: Seconds that they wait for one another.
+    """
+
+    areas: list[tuple[str, list[report.Check]]]
+    met: Cluster | None
+    timeout_s: float
+
+    @property
+    def checks(self) -> list[report.Check]:
+        """All checks."""
+        return [check for _, checks in self.areas for check in checks]
+
+
+def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Examination:
+    """Runs all checks.
+
+    Args:
+        config: What to look at.
+        environ: The environment.
+
+    Raises:
+        ValueError: For a TFMULTI_START_TIMEOUT that is no number of seconds.
+    """
+    timeout_s = find_timeout(config.start_timeout, environ)
+    cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
+    # The network comes first: all workers have just started, and nothing else runs yet.
+    cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
+    driver = gpus.ask_driver()
+    found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
+    cluster_checks += found
+    said = ask(config.tensorflow_timeout)
+    num_gpus = len(driver.gpus)
+    num_workers = cluster.num_workers if cluster else 1
+    areas = [
+        ("Programs", [*packages.check_packages(), check_import(said)]),
+        ("GPUs", gpus.check_gpus(driver, said, environ)),
+        (
+            "CUDA and links",
+            [
+                *check_cuda(driver, said),
+                gpus.check_nvlink(driver.gpus),
+                gpus.check_topology(driver),
+            ],
+        ),
+        ("This host", host.check_host(host.read_host(), num_gpus, num_workers, environ)),
+        ("Work folder", host.check_workdir(config.workdir)),
+        ("Cluster", cluster_checks),
+        ("Variables", cluster_settings.check_variables(environ, cluster)),
+        ("Traps", packages.check_pitfalls(environ, cluster, num_gpus)),
+    ]
+    return Examination(areas, cluster if met else None, timeout_s)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,31 +139,21 @@ def main(argv: list[str] | None = None) -> int:
         written = {"checks": [dataclasses.asdict(check) for check in found.checks]}
         print(json.dumps(written, indent=2), flush=True)
     else:
-        from rich.console import Console
-
-        from tfmulti.doctor import report
-
         report.show(found.areas, Console())
         sys.stdout.flush()
     if found.met:
-        from tfmulti.doctor import peers
-
         peers.leave_together(found.met, found.timeout_s)
-    failed = any(check.status == FAILURE for check in found.checks)
+    failed = any(check.status == report.FAILURE for check in found.checks)
     return command_line.ERROR if failed else 0
 
 
 def _look(config):
-    from rich.console import Console
-
-    from tfmulti.doctor import examination
-
     console = Console(stderr=True)
     waits = contextlib.nullcontext()
     if console.is_terminal and not config.json:
         waits = console.status("Looking; TensorFlow's import takes some seconds ...")
     with waits:
-        return examination.examine(config)
+        return examine(config)
 
 
 if __name__ == "__main__":

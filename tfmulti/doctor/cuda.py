@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-from tfmulti.doctor.nvidia import Driver
 from tfmulti.doctor.packages import VersionOf, requirements_of, unmet, version_of
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.doctor.tensorflow_process import Report, run
+from tfmulti.hardware.gpus import Driver
 
 _WHEELS = "tensorflow[and-cuda]"
 
@@ -71,10 +72,10 @@ def check_driver_cuda(driver: Driver, build: dict) -> Check:
     if not built:
         return Check(name, UNKNOWN, f"{driver.cuda}; TensorFlow does not tell what it is built for")
     text = f"{driver.cuda}, TensorFlow is built for {built}"
-    mine, theirs = (_parts(version) for version in (driver.cuda, built))
-    if mine[0] < theirs[0]:
-        return Check(name, FAILURE, text, f"Install a driver for CUDA {theirs[0]} or newer.")
-    if mine[0] == theirs[0] and mine[1] < theirs[1]:
+    mine, theirs = Version(driver.cuda), Version(built)
+    if mine.major < theirs.major:
+        return Check(name, FAILURE, text, f"Install a driver for CUDA {theirs.major} or newer.")
+    if (mine.major, mine.minor) < (theirs.major, theirs.minor):
         hint = "A newer driver is better: with this one, GPUs that TensorFlow has no machine code "
         return Check(name, WARNING, text, f"{hint}for cannot be used.")
     return Check(name, OK, text)
@@ -118,8 +119,3 @@ def find_library(
         if line.split()[:1] == [name] and "=>" in line:
             return line.rpartition("=>")[2].strip()
     return None
-
-
-def _parts(version) -> tuple[int, int]:
-    parts = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    return (parts + [0, 0])[0], (parts + [0, 0])[1]

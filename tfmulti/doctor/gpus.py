@@ -1,21 +1,37 @@
 """Checks the GPUs of this host: visible to driver and TensorFlow, equal, free, well connected.
 
-Judged on what `nvidia` reads; see there for what that was tried on.
+Judged on what `hardware.gpus` reads; see there for what that was tried on.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tfmulti.doctor.nvidia import Driver, Gpu
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, plural
-from tfmulti.doctor.tensorflow_process import Report
+from tfmulti.doctor.tensorflow_process import TIMEOUT_S, Report, in_time
+from tfmulti.hardware.gpus import Driver, Gpu, count_on_bus, find_visible, read_driver
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_GPU = "no NVIDIA GPU here"
 _BUSY = 0.1
 _MEMORY_DIFFERENCE = 0.02
+_PATHS = {
+    "PIX": "one PCIe bridge",
+    "PXB": "several PCIe bridges",
+    "PHB": "the processor's PCIe host bridge",
+    "NODE": "several host bridges of one processor",
+    "SYS": "the link between processors",
+}
+
+
+def ask_driver(read=read_driver, timeout_s: float = TIMEOUT_S) -> Driver:
+    """Returns the driver and its GPUs; one that cannot be asked has the reason as its fault."""
+    try:
+        return in_time(read, timeout_s)
+    except (TimeoutError, ImportError) as error:
+        return Driver(fault=str(error), on_bus=count_on_bus())
 
 
 def check_gpus(driver: Driver, report: Report, environ: Mapping[str, str]) -> list[Check]:
@@ -44,9 +60,9 @@ def check_driver(driver: Driver) -> Check:
             return Check(name, WARNING, f"{text}; {driver.on_bus} are on the PCI bus", hint)
         return Check(name, OK, f"{text}, driver {driver.version}")
     if not driver.is_absent:
-        hint = "Load the driver that fits nvidia-smi: restart the host after an update of it."
+        hint = "Load the driver that fits its libraries: restart the host after an update of it."
         fault = driver.fault or "it sees no GPU"
-        return Check(name, FAILURE if driver.on_bus else WARNING, f"nvidia-smi: {fault}", hint)
+        return Check(name, FAILURE if driver.on_bus else WARNING, f"the driver: {fault}", hint)
     if driver.on_bus:
         text = f"{plural(driver.on_bus, 'NVIDIA GPU')} on the PCI bus, and {driver.fault}"
         hint = "Install NVIDIA's driver; in a container, start it with --gpus all."
@@ -57,37 +73,19 @@ def check_driver(driver: Driver) -> Check:
 def explain_visible(value: str | None, gpus: Sequence[Gpu]) -> tuple[list[int], str]:
     """Returns which GPUs a program gets, and what is wrong with the list of them.
 
-    CUDA reads the list up to the first entry that names no GPU, and silently ignores the rest;
-    see https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
-
     Args:
         value: `CUDA_VISIBLE_DEVICES`, or None where it is not set.
         gpus: The GPUs of the driver.
 
     >>> pair = [Gpu(0, "A"), Gpu(1, "A")]
-    >>> explain_visible(None, pair), explain_visible("1,2", pair)
-    (([0, 1], ''), ([1], '"2" names no GPU, so it and all after it are ignored'))
+    >>> explain_visible(None, pair), explain_visible("MIG-1", pair)
+    (([0, 1], ''), ([], 'parts of a GPU (MIG) are not followed here'))
     """
-    if value is None:
-        return [gpu.index for gpu in gpus], ""
-    chosen: list[int] = []
-    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
-    for entry in entries:
-        found = [gpu.index for gpu in gpus if _names(entry, gpu)]
-        if entry.startswith("MIG-"):
-            return chosen, "parts of a GPU (MIG) are not followed here"
-        if len(found) != 1:
-            return chosen, f'"{entry}" names no GPU, so it and all after it are ignored'
-        if found[0] in chosen:
-            return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
-        chosen += found
-    return chosen, ""
-
-
-def _names(entry, gpu) -> bool:
-    if entry.startswith("GPU-"):
-        return bool(gpu.uuid and gpu.uuid.startswith(entry))
-    return entry.isdecimal() and int(entry) == gpu.index
+    chosen, fault = find_visible(value, [gpu.uuid for gpu in gpus])
+    indices = list(itertools.takewhile(lambda each: isinstance(each, int), chosen))
+    if len(indices) < len(chosen):
+        return indices, "parts of a GPU (MIG) are not followed here"
+    return indices, fault
 
 
 def check_visible(value: str | None, indices: list[int], fault: str, count: int) -> Check:
@@ -186,7 +184,7 @@ def check_modes(gpus: Sequence[Gpu]) -> Check:
         for gpu in gpus
         if gpu.compute_mode not in (None, "Default")
     ]
-    odd += [f"GPU {gpu.index} is divided (MIG)" for gpu in gpus if gpu.mig == "Enabled"]
+    odd += [f"GPU {gpu.index} is divided (MIG)" for gpu in gpus if gpu.is_divided]
     if odd:
         hint = "One process for each GPU, or `nvidia-smi -c DEFAULT`; NCCL needs whole GPUs."
         return Check(name, WARNING, ", ".join(odd), hint)
@@ -214,3 +212,57 @@ def check_pcie(gpus: Sequence[Gpu]) -> Check:
     slow = any(gpu.gen and gpu.gen_max and gpu.gen < gpu.gen_max for gpu in known)
     note = "; a lower generation is usual while idle: look again while training" if slow else ""
     return Check(name, OK, f"{text}{note}")
+
+
+def check_nvlink(gpus: Sequence[Gpu]) -> Check:
+    """Checks the NVLinks of all GPUs."""
+    name = "NVLink"
+    if not gpus:
+        return Check(name, UNKNOWN, NO_GPU)
+    # Of an unknown speed is not 0.0.
+    active = [[speed for speed in gpu.nvlinks if speed != 0.0] for gpu in gpus]
+    if not any(active):
+        return Check(name, OK, "no GPU has an active link: they speak over PCIe")
+    text = "; ".join(
+        f"GPU {gpu.index}: {len(speeds)} of {len(gpu.nvlinks)} links"
+        + (f", {sum(speeds):g} GB/s" if None not in speeds else "")
+        for gpu, speeds in zip(gpus, active)
+    )
+    # GPUs of one model may have unused links, the same on all of them.
+    if len(set(map(tuple, active))) > 1:
+        hint = "All GPUs should have the same links: seat the bridge anew, or have it repaired."
+        return Check(name, WARNING, text, hint)
+    return Check(name, OK, text)
+
+
+def check_topology(driver: Driver) -> Check:
+    """Checks the paths between all GPUs."""
+    name, count = "topology of the GPUs", len(driver.gpus)
+    if count < 2:
+        return Check(name, OK, "one GPU") if count else Check(name, UNKNOWN, NO_GPU)
+    if not driver.paths:
+        return Check(name, UNKNOWN, "the driver does not tell")
+    pairs = Counter(driver.paths.values())
+    text = ", ".join(f"{plural(n, 'pair')} over {_describe(path)}" for path, n in pairs.items())
+    if "SYS" in pairs:
+        near = near_gpus(driver.paths, count)
+        hint = "Gradients cross between processors."
+        if len(near) > 1:
+            hint += f" With fewer GPUs use near ones: {VISIBLE}={','.join(near)}"
+        return Check(name, WARNING, text, hint)
+    return Check(name, OK, text)
+
+
+def near_gpus(paths: Mapping[tuple[int, int], str], num_gpus: int) -> list[str]:
+    """Returns the GPUs that the first one reaches without crossing between processors.
+
+    >>> near_gpus({(0, 1): "PHB", (0, 2): "SYS", (1, 2): "SYS"}, 3)
+    ['0', '1']
+    """
+    return [str(index) for index in range(num_gpus) if paths.get((0, index)) != "SYS"]
+
+
+def _describe(path) -> str:
+    if path.startswith("NV"):
+        return f"{path.removeprefix('NV')} NVLinks"
+    return f"{_PATHS.get(path, 'a path unknown here')} ({path})"

@@ -46,35 +46,19 @@ def version_of(name: str) -> str | None:
 
 
 def requirements_of(name: str, extra: str = "") -> list[Requirement]:
-    """Returns the requirements of an installed package on this machine; empty if not installed.
-
-    Args:
-        name: The package.
-        extra: Name of an extra: then what this extra needs besides.
-    """
-    try:
-        lines = importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
+    """Returns what an installed package, with an extra, needs on this machine; else nothing."""
+    if version_of(name) is None:
         return []
-    found = []
-    for requirement in map(Requirement, lines):
-        marker = requirement.marker
-        plain = marker is None or marker.evaluate({"extra": ""})
-        wanted = not plain and marker.evaluate({"extra": extra}) if extra else plain
-        if wanted:
-            found.append(requirement)
-    return found
+    found = map(Requirement, importlib.metadata.requires(name) or [])
+    return [each for each in found if not each.marker or each.marker.evaluate({"extra": extra})]
 
 
 def check_packages(installed: VersionOf = version_of) -> list[Check]:
     """Checks all packages of this Python."""
     wanted = {requirement.name: requirement for requirement in requirements_of("tfmulti")}
-    try:
-        pythons = importlib.metadata.metadata("tfmulti")["Requires-Python"] or ""
-    except importlib.metadata.PackageNotFoundError:
-        pythons = ""
+    about = importlib.metadata.metadata("tfmulti") if version_of("tfmulti") else {}
     return [
-        check_python(platform.python_version(), pythons),
+        check_python(platform.python_version(), about.get("Requires-Python") or ""),
         check_version("TensorFlow", TENSORFLOWS, wanted.get("tensorflow"), installed),
         check_version("Keras", _KERASES, wanted.get("keras"), installed),
         check_needs(
@@ -134,7 +118,7 @@ def unmet(requirements: Iterable[Requirement], installed: VersionOf) -> list[str
 
 
 def check_needs(needs: dict[str, list[Requirement]], installed: VersionOf) -> Check:
-    """Checks the requirements of the packages, as `pip check` does."""
+    """Checks the requirements of the packages, as `pip check` does of all, where there is pip."""
     others = [name for name in TENSORFLOWS[1:] if installed(name)]
     faults = []
     for name, requirements in needs.items():

@@ -1,68 +1,233 @@
-"""Checks all workers of the cluster: each connects to each, and compares settings."""
+"""Checks all workers of the cluster: each connects to each, and compares settings.
+
+There is a rendezvous at the address of every worker, and not of the first one only: two workers
+may be unable to connect although both reach the first, or the first may be missing. When one is
+over, each client measures its way to that worker on the same connection, which no rendezvous does
+before training; the lines for that are here.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import importlib.metadata
+import dataclasses
 import os
 import platform
+import random
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.cluster.network import split_address
-from tfmulti.doctor.nvidia import Gpu
-from tfmulti.doctor.peer_listener import Listener, Round
-from tfmulti.doctor.peer_visit import Visit, Visitor
+from tfmulti.doctor.packages import version_of
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
-from tfmulti.rendezvous.errors import RendezvousError, check_alike, name_worker
-from tfmulti.rendezvous.messages import digest_cluster, find_token
+from tfmulti.hardware.gpus import Gpu
+from tfmulti.rendezvous.client import Client
+from tfmulti.rendezvous.errors import RendezvousError, check_alike, describe_fault, name_worker
+from tfmulti.rendezvous.messages import MessageError, digest_cluster, find_token, read_line
+from tfmulti.rendezvous.server import Server
 
-LOAD_S, ALL_LOADS_S = 0.5, 20.0
-"""Seconds to measure one speed, and all speeds of a worker."""
+LOAD_S, ALL_LOADS_S, MEASURING_S = 0.5, 20.0, 60.0
+"""Seconds to measure one speed, all speeds of a worker, and all with the waits for a turn."""
 
 _ALIKE = ("tfmulti", "tensorflow", "keras", "numpy", "nvidia-nccl-cu12")
+_MAY_DIFFER = ("host", "gpus")
 _LATE_S = 1.0
 _FAR_S = 5e-3
 _SLOW_BYTES_PER_S = 50e6
 _SKEW = "clocks of the workers"
+_TURN, _GO, _BUSY, _PING, _DONE = b"turn\n", b"go\n", b"busy\n", b"ping\n", b"done\n"
+_STALL_S = 10.0
+_PINGS = 20
+_CHUNK = bytes(1 << 20)
+_FIRST_LOAD, _MAX_LOAD = 1 << 20, 1 << 30
+_REST_S = (0.01, 0.1)
 
 
 def describe_worker(
     cluster: Cluster, gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ
 ) -> dict:
     """Returns the description of this worker for the others: settings that must agree, and more."""
-    alike = {"cluster": {kind: list(each) for kind, each in cluster.spec.items()}}
-    alike["python"] = ".".join(platform.python_version_tuple()[:2])
-    for name in _ALIKE:
+    notes: dict = {"cluster": {kind: list(each) for kind, each in cluster.spec.items()}}
+    notes["python"] = ".".join(platform.python_version_tuple()[:2])
+    notes |= {name: version_of(name) or "not installed" for name in _ALIKE}
+    notes["KERAS_BACKEND"] = environ.get("KERAS_BACKEND", "tensorflow")
+    return {**notes, "host": socket.gethostname(), "gpus": [gpu.name for gpu in gpus]}
+
+
+@dataclasses.dataclass
+class Visit:
+    """What was found at another worker.
+
+    Attributes:
+        index: Its position in `cluster.tasks`.
+        notes: What it says of itself; None where it could not be visited.
+        round_trip_s: Seconds from a question to its answer, the shortest of several.
+        ahead_s: Seconds that its clock is ahead of this worker's.
+        bytes_per_s: Speed of sending to it, over one connection.
+        fault: Why something is missing.
+        refused: Whether it has refused this worker.
+        has_no_address: Whether its name is not found here.
+    """
+
+    index: int
+    notes: dict | None = None
+    round_trip_s: float | None = None
+    ahead_s: float | None = None
+    bytes_per_s: float | None = None
+    fault: str = ""
+    refused: bool = False
+    has_no_address: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What one worker found.
+
+    Attributes:
+        visits: What was found at each other worker.
+        came: The workers that have come to this one.
+        twice: Position -> machines of those that say they are the same worker.
+    """
+
+    visits: list[Visit]
+    came: set[int]
+    twice: dict[int, set[str]]
+
+
+class _Visitor:
+    """Serves at one worker's address, and visits all others; each measures alone."""
+
+    def __init__(self, cluster, notes, token, timeout_s):
+        self._cluster, self._notes, self._token = cluster, notes, token
+        self._timeout_s, self._turn = timeout_s, asyncio.Lock()
+        others = [index for index in range(cluster.num_workers) if index != cluster.worker_index]
+        self._load_s = min(LOAD_S, ALL_LOADS_S / (2 * len(others)))
+        self._visits = [Visit(index) for index in others]
+        self._server = Server(cluster, notes, token, timeout_s, self._answer, MEASURING_S)
+
+    async def meet(self) -> Findings:
+        serving = self._server.serve()
+        outcomes = await asyncio.gather(serving, *(self._visit(found) for found in self._visits))
+        twice: dict[int, set[str]] = {}
+        for outcome in outcomes:
+            if "twice" in outcome:
+                twice.setdefault(outcome["twice"], set()).update(outcome["machines"])
+        came = set(outcomes[0]["settings"]) - {self._cluster.worker_index}
+        return Findings(self._visits, came, twice)
+
+    async def _visit(self, found) -> dict:
+        async def measure(reader, writer):
+            try:
+                await asyncio.wait_for(self._measure(found, reader, writer), MEASURING_S)
+            except asyncio.TimeoutError:
+                found.fault = "its speed could not be measured in time"
+            except (OSError, EOFError, MessageError, ValueError) as error:
+                found.fault = f"while its speed was measured: {describe_fault(error)}"
+
+        own = self._cluster, self._notes, self._token, self._timeout_s
+        client = Client(*own, found.index, measure)
         try:
-            alike[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            alike[name] = "not installed"
-    alike["KERAS_BACKEND"] = environ.get("KERAS_BACKEND", "tensorflow")
-    return {"alike": alike, "host": socket.gethostname(), "gpus": [gpu.name for gpu in gpus]}
+            outcome = await client.join()
+        except RendezvousError as error:
+            found.refused, found.fault = True, str(error)
+            self._server.give_up(found.index)
+            return {}
+        found.notes = outcome.get("settings", {}).get(str(found.index))
+        if found.notes is None and client.fault is not None:
+            found.fault = describe_fault(client.fault)
+            is_unknown = isinstance(client.fault, socket.gaierror)
+            found.has_no_address = is_unknown and not self._cluster.names_come_late
+        return outcome
+
+    async def _measure(self, found, reader, writer):
+        while True:
+            async with self._turn:
+                writer.write(_TURN)
+                if await read_line(reader) == _GO:
+                    return await _in_thread(writer, _ask, found, self._load_s)
+            # Random delays, so that two workers do not retry at the same time forever.
+            await asyncio.sleep(random.uniform(*_REST_S))
+
+    async def _answer(self, reader, writer):
+        while await read_line(reader) == _TURN:
+            if self._turn.locked():
+                writer.write(_BUSY)
+                continue
+            async with self._turn:
+                return await _in_thread(writer, _answer_questions)
+
+
+async def _in_thread(writer, function, *arguments):
+    """Hands a connection to blocking code: else asyncio, not the network, would set the speed."""
+    writer.transport.pause_reading()
+    with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+        connection.settimeout(_STALL_S)
+        await asyncio.to_thread(function, connection, *arguments)
+
+
+def _ask(connection, found, load_s):
+    with connection.makefile("rb") as reader:
+        _measure_time(connection, reader, found)
+        size = _FIRST_LOAD
+        for _ in range(2):
+            found.bytes_per_s = size / _send(connection, reader, size)
+            size = int(min(max(found.bytes_per_s * load_s, _FIRST_LOAD), _MAX_LOAD))
+
+
+def _measure_time(connection, reader, found):
+    """The clock is read in the middle of the shortest round trip, as NTP does."""
+    for _ in range(_PINGS):
+        wall, began = time.time(), time.perf_counter()
+        connection.sendall(_PING)
+        line = reader.readline(64)
+        seconds = time.perf_counter() - began
+        if found.round_trip_s is None or seconds < found.round_trip_s:
+            found.round_trip_s = seconds
+            found.ahead_s = float(line) - (wall + seconds / 2)
+
+
+def _send(connection, reader, size) -> float:
+    """Returns the seconds that sending takes."""
+    connection.sendall(b"load %d\n" % size)
+    began = time.perf_counter()
+    for start in range(0, size, len(_CHUNK)):
+        connection.sendall(memoryview(_CHUNK)[: size - start])
+    if not reader.readline(64):
+        raise EOFError
+    return time.perf_counter() - began
+
+
+def _answer_questions(connection):
+    """Answers until the other side ends the connection."""
+    chunk = memoryview(bytearray(len(_CHUNK)))
+    connection.sendall(_GO)
+    with connection.makefile("rb") as reader:
+        while line := reader.readline(64):
+            if line == _PING:
+                connection.sendall(b"%.9f\n" % time.time())
+                continue
+            left = int(line.removeprefix(b"load "))
+            while left > 0:
+                count = reader.readinto(chunk[: min(left, len(chunk))])
+                if not count:
+                    raise EOFError
+                left -= count
+            connection.sendall(_DONE)
 
 
 def visit_all(
-    cluster: Cluster,
-    notes: dict,
-    timeout_s: float,
-    environ: Mapping[str, str] = os.environ,
-    measures: bool = True,
-) -> tuple[list[Visit], Listener]:
-    """Visits all other workers, and lets them visit this one, until all are done.
+    cluster: Cluster, notes: dict, timeout_s: float, environ: Mapping[str, str] = os.environ
+) -> Findings:
+    """Visits all other workers, and lets them visit this one, until all have come.
 
     Args:
         cluster: The cluster, seen from this worker.
-        notes: What the others are told.
-        timeout_s: Seconds that all have for everything.
+        notes: What the others are told, as from `describe_worker`.
+        timeout_s: Seconds that all have to come.
         environ: The environment, with the token.
-        measures: Whether speeds are measured.
-
-    Returns:
-        What was found at each other worker, and who has come to this one.
 
     Raises:
         RendezvousError: If it cannot listen at this worker's address.
@@ -70,31 +235,12 @@ def visit_all(
     # Another check reports whether a token is given.
     secret = environ.get(environment.TOKEN)
     token = find_token(cluster, secret or digest_cluster(cluster), {})
-    if not secret:
-        token = type(token)(token.secret, False)
-    others = [index for index in range(cluster.num_workers) if index != cluster.worker_index]
-    load_s = min(LOAD_S, ALL_LOADS_S / (2 * len(others))) if measures else 0.0
-    name = "measure" if measures else "leave"
-    round_ = Round(name, cluster, token, time.monotonic() + timeout_s, load_s)
-    visits, visitor = [Visit(index) for index in others], Visitor(round_)
-    with Listener(round_, notes) as listener:
-        threads = [
-            threading.Thread(target=visitor.visit, args=(found,), daemon=True) for found in visits
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(round_.left_s)
-        refused = {found.index for found in visits if found.refused}
+    token = dataclasses.replace(token, is_given=bool(secret))
 
-        def is_over():
-            # A worker that refuses this one is admitted once, so that it reports that too.
-            done = listener.left | (refused & listener.turned_away)
-            return listener.twice or not set(others) - done
+    async def meet():
+        return await _Visitor(cluster, notes, token, timeout_s).meet()
 
-        with listener.changed:
-            listener.changed.wait_for(is_over, round_.left_s)
-    return visits, listener
+    return asyncio.run(meet())
 
 
 def check_peers(
@@ -121,25 +267,23 @@ def check_peers(
         return [Check(name, UNKNOWN, f"{cluster.num_workers - 1}, not looked at", hint)], False
     notes = describe_worker(cluster, gpus, environ)
     try:
-        visits, listener = visit_all(cluster, notes, timeout_s, environ)
+        found = visit_all(cluster, notes, timeout_s, environ)
     except RendezvousError as error:
         hint = "See who holds the port with `ss -ltnp`: an earlier run?"
         text = f"nobody can come in: {error.__cause__ or error}"
         return [Check(name, FAILURE, text, hint)], False
-    checks = [judge_visit(cluster, found, listener.came, timeout_s) for found in visits]
-    for index, machines in listener.twice.items():
-        text = f"{' and '.join(sorted(machines))} both say they are {name_worker(cluster, index)}"
-        hint = "Give each worker another `index` in the `task` of its TF_CONFIG."
-        checks.append(Check("tasks", FAILURE, text, hint))
-    said = {found.index: found.notes for found in visits if found.notes is not None}
-    checks += [judge_clocks(cluster, visits), *compare(cluster, said, notes)]
-    return checks, len(said) == len(visits) == len(listener.came)
+    checks = [judge_visit(cluster, visit, found.came, timeout_s) for visit in found.visits]
+    checks += judge_twice(cluster, found.twice)
+    said = {visit.index: visit.notes for visit in found.visits if visit.notes is not None}
+    checks += [judge_clocks(cluster, found.visits), *compare(cluster, said, notes)]
+    return checks, len(said) == len(found.visits) == len(found.came)
 
 
 def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
     """Waits for all workers, so that a launcher ends none before it has reported."""
     with contextlib.suppress(RendezvousError):
-        visit_all(cluster, {}, timeout_s, environ, measures=False)
+        token = environ.get(environment.TOKEN) or digest_cluster(cluster)
+        rendezvous.join(cluster, timeout_s=timeout_s, token=token)
 
 
 def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float) -> Check:
@@ -163,7 +307,8 @@ def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float
         hint = "Look at its own doctor: can it reach this worker's port, or is a firewall between?"
         return Check(name, FAILURE, f"{text}; but it has not come to this worker", hint)
     if found.fault:
-        return Check(name, WARNING, f"{text}; {found.fault}", "Give it longer: --start_timeout.")
+        hint = "Run the doctor again while nothing else uses the network."
+        return Check(name, WARNING, f"{text}; {found.fault}", hint)
     slow = found.bytes_per_s is not None and found.bytes_per_s < _SLOW_BYTES_PER_S
     # Between workers of one host the CPU limits the speed.
     if (slow and not same) or (found.round_trip_s or 0.0) > _FAR_S:
@@ -185,6 +330,16 @@ def _missing(name, found, came, timeout_s) -> Check:
         return Check(name, FAILURE, f"{text}; yet it came to this worker", hint)
     hint = "Start its doctor too, with --cluster; then compare addresses, and look for a firewall."
     return Check(name, FAILURE, text, hint)
+
+
+def judge_twice(cluster: Cluster, twice: Mapping[int, set[str]]) -> list[Check]:
+    """Names the tasks that several workers have; none where each has its own."""
+    checks = []
+    for index, machines in twice.items():
+        text = f"{' and '.join(sorted(machines))} both say they are {name_worker(cluster, index)}"
+        hint = "Give each worker another `index` in the `task` of its TF_CONFIG."
+        checks.append(Check("tasks", FAILURE, text, hint))
+    return checks
 
 
 def judge_clocks(cluster: Cluster, visits: Sequence[Visit]) -> Check:
@@ -216,8 +371,12 @@ def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Che
         return [Check(versions, UNKNOWN, text), Check(gpus, UNKNOWN, text)]
     everyone = {cluster.worker_index: notes, **said}
     try:
-        check_alike(cluster, {index: each["alike"] for index, each in everyone.items()})
-        text = f"{plural(len(everyone), 'worker')} have the same of {', '.join(notes['alike'])}"
+        alike = [name for name in notes if name not in _MAY_DIFFER]
+        check_alike(
+            cluster,
+            {who: {name: said[name] for name in alike} for who, said in everyone.items()},
+        )
+        text = f"{plural(len(everyone), 'worker')} have the same of {', '.join(alike)}"
         checks = [Check(versions, OK, text)]
     except RendezvousError as error:
         hint = "Install the same versions on every worker, and start all the same way."

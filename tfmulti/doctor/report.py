@@ -32,16 +32,6 @@ class Check:
     hint: str = ""
 
 
-def worst(statuses) -> str:
-    """Returns the most severe of several statuses.
-
-    >>> worst(["ok", "warning", "unknown"]), worst([])
-    ('warning', 'ok')
-    """
-    order = (OK, UNKNOWN, WARNING, FAILURE)
-    return max(statuses, key=order.index, default=OK)
-
-
 def megabytes(count: float) -> str:
     """Returns a readable number of bytes, in powers of ten.
 
@@ -62,7 +52,6 @@ def plural(count: int, word: str) -> str:
 
 _STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red", UNKNOWN: "dim"}
 _SIGNS = {OK: "✓", WARNING: "!", FAILURE: "✗", UNKNOWN: "?"}
-_WORST_FIRST = (FAILURE, WARNING, UNKNOWN, OK)
 _NAME_WIDTH = 24
 
 Areas = Sequence[tuple[str, Sequence[Check]]]

@@ -1,4 +1,4 @@
-"""Runs other programs with a timeout, including TensorFlow, which may crash or hang."""
+"""Runs with a timeout what may hang: calls, other programs, and TensorFlow, which may crash too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,43 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from tfmulti.doctor.report import FAILURE, OK, Check
 from tfmulti.runtime import processes
 
 TIMEOUT_S = 30.0
+_Result = TypeVar("_Result")
+
+
+def in_time(function: Callable[[], _Result], timeout_s: float) -> _Result:
+    """Returns what a function returns, in a thread for which the exit does not wait.
+
+    Raises:
+        TimeoutError: If it has not returned in time.
+
+    >>> in_time(lambda: 5, 1.0)
+    5
+    """
+    outcome: list = []
+
+    def run():
+        try:
+            outcome.append((function(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not outcome:
+        raise TimeoutError(f"no answer in {timeout_s:g} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +92,7 @@ def run(
         return Output(done.stdout, done.stderr, None, fault)
     fault = ""
     if done.returncode:
-        # nvidia-smi writes its errors to standard output.
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        said = done.stderr.strip().splitlines()
         fault = said[-1] if said else f"exit code {done.returncode}"
     return Output(done.stdout, done.stderr, done.returncode, fault)
 

@@ -1,6 +1,7 @@
 """What the processor, the memory and the GPUs of this host are doing; imports no TensorFlow."""
 
-from tfmulti.hardware.readers import Gpus as Gpus
+from tfmulti.hardware.gpus import Gpus as Gpus
+from tfmulti.hardware.gpus import read_driver as read_driver
 from tfmulti.hardware.readers import Processor as Processor
 from tfmulti.hardware.readers import find_readers as find_readers
 from tfmulti.hardware.sampler import Sampler as Sampler

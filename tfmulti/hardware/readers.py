@@ -1,4 +1,4 @@
-"""What can be read on this host: processor and memory by psutil, NVIDIA's GPUs by NVML."""
+"""What can be read on this host: its processor and memory by psutil, and GPUs (see `gpus`)."""
 
 from __future__ import annotations
 
@@ -7,107 +7,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+from tfmulti.hardware.gpus import Gpus, load_nvml
+
 _GB = 1e9
-_MILLI = 1e-3
-
-
-class Gpus:
-    """Reads the GPUs that this process may use.
-
-    NVML knows all GPUs of the host, and CUDA_VISIBLE_DEVICES chooses among them. NVML numbers
-    them by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER=PCI_BUS_ID: with unlike GPUs set that.
-
-    Tried with nvidia-ml-py 13 where there is no driver, and over a library written for the tests
-    in place of NVIDIA's. Not tried on a real GPU.
-
-    Args:
-        nvml: The module `pynvml` of nvidia-ml-py, or something like it.
-        environ: The variables of the environment.
-
-    Raises:
-        nvml.NVMLError: Where NVML does not start, as without a driver.
-    """
-
-    def __init__(self, nvml, environ: Mapping[str, str] = os.environ):
-        self._nvml = nvml
-        nvml.nvmlInit()
-        self._handles = self._choose(environ.get("CUDA_VISIBLE_DEVICES"))
-
-    def __len__(self):
-        return len(self._handles)
-
-    def read(self) -> dict[str, float]:
-        """Returns what each GPU is doing; what one cannot tell is left out.
-
-        Returns:
-            For GPU 0, as TensorFlow numbers them: `gpu_0_percent`, of the time since NVML's last
-            sample (a sixth of a second to a second) in which a kernel ran; `gpu_0_memory_gb` in
-            1e9 bytes and `gpu_0_memory_percent`, of all processes; `gpu_0_watts`.
-            Source: NVML API reference, nvmlUtilization_t, nvmlDeviceGetPowerUsage.
-        """
-        found: dict[str, float] = {}
-        for number, handle in enumerate(self._handles):
-            for name, value in self._read_one(handle).items():
-                found[f"gpu_{number}_{name}"] = value
-        return found
-
-    def close(self) -> None:
-        """Ends NVML."""
-        try:
-            self._nvml.nvmlShutdown()
-        except self._nvml.NVMLError:
-            # It has ended already.
-            return
-
-    def _read_one(self, handle) -> dict[str, float]:
-        nvml, found = self._nvml, {}
-        utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-        if utilization is not None:
-            found["percent"] = float(utilization.gpu)
-        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
-        if memory is not None:
-            found["memory_gb"] = memory.used / _GB
-            found["memory_percent"] = 100.0 * memory.used / memory.total
-        milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
-        if milliwatts is not None:
-            found["watts"] = milliwatts * _MILLI
-        return found
-
-    def _ask(self, function, handle):
-        try:
-            return function(handle)
-        except self._nvml.NVMLError:
-            # Of a part of a GPU (MIG), or of an older one, not everything can be read.
-            return None
-
-    def _choose(self, visible: str | None) -> list:
-        """Returns the handles of the GPUs that CUDA shows this process, in its order.
-
-        Source: CUDA programming guide, environment variables: what follows a number or name that
-        does not exist is not shown either.
-        """
-        handle_of = self._nvml.nvmlDeviceGetHandleByIndex
-        handles = [handle_of(number) for number in range(self._nvml.nvmlDeviceGetCount())]
-        if visible is None:
-            return handles
-        chosen = []
-        for part in (part.strip() for part in visible.split(",")):
-            handle = self._find(part, handles)
-            if handle is None:
-                break
-            chosen.append(handle)
-        return chosen
-
-    def _find(self, part, handles):
-        if part.isdecimal():
-            return handles[int(part)] if int(part) < len(handles) else None
-        if part.startswith("MIG-"):
-            return self._ask(self._nvml.nvmlDeviceGetHandleByUUID, part)
-        if part.startswith("GPU-"):
-            # CUDA takes the beginning of a name, too.
-            names = [self._ask(self._nvml.nvmlDeviceGetUUID, handle) or "" for handle in handles]
-            return next((h for h, name in zip(handles, names) if name.startswith(part)), None)
-        return None
 
 
 class Processor:
@@ -156,36 +58,35 @@ class Processor:
         return total - idle, total, own.user + own.system, self._clock()
 
 
-_PACKAGES = {"psutil": "psutil", "pynvml": "nvidia-ml-py"}
-
-
 def find_readers(
     load: Callable[[str], object] = importlib.import_module,
+    nvml=None,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[list, str | None, str | None]:
     """Opens what reads this host's devices.
 
     Args:
         load: Imports a module by its name.
+        nvml: The module `pynvml` of nvidia-ml-py, or something like it.
         environ: The variables of the environment.
 
     Returns:
-        The readers, each with `read()` and `close()`; a message where packages are missing, or
+        The readers, each with `read()` and `close()`; a message where a package is missing, or
         None; and why no GPU is read, or None.
     """
-    modules, missing = {}, []
-    for name in _PACKAGES:
-        try:
-            modules[name] = load(name)
-        except ImportError:
-            missing.append(name)
-    readers, no_gpu = [], None
-    if "psutil" in modules:
-        readers.append(Processor(modules["psutil"]))
-    if "pynvml" in modules:
-        gpus, no_gpu = _open_gpus(modules["pynvml"], environ)
-        readers += [] if gpus is None else [gpus]
-    return readers, _describe_missing(missing), no_gpu
+    readers, missing = [], None
+    try:
+        readers.append(Processor(load("psutil")))
+    except ImportError:
+        missing = (
+            "Processor and memory are read by psutil. Received: no module named psutil. "
+            "pip install 'tfmulti[monitor]'"
+        )
+    try:
+        gpus, no_gpu = _open_gpus(nvml or load_nvml(), environ)
+    except ImportError as error:
+        gpus, no_gpu = None, f"{error}: pip install nvidia-ml-py"
+    return readers + ([] if gpus is None else [gpus]), missing, no_gpu
 
 
 def _open_gpus(nvml, environ) -> tuple[Gpus | None, str | None]:
@@ -197,14 +98,3 @@ def _open_gpus(nvml, environ) -> tuple[Gpus | None, str | None]:
         return gpus, None
     gpus.close()
     return None, "NVML shows this process no GPU"
-
-
-def _describe_missing(missing) -> str | None:
-    if not missing:
-        return None
-    packages = " and ".join(_PACKAGES[name] for name in missing)
-    return (
-        "Processor and memory are read by psutil, and GPUs by nvidia-ml-py. "
-        f"Received: no module named {' and '.join(missing)}, so without {packages}. "
-        "pip install 'tfmulti[monitor]'"
-    )

@@ -86,6 +86,13 @@ class Draw:
         codes = tf.where(count == num_rows, (first_row + entries) * _mixed(1), 0)
         return tf.where(has_rows, codes, entries * _mixed(1))
 
+    def may_have_rows(self) -> bool:
+        """Whether the first axis may be that of the batch's rows."""
+        if not self.output.shape.rank:
+            return self.output.shape.rank is None
+        size, known = self.output.shape[0], _known(self.num_rows)
+        return size is None or (bool(known) and size % known == 0)
+
     def hashes(self, *more: int | tf.Tensor) -> tf.Tensor:
         """Whole numbers below 2**32 of the output's shape with `more` axes after it, int64.
 

@@ -250,13 +250,17 @@ class Draws:
         return True
 
     def _replaced(self, op_type, inputs, output):
-        self.shuffles |= op_type in _SHUFFLES
         draw = Draw(output, self.number, *self._rows())
+        self.shuffles |= op_type in _SHUFFLES and draw.may_have_rows()
         self.number += 1
         new = REPLACEMENTS[op_type](draw, dict(zip(_inputs_of(op_type), inputs)))
         if not tf.executing_eagerly():
             new.set_shape(output.shape)
-        if new.shape.rank == 1 and op_type.endswith(("Uniform", "UniformV2")):
+        if (
+            new.shape.rank == 1
+            and draw.may_have_rows()
+            and op_type.endswith(("Uniform", "UniformV2"))
+        ):
             self._ordered.add(new.ref())
         return new
 
@@ -268,8 +272,8 @@ class Draws:
         """
         if not (isinstance(inputs[0], tf.Tensor) and inputs[0].ref() in self._ordered):
             return None
-        self.shuffles = True
         if op_type == "TopKV2":
+            self.shuffles = True
             with self._pause():
                 values, order = outputs
                 new = tf.range(tf.size(order), dtype=order.dtype)

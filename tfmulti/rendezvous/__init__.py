@@ -9,8 +9,9 @@ It uses the standard library's asyncio and not grpcio: TensorFlow needs the same
 so the socket must be closed without TIME_WAIT, which grpcio does not guarantee; and the process
 then has no second copy of gRPC beside TensorFlow's.
 
-`messages` has the lines that are spoken, `token` the secret that they are signed with, `host` and
-`guest` the two parts, `listening` the sockets, `errors` what users read.
+`messages` has the lines that are spoken and the secret that they are signed with, `server` and
+`client` the two parts, `errors` what users read. The doctor has one rendezvous at every worker's
+address, so that each tries its way to each.
 """
 
 from __future__ import annotations

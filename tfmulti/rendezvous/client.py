@@ -1,4 +1,4 @@
-"""The client: every worker but the first connects to the first, and waits for the outcome."""
+"""The client: a worker connects to the one that serves, and waits for the outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfmulti.cluster.network import split_address
 from tfmulti.rendezvous import messages
 from tfmulti.rendezvous.errors import RendezvousError, describe_fault, name_worker, where_told
 from tfmulti.rendezvous.messages import Token
-from tfmulti.rendezvous.server import LINE_S, cut
+from tfmulti.rendezvous.server import LINE_S, Talk, cut
 
 _RETRY_S = 0.1
 _MARGIN_S = 2.0
@@ -27,42 +27,52 @@ class Client:
         settings: The settings of this worker.
         token: The token.
         timeout_s: Seconds to wait for all.
+        host: Position in `cluster.tasks` of the worker that serves.
+        talk: What to say to it after the outcome.
+
+    Attributes:
+        fault: The error of the last attempt to connect, or None.
     """
 
-    def __init__(self, cluster: Cluster, settings: dict, token: Token, timeout_s: float):
-        self.cluster, self.settings, self.token, self.timeout_s = (
-            cluster,
-            settings,
-            token,
-            timeout_s,
-        )
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: dict,
+        token: Token,
+        timeout_s: float,
+        host: int = 0,
+        talk: Talk | None = None,
+    ):
+        self.cluster, self.settings = cluster, settings
+        self.token, self.timeout_s = token, timeout_s
+        self._host, self._talk = host, talk
+        self.fault: Exception | None = None
         self._instance = secrets.token_hex(16)
 
     async def join(self) -> dict:
         """Connects as often as needed, until there is an outcome or the timeout expires.
 
         Returns:
-            The outcome: `settings`, or `missing` with `remarks`, or `twice` with `machines`.
+            The outcome as `Server.serve` returns it, without `settings` where nobody serves.
 
         Raises:
             RendezvousError: If the server rejects this worker's token.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.timeout_s
-        fault = "no answer"
         while clock() < deadline:
             try:
                 return await self._visit(deadline)
-            except asyncio.TimeoutError:
-                fault = "no answer"
-            except (OSError, EOFError, messages.MessageError) as error:
-                fault = describe_fault(error)
+            except (asyncio.TimeoutError, OSError, EOFError, messages.MessageError) as error:
+                self.fault = error
             await asyncio.sleep(min(_RETRY_S, max(deadline - clock(), 0)))
-        return {"missing": [0], "remarks": [f"the last attempt to connect failed: {fault}"]}
+        fault = describe_fault(self.fault or asyncio.TimeoutError())
+        remark = f"the last attempt to connect failed: {fault}"
+        return {"missing": [self._host], "remarks": [remark]}
 
     async def _visit(self, deadline) -> dict:
         clock = asyncio.get_running_loop().time
-        kind, number = self.cluster.tasks[0]
+        kind, number = self.cluster.tasks[self._host]
         host, port = split_address(self.cluster.spec[kind][number])
         limit = messages.MAX_BYTES * (self.cluster.num_workers + 1)
         opening = asyncio.open_connection(host, port, limit=limit)
@@ -81,7 +91,11 @@ class Client:
             refusal = messages.read_refusal(line)
             if refusal is not None:
                 raise self._refused_error(refusal)
-            return messages.read(line, self.token.secret, "server", random + self._instance)
+            context = random + self._instance
+            outcome = messages.read(line, self.token.secret, "server", context)
+            if self._talk is not None:
+                await self._talk(reader, writer)
+            return outcome
         except BaseException:
             cut(writer)
             raise
@@ -100,7 +114,7 @@ class Client:
         return messages.write(self.token.secret, "client", random, content)
 
     def _refused_error(self, refusal) -> RendezvousError:
-        host = name_worker(self.cluster, 0)
+        host = name_worker(self.cluster, self._host)
         if self.token.is_given:
             theirs = "another one" if refusal.get("token_is_given") else "none"
             received = f"TFMULTI_TOKEN is set here, and {host} has {theirs}"

@@ -1,4 +1,4 @@
-"""The server, on the first worker: it waits for all clients, and sends the outcome to all."""
+"""The server, at one worker's address: it waits for all clients, and sends them the outcome."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
@@ -100,6 +101,9 @@ def cut(writer: asyncio.StreamWriter) -> None:
 LINE_S = 5.0
 """Seconds for a new connection to send its first message."""
 
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[object]]
+"""What is said on a connection besides the messages of the rendezvous."""
+
 _GOODBYE_S = 2.0
 _MAX_STRANGERS = 128
 _MAX_REMARKS = 3
@@ -117,22 +121,32 @@ class _Client:
 
 
 class Server:
-    """The server of a rendezvous, on the first worker.
+    """The server of a rendezvous at this worker's address.
 
     Args:
-        cluster: The cluster, seen from its first worker.
+        cluster: The cluster, seen from this worker.
         settings: The settings of this worker.
         token: The token.
         timeout_s: Seconds to wait for all.
+        talk: Answers a client from its arrival until it leaves; None only waits for that.
+        goodbye_s: Seconds that the clients have to leave after the outcome.
     """
 
-    def __init__(self, cluster: Cluster, settings: dict, token: Token, timeout_s: float):
-        self.cluster, self.settings, self.token, self.timeout_s = (
-            cluster,
-            settings,
-            token,
-            timeout_s,
-        )
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: dict,
+        token: Token,
+        timeout_s: float,
+        talk: Talk | None = None,
+        goodbye_s: float = _GOODBYE_S,
+    ):
+        self.cluster, self.settings = cluster, settings
+        self.token, self.timeout_s = token, timeout_s
+        self._talk, self._goodbye_s = talk or _wait_for_end, goodbye_s
+        self._changed = asyncio.Event()
+        self._refused: set[int] = set()
+        self._given_up: set[int] = set()
         self._clients: dict[str, _Client] = {}
         self._connections: set[asyncio.StreamWriter] = set()
         self._remarks: dict[str, None] = {}
@@ -143,12 +157,12 @@ class Server:
         """Waits for all clients, sends them the outcome, and frees the port.
 
         Returns:
-            The outcome: `settings`, or `missing` with `remarks`, or `twice` with `machines`.
+            The outcome: `settings` of those who came, by position, and `missing` with `remarks`,
+            or `twice` with `machines`, where something is wrong.
 
         Raises:
             RendezvousError: If it cannot listen at this worker's address.
         """
-        self._changed = asyncio.Event()
         self._deadline = asyncio.get_running_loop().time() + self.timeout_s
         servers = []
         try:
@@ -158,8 +172,10 @@ class Server:
                         self._receive, sock=listener, limit=messages.MAX_BYTES
                     )
                 )
-            await self._until(lambda: self._twice or not self._missing(), self._deadline_s)
+            await self._until(lambda: self._twice or not self._awaited(), self._deadline_s)
             outcome = self._outcome()
+            # Who comes now comes for a later rendezvous, and tries again.
+            self._ended = True
             await self._tell(outcome)
             return outcome
         finally:
@@ -184,23 +200,33 @@ class Server:
     def _deadline_s(self) -> float:
         return self._deadline
 
+    def give_up(self, index: int) -> None:
+        """Waits for a worker only until it has come and been refused once."""
+        self._given_up.add(index)
+        self._changed.set()
+
     def _missing(self) -> list[int]:
-        there = {client.index for client in self._clients.values()}
-        return [index for index in range(1, self.cluster.num_workers) if index not in there]
+        there = {client.index for client in self._clients.values()} | {self.cluster.worker_index}
+        return [index for index in range(self.cluster.num_workers) if index not in there]
+
+    def _awaited(self) -> list[int]:
+        hopeless = self._given_up & self._refused
+        return [index for index in self._missing() if index not in hopeless]
 
     def _outcome(self) -> dict:
-        if self._twice:
-            return self._twice
-        if self._missing():
-            return {"missing": self._missing(), "remarks": list(self._remarks)}
         said = {client.index: client.settings for client in self._clients.values()}
-        return {"settings": {0: self.settings, **said}}
+        outcome = {"settings": {**said, self.cluster.worker_index: self.settings}}
+        if self._twice:
+            return {**outcome, **self._twice}
+        if self._missing():
+            return {**outcome, "missing": self._missing(), "remarks": list(self._remarks)}
+        return outcome
 
     async def _tell(self, outcome):
         for client in self._clients.values():
             line = messages.write(self.token.secret, "server", client.context, outcome)
             client.writer.write(line)
-        limit = asyncio.get_running_loop().time() + _GOODBYE_S
+        limit = asyncio.get_running_loop().time() + self._goodbye_s
         # The client closes the connection, so that this port does not stay in TIME_WAIT.
         await self._until(lambda: not self._clients, lambda: limit)
 
@@ -214,9 +240,11 @@ class Server:
             writer.write(messages.write_greeting(random))
             line = await asyncio.wait_for(messages.read_line(reader), LINE_S)
             client = self._admit(line, random, writer)
-            if client is not None:
+            if client is None:
+                await self._see_out(line, reader)
+            else:
                 self._changed.set()
-                await reader.read(1)
+                await self._talk(reader, writer)
         except (messages.MessageError, asyncio.TimeoutError, EOFError, OSError) as error:
             self._remark(f"{_machine(writer)} connected, but: {describe_fault(error)}")
         finally:
@@ -238,8 +266,8 @@ class Server:
         before = self._clients.get(client.instance)
         if before:
             cut(before.writer)
-        elif others or client.index == 0:
-            first = others[0].machine if others else "the first worker itself"
+        elif others or client.index == self.cluster.worker_index:
+            first = others[0].machine if others else "the worker at this address"
             self._twice = {"twice": client.index, "machines": [first, client.machine]}
         self._clients[client.instance] = client
         # The first timeout ends the rendezvous for all, so that all report the same workers.
@@ -260,9 +288,22 @@ class Server:
         self._remark(f"{_machine(writer)} connected with {remark}")
         writer.write(messages.write_refusal(reason))
 
+    async def _see_out(self, line, reader):
+        """Lets a client read why it was refused, and remembers who it says it is."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(reader.read(1), _GOODBYE_S)
+        with contextlib.suppress(messages.MessageError):
+            # Nobody has checked it: it only ends a wait that was given up already.
+            claimed = messages.unchecked(line).get("index")
+            self._refused |= {claimed} if type(claimed) is int else set()
+
     def _remark(self, text):
         if len(self._remarks) < _MAX_REMARKS:
             self._remarks[text] = None
+
+
+async def _wait_for_end(reader, writer):
+    await reader.read(1)
 
 
 def _read_client(content, random, writer, num_workers) -> _Client:

@@ -222,17 +222,18 @@ def take_gradient(
     return tf.nest.pack_sequence_as(sources, grads)
 
 
-def reduce_values(grads, rows_alike, compression) -> list:
+def reduce_values(grads, kinds, compression) -> list:
     """Adds gradients over all replicas, and optionally sends dense ones in half precision.
 
     Args:
         grads: The gradients, none of them None.
-        rows_alike: For each gradient, whether every replica reads the same rows of its table.
+        kinds: For each gradient, how the rows of its table were read; see `sparse_gradients`.
         compression: The dtype in which to send, or None.
     """
     if not grads:
         return []
-    rows = [grad if same else None for grad, same in zip(grads, rows_alike)]
+    same = [kind == sparse_gradients.POSITIONS for kind in kinds]
+    rows = [grad if alike else None for grad, alike in zip(grads, same)]
     sent = [grad if row is None else row.values for grad, row in zip(grads, rows)]
     types = [grad.dtype for grad in sent]
     full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in sent]
@@ -241,9 +242,13 @@ def reduce_values(grads, rows_alike, compression) -> list:
     context = tf.distribute.get_replica_context()
     added = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
     added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
-    return [
+    added = [
         grad if row is None else tf.IndexedSlices(grad, row.indices, row.dense_shape)
         for grad, row in zip(added, rows)
+    ]
+    return [
+        sparse_gradients.add_equal_rows(grad) if kind == sparse_gradients.UNIQUE else grad
+        for grad, kind in zip(added, kinds)
     ]
 
 
@@ -251,9 +256,9 @@ def _reduce_present(grads, variables, replica_batch) -> list:
     """Reduces gradients, some of which may be None."""
     model = replica_batch.model if replica_batch is not None else None
     present = [(g, v) for g, v in zip(grads, variables) if g is not None]
-    alike = [_same_on_all(g, v, model) for g, v in present]
+    kinds = [_kind_of(g, v, model) for g, v in present]
     compression = _compression(model)
-    reduced = iter(reduce_values([g for g, _ in present], alike, compression))
+    reduced = iter(reduce_values([g for g, _ in present], kinds, compression))
     return [None if grad is None else next(reduced) for grad in grads]
 
 
@@ -276,11 +281,11 @@ def _compression(model) -> str | None:
     return kinds[0] or kinds[1]
 
 
-def _same_on_all(grad, variable, model) -> bool:
-    """Whether every replica reads the same rows of a gradient's table."""
+def _kind_of(grad, variable, model) -> str:
+    """Tells how the rows of a gradient's table were read."""
     if tf.executing_eagerly():
-        return sparse_gradients.noted_same_on_all(grad, variable, model)
-    return sparse_gradients.same_on_all(grad)
+        return sparse_gradients.noted_kind(grad, variable, model)
+    return sparse_gradients.kind_of(grad)
 
 
 def _without_padding(grads, replica_batch):

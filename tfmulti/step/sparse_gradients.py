@@ -1,9 +1,13 @@
 """Sparse gradients: the rows of an embedding table that a step read, and their gradients.
 
-A position `Embedding`, whose input is `arange(length)`, reads the same rows on every replica. The
-values of such gradients must be added. If they were concatenated, as those of tokens are, each row
-would occur once per replica, and optimizers and clipping, which square the values, would get
-another result than on one device.
+Optimizers and clipping square the values, so it matters how often a row occurs. There are three
+kinds of reads:
+
+- tokens: a row occurs as often as a token does, on one device too. Gradients are concatenated.
+- positions: an `Embedding` of `arange(length)` reads the same rows on every replica. The values
+  are added.
+- rows that occur once, as with sparse inputs (`tf.nn.embedding_lookup_sparse`, `tf.unique`): the
+  replicas' gradients are concatenated, and those of the same row added.
 """
 
 from __future__ import annotations
@@ -13,20 +17,32 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+TOKENS, POSITIONS, UNIQUE = "tokens", "positions", "unique"
+_COPIES = ("Cast", "Identity", "Reshape", "SelectV2")
 _SHAPES = ("Rank", "Shape", "ShapeN", "Size")
 
 
-def same_on_all(grad) -> bool:
-    """Whether every replica reads the same rows of a sparse gradient's table, by its graph.
+def kind_of(grad) -> str:
+    """Tells from its graph how the rows of a sparse gradient's table were read.
 
     Args:
         grad: A gradient that a tape returned.
+
+    Returns:
+        `TOKENS`, `POSITIONS` or `UNIQUE`; `TOKENS` for a dense gradient.
     """
     if not isinstance(grad, tf.IndexedSlices):
-        return False
+        return TOKENS
     # A tape flattens the indices, whatever their shape was.
     flat = grad.indices.op
-    return _are_positions(flat.inputs[0] if flat.type == "Reshape" else grad.indices)
+    return _kind(flat.inputs[0] if flat.type == "Reshape" else grad.indices)
+
+
+def add_equal_rows(grad: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds the values of each row that occurs several times."""
+    rows, places = tf.unique(grad.indices)
+    values = tf.math.unsorted_segment_sum(grad.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, grad.dense_shape)
 
 
 def parts_of(grad) -> list:
@@ -75,13 +91,15 @@ def note_positions(model: keras.Model, x) -> None:
     except Exception as error:
         logging.info("Position embeddings could not be identified: %s", error)
         return
-    token_tables = {table for table, is_of_positions in reads if not is_of_positions}
-    found = frozenset(table for table, _ in reads if table not in token_tables)
+    found = {}
+    for table, kind in reads:
+        # A table that is read in several ways has a gradient in which rows occur several times.
+        found[table] = kind if found.get(table, kind) == kind else TOKENS
     object.__setattr__(model, "tfmulti_positions", found)
 
 
-def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
-    """Whether every replica reads the same rows of a table, as `note_positions` recorded.
+def noted_kind(grad, variable, model: keras.Model | None) -> str:
+    """Tells how the rows of a gradient's table are read, as `note_positions` recorded it.
 
     Args:
         grad: A gradient of a step that runs eagerly.
@@ -92,7 +110,7 @@ def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
         ValueError: If nothing was recorded for the model.
     """
     if not isinstance(grad, tf.IndexedSlices):
-        return False
+        return TOKENS
     found = getattr(model, "tfmulti_positions", None)
     if found is None:
         raise ValueError(
@@ -102,11 +120,11 @@ def noted_same_on_all(grad, variable, model: keras.Model | None) -> bool:
             "with one that cannot be traced. Leave out run_eagerly, give the model a `call` that "
             'can be traced, or train on one replica: create_strategy("one_device").'
         )
-    return id(variable) in found
+    return found.get(id(variable), TOKENS)
 
 
-def _trace_reads(model, x) -> list[tuple[int, bool]]:
-    """Returns, for each read of rows, the id of the table and whether positions were read."""
+def _trace_reads(model, x) -> list[tuple[int, str]]:
+    """Returns, for each read of rows, the id of the table and the kind of the read."""
     variables = model.trainable_variables
     others = [tf.convert_to_tensor(each) for each in model.non_trainable_variables]
     reads = []
@@ -118,7 +136,7 @@ def _trace_reads(model, x) -> list[tuple[int, bool]]:
         for gather in [each for each in graph.get_operations() if each.type == "GatherV2"]:
             if gather.inputs[0].op.name in ids:
                 table = ids[gather.inputs[0].op.name]
-                reads.append((table, _are_positions(gather.inputs[1])))
+                reads.append((table, _kind(gather.inputs[1])))
 
     tables = [tf.TensorSpec(table.shape, table.dtype) for table in variables]
     rows = tf.nest.map_structure(_of_any_number, x)
@@ -130,6 +148,16 @@ def _of_any_number(part):
     if not isinstance(part, tf.Tensor | np.ndarray):
         return tf.type_spec_from_value(part)
     return tf.TensorSpec([None, *part.shape[1:]], part.dtype)
+
+
+def _kind(indices) -> str:
+    if _are_positions(indices):
+        return POSITIONS
+    operation = indices.op
+    while operation.type in _COPIES:
+        # The last input of a selection is what `keras.ops.take` keeps of indices of 0 and above.
+        operation = operation.inputs[-1 if operation.type == "SelectV2" else 0].op
+    return UNIQUE if operation.type in ("Unique", "UniqueV2") else TOKENS
 
 
 def _are_positions(indices) -> bool:

@@ -76,7 +76,10 @@ class _ForKeras:
             args = tuple(step.without_count(value) for value in args)
         # With one replica, its gradients are those of the whole batch.
         fn = gradients.one_step(fn, reduced=not several)
-        outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
+        try:
+            outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
+        except AssertionError as error:
+            raise _unlike_replicas(error) from error
         if kind in ("train", "test"):
             self._logs = _weak(outputs)
         return outputs
@@ -108,6 +111,19 @@ class _ForKeras:
             # Parts of a batch from Python share its memory, and steps may overwrite it.
             dataset = _copied(dataset)
         return super().experimental_distribute_dataset(dataset, options)
+
+
+def _unlike_replicas(error) -> Exception:
+    """Returns the error for replicas that do not come to the same collectives."""
+    words = " ".join(str(error).split())
+    if "regroup had different lengths" not in words and "Keys must" not in words:
+        return error
+    return RuntimeError(
+        "All replicas must do the same in a step. Received: replicas that reduce different values "
+        f"({words[:80]}...). Look for Python state that one replica changes and the next reads, "
+        "such as a counter in `train_step` (use self.optimizer.iterations), and for Python's or "
+        "NumPy's random numbers."
+    )
 
 
 def _refuse_jit_compile(model, num_replicas):

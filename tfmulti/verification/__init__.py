@@ -18,8 +18,8 @@ from absl import logging
 
 from tfmulti import keras_compat
 from tfmulti.step import iterators
+from tfmulti.verification import attributes, quiet, telling
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification import telling
 from tfmulti.verification.looking import Workers, find_out, same_random_numbers
 from tfmulti.verification.own import is_stock
 from tfmulti.verification.runs import Case, Distributed
@@ -72,7 +72,8 @@ def verify_once(
     if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync:
         rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
     begin = time.perf_counter()
-    error, reason = find_out(case, workers)
+    with attributes.restored(model), quiet.quiet_tensorflow(), quiet.announced(kind):
+        error, reason = find_out(case, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
@@ -104,7 +105,7 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
     try:
-        with same_random_numbers():
+        with attributes.restored(model), same_random_numbers():
             Distributed(case, case.rows.first(case.most_rows()), only_build=True)
     except Exception:
         # A step that runs eagerly need not be traceable.

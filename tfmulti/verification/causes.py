@@ -75,6 +75,10 @@ ADVICE = {
     "are a bias before batch normalization, and a maximum over equal values.",
     UNKNOWN: "Remove parts of the model until the difference disappears; please report the case.",
 }
+_SUM_OVER_ROWS = (
+    "Keras divides what an activity regularizer returns by the number of rows: return a sum over "
+    "rows, of a mean within each row if you like."
+)
 _SYNCHRONIZED = "Write keras.layers.BatchNormalization(synchronized=True)."
 
 
@@ -101,6 +105,11 @@ def find(cause: str, *where: str, advice: str | None = None) -> Finding:
 def find_local_normalization(*layers: str) -> Finding:
     """Returns the finding for batch normalization that is not synchronized."""
     return find(STATISTICS, *layers, advice=_SYNCHRONIZED)
+
+
+def find_activity_regularizer(*layers: str) -> Finding:
+    """Returns the finding for an activity regularizer that is not a sum over rows."""
+    return find(BATCH_ADD_LOSS, *layers, advice=_SUM_OVER_ROWS)
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:

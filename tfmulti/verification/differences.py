@@ -14,6 +14,7 @@ import numpy as np
 # For each compute dtype: how far sums of the same numbers can differ, relative to the largest
 # number. Keras computes losses in float32 under every policy.
 CLOSE = {"float64": 2e-4, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
+_FIRST_MOMENTS = ("momentum", "_m", "_u")
 _LAST_PLACES = 4
 _NOISE = 10
 
@@ -49,7 +50,7 @@ def compare(value, reference, change=None, noise: float = 0.0, close: float = CL
         reference: The array of one device.
         change: For a variable, the largest change that a step made to it; None takes the largest
             number of `reference`.
-        noise: How far rounding alone moves a number of the array.
+        noise: How far rounding alone moves a number of the array; or an array of that.
         close: The fraction of the largest change that counts as rounding.
 
     Returns:
@@ -78,6 +79,32 @@ def compare(value, reference, change=None, noise: float = 0.0, close: float = CL
     if not size.size or size[place] <= 1:
         return None
     return b[place].item(), a[place].item(), float(size[place]), tuple(int(i) for i in place)
+
+
+def without_gradient(moments: dict[str, np.ndarray], close: float) -> np.ndarray | bool:
+    """Finds the numbers of a variable whose gradient is nothing but rounding.
+
+    Adam and its like divide a gradient by its size: one of 1e-8, which is rounding beside others
+    of 1e-1, moves its weight as far as they do.
+
+    Args:
+        moments: What the optimizer keeps for the variable, of its shape, by name.
+        close: The fraction of the largest number that counts as rounding.
+
+    Returns:
+        A boolean array; False without moments.
+
+    Example:
+    >>> without_gradient({"w_momentum": np.float32([0.1, 1e-9])}, 2e-4)
+    array([False,  True])
+    """
+    found = [
+        np.abs(moment.astype(np.float64))
+        # The others are squares.
+        <= (close if name.endswith(_FIRST_MOMENTS) else close**2) * largest_change(moment)
+        for name, moment in moments.items()
+    ]
+    return np.logical_and.reduce(found) if found else False
 
 
 def largest_change(value, before=None) -> float:
@@ -115,7 +142,7 @@ def _allowed(reference, change, noise, close):
     b = np.abs(reference.astype(np.float64))
     largest = largest_change(reference) if change is None else change
     b = np.where(np.isfinite(b), b, 0.0)
-    noise = noise if np.isfinite(noise) else 0.0
+    noise = np.where(np.isfinite(noise), noise, 0.0)
     # Some devices flush denormal numbers to zero.
     return _LAST_PLACES * eps * b + _NOISE * noise + close * largest + 1e-37
 

@@ -120,6 +120,8 @@ def _look(trial, view, case, workers) -> _Seen:
     error = None
     if trial.outside:
         error, kind = telling.describe_outside(case, trial.outside), _DIFFERS
+    elif trial.attributes:
+        error, kind = telling.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
         known = trial.growth, trial.place, trial.made_up
         error, kind = telling.describe(case, found, *known), _DIFFERS

@@ -78,6 +78,22 @@ class State:
             for handle in keras_compat.handles_of(function):
                 self._add_handle(handle, names)
 
+    def slots_of(self, index: int) -> list[int]:
+        """Returns the indices of what optimizers keep for a trainable weight.
+
+        Args:
+            index: The weight's, in `parts`.
+        """
+        weight = self.parts[index]
+        start = weight.name.replace("/", "_") + "_"
+        return [
+            i
+            for i, part in enumerate(self.parts)
+            if part.kind == OPTIMIZER
+            and part.replica == weight.replica
+            and part.name.split("/")[-1].startswith(start)
+        ]
+
     def read(self) -> list[np.ndarray]:
         """Returns the values of all parts."""
         return [keras_compat.read_handle(part.handle) for part in self.parts]
@@ -128,10 +144,10 @@ class State:
 def _held_variables(model) -> dict:
     """Returns the variables that a model holds, by attribute path, such as `moving/0`."""
     kinds = (keras.Variable, tf.Variable)
-    return {path: thing for path, thing in _walk(model) if isinstance(thing, kinds)}
+    return {path: thing for path, thing in walk(model) if isinstance(thing, kinds)}
 
 
-def _walk(model, depth=8) -> list:
+def walk(model, depth=8) -> list:
     """Returns the model and all objects that it holds in attributes and containers, with paths."""
     seen, found, level = set(), [], [("", model)]
     for _ in range(depth):

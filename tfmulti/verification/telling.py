@@ -97,6 +97,23 @@ def describe_outside(case: Case, names: list[str]) -> ValueError:
     )
 
 
+def describe_attributes(case: Case, names: list[str]) -> ValueError:
+    """Returns the error for Python numbers that a step changes which runs eagerly.
+
+    Args:
+        case: The verified step.
+        names: Their names, as paths from the model.
+    """
+    method, many = _METHODS[case.kind], "s" if len(names) > 1 else ""
+    return ValueError(
+        f"A Python attribute that `{method}` changes in each step must not exist on several "
+        f"replicas, which run in one process: each one changes it. Received: the attribute{many} "
+        f"{', '.join(names[:_MOST_NAMED])} of {type(case.model).__name__}, with "
+        f"run_eagerly=True. Keep the number in a variable, self.add_weight(..., trainable=False), "
+        "or count with self.optimizer.iterations."
+    )
+
+
 def _say(first, sizes) -> str:
     where = f" at {list(first.row)}" if first.row else ""
     rows = sizes[first.step - 1]
@@ -134,6 +151,8 @@ def _explain(case, found, growth, place) -> causes.Finding:
         return causes.find(causes.LOG, _name(steps))
     if place and place.layer:
         cause = causes.SUM_ADD_LOSS if place.sums else causes.BATCH_ADD_LOSS
+        if place.adds and place.layer.activity_regularizer is not None:
+            return causes.find_activity_regularizer(_name(_parts_of(parts, place)))
         cause = cause if place.adds else causes.STATISTICS
         return causes.find(cause, _name(_parts_of(parts, place)))
     return _explain_loss(

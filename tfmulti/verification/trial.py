@@ -9,8 +9,16 @@ from collections.abc import Callable
 import numpy as np
 
 from tfmulti import keras_compat
-from tfmulti.step import model_contents
-from tfmulti.verification.differences import CLOSE, Difference, compare, distance, largest_change
+from tfmulti.step import iterators, model_contents
+from tfmulti.verification import attributes
+from tfmulti.verification.differences import (
+    CLOSE,
+    Difference,
+    compare,
+    distance,
+    largest_change,
+    without_gradient,
+)
 from tfmulti.verification.places import Place, find_place
 from tfmulti.verification.runs import TRAIN, Case, Distributed, Outcome, Reference
 from tfmulti.verification.state import COMPARED, OPTIMIZER, OTHER, TRAINABLE, WEIGHT, State
@@ -50,6 +58,7 @@ class Trial:
         place: Where the first difference begins, after one was found.
         made_up: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
+        attributes: Names of Python numbers that a step changes which runs eagerly.
     """
 
     def __init__(self, case: Case, agree: Callable[[bool], bool]):
@@ -66,6 +75,7 @@ class Trial:
         self.place: Place | None = None
         self.outside: list[str] = []
         self.made_up = ""
+        self.attributes: list[str] = []
         self._original = self._at_begin = None
         # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
@@ -95,7 +105,9 @@ class Trial:
         try:
             begin = self._begin(original, view)
             expected = self._expect(begin, examples, view)
-            found = self._steps(self._distributed, begin, examples)
+            found = self._distribute(begin, examples)
+            if self.attributes:
+                return []
             if view.is_plain:
                 self._is_known = _all_finite(expected[0])
                 self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
@@ -200,6 +212,21 @@ class Trial:
             and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
         ]
 
+    def _distribute(self, begin, examples) -> list:
+        """Runs the steps on all replicas, and notes the Python numbers that they change."""
+        several = iterators.num_local_replicas(self._case.strategy) > 1
+        with attributes.restored(self._case.model) as numbers:
+            try:
+                return self._steps(self._distributed, begin, examples)
+            except Exception:
+                # Replicas that count together do not do the same.
+                if not (self._case.eager and several and numbers.changed()):
+                    raise
+                return []
+            finally:
+                if self._case.eager and several:
+                    self.attributes = self.attributes or numbers.changed()
+
     def _steps(self, run, begin, examples) -> list[tuple[Outcome, list[np.ndarray]]]:
         self._state.write(begin)
         done = []
@@ -210,16 +237,16 @@ class Trial:
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
         before, differences = begin, []
-        moved = [0.0] * len(begin)
+        moved, loose = [0.0] * len(begin), [np.False_] * len(begin)
         for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
             marks = None if noise is None else noise[step]
             differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
-            differences += self._compare_states(values, others, before, moved, step, marks)
+            differences += self._compare_states(values, others, before, moved, loose, step, marks)
             differences += self._compare_outputs(one.metrics, many.metrics, "metric ", step, marks)
             before = values
         return differences
 
-    def _compare_states(self, values, others, before, moved, step, noise):
+    def _compare_states(self, values, others, before, moved, loose, step, noise):
         parts = self._state.parts
         found = []
         for i, part in enumerate(parts):
@@ -228,6 +255,11 @@ class Trial:
             allowed = 0.0 if noise is None else noise.get(i, 0.0)
             # Rounding errors of one step persist, even if the next step changes little.
             moved[i] = max(moved[i], largest_change(values[i], before[i]))
+            if noise is not None and part.kind == TRAINABLE:
+                slots = [j for j in self._state.slots_of(i) if values[j].shape == values[i].shape]
+                moments = {parts[j].name: values[j] for j in slots}
+                loose[i] |= without_gradient(moments, self._close)
+                allowed = np.where(loose[i], moved[i], allowed)
             pair = compare(others[i], values[i], moved[i], allowed, self._close)
             if pair is not None:
                 what = f"{part.kind} {part.name}"

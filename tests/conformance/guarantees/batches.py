@@ -33,6 +33,14 @@ def totals(wrap):
     return model
 
 
+def sparse_inputs(wrap):
+    """Stock layers; a row of the kernel occurs once in its gradient on one device."""
+    body = [keras.Input((6,), sparse=True), layers.Dense(5), layers.Dense(common.NUM_CLASSES)]
+    model = keras.Sequential(body)
+    model.compile(wrap(keras.optimizers.Adam(0.01)), common.entropy())
+    return model
+
+
 def lists(num_rows):
     rows, classes = common.tokens(num_rows)
     return rows.astype("float32"), classes
@@ -121,6 +129,9 @@ GUARANTEES = [
     guarantee("workers with seeds of their own", num_rows=43, own_seeds=True, rows="A12"),
     guarantee("ragged rows", totals, lists, feed="dataset", convert=to_ragged, rows="B3"),
     guarantee("sparse rows", totals, lists, feed="dataset", convert=to_sparse, rows="B3"),
+    guarantee(
+        "sparse rows, Adam", sparse_inputs, lists, feed="dataset", convert=to_sparse, num_rows=43
+    ),
     guarantee("ragged rows, distributed", totals, lists, convert=to_ragged, rows="B3"),
     guarantee("two inputs by name", two_inputs, pair),
     guarantee("subclassed model, not yet built", unbuilt, num_rows=43),

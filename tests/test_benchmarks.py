@@ -1,0 +1,168 @@
+"""The project's benchmarks: peers, ratios, projections, monitors. No time is asserted."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_bench import run_bench, series_of
+
+from benchmarks import __main__ as command
+from benchmarks import kinds, monitors, peers, projection, ratios, socket_copy, tables
+from benchmarks.kinds import BenchmarksConfig
+from tfmulti.bench import results, schedule, setups
+
+ROOT = Path(__file__).parents[1]
+KINDS = {kind.name: kind for kind in BenchmarksConfig.KINDS}
+SIZE = str(schedule.SIZES[-1])
+
+
+def test_ratios_and_reasons_for_those_that_are_missing():
+    seconds = {setups.RING: 0.0125, setups.MPI: 0.01, setups.ONE_WORKER: 0.01}
+    series = [
+        series_of(kind, 1 if kind == setups.ONE_WORKER else 2, each, calls)
+        for kind, each in seconds.items()
+        for calls in (1, 10)
+    ]
+    series += [series_of(KINDS["ddp"], 2, 0.015), series_of(kinds.PLAIN, 1, 0.01)]
+    allreduce = {
+        "workers": 4,
+        "floats": list(schedule.SIZES),
+        "transports": {"ring": {SIZE: {"median": 0.3}}},
+        "socket_copy": {SIZE: {"median": 0.1}},
+    }
+    result = {
+        "workloads": {"compute": results.describe_workload(series)},
+        "allreduce": allreduce,
+        "config": {"steps_per_execution": 10},
+    }
+    values, missing = ratios.compute_ratios(result)
+    assert values["compute_efficiency_ring"] == pytest.approx(0.8)
+    assert values["compute_throughput_over_ddp"] == pytest.approx(1.5)
+    assert values["allreduce_over_socket_copy"] == pytest.approx(2.0)
+    assert values["one_replica_over_plain"] is None
+    assert "one_replica x1" in missing["one_replica_over_plain"]
+    assert "not measured" in missing["communication_step_over_ddp"]
+    assert set(values) == set(ratios.RATIOS)
+
+
+def test_projection_of_what_was_measured_has_no_error():
+    link = projection.Link(latency=1e-3, bytes_per_second=1e9)
+    seconds = {
+        size: projection.reduction_seconds("ring", size, 2, link) for size in (0, 10**6, 10**8)
+    }
+    fitted = projection.fit_link(seconds, 2)
+    assert fitted.latency == pytest.approx(link.latency)
+    assert fitted.bytes_per_second == pytest.approx(link.bytes_per_second)
+    measured = {2: 0.05 + projection.reduction_seconds("ring", 10**8, 2, link)}
+    found = projection.project(0.05, 10**8, fitted, 1024, measured)
+    assert [row["workers"] for row in found["rows"]][::4] == [2**n for n in range(1, 11)]
+    errors = {(e["algorithm"], e["overlap"]): e["error"] for e in found["errors"]}
+    assert errors["ring", "none"] == pytest.approx(0.0)
+    assert errors["ring", "full"] < 0
+
+
+def test_a_tree_has_the_lower_latency_on_many_workers():
+    link = projection.Link(latency=1e-3, bytes_per_second=1e9)
+    ring, tree = (projection.reduction_seconds(a, 4, 1024, link) for a in ("ring", "tree"))
+    assert tree < ring
+
+
+def test_floor_is_that_of_a_ring():
+    for workers, seconds in ((2, 0.1), (4, 0.15)):
+        found = {"workers": workers, "floats": [int(SIZE)], "socket_copy": {SIZE: {"median": 0.1}}}
+        assert socket_copy.floor_seconds(int(SIZE) * 4, found) == pytest.approx(seconds)
+
+
+def test_help_answers_without_tensorflow():
+    line = [sys.executable, "-X", "importtime", "-m", "benchmarks", "--help"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--project" in done.stdout
+    assert " tensorflow" not in done.stderr and " torch" not in done.stderr
+
+
+def test_each_file_of_a_peer_is_found_and_nopeers_leaves_them_out():
+    names = {path.stem for path in Path(peers.__file__).parent.glob("*.py")} - {"__init__"}
+    assert {kind.name for kind in (*peers.TRAINED, *peers.REDUCES)} == names
+    for wanted in (True, False):
+        config = BenchmarksConfig(replicas="1", peers=wanted)
+        chosen = setups.create_setups("compute", config)
+        assert any(each.kind.name == "ddp" for each in chosen) == wanted
+
+
+@pytest.mark.parametrize(
+    ("broken", "comes_again"), [("ddp", False), ("ring", True), ("plain", True)]
+)
+def test_a_peer_that_does_not_run_is_not_tried_with_the_next_workload(
+    monkeypatch, tmp_path, broken, comes_again
+):
+    tried = []
+
+    class Rounds:
+        def __init__(self, *arguments):
+            pass
+
+        def run(self, chosen, deadline):
+            tried.append({each.kind.name for each in chosen})
+            series = [series_of(each.kind, each.replicas, 0.1) for each in chosen]
+            for each in series:
+                each.failure = "no such module" if each.setup.kind.name == broken else ""
+            return series
+
+    monkeypatch.setattr(schedule, "Rounds", Rounds)
+    config = BenchmarksConfig(allreduce=False, workdir=str(tmp_path))
+    command.run_benchmarks(config, print)
+    first, second = tried
+    assert broken in first
+    assert (broken in second) == comes_again
+
+
+def test_switches_of_a_launcher_are_measured_where_they_are_named():
+    names = [kind.name for kind in kinds.SWITCHED]
+    assert not set(kinds.SWITCHED) & set(BenchmarksConfig().kinds)
+    config = BenchmarksConfig(setups=",".join(names))
+    unpinned, all_threads, *allocators = setups.create_setups("communication", config)
+    assert '"pin": false' in unpinned.command[-1]
+    assert "--threads=1" in unpinned.command and "--threads=0" in all_threads.command
+    assert all("--allocator=default" in each.command for each in allocators)
+    assert [each.kind.name for each in (unpinned, all_threads, *allocators)] == names
+
+
+@pytest.mark.slow
+def test_a_whole_run(tmp_path):
+    flags = ["--workloads=compute", "--batch_size=4", "--project=8"]
+    flags += ["--setups=plain,one_replica,one_worker,control,ring,stock_mirrored"]
+    text, found = run_bench(tmp_path, *flags, module="benchmarks", cwd=ROOT)
+    assert {row["status"] for row in found["workloads"]["compute"]["rows"]} == {"ok"}
+    assert found["ratios"]["compute_efficiency_ring"] > 0
+    assert found["ratios"]["one_replica_over_plain"] > 0
+    assert found["ratios"]["allreduce_over_socket_copy"] > 0
+    assert found["ratios"]["compute_efficiency_mpi"] is None
+    assert "compute_efficiency_mpi" in found["missing"]
+    assert found["projection"]["workloads"]["compute"]["errors"]
+    markdown = (tmp_path / "BENCHMARKS.md").read_text()
+    for table in tables.create_tables(found, BenchmarksConfig()):
+        assert f"## {table.title}" in markdown
+        assert table.title.split(":")[0] in text
+    assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_rounds_of_the_monitors_cancel_a_drift():
+    rounds = [monitors.Round((t + 2.0, t + 3.0), (t + 1.0, t + 4.0)) for t in (0.0, 10.0)]
+    found = monitors.describe(rounds)
+    assert (found["ratio"], found["p10"], found["p90"]) == (1.0, 1.0, 1.0)
+    assert found["standard_error"] == 0.0
+    assert found["noise"] == pytest.approx((3.0 + 3 / 11) / 2)
+
+
+@pytest.mark.slow
+def test_the_monitors_are_measured_side_by_side(tmp_path):
+    flags = ["--monitors", "--workloads=compute", "--batch_size=4", "--setups=one_worker,ring"]
+    text, found = run_bench(tmp_path, *flags, module="benchmarks", cwd=ROOT, result="monitors.json")
+    names = [(row["setup"], row["by"]) for row in found["rows"]]
+    kinds = ("clock", "processor")
+    assert names == [(name, by) for name in ("one_worker x1", "ring x2") for by in kinds]
+    assert all(row["ratio"] > 0 and len(row["rounds"]) == 1 for row in found["rows"])
+    assert set(found["ratios"]) == set(monitors.KEYS.values())
+    assert "monitored_over_unmonitored: " in text
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "monitors.json"}

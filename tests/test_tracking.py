@@ -1,0 +1,74 @@
+"""Weights & Biases and MLflow: every epoch of the chief, and nothing of other workers."""
+
+import sys
+import types
+
+import pytest
+from monitored import create_data, create_model
+from replicas import create_strategy
+
+from tfmulti.callbacks import MlflowLogs, Throughput, WandbLogs
+
+TRACKERS = {"wandb": WandbLogs, "mlflow": MlflowLogs}
+
+
+@pytest.mark.parametrize("package", TRACKERS)
+def test_a_missing_extra_says_what_to_install(package, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=rf"needs the package {package}.*tfmulti\[{package}\]"):
+        TRACKERS[package]()
+
+
+@pytest.mark.parametrize("package", TRACKERS)
+def test_other_workers_track_nothing(package, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    callback = TRACKERS[package]()
+    extended = types.SimpleNamespace(should_checkpoint=False)
+    strategy = types.SimpleNamespace(extended=extended)
+    callback.set_model(types.SimpleNamespace(distribute_strategy=strategy))
+    # Without the package, beginning a run would be an ImportError.
+    monkeypatch.setitem(sys.modules, package, None)
+    callback.on_train_begin()
+    callback.on_epoch_end(0, {"loss": 1.0})
+    callback.on_train_end()
+
+
+def fit_tracked(callback):
+    strategy = create_strategy(2)
+    data = create_data(strategy)
+    callbacks = [Throughput(data), callback]
+    return create_model(strategy).fit(data, epochs=3, verbose=0, callbacks=callbacks).history
+
+
+def test_wandb_gets_every_epoch(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb: pip install 'tfmulti[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="theirs", dir=tmp_path) as run:
+        history = fit_tracked(WandbLogs())
+        assert wandb.run is run
+        summary = dict(run.summary)
+    assert summary["epoch/epoch"] == 2
+    for name in ("loss", "examples_per_second"):
+        assert summary[f"epoch/{name}"] == pytest.approx(history[name][-1])
+    fit_tracked(WandbLogs("own", tmp_path / "new", {"epochs": 3}))
+    assert wandb.run is None
+    [files] = (tmp_path / "new" / "wandb").glob("offline-run-*")
+    assert list(files.glob("run-*.wandb"))
+
+
+def test_mlflow_gets_every_epoch(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs mlflow: pip install 'tfmulti[mlflow]'")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    history = fit_tracked(MlflowLogs("digits", tmp_path / "runs", {"epochs": 3, "seed": None}))
+    assert mlflow.active_run() is None and not mlflow.is_tracking_uri_set()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert (run.data.params["epochs"], run.data.params["seed"]) == ("3", "None")
+    for name in ("loss", "examples_per_second"):
+        values = [metric.value for metric in client.get_metric_history(run.info.run_id, name)]
+        assert values == pytest.approx(history[name])
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
