@@ -86,6 +86,7 @@ def create_strategy(
     >>> strategy.num_replicas_in_sync
     1
     """
+    scope_check.refuse_keras_distribution()
     check_strategy_arguments(name, devices, logical_cpus, communication)
     check_verify(verify)
     _repair_keras()

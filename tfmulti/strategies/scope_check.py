@@ -34,6 +34,7 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
         return
     if getattr(model.distribute_strategy, "repairs_keras", False):
         refuse_made_outside(model)
+        refuse_keras_distribution()
         return
     made_for = getattr(data, "strategy", None)
     if made_for is not None and made_for.num_replicas_in_sync > 1:
@@ -49,6 +50,18 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
             f"device only, not on {strategy.num_replicas_in_sync} replicas. Unless you intend "
             "this, create and compile it within the scope.",
             stacklevel=5,
+        )
+
+
+def refuse_keras_distribution() -> None:
+    """Raises ValueError if a `keras.distribution` is set, which TensorFlow's backend ignores."""
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        raise ValueError(
+            "`keras.distribution` has no effect with TensorFlow: every device holds the whole "
+            f"model. Received: {type(distribution).__name__}. Call "
+            "keras.distribution.set_distribution(None); tfmulti's strategy distributes the data, "
+            "and tfmulti.checkpoint_activations saves memory."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfmulti.parallel.activations import checkpoint_activations
 from tfmulti.step.optimizer import DistributedOptimizer, distribute_optimizers
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
@@ -51,6 +52,8 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
     Raises:
         ValueError: For optimizer settings of a model that is compiled already.
     """
+    if config.checkpoint_activations:
+        checkpoint_activations(model)
     if model.compiled:
         given = [name for name in _OPTIMIZER_FLAGS if getattr(config, name) != _default(name)]
         if given:
