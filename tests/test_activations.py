@@ -173,7 +173,7 @@ def test_one_device_trains_as_without(name, eager):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_replicas_train_as_without(synchronized):
-    strategy = create_strategy(2, verify="never")
+    strategy = create_strategy(2)
     create = lambda: blocks(synchronized)  # noqa: E731
     runs = [train(create, (X, Y), checkpointed, strategy) for checkpointed in (False, True)]
     assert difference(*runs) < 1e-12

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+import tfmulti
 from conformance import training
 from conformance.guarantee import Guarantee
 from conformance.guarantees import common
@@ -108,6 +109,33 @@ def independent(runs):
     return "differ, repeatable"
 
 
+def blocks():
+    """Blocks whose statistics are those of all rows."""
+    body = [no_bias(), synchronized(), layers.Activation("tanh")]
+    return keras.Sequential([keras.Input((6,)), *body])
+
+
+def checkpointed_blocks(wrap):
+    model = keras.Sequential([keras.Input((5,)), no_bias(), blocks(), blocks(), layers.Dense(3)])
+    return _checkpointed(model, wrap)
+
+
+def checkpointed_parts(wrap):
+    tokens = keras.Input((6,), dtype="int32")
+    x = embedding()(tokens)
+    for _ in range(3):
+        x = layers.Dense(5, activation="tanh", activity_regularizer="l2")(x)
+        x = layers.LayerNormalization()(x)
+    x = layers.GlobalAveragePooling1D()(x)
+    return _checkpointed(keras.Model(tokens, layers.Dense(3)(x)), wrap)
+
+
+def _checkpointed(model, wrap):
+    tfmulti.checkpoint_activations(model)
+    model.compile(wrap(common.sgd()), common.entropy())
+    return model
+
+
 GUARANTEES = [
     guarantee("batch normalization, synchronized", (no_bias, synchronized), rows="A4 A5"),
     guarantee(
@@ -116,6 +144,8 @@ GUARANTEES = [
         judge=alike,
         rows="A4 A5",
     ),
+    Guarantee("checkpointed blocks, synchronized", checkpointed_blocks, data=common.plain),
+    Guarantee("checkpointed parts, masked, add_loss", checkpointed_parts, data=common.tokens),
     guarantee("dropout", (Masks,), num_rows=32, run=train_twice, judge=independent, rows="A6"),
     guarantee("LayerNormalization", (common.hidden, layers.LayerNormalization)),
     guarantee(
