@@ -112,10 +112,10 @@ import sys
 import keras, numpy as np
 import tfmulti
 from tfmulti.callbacks import Devices
-from tfmulti.strategies import collectives
+from tfmulti import topology
 
 strategy = tfmulti.create_strategy("multi_worker")
-chief = collectives.is_chief(strategy)
+chief = topology.is_chief(strategy)
 
 class Reader:
     def read(self):

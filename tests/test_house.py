@@ -22,6 +22,7 @@ ORDER = [
     "hardware",
     "devices",
     "keras_compat",
+    "topology",
     "mpi_all_reduce",
     "step",
     "verification",

@@ -12,7 +12,7 @@ from pathlib import Path
 import keras
 from absl import logging
 
-from tfmulti import checkpoint, keras_compat
+from tfmulti import checkpoint, keras_compat, topology
 from tfmulti.checkpoint import resuming
 from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
@@ -97,7 +97,7 @@ class Checkpoint(keras.callbacks.Callback):
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed = None
-        if not self._resume and collectives.is_chief(self._strategy):
+        if not self._resume and topology.is_chief(self._strategy):
             # Of an earlier run; with larger numbers they would count as later than this run's.
             checkpoint.remove_all(self._folder)
         if self._resume:
@@ -170,7 +170,7 @@ class Checkpoint(keras.callbacks.Callback):
             raise Preempted
 
     def _is_time(self) -> bool:
-        if self._every_minutes is None or not collectives.is_chief(self._strategy):
+        if self._every_minutes is None or not topology.is_chief(self._strategy):
             return False
         return self._clock() - self._last_time >= self._every_minutes * 60
 
@@ -187,7 +187,7 @@ class Checkpoint(keras.callbacks.Callback):
         )
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
-        if collectives.is_chief(self._strategy):
+        if topology.is_chief(self._strategy):
             self._writer.write(self._folder, self._step, snapshot, self._keep)
         else:
             self._print_fn(f"saved step {self._step}, which the chief writes")

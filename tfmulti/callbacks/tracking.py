@@ -9,7 +9,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.strategies import collectives
+from tfmulti import topology
 
 
 class _OfChief(keras.callbacks.Callback):
@@ -29,7 +29,7 @@ class _OfChief(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Begins a run, or continues one that was begun before `fit`."""
-        if not collectives.is_chief(self.model.distribute_strategy):
+        if not topology.is_chief(self.model.distribute_strategy):
             return
         self._inner = self._begin()
         self._inner.set_params(self.params)

@@ -11,7 +11,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfmulti import checkpoint, keras_compat
+from tfmulti import checkpoint, keras_compat, topology
 from tfmulti.runtime import command_line
 from tfmulti.strategies import collectives
 
@@ -197,9 +197,9 @@ def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) ->
 
 
 def _from_chief(folder, strategy, copies: Path, print_fn) -> checkpoint.Generation | None:
-    chief = collectives.is_chief(strategy)
+    chief = topology.is_chief(strategy)
     found = checkpoint.latest_good(folder, print_fn) if chief else None
-    if collectives.num_workers(strategy) == 1:
+    if topology.num_workers(strategy) == 1:
         return found
     names = checkpoint.FILES
     for name in names:

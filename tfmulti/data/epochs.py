@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.step import Counted, iterators
@@ -206,7 +206,7 @@ class EpochDataset(tf.data.Dataset):
                 "Pass the model's strategy to distribute_train or distribute_eval."
             )
         log = self.audit.record if self.audit else _forget
-        batches = self._replica_batches_of(iterators.local_batch_indices(strategy), log)
+        batches = self._replica_batches_of(topology.local_batch_indices(strategy), log)
         return Pass(batches, self._position, strategy, self.element_spec)
 
     def _replica_batches_of(self, numbers: tuple[int, ...], log) -> tf.data.Dataset:

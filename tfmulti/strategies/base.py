@@ -7,7 +7,7 @@ import weakref
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, step
+from tfmulti import keras_compat, step, topology
 from tfmulti.step import gradients, iterators, model_contents
 from tfmulti.strategies import scope_check
 
@@ -69,9 +69,9 @@ class _ForKeras:
                 _refuse_bare(model)
         if kind and len(args) == 1 and (several or self.marks_padding):
             fn = step.guard(fn, kind, model, padded=self.marks_padding)
-            num_local_replicas = iterators.num_local_replicas(self)
-            if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
-                fn = step.divide_whole_batch(fn, num_local_replicas)
+            several_here = topology.num_local_replicas(self) > 1
+            if kind != "predict" and several_here and not _is_distributed(args[0]):
+                fn = step.divide_whole_batch(fn)
         else:
             args = tuple(step.without_count(value) for value in args)
         # With one replica, its gradients are those of the whole batch.

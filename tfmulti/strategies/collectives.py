@@ -9,22 +9,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat
-from tfmulti.step import iterators
+from tfmulti import keras_compat, topology
 
 _UNKNOWN = -1
 _DIGIT = 2**20
 _CHUNK = 2**18
-
-
-def num_workers(strategy: tf.distribute.Strategy) -> int:
-    """Returns the number of workers of the job; 1 for a strategy without workers."""
-    return strategy.num_replicas_in_sync // iterators.num_local_replicas(strategy)
-
-
-def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this worker is the chief, which writes files."""
-    return strategy.extended.should_checkpoint
 
 
 def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
@@ -36,7 +25,7 @@ def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
         strategy: The strategy of this worker.
         number: A whole number below 2**24 in size.
     """
-    if num_workers(strategy) == 1:
+    if topology.num_workers(strategy) == 1:
         return number, number
     function = getattr(strategy, "compare_function", None)
     if function is None:
@@ -65,7 +54,7 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
     """
     sizes = divmod(len(data), _DIGIT) if data is not None else (0, 0)
     size = sum(compare(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
-    if num_workers(strategy) == 1 or not size:
+    if topology.num_workers(strategy) == 1 or not size:
         return data or b""
     function = strategy.add_function = getattr(
         strategy, "add_function", None
@@ -81,14 +70,10 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
 
 
 def _create_add_function(strategy):
-    num_local = iterators.num_local_replicas(strategy)
-
     def add(chunk):
+        own = tf.where(topology.is_first_local_replica(), chunk, tf.zeros_like(chunk))
         context = tf.distribute.get_replica_context()
-        first = tf.cast(context.replica_id_in_sync_group, tf.int32) % num_local == 0
-        return context.all_reduce(
-            tf.distribute.ReduceOp.SUM, tf.where(first, chunk, tf.zeros_like(chunk))
-        )
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
     return tf.function(
         lambda chunk: strategy.run(add, args=(chunk,)),
@@ -112,7 +97,7 @@ def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
         # A validation iterator, which `fit` reuses after every epoch.
         return
     epoch_iterator.tfmulti_agreed = True
-    number = keras_compat.number_of_batches(epoch_iterator, iterators.num_local_replicas(strategy))
+    number = keras_compat.number_of_batches(epoch_iterator, topology.num_local_replicas(strategy))
     least, most = compare(strategy, _UNKNOWN if number is None else number)
     if least != most:
         logging.warning(
@@ -127,7 +112,7 @@ def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
 def agree_on_stopping(model) -> None:
     """Stops all workers after the epoch in which one of them sets `stop_training`."""
     strategy = model.distribute_strategy
-    if not getattr(strategy, "repairs_keras", False) or num_workers(strategy) == 1:
+    if not getattr(strategy, "repairs_keras", False) or topology.num_workers(strategy) == 1:
         return
     _, wanted = compare(strategy, int(bool(model.stop_training)))
     if wanted and not model.stop_training:
@@ -169,16 +154,14 @@ def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
     if not getattr(strategy, "compares_acts", False):
         return
     key = f"tfmulti/act/{next(_numbers)}"
-    if strategy.extended.should_checkpoint:
+    if topology.is_chief(strategy):
         keras_compat.publish(key, doing)
         return
-    resolver = strategy.cluster_resolver
-    first = "chief" if "chief" in resolver.cluster_spec().jobs else "worker"
-    theirs = keras_compat.read_published(key, first, 0)
+    first, index = topology.cluster_of(strategy).tasks[0]
+    theirs = keras_compat.read_published(key, first, index)
     if _COUNTER.sub("", theirs) != _COUNTER.sub("", doing):
-        here = f"{resolver.task_type} {resolver.task_id}"
         raise ValueError(
             "All workers must build the same model, and train and evaluate it in the same order. "
-            f"Received: on {here} {doing}; on the first worker {theirs}. "
+            f"Received: on {topology.worker_name(strategy)} {doing}; on the first worker {theirs}. "
             "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
         )

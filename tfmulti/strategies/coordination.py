@@ -10,9 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.cluster import environment
-from tfmulti.strategies import collectives
 
 NAMES = ("stop", "save")
 
@@ -23,9 +22,8 @@ class CoordinationRequests:
     `ask` may be called from a signal handler.
     """
 
-    def __init__(self, num_replicas: int, num_local_replicas: int):
+    def __init__(self, num_replicas: int):
         self._alone = num_replicas == 1
-        self._num_local_replicas = num_local_replicas
         self._asked, self._sent, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(3))
         zeros = np.zeros(len(NAMES), "float32")
         with tf.init_scope(), tf.device("CPU:0"):
@@ -69,9 +67,9 @@ class CoordinationRequests:
 
     def part_of_step(self) -> tf.Tensor:
         """Returns this replica's term in the step's reduction, a float32 vector."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        first = tf.cast(replica, tf.int32) % self._num_local_replicas == 0
-        return tf.where(first, self._wanted.read_value(), tf.zeros(len(NAMES)))
+        return tf.where(
+            topology.is_first_local_replica(), self._wanted.read_value(), tf.zeros(len(NAMES))
+        )
 
     def note(self, added: tf.Tensor) -> None:
         """Stores the reduced requests, within the step."""
@@ -81,7 +79,7 @@ class CoordinationRequests:
 def requests_of(strategy: tf.distribute.Strategy) -> CoordinationRequests:
     """Returns the requests of a strategy, or a new object if the strategy has none."""
     signals = getattr(strategy, "signals", None)
-    return signals if signals is not None else CoordinationRequests(1, 1)
+    return signals if signals is not None else CoordinationRequests(1)
 
 
 class LauncherHeartbeat(keras.callbacks.Callback):
@@ -127,16 +125,9 @@ class KeyValueExchange:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        several = collectives.num_workers(strategy) > 1
+        several = topology.num_workers(strategy) > 1
         self._enabled = several and getattr(strategy, "repairs_keras", False)
-        self.worker = "worker 0"
-        self._tasks = [self.worker]
-        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            resolver = strategy.cluster_resolver
-            self.worker = f"{resolver.task_type} {resolver.task_id}"
-            jobs = resolver.cluster_spec().as_dict()
-            numbers = {kind: range(len(jobs.get(kind, ()))) for kind in ("chief", "worker")}
-            self._tasks = [f"{kind} {i}" for kind, own in numbers.items() for i in own]
+        self.worker, self._tasks = topology.worker_name(strategy), topology.worker_names(strategy)
         self._fit = next(_numbers)
         self._silent: set[str] = set()
 

@@ -14,7 +14,7 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
-from tfmulti.step import accumulation, gradients, iterators, losses, whole_batch
+from tfmulti.step import accumulation, gradients, losses, whole_batch
 from tfmulti.step.optimizer import distribute_loaded
 from tfmulti.strategies import chief, collectives, coordination, on_batch, scope_check, verifying
 from tfmulti.strategies.base import (
@@ -115,8 +115,7 @@ def create_strategy(
         strategy = create_mirrored(devices, logical_cpus)
     else:
         strategy = create_one_device(devices, logical_cpus)
-    num_local = iterators.num_local_replicas(strategy)
-    strategy.signals = CoordinationRequests(strategy.num_replicas_in_sync, num_local)
+    strategy.signals = CoordinationRequests(strategy.num_replicas_in_sync)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.verify, strategy.distribute_optimizers = verify, distribute_optimizers
     strategy.why = f"{name} on {names} ({reason})"

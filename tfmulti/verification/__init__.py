@@ -16,8 +16,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat
-from tfmulti.step import iterators
+from tfmulti import keras_compat, topology
 from tfmulti.verification import attributes, quiet, telling
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.looking import Workers, find_out, same_random_numbers
@@ -69,7 +68,7 @@ def verify_once(
     if not _is_first_time(case):
         return
     rows.parts = rows.spread(case.most_rows(), padded=feed.padded)
-    if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync:
+    if topology.num_workers(strategy) > 1:
         rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
     begin = time.perf_counter()
     with attributes.restored(model), quiet.quiet_tensorflow(), quiet.announced(kind):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfmulti import keras_compat
-from tfmulti.step import iterators, model_contents
+from tfmulti import keras_compat, topology
+from tfmulti.step import model_contents
 from tfmulti.verification import attributes
 from tfmulti.verification.differences import (
     CLOSE,
@@ -214,7 +214,7 @@ class Trial:
 
     def _distribute(self, begin, examples) -> list:
         """Runs the steps on all replicas, and notes the Python numbers that they change."""
-        several = iterators.num_local_replicas(self._case.strategy) > 1
+        several = topology.num_local_replicas(self._case.strategy) > 1
         with attributes.restored(self._case.model) as numbers:
             try:
                 return self._steps(self._distributed, begin, examples)
