@@ -38,7 +38,7 @@ ORDER = [
     "doctor",
 ]
 # What runs before TensorFlow, or without it.
-PURE = [*ORDER[: ORDER.index("devices")], *ORDER[ORDER.index("train") :]]
+PURE = [*ORDER[: ORDER.index("devices")], "checkpoint", *ORDER[ORDER.index("train") :]]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

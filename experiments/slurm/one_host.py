@@ -17,6 +17,8 @@ from pathlib import Path
 
 from slurm_here import SlurmHere, find_missing
 
+from tfmulti import checkpoint
+
 HERE = Path(__file__).resolve().parent
 TRAIN = ["-m", "tfmulti.train", "--strategy", "multi_worker"]
 # A machine that is busy takes minutes to start two workers.
@@ -173,7 +175,7 @@ def submit(slurm: SlurmHere, report: Report, log: Path, flags: list[str]) -> str
 
 def has_checkpoint(workdir: Path) -> bool:
     """Whether the run has saved something."""
-    return any((workdir / "checkpoints").glob("*"))
+    return bool(checkpoint.saved_in(workdir / checkpoint.FOLDER))
 
 
 def flags_of(workdir: Path) -> list[str]:

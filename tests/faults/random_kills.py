@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from faults.workers import PATIENCE_S, expect, one_process, two_workers
+from tfmulti import checkpoint
 
 COUNT = 20
 TRAIN = (
@@ -49,7 +50,7 @@ def train_under_launcher(folder: Path, max_restarts: int):
 def wait_for_save(folder: Path) -> None:
     """Waits until a checkpoint is being written."""
     until = time.monotonic() + PATIENCE_S
-    while not list((folder / "run" / "checkpoints").glob(".*.step_*")):
+    while not list((folder / "run" / checkpoint.FOLDER).glob(".*")):
         assert time.monotonic() < until, "no checkpoint was begun"
 
 

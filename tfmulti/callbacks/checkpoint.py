@@ -12,8 +12,8 @@ from pathlib import Path
 import keras
 from absl import logging
 
-from tfmulti import checkpoint, keras_compat, topology
-from tfmulti.checkpoint import resuming
+from tfmulti import keras_compat, topology
+from tfmulti.checkpoint import generations, resuming
 from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
 from tfmulti.strategies import collectives
@@ -99,7 +99,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._resumed = None
         if not self._resume and topology.is_chief(self._strategy):
             # Of an earlier run; with larger numbers they would count as later than this run's.
-            checkpoint.remove_all(self._folder)
+            generations.remove_all(self._folder)
         if self._resume:
             self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._print_fn)
         if self._resumed is not None:

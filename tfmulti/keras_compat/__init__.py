@@ -1,8 +1,8 @@
 """The only place that uses private names of Keras and TensorFlow.
 
 `table.TABLE` has all that is replaced: each entry with the message or wrong result that it cures,
-the versions that it was tried on, and its canary in `tests/test_keras_compat.py`, which fails when
-upstream no longer needs the cure. `versions.NAMES` has what is read as well.
+and its canary in `tests/test_keras_compat.py`, which fails when upstream no longer needs the cure.
+`versions.TRIED` has the versions that all was tried on, `versions.NAMES` what is read as well.
 """
 
 from tfmulti.keras_compat.coordination import check_peers as check_peers

@@ -16,9 +16,11 @@ from keras.src.trainers import epoch_iterator
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
 
-from tfmulti.keras_compat.replacement import TRIED
 from tfmulti.keras_compat.table import TABLE
 
+# The lowest and the highest versions. `setup.cfg`, the Makefile and the documentation name them
+# too; a test compares.
+TRIED = {"keras": ("3.12", "3.15"), "tensorflow": ("2.20", "2.21")}
 # What is read, called or overridden, and not replaced.
 READ = (
     (keras_trainer, "reduce_per_replica", ("values", "strategy", "reduction")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tfmulti import cluster
+from tfmulti import checkpoint, cluster
 from tfmulti.runtime import command_line, console, files
 from tfmulti.train.config import TrainConfig
 
@@ -39,10 +39,10 @@ def _end_interrupted(config) -> int:
         task = cluster.resolve_cluster(config.tf_config, check_network=False)
         end_worker(RuntimeError("interrupted by Ctrl-C"), task)
     command_line.wait_for_threads()
-    saved = sorted(Path(config.workdir).glob("checkpoints/step_*")) if config.workdir else []
+    folder = Path(config.workdir) / checkpoint.FOLDER if config.workdir else None
+    saved = checkpoint.saved_in(folder) if folder else {}
     if saved:
-        step = int(saved[-1].name.removeprefix("step_"))
-        text = f"Saved: step {step}, in {saved[-1].parent}. The same command resumes from there."
+        text = f"Saved: step {max(saved)}, in {folder}. The same command resumes from there."
     else:
         text = "Nothing was saved: " + (
             "no epoch had ended." if config.workdir else "no --workdir."

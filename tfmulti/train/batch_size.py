@@ -15,6 +15,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from tfmulti import checkpoint, devices, topology
+from tfmulti.checkpoint import generations
 from tfmulti.choices import AUTO
 from tfmulti.cluster import environment
 from tfmulti.runtime import memory
@@ -179,7 +180,7 @@ def _kept_batch_size(config, strategy) -> int:
     """Returns the global batch size of the checkpoint to resume from; 0 without one."""
     if config.workdir is None or config.resume != "auto" or not topology.is_chief(strategy):
         return 0
-    latest = checkpoint.latest_good(Path(config.workdir) / "checkpoints", _be_quiet)
+    latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, _be_quiet)
     data = latest.state.get("data") if latest else None
     return data["global_batch_size"] if data else 0
 

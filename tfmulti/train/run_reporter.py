@@ -12,7 +12,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti import callbacks, topology
+from tfmulti import callbacks, checkpoint, topology
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
@@ -242,7 +242,7 @@ class RunReporter:
 
     @property
     def _checkpoints(self) -> Path:
-        return self.workdir / "checkpoints"
+        return self.workdir / checkpoint.FOLDER
 
     def done_before(self, plan) -> tuple[int, int]:
         """Returns the steps and the examples of this run before its last start.
