@@ -183,7 +183,7 @@ def test_the_numbers_of_a_run_and_both_conventions():
     assert rows["steps"] == "20: 5 epochs of 4, 100 examples"
 
 
-def test_the_numbers_of_several_workers_and_uneven_shares():
+def test_the_numbers_of_several_workers_and_uneven_replica_batches():
     made = numbers_of(4, 2, global_batch_size=30, gradient_accumulation_steps=3)
     assert (made.per_replica_batch_size, made.per_worker_batch_size) == (8, 16)
     rows = made.rows()

@@ -234,7 +234,7 @@ class Pass:
     """A dataset of the local replica batches; each iterator makes one pass over an epoch."""
 
     def __init__(self, batches: tf.data.Dataset, position: Position, strategy, element_spec):
-        self._shares, self._position = batches, position
+        self._replica_batches, self._position = batches, position
         self.strategy, self.element_spec = strategy, element_spec
         self._number = iterators.register(self)
 
@@ -248,7 +248,7 @@ class Pass:
         _ = self._position.taken
         if self.waiting is not None:
             self.waiting.prepare()
-        return iterators.create_iterator(self, self._number, self._shares)
+        return iterators.create_iterator(self, self._number, self._replica_batches)
 
     def take(self, step: tuple):
         """Counts a step as taken, and returns its replica batches as one distributed value."""

@@ -68,7 +68,7 @@ def create_multi_worker(
         options.communication, cluster.num_workers, logical_cpus
     )
     if cluster.num_workers > 1:
-        _meet(cluster, timeouts.start_timeout, must_agree or {})
+        _join_rendezvous(cluster, timeouts.start_timeout, must_agree or {})
         peer_errors.watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
@@ -148,7 +148,7 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     return "ring", "there is no GPU, and MPI has not started the job"
 
 
-def _meet(cluster, start_timeout, must_agree):
+def _join_rendezvous(cluster, start_timeout, must_agree):
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         # Raises if TensorFlow runs already: fail now, before other workers are waited for.

@@ -18,7 +18,7 @@ _DOUBLES = 1.8
 _MORE_THAN_DOUBLES = 2.2
 SHUFFLES = (
     "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
-    "rows of different replicas never meet. To mix the rows of the global batch, take them from "
+    "rows never go to another replica. To mix the rows of the global batch, take them from "
     "tfmulti.gather_batch(rows)."
 )
 _SAME = 1e-4
