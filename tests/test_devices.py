@@ -144,7 +144,7 @@ tell("done")
 def test_workers_compare_without_waiting_for_one_that_has_no_monitor(run_workers, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    chief, other = (done.stdout.splitlines() for done in run_workers(2, [script, tmp_path]))
+    chief, other = (text.splitlines() for text in run_workers(2, [script, tmp_path]))
     both, alone = chief[: chief.index("alone")], chief[chief.index("alone") :]
     assert both[0] == "worker 0, epoch 1: GPU 0 95%"
     assert both[1].startswith("unequal work: worker 1 GPU 0 at 50%, worker 0 GPU 0 at 95%")
