@@ -18,7 +18,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 
 import tfmulti
 from tfmulti import keras_compat
-from tfmulti.keras_compat import TABLE, versions, without_tuning
+from tfmulti.keras_compat import TABLE, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
 
 
@@ -670,7 +670,7 @@ def test_the_private_names_are_there():
 
 
 def test_versions_that_were_not_tried_are_told():
-    tried = "was tried with keras {} to {}".format(*versions.TRIED["keras"])
+    tried = "was tried with keras {} to {}".format(*table.TRIED["keras"])
     with pytest.warns(UserWarning, match=f"{tried}.*This is keras 3.99.0"):
         keras_compat.check_versions({"keras": "3.99.0", "tensorflow": tf.__version__})
 

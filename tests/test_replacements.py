@@ -19,7 +19,7 @@ from replicas import create_strategy
 from test_keras_compat import ours, rows, stock
 
 from tfmulti import keras_compat
-from tfmulti.keras_compat import TABLE, randomness, replacement, versions
+from tfmulti.keras_compat import TABLE, randomness, replacement, table
 from tfmulti.keras_compat.replacement import is_replaced, replace
 
 INSTALLED = [entry for entry in TABLE if entry.make is not None]
@@ -303,10 +303,10 @@ def test_setup_makefile_and_documentation_name_the_versions_that_were_tried():
     setup = configparser.ConfigParser()
     setup.read(root / "setup.cfg")
     required = setup["options"]["install_requires"]
-    for name, (low, high) in versions.TRIED.items():
+    for name, (low, high) in table.TRIED.items():
         major, minor = map(int, high.split("."))
         assert f"\n{name}>={low},<{major}.{minor + 1}\n" in f"{required}\n"
     pages = [root / "Makefile", root / "setup.cfg", root / "CONTRIBUTING.md"]
     pages += (root / "docs").rglob("*.md")
     named = [re.findall(r"\bKERAS ?\??= ?([0-9.]+[0-9])", page.read_text()) for page in pages]
-    assert {each for found in named for each in found} == {f"{versions.TRIED['keras'][0]}.0"}
+    assert {each for found in named for each in found} == {f"{table.TRIED['keras'][0]}.0"}

@@ -16,7 +16,7 @@ from tfmulti import keras_compat, topology
 from tfmulti.checkpoint import generations, resuming
 from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
-from tfmulti.strategies import collectives
+from tfmulti.strategies import coordination
 from tfmulti.strategies.coordination import requests_of
 
 
@@ -195,7 +195,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
-        collectives.compare(self._strategy, 0)
+        coordination.compare(self._strategy, 0)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if failed is not None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import hardware, topology
-from tfmulti.callbacks.history import HistoryFile
+from tfmulti.callbacks.tracking import HistoryFile
 from tfmulti.strategies.coordination import KeyValueExchange
 
 

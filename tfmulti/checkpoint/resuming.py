@@ -15,7 +15,7 @@ from tfmulti import checkpoint, keras_compat, topology
 from tfmulti.checkpoint import generations
 from tfmulti.checkpoint.state import Snapshot, metric_variables, put_back, restore, take_snapshot
 from tfmulti.runtime import command_line
-from tfmulti.strategies import collectives
+from tfmulti.strategies import coordination
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generat
     names = generations.FILES
     for name in names:
         data = (found.path / name).read_bytes() if found is not None else b""
-        data = collectives.broadcast(strategy, data if chief else None)
+        data = coordination.broadcast(strategy, data if chief else None)
         if not data:
             return None
         if not chief:

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmulti import topology
 from tfmulti.step import sparse_gradients, weighting
-from tfmulti.step.replica_batch import ReplicaBatch, as_current, current_replica_batch
+from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
 _of_inputs: weakref.WeakSet = weakref.WeakSet()

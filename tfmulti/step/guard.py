@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
-from tfmulti.step.replica_batch import ReplicaBatch, as_current
+from tfmulti.step.rows import ReplicaBatch, as_current
 
 
 def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.replica_batch import current_replica_batch
+from tfmulti.step.rows import current_replica_batch
 
 # Methods of Keras that a user's class can override.
 _STEPS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")

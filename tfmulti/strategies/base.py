@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step, topology
 from tfmulti.step import gradients, iterators, model_contents
-from tfmulti.strategies import scope_check
+from tfmulti.strategies import checks
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -64,7 +64,7 @@ class _ForKeras:
         if several and kind in ("train", "test"):
             _refuse_jit_compile(model, self.num_replicas_in_sync)
         if several and kind == "train":
-            scope_check.refuse_made_outside(model)
+            checks.refuse_made_outside(model)
             if not self.distribute_optimizers:
                 _refuse_bare(model)
         if kind and len(args) == 1 and (several or self.marks_padding):

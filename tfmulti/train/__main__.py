@@ -34,7 +34,7 @@ def _end_interrupted(config) -> int:
     """Prints what was saved, and reports to the other workers why this one ends."""
     print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
-        from tfmulti.strategies.peer_errors import end_worker
+        from tfmulti.strategies.multi_worker import end_worker
 
         task = cluster.resolve_cluster(config.tf_config, check_network=False)
         end_worker(RuntimeError("interrupted by Ctrl-C"), task)
@@ -55,7 +55,7 @@ def _end(error, config, with_traceback) -> int:
     """Prints the error, reports it to the others if it is local, and returns the exit code."""
     peer = None
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
-        from tfmulti.strategies.peer_errors import end_worker
+        from tfmulti.strategies.multi_worker import end_worker
 
         peer = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
     command_line.show_error(error, with_traceback, None if peer is None else peer.text)

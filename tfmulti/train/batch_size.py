@@ -19,7 +19,7 @@ from tfmulti.checkpoint import generations
 from tfmulti.choices import AUTO
 from tfmulti.cluster import environment
 from tfmulti.runtime import memory
-from tfmulti.strategies import collectives
+from tfmulti.strategies import coordination
 from tfmulti.train.config import TrainConfig
 
 LARGEST = 8192
@@ -126,12 +126,12 @@ def resolve_batch_size(
         )
     print_fn = print_fn if topology.is_chief(strategy) else _be_quiet
     num_replicas = strategy.num_replicas_in_sync
-    _, kept = collectives.compare(strategy, _kept_batch_size(config, strategy))
+    _, kept = coordination.compare(strategy, _kept_batch_size(config, strategy))
     if kept:
         print_fn(f"per_replica_batch_size=auto: global batch size {kept}, as in the checkpoint")
         return _replace(config, kept)
     found, limit = _find(config, strategy, print_fn)
-    size, _ = collectives.compare(strategy, found.size)
+    size, _ = coordination.compare(strategy, found.size)
     print_fn(f"per_replica_batch_size=auto: {size} ({_explain(size, found, limit)})")
     return _replace(config, size * num_replicas)
 
