@@ -30,16 +30,16 @@ def _measure(config, console) -> int:
     )
     from tfmulti.bench import report, results
 
-    tell = lambda line: console.print(line, style="dim")
+    print_fn = lambda line: console.print(line, style="dim")
     if config.monitors:
-        return _measure_monitors(config, console, tell)
-    found = run_benchmarks(config, tell)
+        return _measure_monitors(config, console, print_fn)
+    found = run_benchmarks(config, print_fn)
     from benchmarks.tables import create_tables
 
     tables = create_tables(found, config)
     report.show(tables, console)
-    tell(report.write_all(found, tables, config, "python -m benchmarks"))
-    tell(_draw(found, Path(config.workdir) / "bench.png"))
+    print_fn(report.write_all(found, tables, config, "python -m benchmarks"))
+    print_fn(_draw(found, Path(config.workdir) / "bench.png"))
     return 0 if results.has_measured(found) else command_line.ERROR
 
 
@@ -76,17 +76,17 @@ def _draw(found, path) -> str:
     return f"wrote {path}"
 
 
-def _measure_monitors(config, console, tell) -> int:
+def _measure_monitors(config, console, print_fn) -> int:
     from benchmarks import monitors
     from tfmulti.bench import report
 
-    found = monitors.measure(config, tell)
+    found = monitors.measure(config, print_fn)
     report.show([monitors.create_table(found)], console)
     for key, ratio in found["ratios"].items():
         console.print(f"{key}: {'not measured' if ratio is None else f'{ratio:.4f}'}")
     path = Path(config.workdir) / "monitors.json"
     report.write_json(found, path)
-    tell(f"wrote {path}")
+    print_fn(f"wrote {path}")
     return 0 if found["rows"] else command_line.ERROR
 
 

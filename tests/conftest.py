@@ -1,11 +1,8 @@
 """Four logical CPUs for the whole run, and real workers on loopback."""
 
 import collections
-import contextlib
 import os
-import subprocess
 import sys
-import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -64,60 +61,24 @@ def free_ports_fixture():
     return processes.free_ports
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_workers():
-    """Runs one command on several workers; see `runner_of_workers`."""
-    with runner_of_workers() as run:
-        yield run
+    """Runs a Python program on several workers: `run_workers(2, ["script.py", "--flag"])`.
 
-
-@pytest.fixture(scope="module")
-def run_workers_of_module():
-    """As `run_workers`, for a fixture that serves a whole module."""
-    with runner_of_workers() as run:
-        yield run
-
-
-@contextlib.contextmanager
-def runner_of_workers():
-    """Runs one command on several workers: `run_workers(2, ["script.py", "--flag"])`.
-
-    Gives the finished processes, each with `returncode`, `stdout` and `stderr`. No process is
-    left behind, whatever happens.
+    The product's launcher starts them, and leaves no process behind, whatever happens. Gives the
+    lines of each worker as the launcher shows them, without its name.
     """
-    started = []
-    files = contextlib.ExitStack()
 
-    def run(num_workers, arguments, *, env=None, check=True, configs=None):
-        workers = []
-        for config in configs or processes.tf_configs(num_workers):
-            # Files, not pipes: a worker must never wait for somebody to read what it writes.
-            texts = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
-            process = subprocess.Popen(
-                [sys.executable, *map(str, arguments)],
-                env={**os.environ, **(env or {}), "TF_CONFIG": config},
-                stdout=texts[0],
-                stderr=texts[1],
-            )
-            started.append(process)
-            workers.append((process, texts))
-        finished = []
-        for process, texts in workers:
-            code = process.wait(timeout=WORKER_TIMEOUT_S)
-            for text in texts:
-                text.seek(0)
-            stdout, stderr = (text.read() for text in texts)
-            finished.append(subprocess.CompletedProcess(arguments, code, stdout, stderr))
-        if check:
-            for index, done in enumerate(finished):
-                assert done.returncode == 0, f"worker {index}: {done.stdout}\n{done.stderr}"
-        return finished
+    def run(num_workers, arguments, *, env=None, check=True):
+        launch = ["-m", "tfmulti.launch", f"--num_workers={num_workers}", "--all_output"]
+        command = [sys.executable, *launch, "--", sys.executable, *map(str, arguments)]
+        [done] = processes.run_together(command, [env or {}], timeout_s=WORKER_TIMEOUT_S)
+        assert not check or done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
+        names = [f"[worker {index}] " for index in range(num_workers)]
+        lines = done.stdout.splitlines(keepends=True)
+        return [
+            "".join(line.removeprefix(name) for line in lines if line.startswith(name))
+            for name in names
+        ]
 
-    with files:
-        try:
-            yield run
-        finally:
-            for worker in started:
-                if worker.poll() is None:
-                    worker.kill()
-                    worker.wait()
+    return run

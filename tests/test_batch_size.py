@@ -10,7 +10,7 @@ from replicas import create_strategy
 import tfmulti
 from tfmulti.runtime import memory
 from tfmulti.train import batch_size as search
-from tfmulti.train import compiling, run_reporter
+from tfmulti.train import models, run_reporter
 from tfmulti.train.batch_size import SizeTrial
 from tfmulti.train.config import TrainConfig
 
@@ -79,7 +79,7 @@ def test_all_workers_take_the_smallest(monkeypatch):
     found = search.Found(96, 10**9, 128, 500)
     monkeypatch.setattr(search, "_find", lambda *_: (found, 2 * 10**9))
     # As if another worker had found 64.
-    monkeypatch.setattr(search.collectives, "compare", lambda _, n: (min(n, 64), min(n, 64)))
+    monkeypatch.setattr(search.coordination, "compare", lambda _, n: (min(n, 64), min(n, 64)))
     lines = []
     config = search.resolve_batch_size(AUTO, strategy, lines.append)
     assert config.resolve_global_batch_size(2) == 128
@@ -156,7 +156,7 @@ def numbers_of(num_replicas=2, num_workers=1, author_compiles=False, **settings)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         if author_compiles:
             model.compile(keras.optimizers.SGD(0.5), "mse")
-        rate = compiling.compile_model(model, config, train)
+        rate = models.compile_model(model, config, train)
     return run_reporter.summarize_run(config, train.plan, num_workers, model, rate)
 
 
@@ -183,7 +183,7 @@ def test_the_numbers_of_a_run_and_both_conventions():
     assert rows["steps"] == "20: 5 epochs of 4, 100 examples"
 
 
-def test_the_numbers_of_several_workers_and_uneven_shares():
+def test_the_numbers_of_several_workers_and_uneven_replica_batches():
     made = numbers_of(4, 2, global_batch_size=30, gradient_accumulation_steps=3)
     assert (made.per_replica_batch_size, made.per_worker_batch_size) == (8, 16)
     rows = made.rows()

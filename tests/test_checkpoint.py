@@ -10,7 +10,6 @@ import pytest
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti import checkpoint
 from tfmulti.checkpoint import generations
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
@@ -189,45 +188,45 @@ def damage_byte(path):
 
 
 DAMAGES = {
-    "flipped": lambda folder: damage_byte(folder / checkpoint.FILES[2]),
-    "flipped index": lambda folder: damage_byte(folder / checkpoint.FILES[1]),
-    "flipped manifest": lambda folder: damage_byte(folder / checkpoint.FILES[0]),
-    "cut": lambda folder: os.truncate(folder / checkpoint.FILES[2], 100),
-    "empty": lambda folder: os.truncate(folder / checkpoint.FILES[0], 0),
-    "torn": lambda folder: (folder / checkpoint.FILES[1]).unlink(),
+    "flipped": lambda folder: damage_byte(folder / generations.FILES[2]),
+    "flipped index": lambda folder: damage_byte(folder / generations.FILES[1]),
+    "flipped manifest": lambda folder: damage_byte(folder / generations.FILES[0]),
+    "cut": lambda folder: os.truncate(folder / generations.FILES[2], 100),
+    "empty": lambda folder: os.truncate(folder / generations.FILES[0], 0),
+    "torn": lambda folder: (folder / generations.FILES[1]).unlink(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_generation_is_told_and_the_one_before_taken(damage, tmp_path):
     tensors = {"a": np.arange(1000, dtype="float32"), "b": np.array([True, False])}
-    checkpoint.write(tmp_path, 1, tensors, {"step": 1})
+    generations.write(tmp_path, 1, tensors, {"step": 1})
     tensors["a"] += 1
-    DAMAGES[damage](checkpoint.write(tmp_path, 2, tensors, {"step": 2}))
+    DAMAGES[damage](generations.write(tmp_path, 2, tensors, {"step": 2}))
     told = []
-    found = checkpoint.latest_good(tmp_path, told.append)
+    found = generations.latest_good(tmp_path, told.append)
     assert found.state == {"step": 1}
     assert "step_000000000002 is damaged" in told[0]
-    np.testing.assert_array_equal(checkpoint.load(found)["a"], np.arange(1000))
+    np.testing.assert_array_equal(generations.load(found)["a"], np.arange(1000))
 
 
 def test_generations_are_kept_and_no_others(tmp_path):
     for number in range(5):
-        checkpoint.write(tmp_path, number, {"a": np.zeros(3)}, {"number": number}, keep=2)
+        generations.write(tmp_path, number, {"a": np.zeros(3)}, {"number": number}, keep=2)
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "4"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool"])
 def test_every_dtype_comes_back(dtype, tmp_path):
     value = keras.ops.cast(np.array([[0, 1], [1, 0]]), dtype).numpy()
-    checkpoint.write(tmp_path, 0, {"a": value}, {})
-    np.testing.assert_array_equal(checkpoint.load(checkpoint.latest_good(tmp_path))["a"], value)
+    generations.write(tmp_path, 0, {"a": value}, {})
+    np.testing.assert_array_equal(generations.load(generations.latest_good(tmp_path))["a"], value)
 
 
 @pytest.mark.slow
 def test_another_model_is_refused(tmp_path):
     train(1, tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="of the same model and optimizer"):
+    with pytest.raises(generations.CheckpointError, match="of the same model and optimizer"):
         train(1, tmp_path, optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
@@ -235,7 +234,7 @@ def test_another_model_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(checkpoint.CheckpointError, match="must be written completely"):
+    with pytest.raises(generations.CheckpointError, match="must be written completely"):
         train(1, file / "folder")
 
 

@@ -112,10 +112,10 @@ import sys
 import keras, numpy as np
 import tfmulti
 from tfmulti.callbacks import Devices
-from tfmulti.strategies import collectives
+from tfmulti import topology
 
 strategy = tfmulti.create_strategy("multi_worker")
-chief = collectives.is_chief(strategy)
+chief = topology.is_chief(strategy)
 
 class Reader:
     def read(self):
@@ -144,7 +144,7 @@ tell("done")
 def test_workers_compare_without_waiting_for_one_that_has_no_monitor(run_workers, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    chief, other = (done.stdout.splitlines() for done in run_workers(2, [script, tmp_path]))
+    chief, other = (text.splitlines() for text in run_workers(2, [script, tmp_path]))
     both, alone = chief[: chief.index("alone")], chief[chief.index("alone") :]
     assert both[0] == "worker 0, epoch 1: GPU 0 95%"
     assert both[1].startswith("unequal work: worker 1 GPU 0 at 50%, worker 0 GPU 0 at 95%")

@@ -333,12 +333,10 @@ def test_versions_and_gpus_of_the_workers_are_compared():
 
 
 def test_two_real_workers_examine_each_other(run_workers):
-    env = {environment.TOKEN: "of this test"}
     # TensorFlow has no time to be imported: its line is a failure, and the others stay as they are.
     arguments = ["-m", "tfmulti.doctor", "--cluster", "--json", "--tensorflow_timeout=1"]
-    for index, done in enumerate(run_workers(2, arguments, env=env, check=False)):
-        assert done.returncode == 1, done.stderr
-        found = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+    for index, text in enumerate(run_workers(2, arguments, check=False)):
+        found = {each["name"]: each for each in json.loads(text)["checks"]}
         [other] = [each for name, each in found.items() if name.startswith("worker ")]
         assert other["name"].startswith(f"worker {1 - index} at 127.0.0.1:")
         assert other["status"] == "ok"

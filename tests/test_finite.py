@@ -12,7 +12,7 @@ NUM_ROWS, BATCH_SIZE = 40, 8  # Five steps.
 
 
 def rows(bad_step=None):
-    """One row of a step is not a number; it is in the last replica's share."""
+    """One row of a step is not a number; it is in the last replica batch."""
     rng = np.random.RandomState(0)
     x, y = rng.randn(NUM_ROWS, 4).astype("float32"), rng.randn(NUM_ROWS, 1).astype("float32")
     if bad_step is not None:

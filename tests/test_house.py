@@ -22,6 +22,7 @@ ORDER = [
     "hardware",
     "devices",
     "keras_compat",
+    "topology",
     "mpi_all_reduce",
     "step",
     "verification",
@@ -38,7 +39,7 @@ ORDER = [
     "doctor",
 ]
 # What runs before TensorFlow, or without it.
-PURE = [*ORDER[: ORDER.index("devices")], *ORDER[ORDER.index("train") :]]
+PURE = [*ORDER[: ORDER.index("devices")], "checkpoint", *ORDER[ORDER.index("train") :]]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -18,7 +18,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 
 import tfmulti
 from tfmulti import keras_compat
-from tfmulti.keras_compat import TABLE, without_tuning
+from tfmulti.keras_compat import TABLE, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
 
 
@@ -309,7 +309,7 @@ def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
 
 
 @pytest.mark.slow
-def test_canary_a_loss_of_the_whole_batch_sees_a_share():
+def test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch():
     x, y = rows(13)
     check_needed(
         lambda strategy: trained(strategy, dense, x, np.abs(y), loss=keras.losses.Dice()),
@@ -318,7 +318,7 @@ def test_canary_a_loss_of_the_whole_batch_sees_a_share():
 
 
 @pytest.mark.slow
-def test_canary_a_metric_function_sees_a_share():
+def test_canary_a_metric_function_sees_one_replica_batch():
     def largest(y, prediction):
         return tf.reduce_max(prediction)
 
@@ -517,7 +517,7 @@ def test_canary_xla_does_not_span_devices():
         model.fit(*rows(8), batch_size=4, verbose=0)
 
 
-def test_canary_a_share_of_sparse_rows_cannot_be_empty():
+def test_canary_a_replica_batch_of_sparse_rows_cannot_be_empty():
     rows_of = tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(np.eye(3)))
 
     def last(strategy):
@@ -527,7 +527,7 @@ def test_canary_a_share_of_sparse_rows_cannot_be_empty():
 
     with pytest.raises(tf.errors.OpError, match="at least 1 serialized tensor"):
         last(stock())
-    assert [int(share.dense_shape[0]) for share in last(ours())] == [1, 0]
+    assert [int(part.dense_shape[0]) for part in last(ours())] == [1, 0]
 
 
 def test_canary_a_function_of_datasets_is_counted_by_replicas():
@@ -670,7 +670,8 @@ def test_the_private_names_are_there():
 
 
 def test_versions_that_were_not_tried_are_told():
-    with pytest.warns(UserWarning, match="was tried with keras 3.12 to 3.15.*This is keras 3.99.0"):
+    tried = "was tried with keras {} to {}".format(*table.TRIED["keras"])
+    with pytest.warns(UserWarning, match=f"{tried}.*This is keras 3.99.0"):
         keras_compat.check_versions({"keras": "3.99.0", "tensorflow": tf.__version__})
 
 
@@ -751,7 +752,7 @@ def test_canary_a_function_of_the_users_own_is_not_traced_again_within_another_t
         assert len(traced) == (2 if separate else 1)
 
 
-def test_canary_replicas_reduce_whatever_they_are_told():
+def test_canary_replicas_reduce_unless_prevented():
     """Sums, means, gathers and their gradients are each replica's own."""
     strategy = ours()
 

@@ -471,7 +471,7 @@ def test_a_wrong_hosts_file_is_told_with_its_line(tmp_path, text, words):
     assert words.format(path=path) in str(caught.value)
 
 
-def test_two_hosts_meet(launch, tmp_path):
+def test_two_hosts_train_together(launch, tmp_path):
     """Two launchers on this machine, as on two: their workers come together."""
     path = tmp_path / "hosts"
     first, second = free_ports(2)

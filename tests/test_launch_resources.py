@@ -40,10 +40,10 @@ def no_threads_in_environment(monkeypatch):
 
 def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
-    shares = [placement.part_of(cores, place, 2) for place in range(2)]
-    threads = [str(len(share)) for share in shares]
+    parts = [placement.part_of(cores, place, 2) for place in range(2)]
+    threads = [str(len(part)) for part in parts]
     assert shown_by_workers(tmp_path, pin=True) == [
-        [share, "0", number, number] for share, number in zip(shares, threads)
+        [part, "0", number, number] for part, number in zip(parts, threads)
     ]
 
 

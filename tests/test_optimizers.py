@@ -78,7 +78,7 @@ def test_every_setting_gives_one_devices_result(name):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["conv", "batch_norm", "gru"])
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_empty_share_leaves_no_trace(kind, num_replicas):
+def test_an_empty_replica_batch_leaves_no_trace(kind, num_replicas):
     # 33 examples in batches of 16: the last batch has one row for several replicas.
     reference = train(1, OPTIMIZERS["sgd"], kind=kind)
     assert_equal_runs(train(num_replicas, OPTIMIZERS["sgd"], kind=kind), reference)

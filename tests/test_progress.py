@@ -12,8 +12,8 @@ from rich.console import Console
 
 import tfmulti
 from tfmulti.callbacks import Events, Progress, progress
-from tfmulti.callbacks.meter import Meter
-from tfmulti.callbacks.screen import Screen
+from tfmulti.callbacks.progress import Screen
+from tfmulti.callbacks.throughput import Meter
 
 
 def build(strategy, steps_per_execution=1):

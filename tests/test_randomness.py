@@ -13,7 +13,7 @@ from tensorflow.python.eager.polymorphic_function import function_context
 import tfmulti
 from tfmulti.keras_compat import fixed_random_numbers
 
-SHARES = ((0, 2), (2, 2), (4, 1))
+REPLICA_BATCHES = ((0, 2), (2, 2), (4, 1))
 
 
 def run(fn, x, first_row, *, eager=False, dynamic=True):
@@ -34,9 +34,9 @@ def run(fn, x, first_row, *, eager=False, dynamic=True):
 
 
 def check(fn, x, **kwargs):
-    """Returns the whole's result, once shares have given the same rows bit for bit."""
+    """Returns the whole's result, once replica batches have given the same rows bit for bit."""
     whole = run(fn, x, 0, **kwargs)
-    parts = [run(fn, x[first : first + count], first, **kwargs) for first, count in SHARES]
+    parts = [run(fn, x[first : first + count], first, **kwargs) for first, count in REPLICA_BATCHES]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     return whole
 
@@ -81,7 +81,7 @@ def test_layers_draw_by_row(name, eager):
 def test_augmentation_draws_by_row(create):
     layer, x = create(), rows(4, 4, 3)
     whole = run(lambda x: layer(x, training=True), x, 0)
-    parts = [run(lambda x: layer(x, training=True), x[i : i + n], i) for i, n in SHARES]
+    parts = [run(lambda x: layer(x, training=True), x[i : i + n], i) for i, n in REPLICA_BATCHES]
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
 
 
@@ -101,7 +101,7 @@ def test_sequences_draw_by_row(layer):
     layer.build(x.shape)
     call = lambda x: layer(x, training=True)
     whole = run(call, x, 0)
-    parts = [run(call, x[first : first + count], first) for first, count in SHARES]
+    parts = [run(call, x[first : first + count], first) for first, count in REPLICA_BATCHES]
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
     assert abs(whole - layer(x).numpy()).max() > 1e-3
 
@@ -110,7 +110,7 @@ def test_attention_draws_by_row():
     layer, x = keras.layers.MultiHeadAttention(2, 3, dropout=0.5), rows(4, 3)
     layer.build(x.shape, x.shape)
     call = lambda x: layer(x, x, training=True)
-    parts = [run(call, x[first : first + count], first) for first, count in SHARES]
+    parts = [run(call, x[first : first + count], first) for first, count in REPLICA_BATCHES]
     np.testing.assert_allclose(np.concatenate(parts), run(call, x, 0), atol=1e-6)
 
 
@@ -164,8 +164,8 @@ def test_what_is_drawn_is_distributed_as_it_shall_be(name):
 def test_categories(draw, eager):
     logits = np.log(np.array([[0.7, 0.1, 0.2]] * 5, "float32"))
     whole = check(lambda x: draw(x, 400), logits, eager=eager)
-    shares = np.bincount(whole.flat) / whole.size
-    np.testing.assert_allclose(shares, [0.7, 0.1, 0.2], atol=0.05)
+    fractions = np.bincount(whole.flat) / whole.size
+    np.testing.assert_allclose(fractions, [0.7, 0.1, 0.2], atol=0.05)
     assert set(whole.flat) == {0, 1, 2}
 
 

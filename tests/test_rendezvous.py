@@ -1,4 +1,4 @@
-"""Workers that meet before TensorFlow starts, and strangers that come too."""
+"""The rendezvous before TensorFlow starts, and strangers that come to it."""
 
 import asyncio
 import concurrent.futures
@@ -39,9 +39,9 @@ def address_of(cluster, index=0):
 
 
 def serve(workers, notes=None, timeout_s=20.0, tokens=None):
-    """Has each worker meet in a thread of its own; returns what it got, or its error."""
+    """Has each worker join in a thread of its own; returns what it got, or its error."""
 
-    def meet(position):
+    def join(position):
         try:
             return rendezvous.join(
                 workers[position],
@@ -53,7 +53,7 @@ def serve(workers, notes=None, timeout_s=20.0, tokens=None):
             return error
 
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
-        return list(pool.map(meet, range(len(workers))))
+        return list(pool.map(join, range(len(workers))))
 
 
 def connect(address):
@@ -155,10 +155,10 @@ def test_the_first_whose_time_is_over_ends_it_for_all():
     workers = clusters(3)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         # Far longer than a test may take.
-        patient = pool.submit(serve, workers[:1], timeout_s=3600)
+        slow = pool.submit(serve, workers[:1], timeout_s=3600)
         [hasty] = serve(workers[1:2], timeout_s=0.5)
-        [patient] = patient.result()
-    assert all(f"worker 2 at {workers[2].address}" in str(error) for error in (hasty, patient))
+        [slow] = slow.result()
+    assert all(f"worker 2 at {workers[2].address}" in str(error) for error in (hasty, slow))
 
 
 @pytest.mark.parametrize("source", ["Slurm", "Kubernetes", "MPI"])
@@ -317,7 +317,7 @@ CONTENT = st.fixed_dictionaries(
 
 @given(st.lists(st.binary(max_size=200) | CONTENT, min_size=20, max_size=20))
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_meeting_survives_random_guests(lines):
+def test_a_rendezvous_survives_random_strangers(lines):
     """Random bytes, and random contents with the right code."""
     workers = clusters(2)
 

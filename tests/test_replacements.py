@@ -1,10 +1,12 @@
 """What is replaced acts for our strategies alone, once, and beside what others replace."""
 
 import ast
+import configparser
 import functools
 import gc
 import importlib.util
 import inspect
+import re
 import types
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from replicas import create_strategy
 from test_keras_compat import ours, rows, stock
 
 from tfmulti import keras_compat
-from tfmulti.keras_compat import TABLE, randomness, replacement
+from tfmulti.keras_compat import TABLE, randomness, replacement, table
 from tfmulti.keras_compat.replacement import is_replaced, replace
 
 INSTALLED = [entry for entry in TABLE if entry.make is not None]
@@ -267,7 +269,6 @@ def test_layers_that_were_made_before_keep_their_losses():
 @pytest.mark.parametrize("entry", TABLE, ids=targets(TABLE))
 def test_each_entry_names_a_canary_that_runs(entry):
     assert entry.cures
-    assert set(entry.tried) == {"keras", "tensorflow"}
     canary = getattr(canaries, entry.canary)
     assert entry.canary.startswith("test_canary_")
     # One that reads upstream's text fails where a comment changes, and not where it behaves.
@@ -295,3 +296,17 @@ def test_the_page_of_the_site_lists_every_entry():
     assert len(lines) == len(TABLE)
     for entry, line in zip(TABLE, lines, strict=True):
         assert entry.target in line and entry.canary in line
+
+
+def test_setup_makefile_and_documentation_name_the_versions_that_were_tried():
+    root = Path(__file__).parents[1]
+    setup = configparser.ConfigParser()
+    setup.read(root / "setup.cfg")
+    required = setup["options"]["install_requires"]
+    for name, (low, high) in table.TRIED.items():
+        major, minor = map(int, high.split("."))
+        assert f"\n{name}>={low},<{major}.{minor + 1}\n" in f"{required}\n"
+    pages = [root / "Makefile", root / "setup.cfg", root / "CONTRIBUTING.md"]
+    pages += (root / "docs").rglob("*.md")
+    named = [re.findall(r"\bKERAS ?\??= ?([0-9.]+[0-9])", page.read_text()) for page in pages]
+    assert {each for found in named for each in found} == {f"{table.TRIED['keras'][0]}.0"}

@@ -21,7 +21,7 @@ def rows_of_epoch(plan, epoch=0):
         (0, 2, [0, 0]),
     ],
 )
-def test_shares_are_contiguous_and_even(num_rows, num_replicas, sizes):
+def test_replica_batches_are_contiguous_and_even(num_rows, num_replicas, sizes):
     slices = [replica_slice(num_rows, num_replicas, number) for number in range(num_replicas)]
     assert [stop - start for start, stop in slices] == sizes
     assert [start for start, _ in slices[1:]] == [stop for _, stop in slices[:-1]]
@@ -40,9 +40,9 @@ def test_a_step_has_the_same_examples_on_any_number_of_replicas(num_replicas, nu
     one = ShardPlan(num_examples, batch, 1, seed=5)
     many = ShardPlan(num_examples, batch, num_replicas, seed=5)
     for epoch in range(3):
-        for whole, shares in zip(rows_of_epoch(one, epoch), rows_of_epoch(many, epoch)):
-            assert whole[0] == [row for share in shares for row in share]
-        seen = [row for shares in rows_of_epoch(many, epoch) for share in shares for row in share]
+        for whole, parts in zip(rows_of_epoch(one, epoch), rows_of_epoch(many, epoch)):
+            assert whole[0] == [row for part in parts for row in part]
+        seen = [row for parts in rows_of_epoch(many, epoch) for part in parts for row in part]
         assert sorted(seen) == list(range(num_examples))
 
 
@@ -65,7 +65,7 @@ def test_pad_fills_with_rows_of_weight_zero():
 def test_repeat_first_fills_short_shards_with_the_first_examples():
     plan = ShardPlan(43, 16, 4, seed=3, remainder="repeat_first")
     last = rows_of_epoch(plan)[-1]
-    assert [len(share) for share in last] == [3, 3, 3, 3]
+    assert [len(part) for part in last] == [3, 3, 3, 3]
     assert last[-1][-1] == 0
     assert all(plan.replica_batch(0, 2, number)[1].all() for number in range(4))
 

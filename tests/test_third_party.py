@@ -10,7 +10,7 @@ from replicas import create_strategy
 
 NEEDS_HUB = "needs keras-hub: pip install 'tfmulti[third_party]'"
 BATCH = 8
-# Batches of 8, 8 and 5, none of which goes evenly into 3 shares, nor the last into 2.
+# Batches of 8, 8 and 5, none of which divides evenly among 3 replicas, nor the last among 2.
 COUNT = 21
 LENGTH = 7
 

@@ -243,7 +243,7 @@ def test_a_batch_with_a_number_that_belongs_to_no_row_is_refused():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("distributed", "reductions"), [(True, 2), (False, 3)])
 def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, monkeypatch):
-    """Gradients; metrics, wishes and statistics; the rows where the data do not tell."""
+    """Gradients; metrics, requests and statistics; the rows where the data do not tell."""
     seen = []
     original = tf.distribute.ReplicaContext.all_reduce
 

@@ -46,7 +46,7 @@ def test_run_gives_each_replica_its_own(strategy):
     np.testing.assert_allclose(second, np.ones((8, 4)) @ model.get_weights()[0], atol=1e-6)
 
 
-def test_keras_iterator_gives_shares_of_the_batch(strategy):
+def test_keras_iterator_gives_replica_batches(strategy):
     rng = np.random.default_rng(0)
     iterator = keras_trainer.TFEpochIterator(
         x=rng.random((100, 16)),
@@ -59,9 +59,9 @@ def test_keras_iterator_gives_shares_of_the_batch(strategy):
     sizes = []
     for *_, batches in iterator:
         x, y, weights = next(batches)
-        sizes.append([len(share) for share in x.values])
-        assert [len(share) for share in y.values] == sizes[-1]
-        assert [len(share) for share in weights.values] == sizes[-1]
+        sizes.append([len(part) for part in x.values])
+        assert [len(part) for part in y.values] == sizes[-1]
+        assert [len(part) for part in weights.values] == sizes[-1]
     assert sizes == [[8, 8]] * 6 + [[2, 2]]
 
 

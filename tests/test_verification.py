@@ -252,7 +252,7 @@ def test_stock_parts_are_left_to_the_matrix():
         assert strategy.seconds_verified == 0
 
 
-def test_an_unknown_wish_is_refused():
+def test_an_unknown_setting_is_refused():
     with pytest.raises(ValueError, match="`verify` must be one of auto, always, never"):
         tfmulti.create_strategy("one_device", verify="sometimes")
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from experiments import common
+from tfmulti import checkpoint
 
 METRICS = ()
 COMPARISONS = (common.Comparison("Killed, and in peace", setups=("as it is",)),)
@@ -82,8 +83,7 @@ def find_worker(folder: Path, index: int) -> int | None:
 
 def step_within_epoch(folder: Path, steps_per_epoch: int, epochs: int) -> int | None:
     """Returns the step of a checkpoint on disk that lies in the second half, within an epoch."""
-    for path in (folder / "run" / "checkpoints").glob("step_*"):
-        step = int(path.name.removeprefix("step_"))
+    for step in checkpoint.saved_in(folder / "run" / checkpoint.FOLDER):
         if step % steps_per_epoch and step > epochs * steps_per_epoch / 2:
             return step
     return None

@@ -4,6 +4,7 @@ import pytest
 
 from experiments import common
 from experiments.recover import experiment
+from tfmulti import checkpoint
 
 OUTPUT = """\
 [worker 0] Epoch 5/8
@@ -36,7 +37,7 @@ def test_the_report_tells_whether_the_weights_are_equal(tmp_path):
 @pytest.mark.parametrize(("steps", "found"), [((23, 46), None), ((5, 25), None), ((46, 50), 50)])
 def test_a_step_within_an_epoch_of_the_second_half(tmp_path, steps, found):
     for step in steps:
-        (tmp_path / "run" / "checkpoints" / f"step_{step:012d}").mkdir(parents=True)
+        (tmp_path / "run" / checkpoint.FOLDER / checkpoint.name_of(step)).mkdir(parents=True)
     assert experiment.step_within_epoch(tmp_path, steps_per_epoch=23, epochs=4) == found
 
 

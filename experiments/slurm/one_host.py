@@ -17,10 +17,12 @@ from pathlib import Path
 
 from slurm_here import SlurmHere, find_missing
 
+from tfmulti import checkpoint
+
 HERE = Path(__file__).resolve().parent
 TRAIN = ["-m", "tfmulti.train", "--strategy", "multi_worker"]
 # A machine that is busy takes minutes to start two workers.
-PATIENCE_S = 500.0
+TIMEOUT_S = 500.0
 DIGEST = re.compile(r"worker (\d+): weights_sha256=([0-9a-f]{64})")
 RESOLVE = """
 import json, os, tfmulti
@@ -124,12 +126,12 @@ def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> 
 
     job = submit(slurm, report, log, flags_of(workdir))
     # After the first epoch it has something to lose.
-    slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", PATIENCE_S)
+    slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", TIMEOUT_S)
     slurm.run(["scancel", "--signal=TERM", job])
-    slurm.wait_for(lambda: "exit code" in text(), "the workers to end", PATIENCE_S)
+    slurm.wait_for(lambda: "exit code" in text(), "the workers to end", TIMEOUT_S)
     [first] = re.findall("exit code ([0-9]+), restarts so far: 0", text())
     report.print_fn("scancel --signal=TERM", first == "143", f"exit code {first}")
-    slurm.wait_for(lambda: "restarts so far: 1" in text(), "the second start to end", PATIENCE_S)
+    slurm.wait_for(lambda: "restarts so far: 1" in text(), "the second start to end", TIMEOUT_S)
     [second] = re.findall("exit code ([0-9]+), restarts so far: 1", text())
     report.print_fn("scontrol requeue, from the script", second == "0", f"exit code {second}")
     resumed = [line for line in text().splitlines() if "esum" in line or "goes on" in line]
@@ -144,10 +146,10 @@ def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> 
 
 
 def check_cancel(slurm: SlurmHere, report: Report, runs: Path) -> None:
-    """A job that is cancelled saves before Slurm's patience (KillWait) is over."""
+    """A job that is cancelled saves before Slurm's KillWait is over."""
     workdir, log = runs / "cancelled", runs / "cancelled.log"
     job = submit(slurm, report, log, ["--epochs=100000", *flags_of(workdir)[1:]])
-    slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", PATIENCE_S)
+    slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", TIMEOUT_S)
     began = time.monotonic()
     slurm.run(["scancel", job])
 
@@ -173,7 +175,7 @@ def submit(slurm: SlurmHere, report: Report, log: Path, flags: list[str]) -> str
 
 def has_checkpoint(workdir: Path) -> bool:
     """Whether the run has saved something."""
-    return any((workdir / "checkpoints").glob("*"))
+    return bool(checkpoint.saved_in(workdir / checkpoint.FOLDER))
 
 
 def flags_of(workdir: Path) -> list[str]:

@@ -37,7 +37,7 @@ def bad_record():
 
 
 def not_a_number():
-    """One row is bad, in whoever's share it is."""
+    """One row is bad, in whichever replica batch it is."""
     x, y = rows()
     x[321] = np.nan
     return (x, y), rows(64)

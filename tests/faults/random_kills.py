@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from faults.workers import PATIENCE_S, expect, one_process, two_workers
+from faults.workers import TIMEOUT_S, expect, one_process, two_workers
+from tfmulti import checkpoint
 
 COUNT = 20
 TRAIN = (
@@ -48,8 +49,8 @@ def train_under_launcher(folder: Path, max_restarts: int):
 
 def wait_for_save(folder: Path) -> None:
     """Waits until a checkpoint is being written."""
-    until = time.monotonic() + PATIENCE_S
-    while not list((folder / "run" / "checkpoints").glob(".*.step_*")):
+    until = time.monotonic() + TIMEOUT_S
+    while not list((folder / "run" / checkpoint.FOLDER).glob(".*")):
         assert time.monotonic() < until, "no checkpoint was begun"
 
 

@@ -24,6 +24,7 @@ from faults.workers import (
     two_workers,
     weights,
 )
+from tfmulti import checkpoint
 from tfmulti.runtime import processes
 
 
@@ -157,7 +158,7 @@ def damaged(folder: Path):
     """The latest checkpoint has a flipped byte."""
     expected = uninterrupted(folder / "whole")
     interrupt(folder, signal.SIGKILL, [0, 1])
-    latest = max((folder / "run" / "checkpoints").glob("step_*"))
+    latest, *_ = checkpoint.saved_in(folder / "run" / checkpoint.FOLDER).values()
     file = latest / "values.data-00000-of-00001"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 255

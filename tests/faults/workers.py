@@ -16,7 +16,7 @@ import numpy as np
 from tfmulti.runtime import processes
 
 HERE = Path(__file__).parent
-PATIENCE_S = 120
+TIMEOUT_S = 120
 HEALTHY = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "3000")
 RUN = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "6")
 SAVING = (*RUN, "--optimizer", "sgd", "--checkpoint_steps", "4")
@@ -63,7 +63,7 @@ class Worker:
 
     def wait_for(self, words: str) -> None:
         """Waits until it has written something."""
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + TIMEOUT_S
         while words not in self.text:
             if time.monotonic() > until or self.process.poll() is not None:
                 raise AssertionError(f"no {words!r} in:\n{self.text}")
@@ -75,7 +75,7 @@ class Worker:
 
     def wait(self) -> int:
         """Waits for its end; returns the exit code."""
-        return self.process.wait(timeout=PATIENCE_S)
+        return self.process.wait(timeout=TIMEOUT_S)
 
 
 @contextlib.contextmanager

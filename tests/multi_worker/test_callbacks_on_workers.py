@@ -18,10 +18,10 @@ import callback_worker
 
 
 @pytest.fixture(scope="module", name="workers")
-def workers_fixture(run_workers_of_module, tmp_path_factory):
+def workers_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("callbacks")
     environment = {"PYTHONPATH": str(HERE.parents[1])}
-    run_workers_of_module(2, [HERE / "callback_worker.py", folder, 0], env=environment)
+    run_workers(2, [HERE / "callback_worker.py", folder, 0], env=environment)
     return folder, [json.loads((folder / f"seen_{i}.json").read_text()) for i in range(2)]
 
 

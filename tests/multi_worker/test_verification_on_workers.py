@@ -21,7 +21,7 @@ def test_all_workers_go_on_or_all_are_told(run_workers, logical_cpus):
     environment = {"PYTHONPATH": str(HERE.parents[1])}
     workers = run_workers(2, [script, logical_cpus, "ring"], env=environment)
     for worker in workers:
-        said = json.loads(worker.stdout.splitlines()[-1])
+        said = json.loads(worker.splitlines()[-1])
         assert {name for name, text in said.items() if text == "trained"} == set(said) - set(
             TOLD
         ), said

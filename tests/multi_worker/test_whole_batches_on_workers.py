@@ -52,8 +52,8 @@ def test_workers(run_workers, tmp_path, num_workers, logical_cpus, reference):
 
 @pytest.mark.slow
 def test_canary_a_key_of_tensorflows_stands_for_one_shape(run_workers, tmp_path):
-    ended = run_workers(2, [SCRIPT, tmp_path, 0, "stock"], env=PATHS, check=False)
-    assert any("Shape mismatch in the collective" in done.stderr for done in ended)
+    texts = run_workers(2, [SCRIPT, tmp_path, 0, "stock"], env=PATHS, check=False)
+    assert any("Shape mismatch in the collective" in text for text in texts)
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def create_dice(optimizer):
 
 
 def results(strategy) -> dict[str, np.ndarray]:
-    """Trains with uneven last batches and with empty shares."""
+    """Trains with uneven last batches and with empty replica batches."""
     found = gather_types(strategy) if strategy.num_replicas_in_sync < 3 else {}
     for num_rows in (43, 33):
         x = rows(num_rows)

@@ -49,11 +49,11 @@ def run(settings: type, usage: str, measure: Callable, argv: list[str] | None) -
 def _measure(config, console) -> int:
     from tfmulti.bench import report, results, schedule
 
-    tell = lambda line: console.print(line, style="dim")
-    found = schedule.run_bench(config, tell)
+    print_fn = lambda line: console.print(line, style="dim")
+    found = schedule.run_bench(config, print_fn)
     tables = report.create_tables(found, config)
     report.show(tables, console)
-    tell(report.write_all(found, tables, config, "python -m tfmulti.bench"))
+    print_fn(report.write_all(found, tables, config, "python -m tfmulti.bench"))
     return 0 if results.has_measured(found) else command_line.ERROR
 
 

@@ -142,7 +142,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Returns a share for a cell; a dash for None."""
+    """Returns a fraction for a cell; a dash for None."""
     return "-" if value is None else f"{value:.0%}"
 
 

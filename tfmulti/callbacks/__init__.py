@@ -4,14 +4,14 @@ from tfmulti import hardware as _hardware
 from tfmulti.callbacks import throughput as _pace
 from tfmulti.callbacks.checkpoint import Checkpoint as Checkpoint
 from tfmulti.callbacks.checkpoint import Preempted as Preempted
+from tfmulti.callbacks.checks import NonFinite as NonFinite
+from tfmulti.callbacks.checks import NonFiniteError as NonFiniteError
+from tfmulti.callbacks.checks import ShardAuditLog as ShardAuditLog
 from tfmulti.callbacks.devices import Devices as Devices
-from tfmulti.callbacks.events import Events as Events
-from tfmulti.callbacks.finite import NonFinite as NonFinite
-from tfmulti.callbacks.finite import NonFiniteError as NonFiniteError
-from tfmulti.callbacks.history import HistoryFile as HistoryFile
+from tfmulti.callbacks.progress import Events as Events
 from tfmulti.callbacks.progress import Progress as Progress
-from tfmulti.callbacks.shard_audit import ShardAuditLog as ShardAuditLog
 from tfmulti.callbacks.throughput import Throughput as Throughput
+from tfmulti.callbacks.tracking import HistoryFile as HistoryFile
 from tfmulti.callbacks.tracking import MlflowLogs as MlflowLogs
 from tfmulti.callbacks.tracking import WandbLogs as WandbLogs
 

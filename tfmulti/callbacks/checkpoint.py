@@ -12,11 +12,11 @@ from pathlib import Path
 import keras
 from absl import logging
 
-from tfmulti import checkpoint, keras_compat
-from tfmulti.checkpoint import resuming
+from tfmulti import keras_compat, topology
+from tfmulti.checkpoint import generations, resuming
 from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
-from tfmulti.strategies import collectives
+from tfmulti.strategies import coordination
 from tfmulti.strategies.coordination import requests_of
 
 
@@ -97,9 +97,9 @@ class Checkpoint(keras.callbacks.Callback):
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed = None
-        if not self._resume and collectives.is_chief(self._strategy):
+        if not self._resume and topology.is_chief(self._strategy):
             # Of an earlier run; with larger numbers they would count as later than this run's.
-            checkpoint.remove_all(self._folder)
+            generations.remove_all(self._folder)
         if self._resume:
             self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._print_fn)
         if self._resumed is not None:
@@ -170,7 +170,7 @@ class Checkpoint(keras.callbacks.Callback):
             raise Preempted
 
     def _is_time(self) -> bool:
-        if self._every_minutes is None or not collectives.is_chief(self._strategy):
+        if self._every_minutes is None or not topology.is_chief(self._strategy):
             return False
         return self._clock() - self._last_time >= self._every_minutes * 60
 
@@ -187,7 +187,7 @@ class Checkpoint(keras.callbacks.Callback):
         )
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
-        if collectives.is_chief(self._strategy):
+        if topology.is_chief(self._strategy):
             self._writer.write(self._folder, self._step, snapshot, self._keep)
         else:
             self._print_fn(f"saved step {self._step}, which the chief writes")
@@ -195,7 +195,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
-        collectives.compare(self._strategy, 0)
+        coordination.compare(self._strategy, 0)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if failed is not None:

@@ -12,9 +12,8 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import hardware
-from tfmulti.callbacks.history import HistoryFile
-from tfmulti.strategies import collectives
+from tfmulti import hardware, topology
+from tfmulti.callbacks.tracking import HistoryFile
 from tfmulti.strategies.coordination import KeyValueExchange
 
 
@@ -82,7 +81,7 @@ class Devices(keras.callbacks.Callback):
         """Starts sampling."""
         self._stop()
         self._exchange = KeyValueExchange(self.model.distribute_strategy)
-        self._chief = collectives.is_chief(self.model.distribute_strategy)
+        self._chief = topology.is_chief(self.model.distribute_strategy)
         self._table = self._writer = self._ended_epoch = self.imbalance = None
         readers = self._find_readers() if self._given is None else self._given
         self._sampler = hardware.Sampler(readers, self._interval_s)

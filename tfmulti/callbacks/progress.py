@@ -1,18 +1,182 @@
-"""Training progress: a bar on a terminal, a line for each epoch everywhere."""
+"""What a user sees of training: a bar on a terminal, lines elsewhere, events on other workers."""
 
 from __future__ import annotations
 
 import atexit
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import keras
+from absl import logging
+from rich import progress
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column
+from rich.text import Text
 
 from tfmulti import hardware
 from tfmulti.callbacks import throughput
-from tfmulti.callbacks.meter import Meter, steps_before
-from tfmulti.callbacks.screen import Screen, pair_logs, show_rate, show_seconds, show_value
+from tfmulti.callbacks.throughput import Meter, steps_before
 from tfmulti.runtime.console import is_terminal
+
+_WIDE, _MEDIUM = 70, 45
+_ROOM_FOR_RATE = len("1,234,567 examples/s")
+
+
+class _Bar(progress.Progress):
+    """Leaves room for the terminal's echo of Ctrl-C: the bar must stay one line."""
+
+    def get_renderables(self):
+        """Yields the bar."""
+        yield Padding(self.make_tasks_table(self.tasks), (0, 2, 0, 0))
+
+
+class Screen:
+    """A bar at the bottom of a terminal; all other output appears above it.
+
+    No thread draws it: it changes only in calls of `draw`.
+
+    Args:
+        console: Where to draw; by default standard output.
+    """
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or Console(highlight=False)
+        self._bar, self._stream, self._width = None, None, 0
+
+    def open(self) -> None:
+        """Begins to draw."""
+        self._bar = _Bar(console=self._console, auto_refresh=False, transient=True, expand=True)
+        self._task = self._bar.add_task("")
+        self._bar.columns = ()
+        self._bar.start()
+        # absl has kept the stream that was standard error when it was imported.
+        handler = logging.get_absl_handler().python_handler
+        self._stream = handler.setStream(sys.stderr)
+        self._width = 0
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            bar.stop()
+            if self._stream is not None:
+                logging.get_absl_handler().python_handler.setStream(self._stream)
+
+    def draw(self, title: str, phase: str, meter: Meter, loss: float | None, rate: str) -> None:
+        """Draws the bar anew.
+
+        Args:
+            title: Which epoch.
+            phase: `"train"` or `"validation"`.
+            meter: How far training is.
+            loss: The running loss, or None.
+            rate: The speed, in words.
+        """
+        if self._bar is None:
+            return
+        width = self._console.width
+        total = meter.steps_per_epoch or (None if phase == "train" else meter.done)
+        words = [f" {meter.done}/{total or '?'}", *_words(phase, meter, loss, rate, width)]
+        texts = [Text(title, "bold"), *map(Text, words)]
+        columns = [_column(text) for text in texts]
+        if width >= _MEDIUM:
+            style = {"complete_style": "cyan", "finished_style": "cyan"}
+            columns.insert(1, progress.BarColumn(None, table_column=Column(ratio=1), **style))
+        self._bar.columns = columns
+        self._bar.update(self._task, completed=meter.done, total=total, refresh=True)
+
+    def leave_line(self, title: str, values, rate: str) -> None:
+        """Prints the line of an epoch above the bar.
+
+        Args:
+            title: Which epoch.
+            values: (name, value, value in validation or None) for each log.
+            rate: The speed, in words.
+        """
+        # Pad the number of the epoch, so that columns align.
+        self._width = max(self._width, 2 * len(title.split("/")[-1]) + len("Epoch /"))
+        parts = [Text(title.ljust(self._width), "bold")]
+        for name, value, validation in values:
+            part = Text.assemble((f"{name} ", "dim"), show_value(value))
+            if validation is not None:
+                part.append_text(Text.assemble((" val ", "dim"), (show_value(validation), "cyan")))
+            parts.append(part)
+        room = self._console.width - sum(part.cell_len + 2 for part in parts)
+        if room < _ROOM_FOR_RATE:
+            rate = rate.replace("examples/s", "ex/s")
+        self._console.print(Text("  ").join([*parts, Text(rate, "dim")]))
+
+
+def _column(text):
+    column = Column(no_wrap=True)
+    return progress.RenderableColumn(Padding(text, (0, 1, 0, 0)), table_column=column)
+
+
+def _words(phase, meter, loss, rate, width) -> list[str]:
+    if width < _MEDIUM:
+        return []
+    if phase == "validation":
+        return ["validation"]
+    if not rate:
+        return ["compiling the first step"] if not meter.done else []
+    words = [] if loss is None else [f"loss {show_value(loss)}"]
+    if width >= _WIDE:
+        words.append(rate)
+    left = meter.seconds_left
+    return words if left is None else [*words, f"{show_seconds(left)} left"]
+
+
+def show_rate(steps_per_second: float | None, batch_size: int | None) -> str:
+    """Returns a speed in words: of examples where the size of a batch is known.
+
+    >>> show_rate(12.5, 64), show_rate(0.123, None), show_rate(None, 64)
+    ('800 examples/s', '0.12 steps/s', '')
+    """
+    if steps_per_second is None:
+        return ""
+    rate, unit = steps_per_second * (batch_size or 1), "examples/s" if batch_size else "steps/s"
+    return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Returns a duration in words.
+
+    >>> show_seconds(4.26), show_seconds(75), show_seconds(7384)
+    ('4.3 s', '1:15', '2:03:04')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def show_value(value: float) -> str:
+    """Returns a value of the logs with four digits.
+
+    >>> show_value(0.25), show_value(0.00001), show_value(12345.678)
+    ('0.2500', '1.000e-05', '1.235e+04')
+    """
+    small = value != 0 and abs(value) < 1e-3
+    return f"{value:.3e}" if small or abs(value) >= 1e4 else f"{value:.4f}"
+
+
+def pair_logs(logs: Mapping[str, float]) -> list[tuple[str, float, float | None]]:
+    """Returns (name, value, value in validation or None) for each log, in their order.
+
+    >>> pair_logs({"loss": 1.0, "val_loss": 2.0, "val_only": 3.0})
+    [('loss', 1.0, 2.0), ('val_only', 3.0, None)]
+    """
+    return [
+        (name, value, logs.get(f"val_{name}"))
+        for name, value in logs.items()
+        if name.removeprefix("val_") == name or name.removeprefix("val_") not in logs
+    ]
+
 
 _REFRESH_S = 0.25
 _SAY_SOMETHING_S = 60.0
@@ -147,3 +311,37 @@ class Progress(keras.callbacks.Callback):
 
     def _print_parts(self, *parts):
         self._print_fn(" - ".join(filter(None, (self._title, *parts))))
+
+
+class Events(keras.callbacks.Callback):
+    """Prints when training begins and when an epoch is done, for workers other than the chief.
+
+    Args:
+        print_fn: Function of one line of text.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self, print_fn: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ):
+        super().__init__()
+        self._print_fn, self._clock, self._began = print_fn, clock, 0.0
+
+    def on_train_begin(self, logs=None):
+        """Says so."""
+        steps = self.params.get("steps")
+        size = f" of {steps} steps" if steps else ""
+        self._print_fn(f"began: {self.params.get('epochs')} epochs{size}")
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Starts the clock."""
+        self._began = self._clock()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Says so."""
+        seconds = show_seconds(self._clock() - self._began)
+        self._print_fn(f"epoch {epoch + 1}/{self.params.get('epochs')} done in {seconds}")
+
+    def on_train_end(self, logs=None):
+        """Says so."""
+        self._print_fn("training has ended")

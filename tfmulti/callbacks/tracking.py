@@ -1,7 +1,8 @@
-"""Logs to Weights & Biases and MLflow on the chief, through their own Keras callbacks."""
+"""The logs of every epoch: in a CSV file, in Weights & Biases, and in MLflow."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -9,7 +10,50 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.strategies import collectives
+from tfmulti import topology
+from tfmulti.runtime import files
+
+
+class HistoryFile(keras.callbacks.Callback):
+    """Writes one row per epoch to a CSV file, under a temporary name that is then renamed.
+
+    Use it on the chief only. Columns are those of the first epoch, and new ones as they appear.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._path = Path(path)
+        self._rows: list[dict] | None = None
+
+    def on_train_begin(self, logs=None):
+        """Starts anew."""
+        self._rows = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Keeps the rows of earlier epochs if training resumes."""
+        if self._rows is None:
+            self._rows = [row for row in self._read() if int(row["epoch"]) < epoch]
+
+    def _read(self) -> list[dict]:
+        if not self._path.exists():
+            return []
+        with open(self._path, newline="") as file:
+            return list(csv.DictReader(file))
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds the epoch's row."""
+        self._rows.append({"epoch": epoch, **(logs or {})})
+        columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        files.write_atomically(self._path, lambda path: self._write(path, columns))
+
+    def _write(self, path, columns):
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
 
 
 class _OfChief(keras.callbacks.Callback):
@@ -29,7 +73,7 @@ class _OfChief(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Begins a run, or continues one that was begun before `fit`."""
-        if not collectives.is_chief(self.model.distribute_strategy):
+        if not topology.is_chief(self.model.distribute_strategy):
             return
         self._inner = self._begin()
         self._inner.set_params(self.params)

@@ -5,17 +5,35 @@ for each tensor, writes without holding Python's lock, and loading runs no code.
 `Checkpoint` and Orbax, which use such files too, need the live variables while they write, and
 determine the order in which a cluster reads them. Here the values are copied first, so that
 training continues during the write.
+
+Here are the names of what is on disk, without TensorFlow. `generations` writes and reads it;
+`state` copies what a run holds, and `resuming` puts it back.
 """
 
-from tfmulti.checkpoint.generations import FILES as FILES
-from tfmulti.checkpoint.generations import CheckpointError as CheckpointError
-from tfmulti.checkpoint.generations import Generation as Generation
-from tfmulti.checkpoint.generations import latest_good as latest_good
-from tfmulti.checkpoint.generations import load as load
-from tfmulti.checkpoint.generations import remove_all as remove_all
-from tfmulti.checkpoint.generations import write as write
-from tfmulti.checkpoint.state import Snapshot as Snapshot
-from tfmulti.checkpoint.state import metric_variables as metric_variables
-from tfmulti.checkpoint.state import put_back as put_back
-from tfmulti.checkpoint.state import restore as restore
-from tfmulti.checkpoint.state import take_snapshot as take_snapshot
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+FOLDER = "checkpoints"
+"""The folder of a run's checkpoints, within its `workdir`."""
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+def name_of(step: int) -> str:
+    """Returns the name of the checkpoint of a step.
+
+    >>> name_of(12)
+    'step_000000000012'
+    """
+    return f"step_{step:012d}"
+
+
+def saved_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """Returns the checkpoints in a folder by their step, the latest first."""
+    folder = Path(folder)
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    found = [(name, path) for path in paths if (name := _NAME.fullmatch(path.name))]
+    return dict(sorted(((int(name[1]), path) for name, path in found), reverse=True))

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-_PREFIX, _MANIFEST, _VALUES = "step_", "manifest.json", "values"
+from tfmulti import checkpoint
+
+_MANIFEST, _VALUES = "manifest.json", "values"
 _FORMAT = 1
 FILES = (_MANIFEST, f"{_VALUES}.index", f"{_VALUES}.data-00000-of-00001")
 
@@ -60,7 +62,7 @@ def write(
         CheckpointError: If it cannot be written; earlier generations are kept.
     """
     folder = Path(folder)
-    final = folder / f"{_PREFIX}{number:012d}"
+    final = folder / checkpoint.name_of(number)
     temporary = folder / f".{os.getpid()}.{final.name}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -77,7 +79,7 @@ def write(
             f"Received: {type(error).__name__}: {str(error).splitlines()[0]} in {folder}. "
             "Free disk space or give another folder; earlier checkpoints are kept."
         ) from error
-    for old in _numbered(folder)[keep:]:
+    for old in _all(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -117,7 +119,7 @@ def latest_good(
     Raises:
         CheckpointError: If it is intact and has the format of another version of tfmulti.
     """
-    for path in _numbered(Path(folder)):
+    for path in _all(folder):
         try:
             return _check(path)
         except (OSError, ValueError, KeyError) as error:
@@ -127,7 +129,7 @@ def latest_good(
 
 def remove_all(folder: str | os.PathLike[str]) -> None:
     """Removes all generations in a folder."""
-    for path in _numbered(Path(folder)):
+    for path in _all(folder):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -172,9 +174,9 @@ def _check(path) -> Generation:
     return Generation(path, manifest["state"], manifest["tensors"])
 
 
-def _numbered(folder) -> list[Path]:
+def _all(folder) -> list[Path]:
     """Returns the folders of the generations, the latest first."""
-    return sorted(folder.glob(f"{_PREFIX}*"), reverse=True) if folder.is_dir() else []
+    return list(checkpoint.saved_in(folder).values())
 
 
 def _canonical(manifest) -> bytes:

@@ -11,9 +11,11 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfmulti import checkpoint, keras_compat
+from tfmulti import checkpoint, keras_compat, topology
+from tfmulti.checkpoint import generations
+from tfmulti.checkpoint.state import Snapshot, metric_variables, put_back, restore, take_snapshot
 from tfmulti.runtime import command_line
-from tfmulti.strategies import collectives
+from tfmulti.strategies import coordination
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ def _check_data(before, now):
     differing = [n for n in before or {} if now is not None and before[n] != now[n]]
     if differing:
         name = differing[0]
-        raise checkpoint.CheckpointError(
+        raise generations.CheckpointError(
             "A run must resume with the same data in the same order. "
             f"Received: {name}={now[name]}, and {before[name]} in the checkpoint. "
             "Give the same, or start again in another folder."
@@ -93,9 +95,7 @@ def steps_done(dataset) -> int:
     return dataset.plan.steps_per_epoch - dataset.steps_left()
 
 
-def take(
-    run: Run, epoch: int, step: int, strategy, *, begun: bool, within_epoch: bool
-) -> checkpoint.Snapshot:
+def take(run: Run, epoch: int, step: int, strategy, *, begun: bool, within_epoch: bool) -> Snapshot:
     """Copies a run's state to the host; every worker must call it.
 
     Args:
@@ -106,7 +106,7 @@ def take(
         begun: Whether the callbacks' `on_epoch_begin` has run for this epoch.
         within_epoch: Whether steps of this epoch were taken.
     """
-    snapshot = checkpoint.take_snapshot(run.model, run.callbacks, metrics=within_epoch)
+    snapshot = take_snapshot(run.model, run.callbacks, metrics=within_epoch)
     position = None
     if run.dataset is not None:
         number, done = run.dataset.position
@@ -122,7 +122,7 @@ def take(
         "data": _describe_data(run.dataset),
         "history": {"epoch": list(history.epoch), "values": values},
     }
-    return checkpoint.Snapshot(snapshot.tensors, {**snapshot.state, **state})
+    return Snapshot(snapshot.tensors, {**snapshot.state, **state})
 
 
 class Writer:
@@ -131,7 +131,7 @@ class Writer:
     def __init__(self, print_fn: Callable[[str], None]):
         self._print_fn, self._thread, self._error = print_fn, None, None
 
-    def write(self, folder: Path, number: int, snapshot: checkpoint.Snapshot, keep: int) -> None:
+    def write(self, folder: Path, number: int, snapshot: Snapshot, keep: int) -> None:
         """Starts a write, after the previous one has ended."""
         self.finish()
         self._thread = threading.Thread(
@@ -143,13 +143,13 @@ class Writer:
 
     def _work(self, folder, number, snapshot, keep):
         try:
-            checkpoint.write(folder, number, snapshot.tensors, snapshot.state, keep)
+            generations.write(folder, number, snapshot.tensors, snapshot.state, keep)
             self._error = None
-        except checkpoint.CheckpointError as error:
+        except generations.CheckpointError as error:
             self._error = error
             self._print_fn(f"checkpoint of step {number} not written: {error}")
 
-    def finish(self) -> checkpoint.CheckpointError | None:
+    def finish(self) -> generations.CheckpointError | None:
         """Waits for the current write; returns the error of the last one, or None."""
         if self._thread is not None:
             self._thread.join()
@@ -171,8 +171,8 @@ class Resumed:
         """
         keras_compat.set_initial_epoch(run.model, None)
         if self.state.get("begun"):
-            checkpoint.put_back(self.state, self._tensors, run.model, run.callbacks)
-        for name, variable in checkpoint.metric_variables(run.model).items():
+            put_back(self.state, self._tensors, run.model, run.callbacks)
+        for name, variable in metric_variables(run.model).items():
             if name in self._tensors:
                 variable.assign(self._tensors[name])
         run.model.history.epoch[:] = self.state["history"]["epoch"]
@@ -186,7 +186,7 @@ def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) ->
         if generation is None:
             return None
         _check_data(generation.state["data"], _describe_data(run.dataset))
-        tensors = checkpoint.restore(generation, run.model, run.callbacks)
+        tensors = restore(generation, run.model, run.callbacks)
     state = generation.state
     if run.dataset is not None and state["position"] is not None:
         run.dataset.set_position(*state["position"])
@@ -196,22 +196,22 @@ def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) ->
     return Resumed(state, tensors)
 
 
-def _from_chief(folder, strategy, copies: Path, print_fn) -> checkpoint.Generation | None:
-    chief = collectives.is_chief(strategy)
-    found = checkpoint.latest_good(folder, print_fn) if chief else None
-    if collectives.num_workers(strategy) == 1:
+def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generation | None:
+    chief = topology.is_chief(strategy)
+    found = generations.latest_good(folder, print_fn) if chief else None
+    if topology.num_workers(strategy) == 1:
         return found
-    names = checkpoint.FILES
+    names = generations.FILES
     for name in names:
         data = (found.path / name).read_bytes() if found is not None else b""
-        data = collectives.broadcast(strategy, data if chief else None)
+        data = coordination.broadcast(strategy, data if chief else None)
         if not data:
             return None
         if not chief:
-            place = copies / "step_0"
+            place = copies / checkpoint.name_of(0)
             place.mkdir(exist_ok=True)
             (place / name).write_bytes(data)
-    return found if chief else checkpoint.latest_good(copies, print_fn)
+    return found if chief else generations.latest_good(copies, print_fn)
 
 
 def _tell_what_differs(model, before, strategy, print_fn):

@@ -5,8 +5,8 @@ training alone in silence. Here each mistake is named in milliseconds. Nothing i
 imports TensorFlow.
 
 The folder divides the work so: `task` holds the answer (`Cluster`), `parsing` turns the text of a
-`TF_CONFIG` into one, `address` knows `host:port`, `network` asks whether this machine can reach
-the others and listen itself, and `sources` (`resolve_cluster`) knows where a `TF_CONFIG` may lie.
+`TF_CONFIG` into one, `network` reads `host:port` and asks whether this machine can reach the others
+and listen itself, and `sources` (`resolve_cluster`) knows where a `TF_CONFIG` may lie.
 Without one `schedulers` asks `mpi`, `slurm`, `kubernetes` and `sagemaker`, which share `variables`;
 `gpus` divides a host's GPUs where the scheduler has not.
 

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import topology
 from tfmulti.sharding import ShardPlan
 from tfmulti.step import iterators
 
@@ -69,7 +70,7 @@ class ShardAudit:
         """Compares the rows of all replicas. Every worker must call it: it is a collective."""
         with self._lock:
             steps = self._rows.pop(epoch, {})
-        local = [_rows_of(steps, index) for index in iterators.local_batch_indices(self._strategy)]
+        local = [_rows_of(steps, index) for index in topology.local_batch_indices(self._strategy)]
         return compare(epoch, self._plan, self._gather(local))
 
     def _gather(self, local):
@@ -77,7 +78,7 @@ class ShardAudit:
         if plan.num_replicas == 1:
             return local
         width = plan.steps_per_epoch * -(-plan.global_batch_size // plan.num_replicas)
-        first = iterators.first_local_replica(self._strategy)
+        first = topology.first_local_replica(self._strategy)
         tables = [np.zeros([plan.num_replicas, width], np.int64) for _ in local]
         for index, (table, rows) in enumerate(zip(tables, local)):
             table[first + index, : len(rows)] = rows + 1

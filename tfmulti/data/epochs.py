@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.step import Counted, iterators
@@ -206,7 +206,7 @@ class EpochDataset(tf.data.Dataset):
                 "Pass the model's strategy to distribute_train or distribute_eval."
             )
         log = self.audit.record if self.audit else _forget
-        batches = self._replica_batches_of(iterators.local_batch_indices(strategy), log)
+        batches = self._replica_batches_of(topology.local_batch_indices(strategy), log)
         return Pass(batches, self._position, strategy, self.element_spec)
 
     def _replica_batches_of(self, numbers: tuple[int, ...], log) -> tf.data.Dataset:
@@ -234,7 +234,7 @@ class Pass:
     """A dataset of the local replica batches; each iterator makes one pass over an epoch."""
 
     def __init__(self, batches: tf.data.Dataset, position: Position, strategy, element_spec):
-        self._shares, self._position = batches, position
+        self._replica_batches, self._position = batches, position
         self.strategy, self.element_spec = strategy, element_spec
         self._number = iterators.register(self)
 
@@ -248,7 +248,7 @@ class Pass:
         _ = self._position.taken
         if self.waiting is not None:
             self.waiting.prepare()
-        return iterators.create_iterator(self, self._number, self._shares)
+        return iterators.create_iterator(self, self._number, self._replica_batches)
 
     def take(self, step: tuple):
         """Counts a step as taken, and returns its replica batches as one distributed value."""

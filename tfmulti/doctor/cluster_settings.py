@@ -131,7 +131,7 @@ def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> Check:
         return Check(
             name, OK, "set" if environ.get(environment.TOKEN) else "one worker, none needed"
         )
-    text = f"{environment.TOKEN} is not set: whoever knows the addresses may meet the workers"
+    text = f"{environment.TOKEN} is not set: whoever knows the addresses may come to the rendezvous"
     hint = f"Set {environment.TOKEN} to the same random text on all; tfmulti.launch does it."
     return Check(name, WARNING, text, hint)
 

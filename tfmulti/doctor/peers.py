@@ -108,7 +108,7 @@ class _Visitor:
         self._visits = [Visit(index) for index in others]
         self._server = Server(cluster, notes, token, timeout_s, self._answer, MEASURING_S)
 
-    async def meet(self) -> Findings:
+    async def visit_all(self) -> Findings:
         serving = self._server.serve()
         outcomes = await asyncio.gather(serving, *(self._visit(found) for found in self._visits))
         twice: dict[int, set[str]] = {}
@@ -237,10 +237,10 @@ def visit_all(
     token = find_token(cluster, secret or digest_cluster(cluster), {})
     token = dataclasses.replace(token, is_given=bool(secret))
 
-    async def meet():
-        return await _Visitor(cluster, notes, token, timeout_s).meet()
+    async def visit():
+        return await _Visitor(cluster, notes, token, timeout_s).visit_all()
 
-    return asyncio.run(meet())
+    return asyncio.run(visit())
 
 
 def check_peers(

@@ -2,9 +2,9 @@
 
 from tfmulti.hardware.gpus import Gpus as Gpus
 from tfmulti.hardware.gpus import read_driver as read_driver
-from tfmulti.hardware.readers import Processor as Processor
-from tfmulti.hardware.readers import find_readers as find_readers
+from tfmulti.hardware.sampler import Processor as Processor
 from tfmulti.hardware.sampler import Sampler as Sampler
+from tfmulti.hardware.sampler import find_readers as find_readers
 from tfmulti.hardware.summary import NAMES as NAMES
 from tfmulti.hardware.summary import describe as describe
 from tfmulti.hardware.summary import describe_imbalance as describe_imbalance

@@ -1,11 +1,105 @@
-"""Reads devices every second or so, in a thread, and keeps the means."""
+"""Reads the devices of this host in a thread."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from tfmulti.hardware.gpus import Gpus, load_nvml
+
+_GB = 1e9
+
+
+class Processor:
+    """Reads the host's processor and memory, and what this process takes of them.
+
+    Args:
+        psutil: The module, or something like it.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, psutil, clock: Callable[[], float] = time.monotonic):
+        self._psutil, self._clock = psutil, clock
+        self._process = psutil.Process()
+        self._last = self._counters()
+
+    def read(self) -> dict[str, float]:
+        """Returns what was used since the last call, or since this object was made.
+
+        Returns:
+            `cpu_percent`, of all cores of the host, whoever uses them; `memory_percent`, of the
+            host's memory; `process_cores`, the cores that this process kept busy (1.0 is one
+            core); `process_memory_gb`, its resident memory in 1e9 bytes. A container's limits
+            are not looked at.
+        """
+        before, self._last = self._last, self._counters()
+        busy, total, own, seconds = (now - then for now, then in zip(self._last, before))
+        found = {
+            "memory_percent": float(self._psutil.virtual_memory().percent),
+            "process_memory_gb": self._process.memory_info().rss / _GB,
+        }
+        if total > 0:
+            found["cpu_percent"] = 100.0 * min(1.0, max(0.0, busy / total))
+        if seconds > 0:
+            found["process_cores"] = max(0.0, own / seconds)
+        return found
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+    def _counters(self) -> tuple[float, float, float, float]:
+        """Seconds: of busy cores, of all cores, of this process, of the clock."""
+        times, own = self._psutil.cpu_times(), self._process.cpu_times()
+        # What guests use is in the user's time already.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return total - idle, total, own.user + own.system, self._clock()
+
+
+def find_readers(
+    load: Callable[[str], object] = importlib.import_module,
+    nvml=None,
+    environ: Mapping[str, str] = os.environ,
+) -> tuple[list, str | None, str | None]:
+    """Opens what reads this host's devices.
+
+    Args:
+        load: Imports a module by its name.
+        nvml: The module `pynvml` of nvidia-ml-py, or something like it.
+        environ: The variables of the environment.
+
+    Returns:
+        The readers, each with `read()` and `close()`; a message where a package is missing, or
+        None; and why no GPU is read, or None.
+    """
+    readers, missing = [], None
+    try:
+        readers.append(Processor(load("psutil")))
+    except ImportError:
+        missing = (
+            "Processor and memory are read by psutil. Received: no module named psutil. "
+            "pip install 'tfmulti[monitor]'"
+        )
+    try:
+        gpus, no_gpu = _open_gpus(nvml or load_nvml(), environ)
+    except ImportError as error:
+        gpus, no_gpu = None, f"{error}: pip install nvidia-ml-py"
+    return readers + ([] if gpus is None else [gpus]), missing, no_gpu
+
+
+def _open_gpus(nvml, environ) -> tuple[Gpus | None, str | None]:
+    try:
+        gpus = Gpus(nvml, environ)
+    except nvml.NVMLError as error:
+        return None, f"NVML does not start: {error}"
+    if len(gpus):
+        return gpus, None
+    gpus.close()
+    return None, "NVML shows this process no GPU"
 
 
 class Sampler:

@@ -1,8 +1,8 @@
 """The only place that uses private names of Keras and TensorFlow.
 
 `table.TABLE` has all that is replaced: each entry with the message or wrong result that it cures,
-the versions that it was tried on, and its canary in `tests/test_keras_compat.py`, which fails when
-upstream no longer needs the cure. `versions.NAMES` has what is read as well.
+and its canary in `tests/test_keras_compat.py`, which fails when upstream no longer needs the cure.
+`table.TRIED` has the versions that all of it was tried on, `table.NAMES` what is read as well.
 """
 
 from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
@@ -75,9 +75,9 @@ from tfmulti.keras_compat.steps import mark_step as mark_step
 from tfmulti.keras_compat.steps import mark_updates_alike as mark_updates_alike
 from tfmulti.keras_compat.steps import update_by as update_by
 from tfmulti.keras_compat.table import TABLE as TABLE
+from tfmulti.keras_compat.table import check_versions as check_versions
 from tfmulti.keras_compat.table import install as install
+from tfmulti.keras_compat.table import installed_versions as installed_versions
 from tfmulti.keras_compat.tracing import is_built as is_built
 from tfmulti.keras_compat.tracing import noting_unbuilt as noting_unbuilt
 from tfmulti.keras_compat.tracing import unbuilt_metrics as unbuilt_metrics
-from tfmulti.keras_compat.versions import check_versions as check_versions
-from tfmulti.keras_compat.versions import installed_versions as installed_versions

@@ -175,9 +175,6 @@ def _named_by(function) -> list:
     return [each for each in found if isinstance(each, _FUNCTIONS)]
 
 
-TRIED = {"keras": ("3.12", "3.15"), "tensorflow": ("2.20", "2.21")}
-
-
 @dataclasses.dataclass(frozen=True)
 class Replacement:
     """One function of Keras or TensorFlow that is replaced.
@@ -195,7 +192,6 @@ class Replacement:
         arguments: Arguments that it relies on; None for what is no function.
         within: The context manager.
         adds: Whether there is nothing of that name without us.
-        tried: Lowest and highest versions that it was tried on, by package.
     """
 
     owner: object
@@ -208,7 +204,6 @@ class Replacement:
     arguments: tuple[str, ...] | None = ()
     within: str = ""
     adds: bool = False
-    tried: dict = dataclasses.field(default_factory=lambda: TRIED)
 
     @property
     def target(self) -> str:

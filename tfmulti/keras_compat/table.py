@@ -1,4 +1,4 @@
-"""What is replaced in Keras and TensorFlow, each with what it cures and what tells of its end.
+"""What is replaced in Keras and TensorFlow, and the versions on which all of it was tried.
 
 Every entry acts where one of our strategies is in use, and else calls what was there. Its canary
 in `tests/test_keras_compat.py` fails when upstream no longer needs the cure.
@@ -6,7 +6,20 @@ in `tests/test_keras_compat.py` fails when upstream no longer needs the cure.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src import losses as keras_losses
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.random import seed_generator
+from keras.src.trainers import epoch_iterator
+from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
+from tensorflow.python.distribute import cross_device_utils
 
 from tfmulti.keras_compat import table_runs, table_steps
 
@@ -23,3 +36,75 @@ def install(**functions: Callable) -> None:
     for entry in TABLE:
         if entry.make is not None:
             entry.install(functions)
+
+
+# The lowest and the highest versions. `setup.cfg`, the Makefile and the documentation name them
+# too; a test compares.
+TRIED = {"keras": ("3.12", "3.15"), "tensorflow": ("2.20", "2.21")}
+# What is read, called or overridden, and not replaced.
+READ = (
+    (keras_trainer, "reduce_per_replica", ("values", "strategy", "reduction")),
+    (keras.Model, "_symbolic_build", ("data_batch",)),
+    (keras.Model, "_flatten_layers", ()),
+    (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
+    (epoch_iterator.EpochIterator, "reset", ()),
+    (seed_generator, "global_seed_generator", ()),
+    (seed_generator, "make_default_seed", ()),
+    (global_state, "set_global_attribute", ("name", "value")),
+    (keras_losses, "LossFunctionWrapper", ("fn", "name")),
+    (keras_backend, "compute_output_spec", ("fn",)),
+    (keras_backend, "get_keras_mask", ("x",)),
+    (keras_backend, "set_keras_mask", ("x", "mask")),
+    (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
+    (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
+    (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
+)
+# Where each private name lives, and the arguments that it is used with.
+NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE if not each.adds), *READ)
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of Keras and TensorFlow."""
+    return {"keras": keras.__version__, "tensorflow": tf.__version__}
+
+
+def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
+    """Raises where a private name is gone; warns once of versions that were not tried.
+
+    Args:
+        versions: The versions to look at, by package; by default those that are installed.
+        names: What must be there: owner, name and arguments.
+
+    Raises:
+        RuntimeError: For a Keras or TensorFlow that the cures do not fit.
+    """
+    versions = versions or installed_versions()
+    tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in TRIED.items())
+    have = ", ".join(f"{name} {version}" for name, version in versions.items())
+    missing = [name for owner, name, arguments in names if not _fits(owner, name, arguments)]
+    if missing:
+        raise RuntimeError(
+            "tfmulti needs names inside Keras and TensorFlow that are not here: "
+            f"{', '.join(missing)}. Received: {have}. Install what was tried: {tried}."
+        )
+    strange = [name for name, version in versions.items() if not _was_tried(name, version)]
+    if strange:
+        warnings.warn(f"tfmulti was tried with {tried}. This is {have}.", stacklevel=3)
+
+
+def _fits(owner, name, arguments) -> bool:
+    found = getattr(owner, name, None)
+    if arguments is None and found is None and inspect.isclass(owner):
+        # Each object has its own, from the start.
+        return name in inspect.unwrap(owner.__init__).__code__.co_names
+    if found is None:
+        return False
+    if arguments is None:
+        return True
+    return set(arguments) <= set(inspect.signature(inspect.unwrap(found)).parameters)
+
+
+def _was_tried(name, version) -> bool:
+    number = tuple(int(part) for part in version.split(".")[:2])
+    low, high = (tuple(int(part) for part in end.split(".")) for end in TRIED[name])
+    return low <= number <= high

@@ -251,7 +251,7 @@ _FOR_A_TIME = (
             name,
             "reducing_nothing",
             _REDUCES,
-            "test_canary_replicas_reduce_whatever_they_are_told",
+            "test_canary_replicas_reduce_unless_prevented",
             arguments=arguments,
         )
         for name, arguments in (

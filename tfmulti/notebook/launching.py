@@ -100,7 +100,7 @@ def notebook_launch(
     are made inside of it.
 
     The chief's output appears as it comes. When the cell is interrupted, or this process ends, so
-    do the workers. Where there are GPUs each worker gets its share of them; with fewer GPUs than
+    do the workers. Where there are GPUs each worker gets its part of them; with fewer GPUs than
     workers all train on the CPU.
 
     Args:

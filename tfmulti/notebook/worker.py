@@ -65,7 +65,7 @@ def _fail(error, cluster, own, settings) -> int:
     """Writes the error for the notebook, reports it to the others; returns the exit code."""
     ending = None
     if "tensorflow" in sys.modules:
-        from tfmulti.strategies.peer_errors import end_worker
+        from tfmulti.strategies.multi_worker import end_worker
 
         ending = end_worker(error, cluster)
     if settings["whole_traceback"]:

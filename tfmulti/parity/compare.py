@@ -187,7 +187,7 @@ def noise_of(comparison: Comparison, rounding: float) -> tuple[dict[str, float] 
     """Returns the noise due to another order of the rows, or None and the reason.
 
     With the same weights, the first loss differs by rounding only. It differs by more where
-    rows meet random numbers, or one another, by their place in the batch.
+    random numbers, or other rows, go to a row by its place in the batch.
 
     Args:
         comparison: One device against itself with the rows of each batch in another order.
@@ -198,7 +198,10 @@ def noise_of(comparison: Comparison, rounding: float) -> tuple[dict[str, float] 
     if not comparison.same_start:
         return None, "the initial weights differ from call to call"
     if (comparison.first_loss or 0.0) > _ROUNDING_STEPS * rounding:
-        return None, "rows meet random numbers, or one another, by their place in the batch"
+        return (
+            None,
+            "random numbers, or other rows, are assigned to a row by its place in the batch",
+        )
     return dict(comparison.largest), ""
 
 

@@ -16,9 +16,8 @@ from tfmulti.data.datasets import load_dataset
 from tfmulti.data.sources import ArraySource, create_source
 from tfmulti.parity.compare import Record, Summary
 from tfmulti.parity.config import DEFAULT_GLOBAL_BATCH_SIZE, ParityConfig
-from tfmulti.train.compiling import compile_model
 from tfmulti.train.config import TrainConfig
-from tfmulti.train.models import create_model
+from tfmulti.train.models import compile_model, create_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Runs local processes that end together, without hangs and without orphans."""
+"""Runs local processes that end together, without hangs and without orphans; and ends this one."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -9,10 +10,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 DONE, FAILED, ENDED, TIMED_OUT = "done", "failed", "ended", "timed out"
 _POLL_S = 0.05
@@ -190,3 +193,42 @@ def _how(process, by_itself, cause) -> str:
 def _read(file) -> str:
     file.seek(0)
     return file.read()
+
+
+# The prefix of the names of this package's threads.
+OWN_THREADS = "tfmulti"
+_THREADS_S = 5.0
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Ends the process without Python's own shutdown.
+
+    During Python's shutdown a thread of TensorFlow's data pipeline that calls Python blocks
+    forever, and the destructor of the pipeline waits for it. This function runs the exit
+    handlers, and waits for threads: for those of this package until they are done, for others
+    some seconds.
+    """
+    wait_for_threads()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def wait_for_threads() -> None:
+    """Waits for this package's threads until they are done, for others some seconds."""
+    until = time.monotonic() + _THREADS_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            ours = thread.name.startswith(OWN_THREADS)
+            thread.join(None if ours else max(0.0, until - time.monotonic()))
+
+
+def end_process_at_exit(exit_code: int) -> None:
+    """Makes the process end through `end_process` when Python exits."""
+
+    def end():
+        atexit.unregister(end)
+        end_process(exit_code)
+
+    atexit.register(end)

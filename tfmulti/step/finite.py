@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.step import iterators
+from tfmulti import topology
 
 
 class FiniteGuard:
@@ -47,7 +47,7 @@ class FiniteGuard:
         first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(bad) + 1])
         again = tf.constant([1, 0, 0], tf.int64)
         found = tf.where(self._found[0] == 0, first, again)
-        self._found.assign_add(tf.where(iterators.is_first_local_replica(), found, 0))
+        self._found.assign_add(tf.where(topology.is_first_local_replica(), found, 0))
 
     def read(self) -> tuple[int, int, str]:
         """Returns the number of skipped updates, and the step and variable of the first one."""

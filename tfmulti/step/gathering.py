@@ -5,8 +5,8 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfmulti import step
-from tfmulti.step import iterators, losses
+from tfmulti import step, topology
+from tfmulti.step import losses
 
 # Collectives between workers and GPUs add floats, int32 and int64 only.
 _TRAVELS_AS = {
@@ -119,7 +119,7 @@ def local_rows(structure):
     parts = tf.nest.flatten(structure, expand_composites=False)
     if all(part is None for part in parts) or losses.has_whole_batch():
         return structure
-    number = iterators.replica_batch_index(context)
+    number = topology.replica_batch_index(context)
     one_hot = tf.one_hot(number, context.num_replicas_in_sync)
     empty = replica_batch.num_real == 0
     count = tf.where(empty, 0, replica_batch.num_rows)
@@ -162,7 +162,7 @@ def _gather(own, context) -> list[tf.Tensor]:
 
     Every transport supports sums, MPI included, and they allow different numbers of rows.
     """
-    number = iterators.replica_batch_index(context)
+    number = topology.replica_batch_index(context)
     counts = tf.stack([tf.shape(part)[0] for part in own])
     one_hot = tf.one_hot(number, context.num_replicas_in_sync)
     # Sent as float32, which GPUs can add; exact up to 2**24.

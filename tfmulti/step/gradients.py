@@ -18,8 +18,9 @@ import weakref
 import keras
 import tensorflow as tf
 
+from tfmulti import topology
 from tfmulti.step import sparse_gradients, weighting
-from tfmulti.step.replica_batch import ReplicaBatch, as_current, current_replica_batch
+from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
 _of_inputs: weakref.WeakSet = weakref.WeakSet()
@@ -49,7 +50,11 @@ class DistributedGradientTape(tf.GradientTape):
             else {"unconnected_gradients": unconnected_gradients}
         )
         take = super().gradient
-        if output_gradients is None and current_replica_batch() is None and _on_many():
+        if (
+            output_gradients is None
+            and current_replica_batch() is None
+            and topology.is_one_of_several_replicas()
+        ):
             count = tf.distribute.get_replica_context().num_replicas_in_sync
             even = ReplicaBatch(
                 tf.constant(1), tf.constant(1), num_global=tf.constant(float(count))
@@ -96,7 +101,7 @@ def reduce_gradients(grads) -> list:
         The gradients of the whole batch, in the same order; on one replica the list unchanged.
     """
     grads = list(grads)
-    if not _on_many():
+    if not topology.is_one_of_several_replicas():
         return grads
     _local.reduced = True
     return _reduce_present(grads, [None] * len(grads), current_replica_batch())
@@ -108,7 +113,7 @@ def reduce_for_update(grads) -> list:
     Args:
         grads: The optimizer's input, a list of tensors, `tf.IndexedSlices` and None.
     """
-    if not _on_many() or has_reduced():
+    if not topology.is_one_of_several_replicas() or has_reduced():
         return list(grads)
     replica_batch = current_replica_batch()
     if replica_batch is not None and not getattr(_local, "weighed", False):
@@ -194,7 +199,7 @@ def take_gradient(
     if (
         output_gradients is not None
         or replica_batch is None
-        or not _on_many()
+        or not topology.is_one_of_several_replicas()
         or not any(is_variable)
     ):
         return original(tape, target, sources, output_gradients, **kwargs)
@@ -323,8 +328,3 @@ def _one_copy(source):
 
 def _as_tensor(value):
     return tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value
-
-
-def _on_many() -> bool:
-    context = tf.distribute.get_replica_context()
-    return context is not None and context.num_replicas_in_sync > 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
-from tfmulti.step.replica_batch import ReplicaBatch, as_current
+from tfmulti.step.rows import ReplicaBatch, as_current
 
 
 def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
@@ -82,7 +82,7 @@ def _learn(fn, data, replica_batch, kind):
     return logs
 
 
-def divide_whole_batch(step, num_local_replicas: int):
+def divide_whole_batch(step):
     """Makes each local replica take its part of a batch that all received whole.
 
     `train_on_batch` and `test_on_batch` do not split their arguments.
@@ -91,9 +91,10 @@ def divide_whole_batch(step, num_local_replicas: int):
     def take_part(data):
         if rows_lib.parts_of(data) is None:
             return step(data)
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        number = tf.cast(replica, tf.int32) % num_local_replicas
-        return step(rows_lib.take_replica_rows(data, number, num_local_replicas))
+        context = tf.distribute.get_replica_context()
+        index = topology.local_replica_index(context)
+        count = topology.num_local_replicas(context.strategy)
+        return step(rows_lib.take_replica_rows(data, index, count))
 
     return take_part
 

@@ -7,6 +7,7 @@ import weakref
 
 import tensorflow as tf
 
+from tfmulti import topology
 from tfmulti.step import rows
 
 
@@ -14,62 +15,12 @@ def to_replicas(strategy: tf.distribute.Strategy, batches: tuple):
     """Makes one distributed value of the local replicas' batches."""
     if strategy.num_replicas_in_sync == 1:
         return batches[0]
-    first = first_local_replica(strategy)
+    first = topology.first_local_replica(strategy)
 
     def value_of(context):
         return batches[context.replica_id_in_sync_group - first]
 
     return strategy.experimental_distribute_values_from_function(value_of)
-
-
-def first_local_replica(strategy: tf.distribute.Strategy) -> int:
-    """Returns the job-wide number of this worker's first replica."""
-    return _worker(strategy)[0] * num_local_replicas(strategy)
-
-
-def local_batch_indices(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
-    """Returns which replica batches of a global batch this worker's replicas take, in order.
-
-    Neighbouring replica batches go to different workers, as in TensorFlow's own distribution;
-    Keras concatenates the rows of `predict` in that order.
-    """
-    worker, num_workers = _worker(strategy)
-    return tuple(worker + i * num_workers for i in range(num_local_replicas(strategy)))
-
-
-def replica_batch_index(context: tf.distribute.ReplicaContext) -> tf.Tensor:
-    """Returns which replica batch of a global batch this replica takes, an int32 scalar.
-
-    The same as `local_batch_indices`, computed within a replica.
-    """
-    num_local = num_local_replicas(context.strategy)
-    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
-    num_workers = context.num_replicas_in_sync // num_local
-    return replica // num_local + replica % num_local * num_workers
-
-
-def _worker(strategy) -> tuple[int, int]:
-    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return 0, 1
-    resolver = strategy.cluster_resolver
-    spec = resolver.cluster_spec().as_dict()
-    num_chiefs = len(spec.get("chief", []))
-    worker = resolver.task_id + (num_chiefs if resolver.task_type == "worker" else 0)
-    return worker, num_chiefs + len(spec.get("worker", []))
-
-
-def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
-    """Returns the number of this worker's replicas."""
-    return max(len(strategy.extended.worker_devices), 1)
-
-
-def is_first_local_replica() -> tf.Tensor | bool:
-    """Whether the current replica is this worker's first one, a bool scalar."""
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return True
-    replica = tf.cast(context.replica_id_in_sync_group, tf.int32)
-    return replica % num_local_replicas(context.strategy) == 0
 
 
 class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):
@@ -167,7 +118,7 @@ class WholeBatches:
 
     def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
         self.strategy, self.element_spec = strategy, dataset.element_spec
-        numbers, count = local_batch_indices(strategy), strategy.num_replicas_in_sync
+        numbers, count = topology.local_batch_indices(strategy), strategy.num_replicas_in_sync
 
         def cut(*parts):
             batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.replica_batch import current_replica_batch
+from tfmulti.step.rows import current_replica_batch
 
 # Methods of Keras that a user's class can override.
 _STEPS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
@@ -120,8 +120,8 @@ def make_global(logs, replica_batch, differing, signals=None, beside=()):
     own = {place: log for place, log in places.items() if place in flags or place not in differing}
     parts = _parts_of_means(own, replica_batch)
     numbers = [_concat([replica_batch.num_real, *flags.values(), *parts.values()])] if own else []
-    wishes = [] if signals is None else [signals.part_of_step()]
-    added = add_by_dtype([*states, *numbers, *beside, *wishes])
+    requests = [] if signals is None else [signals.part_of_step()]
+    added = add_by_dtype([*states, *numbers, *beside, *requests])
     if signals is not None:
         signals.note(added.pop())
     states, added = added[: len(states)], added[len(states) :]

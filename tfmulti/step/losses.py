@@ -13,7 +13,7 @@ import threading
 
 import tensorflow as tf
 
-from tfmulti import step
+from tfmulti import step, topology
 from tfmulti.step import weighting
 
 _local = threading.local()
@@ -97,8 +97,7 @@ def _undivided(loss):
 
 
 def _distributed_batch():
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1 or has_whole_batch():
+    if not topology.is_one_of_several_replicas() or has_whole_batch():
         return None
     return step.current_replica_batch()
 

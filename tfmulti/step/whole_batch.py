@@ -7,7 +7,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, step
+from tfmulti import keras_compat, step, topology
 from tfmulti.step import losses
 from tfmulti.step.gathering import gather_batch
 
@@ -249,9 +249,8 @@ def _of_all_replicas(structure):
 
 
 def _is_distributed() -> bool:
-    context = tf.distribute.get_replica_context()
-    many = context is not None and context.num_replicas_in_sync > 1
-    return many and step.current_replica_batch() is not None
+    several = topology.is_one_of_several_replicas()
+    return several and step.current_replica_batch() is not None
 
 
 def _needs_batch(loss, y_true, y_pred) -> bool:

@@ -7,9 +7,9 @@ import weakref
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, step
+from tfmulti import keras_compat, step, topology
 from tfmulti.step import gradients, iterators, model_contents
-from tfmulti.strategies import scope_check
+from tfmulti.strategies import checks
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -64,14 +64,14 @@ class _ForKeras:
         if several and kind in ("train", "test"):
             _refuse_jit_compile(model, self.num_replicas_in_sync)
         if several and kind == "train":
-            scope_check.refuse_made_outside(model)
+            checks.refuse_made_outside(model)
             if not self.distribute_optimizers:
                 _refuse_bare(model)
         if kind and len(args) == 1 and (several or self.marks_padding):
             fn = step.guard(fn, kind, model, padded=self.marks_padding)
-            num_local_replicas = iterators.num_local_replicas(self)
-            if kind != "predict" and num_local_replicas > 1 and not _is_distributed(args[0]):
-                fn = step.divide_whole_batch(fn, num_local_replicas)
+            several_here = topology.num_local_replicas(self) > 1
+            if kind != "predict" and several_here and not _is_distributed(args[0]):
+                fn = step.divide_whole_batch(fn)
         else:
             args = tuple(step.without_count(value) for value in args)
         # With one replica, its gradients are those of the whole batch.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti.strategies import collectives
+from tfmulti import topology
 
 # The attribute that holds the output path of each stock callback.
 _PLACES = (
@@ -31,11 +31,11 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
             worker.
     """
     strategy = model.distribute_strategy
-    if not getattr(strategy, "repairs_keras", False) or collectives.num_workers(strategy) == 1:
+    if not getattr(strategy, "repairs_keras", False) or topology.num_workers(strategy) == 1:
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
-    if collectives.is_chief(strategy):
+    if topology.is_chief(strategy):
         return
     for kind, name in _PLACES:
         place = getattr(callback, name, None)

@@ -1,18 +1,179 @@
-"""What workers ask of all, leave for one another, and tell the launcher."""
+"""What workers must do alike, ask of all and publish for one another, and tell the launcher.
+
+They compare by small reductions, by program order, and by texts in TensorFlow's coordination
+service.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.cluster import environment
-from tfmulti.strategies import collectives
+
+_UNKNOWN = -1
+_DIGIT = 2**20
+_CHUNK = 2**18
+
+
+def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
+    """Returns the minimum and the maximum of a number over all workers.
+
+    It is a collective: every worker must call it.
+
+    Args:
+        strategy: The strategy of this worker.
+        number: A whole number below 2**24 in size.
+    """
+    if topology.num_workers(strategy) == 1:
+        return number, number
+    function = getattr(strategy, "compare_function", None)
+    if function is None:
+        function = strategy.compare_function = _create_compare_function(strategy)
+    table = function(tf.constant(number, tf.float32))
+    table = strategy.experimental_local_results(table)[0].numpy()
+    return int(table.min()), int(table.max())
+
+
+def _create_compare_function(strategy):
+    def add(number):
+        # The collective adds, so each replica writes to its own entry of a table.
+        context = tf.distribute.get_replica_context()
+        place = tf.one_hot(context.replica_id_in_sync_group, strategy.num_replicas_in_sync)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, place * number)
+
+    return tf.function(lambda number: strategy.run(add, args=(number,)))
+
+
+def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
+    """Sends the chief's bytes to all workers; every worker must call it.
+
+    Args:
+        strategy: The strategy of this worker.
+        data: The bytes, on the chief; None on the others.
+    """
+    sizes = divmod(len(data), _DIGIT) if data is not None else (0, 0)
+    size = sum(compare(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
+    if topology.num_workers(strategy) == 1 or not size:
+        return data or b""
+    function = strategy.add_function = getattr(
+        strategy, "add_function", None
+    ) or _create_add_function(strategy)
+    words = np.zeros(-(-size // (4 * _CHUNK)) * _CHUNK, np.int32)
+    if data is not None:
+        words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8)
+    for start in range(0, len(words), _CHUNK):
+        # A collective requires the same shape in all calls.
+        added = function(tf.constant(words[start : start + _CHUNK]))
+        words[start : start + _CHUNK] = strategy.experimental_local_results(added)[0].numpy()
+    return words.view(np.uint8)[:size].tobytes()
+
+
+def _create_add_function(strategy):
+    def add(chunk):
+        own = tf.where(topology.is_first_local_replica(), chunk, tf.zeros_like(chunk))
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+    return tf.function(
+        lambda chunk: strategy.run(add, args=(chunk,)),
+        input_signature=[tf.TensorSpec([_CHUNK], tf.int32)],
+    )
+
+
+def before_pass(strategy, epoch_iterator) -> None:
+    """Prepares Keras's iterator over the batches of a `fit` or an `evaluate`."""
+    keras_compat.follow_position(epoch_iterator)
+    agree_on_number_of_batches(strategy, epoch_iterator)
+
+
+def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
+    """Makes all workers continue to the end of the longest data if their numbers of steps differ.
+
+    Keras counts only local batches, so one worker would stop while another waits for it. A worker
+    that has no more data takes part with empty replica batches until all are done.
+    """
+    if getattr(epoch_iterator, "tfmulti_agreed", False):
+        # A validation iterator, which `fit` reuses after every epoch.
+        return
+    epoch_iterator.tfmulti_agreed = True
+    number = keras_compat.number_of_batches(epoch_iterator, topology.num_local_replicas(strategy))
+    least, most = compare(strategy, _UNKNOWN if number is None else number)
+    if least != most:
+        logging.warning(
+            "Workers have unequal numbers of batches: %s to %d. All go on to the end of the "
+            "longest data; a worker that has none left takes part without rows.",
+            "an unknown number" if least == _UNKNOWN else least,
+            most,
+        )
+    keras_compat.set_number_of_batches(epoch_iterator, None if least == _UNKNOWN else most)
+
+
+def agree_on_stopping(model) -> None:
+    """Stops all workers after the epoch in which one of them sets `stop_training`."""
+    strategy = model.distribute_strategy
+    if not getattr(strategy, "repairs_keras", False) or topology.num_workers(strategy) == 1:
+        return
+    _, wanted = compare(strategy, int(bool(model.stop_training)))
+    if wanted and not model.stop_training:
+        logging.warning("Stopping after this epoch, because another worker stops.")
+        model.stop_training = True
+
+
+_act_numbers = itertools.count()
+# Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
+_COUNTER = re.compile(r"_\d+(?=/|$)")
+
+
+def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> None:
+    """Raises ValueError if the chief creates a different variable, or none, at this point.
+
+    Args:
+        path: The variable's path.
+        shape: Its shape, or None if it is unknown.
+        dtype: Its dtype.
+    """
+    if not tf.distribute.has_strategy() or not tf.distribute.in_cross_replica_context():
+        return
+    text = f"the variable {path} of shape {shape} and type {dtype}"
+    compare_with_chief(tf.distribute.get_strategy(), text)
+
+
+def compare_call(strategy: tf.distribute.Strategy, name: str) -> None:
+    """Raises ValueError if the chief does not call the same of `fit`, `evaluate`, `predict`."""
+    compare_with_chief(strategy, f"a call of {name}")
+
+
+def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
+    """Raises ValueError if the chief's next collective action differs from this worker's.
+
+    Args:
+        strategy: The strategy of this worker.
+        doing: The action of this worker, in words.
+    """
+    if not getattr(strategy, "compares_acts", False):
+        return
+    key = f"tfmulti/act/{next(_act_numbers)}"
+    if topology.is_chief(strategy):
+        keras_compat.publish(key, doing)
+        return
+    first, index = topology.cluster_of(strategy).tasks[0]
+    theirs = keras_compat.read_published(key, first, index)
+    if _COUNTER.sub("", theirs) != _COUNTER.sub("", doing):
+        raise ValueError(
+            "All workers must build the same model, and train and evaluate it in the same order. "
+            f"Received: on {topology.worker_name(strategy)} {doing}; on the first worker {theirs}. "
+            "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
+        )
+
 
 NAMES = ("stop", "save")
 
@@ -23,9 +184,8 @@ class CoordinationRequests:
     `ask` may be called from a signal handler.
     """
 
-    def __init__(self, num_replicas: int, num_local_replicas: int):
+    def __init__(self, num_replicas: int):
         self._alone = num_replicas == 1
-        self._num_local_replicas = num_local_replicas
         self._asked, self._sent, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(3))
         zeros = np.zeros(len(NAMES), "float32")
         with tf.init_scope(), tf.device("CPU:0"):
@@ -69,9 +229,9 @@ class CoordinationRequests:
 
     def part_of_step(self) -> tf.Tensor:
         """Returns this replica's term in the step's reduction, a float32 vector."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        first = tf.cast(replica, tf.int32) % self._num_local_replicas == 0
-        return tf.where(first, self._wanted.read_value(), tf.zeros(len(NAMES)))
+        return tf.where(
+            topology.is_first_local_replica(), self._wanted.read_value(), tf.zeros(len(NAMES))
+        )
 
     def note(self, added: tf.Tensor) -> None:
         """Stores the reduced requests, within the step."""
@@ -81,7 +241,7 @@ class CoordinationRequests:
 def requests_of(strategy: tf.distribute.Strategy) -> CoordinationRequests:
     """Returns the requests of a strategy, or a new object if the strategy has none."""
     signals = getattr(strategy, "signals", None)
-    return signals if signals is not None else CoordinationRequests(1, 1)
+    return signals if signals is not None else CoordinationRequests(1)
 
 
 class LauncherHeartbeat(keras.callbacks.Callback):
@@ -112,13 +272,13 @@ def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
 # The value is published already, so the timeout only covers the network.
 _FIRST_MS, _NEXT_MS = 2_000, 100
 # A key can be used once in a process.
-_numbers = itertools.count()
+_fit_numbers = itertools.count()
 
 
 class KeyValueExchange:
     """The texts that workers publish during one `fit`.
 
-    All workers wait for one another after each epoch (`collectives.agree_on_stopping`). A text
+    All workers wait for one another after each epoch (`agree_on_stopping`). A text
     that was published before is then available, or will never come: a worker that published
     nothing is not read again.
 
@@ -127,17 +287,10 @@ class KeyValueExchange:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
-        several = collectives.num_workers(strategy) > 1
+        several = topology.num_workers(strategy) > 1
         self._enabled = several and getattr(strategy, "repairs_keras", False)
-        self.worker = "worker 0"
-        self._tasks = [self.worker]
-        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            resolver = strategy.cluster_resolver
-            self.worker = f"{resolver.task_type} {resolver.task_id}"
-            jobs = resolver.cluster_spec().as_dict()
-            numbers = {kind: range(len(jobs.get(kind, ()))) for kind in ("chief", "worker")}
-            self._tasks = [f"{kind} {i}" for kind, own in numbers.items() for i in own]
-        self._fit = next(_numbers)
+        self.worker, self._tasks = topology.worker_name(strategy), topology.worker_names(strategy)
+        self._fit = next(_fit_numbers)
         self._silent: set[str] = set()
 
     def publish(self, number: int, text: str) -> None:

@@ -15,9 +15,9 @@ from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.parallel import recompute
-from tfmulti.step import accumulation, gradients, iterators, losses, whole_batch
+from tfmulti.step import accumulation, gradients, losses, whole_batch
 from tfmulti.step.optimizer import distribute_loaded
-from tfmulti.strategies import chief, collectives, coordination, on_batch, scope_check, verifying
+from tfmulti.strategies import checks, chief, coordination, on_batch
 from tfmulti.strategies.base import (
     MirroredStrategy,
     OneDeviceStrategy,
@@ -86,7 +86,7 @@ def create_strategy(
     >>> strategy.num_replicas_in_sync
     1
     """
-    scope_check.refuse_keras_distribution()
+    checks.refuse_keras_distribution()
     check_strategy_arguments(name, devices, logical_cpus, communication)
     check_verify(verify)
     _repair_keras()
@@ -117,8 +117,7 @@ def create_strategy(
         strategy = create_mirrored(devices, logical_cpus)
     else:
         strategy = create_one_device(devices, logical_cpus)
-    num_local = iterators.num_local_replicas(strategy)
-    strategy.signals = CoordinationRequests(strategy.num_replicas_in_sync, num_local)
+    strategy.signals = CoordinationRequests(strategy.num_replicas_in_sync)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.verify, strategy.distribute_optimizers = verify, distribute_optimizers
     strategy.why = f"{name} on {names} ({reason})"
@@ -126,15 +125,15 @@ def create_strategy(
         strategy.why += f", over {strategy.communication}"
     keras_compat.own_launchers(strategy)
     keras_compat.note_strategy(strategy)
-    scope_check.note_strategy(strategy)
+    checks.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
 
 
 def _before_call(model, name, data):
-    collectives.compare_call(model.distribute_strategy, name)
-    scope_check.look_for_scope(model, name, data)
-    verifying.before_call(model, name, data)
+    coordination.compare_call(model.distribute_strategy, name)
+    checks.look_for_scope(model, name, data)
+    checks.before_call(model, name, data)
 
 
 def _warn_of_others(name, cluster):
@@ -146,13 +145,13 @@ def _repair_keras():
     take = functools.partial(gradients.take_gradient, accumulation.leaves_reduction_to_update)
     keras_compat.install(
         accumulate=accumulation.accumulate,
-        agree=collectives.agree_on_stopping,
+        agree=coordination.agree_on_stopping,
         average_loss=losses.average_loss,
         before_call=_before_call,
-        before_pass=collectives.before_pass,
-        build_by_step=verifying.build_by_step,
+        before_pass=coordination.before_pass,
+        build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
-        compare_variable=collectives.compare_variable,
+        compare_variable=coordination.compare_variable,
         current_replica_batch=step.current_replica_batch,
         distribute_loaded=distribute_loaded,
         first_local_value=first_local_value,
@@ -161,12 +160,12 @@ def _repair_keras():
         inlines=gradients.in_keras_step,
         keeps_means=losses.keeps_means,
         more_callbacks=coordination.callbacks_for,
-        once_built=verifying.verify_once_built,
+        once_built=checks.verify_once_built,
         predict=on_batch.predict,
         prepare_callback=chief.prepare_callback,
         recompute=recompute.recomputed,
         reduce_loss=losses.reduce_loss,
-        refuse=scope_check.refuse_made_outside,
+        refuse=checks.refuse_made_outside,
         regularization_loss=losses.regularization_loss,
         settle=accumulation.settle_own,
         take_gradient=take,

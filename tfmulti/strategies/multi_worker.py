@@ -1,21 +1,23 @@
-"""The strategy of one worker of a cluster."""
+"""The strategy of one worker of a cluster, which reports its errors to the others."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Mapping
 
 import tensorflow as tf
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import keras_compat, rendezvous
-from tfmulti.cluster import environment, mpi, network
+from tfmulti.cluster import environment, mpi, network, peer_errors
+from tfmulti.cluster.task import Cluster
 from tfmulti.mpi_all_reduce import CACHED_PIECE_BYTES, MpiAllReduce
 from tfmulti.runtime import command_line
-from tfmulti.strategies import peer_errors
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
 _RPC_LAYER = "grpc"
@@ -68,8 +70,8 @@ def create_multi_worker(
         options.communication, cluster.num_workers, logical_cpus
     )
     if cluster.num_workers > 1:
-        _meet(cluster, timeouts.start_timeout, must_agree or {})
-        peer_errors.watch_uncaught(cluster)
+        _join_rendezvous(cluster, timeouts.start_timeout, must_agree or {})
+        watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
         # After the rendezvous, which has a timeout; MPI has none.
@@ -148,7 +150,7 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     return "ring", "there is no GPU, and MPI has not started the job"
 
 
-def _meet(cluster, start_timeout, must_agree):
+def _join_rendezvous(cluster, start_timeout, must_agree):
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         # Raises if TensorFlow runs already: fail now, before other workers are waited for.
@@ -183,3 +185,51 @@ def _too_late_error(error) -> RuntimeError:
         f"Received: {error} "
         "Call create_strategy first, or restart the process (in a notebook: the kernel)."
     )
+
+
+_REPORT_LENGTH = 1_000
+_HEARD_S = 1.0
+
+
+def tell_others(error: BaseException, cluster: Cluster) -> None:
+    """Reports this worker's error to all workers, so that they need not wait for a timeout."""
+    cause = " ".join(command_line.cause_of(error).split())
+    task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
+    keras_compat.report_error(f"{peer_errors.REPORT}{cause}"[:_REPORT_LENGTH], task)
+
+
+def end_worker(error: BaseException, cluster: Cluster | None) -> peer_errors.PeerError | None:
+    """Finds out whether another worker caused an error; if not, reports it to the others.
+
+    Returns:
+        The peer error, with its text and exit code, or None for a local error.
+    """
+    peer_error = peer_errors.find_peer_error(error, cluster)
+    if cluster is not None and cluster.num_workers > 1:
+        if peer_error is None or peer_error.exit_code == peer_errors.ERROR:
+            tell_others(error, cluster)
+            if cluster.is_chief:
+                # The service ends with the chief; workers that wait for MPI poll it.
+                time.sleep(_HEARD_S)
+    return peer_error
+
+
+def watch_uncaught(cluster: Cluster) -> None:
+    """Reports uncaught errors to the other workers and exits with a code for the launcher.
+
+    An error that another worker caused gives exit code 144 and a message with its name.
+    """
+    previous = sys.excepthook
+
+    def hook(kind, error, traceback):
+        peer_error = end_worker(error, cluster) if isinstance(error, Exception) else None
+        previous(kind, error, traceback)
+        if peer_error is not None:
+            print(f"error: {peer_error.text}", file=sys.stderr)
+        if hasattr(sys, "ps1") and peer_error is None:
+            # An interactive session continues.
+            return
+        own = peer_errors.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED
+        command_line.end_process(own if peer_error is None else peer_error.exit_code)
+
+    sys.excepthook = hook

@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import step
-from tfmulti.step import iterators
 
 
 def predict(model: keras.Model, x):
@@ -42,7 +41,7 @@ def predict(model: keras.Model, x):
 def _create_function(model):
     strategy = model.distribute_strategy
     fn = step.guard(model.predict_step, "predict", model, padded=False)
-    fn = step.divide_whole_batch(fn, iterators.num_local_replicas(strategy))
+    fn = step.divide_whole_batch(fn)
 
     def predict_rows(data):
         outputs = strategy.run(fn, args=(data,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tfmulti import cluster
+from tfmulti import checkpoint, cluster
 from tfmulti.runtime import command_line, console, files
 from tfmulti.train.config import TrainConfig
 
@@ -34,15 +34,15 @@ def _end_interrupted(config) -> int:
     """Prints what was saved, and reports to the other workers why this one ends."""
     print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
-        from tfmulti.strategies.peer_errors import end_worker
+        from tfmulti.strategies.multi_worker import end_worker
 
         task = cluster.resolve_cluster(config.tf_config, check_network=False)
         end_worker(RuntimeError("interrupted by Ctrl-C"), task)
     command_line.wait_for_threads()
-    saved = sorted(Path(config.workdir).glob("checkpoints/step_*")) if config.workdir else []
+    folder = Path(config.workdir) / checkpoint.FOLDER if config.workdir else None
+    saved = checkpoint.saved_in(folder) if folder else {}
     if saved:
-        step = int(saved[-1].name.removeprefix("step_"))
-        text = f"Saved: step {step}, in {saved[-1].parent}. The same command resumes from there."
+        text = f"Saved: step {max(saved)}, in {folder}. The same command resumes from there."
     else:
         text = "Nothing was saved: " + (
             "no epoch had ended." if config.workdir else "no --workdir."
@@ -55,7 +55,7 @@ def _end(error, config, with_traceback) -> int:
     """Prints the error, reports it to the others if it is local, and returns the exit code."""
     peer = None
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
-        from tfmulti.strategies.peer_errors import end_worker
+        from tfmulti.strategies.multi_worker import end_worker
 
         peer = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
     command_line.show_error(error, with_traceback, None if peer is None else peer.text)

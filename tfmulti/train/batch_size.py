@@ -14,12 +14,12 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfmulti import checkpoint, devices
+from tfmulti import checkpoint, devices, topology
+from tfmulti.checkpoint import generations
 from tfmulti.choices import AUTO
 from tfmulti.cluster import environment
 from tfmulti.runtime import memory
-from tfmulti.step import iterators
-from tfmulti.strategies import collectives
+from tfmulti.strategies import coordination
 from tfmulti.train.config import TrainConfig
 
 LARGEST = 8192
@@ -124,14 +124,14 @@ def resolve_batch_size(
             "`per_replica_batch_size=auto` runs steps in a separate process, which cannot use the "
             "TPU. Received: strategy tpu. Give a number, such as 128."
         )
-    print_fn = print_fn if collectives.is_chief(strategy) else _be_quiet
+    print_fn = print_fn if topology.is_chief(strategy) else _be_quiet
     num_replicas = strategy.num_replicas_in_sync
-    _, kept = collectives.compare(strategy, _kept_batch_size(config, strategy))
+    _, kept = coordination.compare(strategy, _kept_batch_size(config, strategy))
     if kept:
         print_fn(f"per_replica_batch_size=auto: global batch size {kept}, as in the checkpoint")
         return _replace(config, kept)
     found, limit = _find(config, strategy, print_fn)
-    size, _ = collectives.compare(strategy, found.size)
+    size, _ = coordination.compare(strategy, found.size)
     print_fn(f"per_replica_batch_size=auto: {size} ({_explain(size, found, limit)})")
     return _replace(config, size * num_replicas)
 
@@ -149,7 +149,7 @@ def _find(config, strategy, print_fn) -> tuple[Found, int | None]:
     limit = find_limit(config, strategy)
     room = "a GPU's memory" if limit is None else memory.show_size(limit)
     print_fn(f"per_replica_batch_size=auto: running real steps; the limit of a worker is {room}")
-    num_local = iterators.num_local_replicas(strategy)
+    num_local = topology.num_local_replicas(strategy)
     allowed = None if limit is None else int(limit * _HEADROOM)
 
     def attempt(sizes):
@@ -173,24 +173,14 @@ def find_limit(config: TrainConfig, strategy: tf.distribute.Strategy) -> int | N
         return memory.parse_size(config.memory_limit)
     if devices.has_gpu():
         return None
-    return memory.available() // 2 // _workers_here(strategy)
-
-
-def _workers_here(strategy) -> int:
-    resolver = getattr(strategy, "cluster_resolver", None)
-    if collectives.num_workers(strategy) == 1 or resolver is None:
-        return 1
-    spec = resolver.cluster_spec()
-    own = spec.task_address(resolver.task_type, resolver.task_id).rpartition(":")[0]
-    addresses = [each for job in spec.jobs for each in spec.job_tasks(job)]
-    return sum(each.rpartition(":")[0] == own for each in addresses)
+    return memory.available() // 2 // topology.num_workers_on_this_host(strategy)
 
 
 def _kept_batch_size(config, strategy) -> int:
     """Returns the global batch size of the checkpoint to resume from; 0 without one."""
-    if config.workdir is None or config.resume != "auto" or not collectives.is_chief(strategy):
+    if config.workdir is None or config.resume != "auto" or not topology.is_chief(strategy):
         return 0
-    latest = checkpoint.latest_good(Path(config.workdir) / "checkpoints", _be_quiet)
+    latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, _be_quiet)
     data = latest.state.get("data") if latest else None
     return data["global_batch_size"] if data else 0
 

@@ -18,9 +18,8 @@ from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.runtime import command_line, errors, memory, processes
 from tfmulti.strategies import create_strategy
-from tfmulti.train.compiling import compile_model, prepare_keras
 from tfmulti.train.config import TrainConfig
-from tfmulti.train.models import create_model
+from tfmulti.train.models import compile_model, create_model, prepare_keras
 
 STEPS = 3
 MIN_STEPS_PER_EPOCH = 8

@@ -15,9 +15,8 @@ from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.strategies import create_strategy
 from tfmulti.train.batch_size import resolve_batch_size
-from tfmulti.train.compiling import compile_model, prepare_keras
 from tfmulti.train.config import TrainConfig
-from tfmulti.train.models import create_model
+from tfmulti.train.models import compile_model, create_model, prepare_keras
 from tfmulti.train.run_reporter import RunReporter, digest_weights, summarize_run
 
 _SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")

@@ -11,13 +11,11 @@ import tempfile
 from pathlib import Path
 
 import keras
-import tensorflow as tf
 
-from tfmulti import callbacks
+from tfmulti import callbacks, checkpoint, topology
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
-from tfmulti.strategies import collectives
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
@@ -154,12 +152,10 @@ class RunReporter:
     """Prints the lines and writes the files of this worker."""
 
     def __init__(self, strategy, workdir, print_fn):
-        resolver = getattr(strategy, "cluster_resolver", None)
-        several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
         self.strategy = strategy
-        self.name = f"{resolver.task_type} {resolver.task_id}" if several else None
-        self.num_workers = collectives.num_workers(strategy)
-        self.is_chief = collectives.is_chief(strategy)
+        self.name = topology.worker_name(strategy) if topology.cluster_of(strategy) else None
+        self.num_workers = topology.num_workers(strategy)
+        self.is_chief = topology.is_chief(strategy)
         self.workdir = Path(workdir) if workdir else None
         self._print_fn, self.print_fn = print_fn, self._print_with_name
         self.progress = self.saver = None
@@ -246,7 +242,7 @@ class RunReporter:
 
     @property
     def _checkpoints(self) -> Path:
-        return self.workdir / "checkpoints"
+        return self.workdir / checkpoint.FOLDER
 
     def done_before(self, plan) -> tuple[int, int]:
         """Returns the steps and the examples of this run before its last start.

@@ -16,9 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.sharding import replica_slice
-from tfmulti.step import iterators
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.differences import CLOSE, compare
 from tfmulti.verification.runs import Case, Distributed, Reference
@@ -60,7 +59,7 @@ def find_place(case: Case, state: State, examples: list, close: float) -> Place 
     """
     strategy = case.strategy
     # With several workers an error on one would make the others wait.
-    if iterators.num_local_replicas(strategy) < strategy.num_replicas_in_sync or case.padded:
+    if topology.num_workers(strategy) > 1 or case.padded:
         return None
     begin, before = state.read(), tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import topology
 from tfmulti.sharding import PADDING_WEIGHT
 from tfmulti.step import Counted, iterators, rows
 
@@ -110,7 +111,7 @@ def of_the_chief(parts: list, strategy, broadcast) -> list:
         broadcast: Function of the strategy and the chief's bytes, which are None elsewhere.
     """
     data = None
-    if strategy.extended.should_checkpoint:
+    if topology.is_chief(strategy):
         flat = tf.nest.flatten(parts, expand_composites=True)
         data = pickle.dumps([tensor.numpy() for tensor in flat])
     flat = [tf.constant(array) for array in pickle.loads(broadcast(strategy, data))]
@@ -137,7 +138,7 @@ def take_replica_batches(strategy, batch, *, counted: bool, padded: bool):
     number = strategy.num_replicas_in_sync
     num_rows = rows.count_rows(rows.parts_of(batch)[0])
     batches = []
-    for place in iterators.local_batch_indices(strategy):
+    for place in topology.local_batch_indices(strategy):
         replica_batch = rows.take_replica_rows(batch, place, number)
         replica_batch = _pad(replica_batch, -(-num_rows // number)) if padded else replica_batch
         batches.append(Counted(replica_batch, num_rows) if counted else replica_batch)

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
-from tfmulti.step import accumulation, gradients, iterators, model_contents
+from tfmulti import keras_compat, topology
+from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.rows import Rows
 
@@ -156,13 +156,13 @@ class Distributed:
     def _run(self, *parts):
         case, strategy = self._case, self._case.strategy
         num_rows = rows_lib.rows.count_rows(parts[0])
-        number, places = strategy.num_replicas_in_sync, iterators.local_batch_indices(strategy)
+        number = strategy.num_replicas_in_sync
         step = _step_of(case)
 
         def on_replica(data):
             context = tf.distribute.get_replica_context()
-            local = tf.cast(context.replica_id_in_sync_group, tf.int32) % len(places)
-            start = rows_lib.first_row(tf.gather(list(places), local), number, num_rows)
+            place = topology.replica_batch_index(context)
+            start = rows_lib.first_row(place, number, num_rows)
             replica = 1 + tf.cast(context.replica_id_in_sync_group, tf.int64)
             salt = self.salt.read_value() * replica
 
@@ -246,7 +246,7 @@ def _local(strategy, structure) -> list:
     """Returns one structure for each local replica."""
     leaves = tf.nest.flatten(structure, expand_composites=False)
     values = [strategy.experimental_local_results(leaf) for leaf in leaves]
-    number = iterators.num_local_replicas(strategy)
+    number = topology.num_local_replicas(strategy)
     values = [value if len(value) == number else value * number for value in values]
     return [
         tf.nest.pack_sequence_as(structure, [value[i] for value in values]) for i in range(number)

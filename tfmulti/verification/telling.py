@@ -1,8 +1,15 @@
-"""Builds the error: what differs from one device, the likely cause, and what to write instead."""
+"""What a user sees of verification: an error with its likely cause, or one line if it is slow."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+
 import numpy as np
+import tensorflow as tf
 
 from tfmulti.step import gradients
 from tfmulti.verification import causes, own
@@ -11,6 +18,45 @@ from tfmulti.verification.places import Place
 from tfmulti.verification.runs import PREDICT, TRAIN, Case
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
+_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def quiet_tensorflow() -> Iterator[None]:
+    """Suppresses TensorFlow's warnings of steps that run eagerly and are traced several times."""
+
+    def is_error(record):
+        return record.levelno > logging.WARNING
+
+    logger = tf.get_logger()
+    logger.addFilter(is_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_error)
+
+
+@contextlib.contextmanager
+def announced(kind: str, seconds: float = _SECONDS) -> Iterator[None]:
+    """Prints a line to stderr if what runs within takes long.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
+        seconds: How long nothing is printed.
+    """
+    line = (
+        f"tfmulti: verifying `{kind}_step` on a few rows before the first step; "
+        'create_strategy(verify="never") skips it.\n'
+    )
+    timer = threading.Timer(seconds, lambda: sys.stderr.write(line))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 _MOST_NAMED = 3
 # A sum plus a penalty less than doubles when every row is repeated.
 _DOUBLES = 1.8
@@ -18,7 +64,7 @@ _DOUBLES = 1.8
 _MORE_THAN_DOUBLES = 2.2
 SHUFFLES = (
     "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
-    "rows of different replicas never meet. To mix the rows of the global batch, take them from "
+    "rows never go to another replica. To mix the rows of the global batch, take them from "
     "tfmulti.gather_batch(rows)."
 )
 _SAME = 1e-4

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfmulti import keras_compat
-from tfmulti.step import iterators, model_contents
-from tfmulti.verification import attributes
+from tfmulti import keras_compat, topology
+from tfmulti.step import model_contents
 from tfmulti.verification.differences import (
     CLOSE,
     Difference,
@@ -21,7 +20,15 @@ from tfmulti.verification.differences import (
 )
 from tfmulti.verification.places import Place, find_place
 from tfmulti.verification.runs import TRAIN, Case, Distributed, Outcome, Reference
-from tfmulti.verification.state import COMPARED, OPTIMIZER, OTHER, TRAINABLE, WEIGHT, State
+from tfmulti.verification.state import (
+    COMPARED,
+    OPTIMIZER,
+    OTHER,
+    TRAINABLE,
+    WEIGHT,
+    State,
+    restored_attributes,
+)
 from tfmulti.verification.views import PLAIN, View, vary_rows, vary_state
 
 # Reported numbers are sums over few rows, and more accurate than gradients.
@@ -214,8 +221,8 @@ class Trial:
 
     def _distribute(self, begin, examples) -> list:
         """Runs the steps on all replicas, and notes the Python numbers that they change."""
-        several = iterators.num_local_replicas(self._case.strategy) > 1
-        with attributes.restored(self._case.model) as numbers:
+        several = topology.num_local_replicas(self._case.strategy) > 1
+        with restored_attributes(self._case.model) as numbers:
             try:
                 return self._steps(self._distributed, begin, examples)
             except Exception:

@@ -157,7 +157,7 @@ GUARANTEES = [
         (lambda: layers.SpectralNormalization(layers.Dense(6)), layers.UnitNormalization),
     ),
     guarantee(
-        "convolution, shares without a row",
+        "convolution, replica batches without a row",
         (convolution, layers.Flatten),
         common.images,
         (6, 6, 2),

@@ -253,7 +253,7 @@ GUARANTEES = [
     guarantee("one of two losses scaled", compiled(OneOfTwoScaled)),
     guarantee("scaled by one optimizer, applied by two", two_optimizers),
     guarantee("own step, synchronized, not scaled", normalized),
-    guarantee("own step, synchronized, empty shares", normalized, num_rows=33),
+    guarantee("own step, synchronized, empty replica batches", normalized, num_rows=33),
     guarantee("own step, clip_by_global_norm", compiled(ClippedByNorm)),
     guarantee("own step, clip_by_value", compiled(ClippedByValue)),
     guarantee("own step, sharpness-aware", compiled(SharpnessAware)),

@@ -124,7 +124,7 @@ def float8(wrap):
 GUARANTEES = [
     guarantee("synchronized under a mask", masked_synchronized(), common.tokens, (6,)),
     guarantee("own running mean", (common.hidden, RunningMean)),
-    guarantee("own running mean, empty shares", (common.hidden, RunningMean), num_rows=33),
+    guarantee("own running mean, empty replica batches", (common.hidden, RunningMean), num_rows=33),
     guarantee("own running mean, used at once", (common.hidden, RunningMeanFirst), must=TOLD),
     guarantee("renormalized, each its own", (no_bias, renormalized), judge=alike),
     guarantee("centres over the batch", (common.hidden, Centred), must=TOLD),

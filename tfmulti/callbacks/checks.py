@@ -1,4 +1,4 @@
-"""Stops training, or skips the update, if a loss, a gradient or a weight is not finite."""
+"""Checks while training runs: that numbers are finite, and which rows each replica received."""
 
 from __future__ import annotations
 
@@ -105,3 +105,26 @@ class NonFinite(keras.callbacks.Callback):
             f"Received: {what}, in epoch {self._epoch}. Look at that step's data, lower the "
             'learning rate, or skip such steps: on_nonfinite="skip".'
         )
+
+
+class ShardAuditLog(keras.callbacks.Callback):
+    """Reports the rows that each replica received, and lists missing and repeated rows.
+
+    Comparing is a collective, so every worker needs this callback.
+
+    Args:
+        dataset: The result of `distribute_train(..., audit=True)`.
+        print_fn: Function of one line of text; None on workers that stay quiet.
+    """
+
+    def __init__(self, dataset, print_fn: Callable[[str], None] | None = logging.info):
+        super().__init__()
+        self._dataset, self._print_fn = dataset, print_fn
+        self.reports = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Compares the epoch's rows over all replicas."""
+        report = self._dataset.audit.report(self._dataset.position[0])
+        self.reports.append(report)
+        if self._print_fn is not None:
+            self._print_fn(f"shards of {report}")
