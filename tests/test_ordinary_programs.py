@@ -425,3 +425,20 @@ def test_a_line_tells_of_long_verification(capsys):
     with telling.announced("train"):
         pass
     assert not capsys.readouterr().err
+
+
+class Pairwise(keras.Model):
+    """Its outputs depend on other rows, under a loss of Keras's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = keras.layers.Dense(3), keras.layers.Dense(3)
+
+    def call(self, x):
+        return ops.tensordot(self.left(x), self.right(x), 2) + ops.zeros_like(x[:, :1])
+
+
+def test_a_call_that_mixes_rows_is_named_and_not_a_loss():
+    model = compiled(create_strategy(2), Pairwise, "mse")
+    with pytest.raises(ValueError, match="Likely cause: local batch statistics, in .*call"):
+        model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import subprocess
 from pathlib import Path
 
 from rich.progress import Progress
@@ -21,12 +23,14 @@ class Row:
         guarantee: The guarantee.
         noise: How much one device differs from itself.
         cells: By name of the column.
+        tree: The commit on which it was measured.
     """
 
     section: str
     guarantee: Guarantee
     noise: float
     cells: dict[str, Cell]
+    tree: str = ""
 
     @property
     def kept(self) -> bool:
@@ -56,10 +60,22 @@ def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
         runs = processes.run_all(
             tasks, folder, num_processes, lambda count: progress.advance(bar, count)
         )
-    return [_row(name, places, runs) for name in names]
+    tree = commit()
+    return [_row(name, places, runs, tree) for name in names]
 
 
-def _row(name, places, runs) -> Row:
+@functools.cache
+def commit() -> str:
+    """Returns the short name of the commit that is tried; "" outside of a repository.
+
+    It is asked for once: what is written meanwhile changes the files.
+    """
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _row(name, places, runs, tree) -> Row:
     guarantee = guarantees.find(name)
     sections = [title for title, some in guarantees.SECTIONS.items() if guarantee in some]
     plain = runs[columns.PLAIN, name][0]
@@ -74,4 +90,4 @@ def _row(name, places, runs) -> Row:
         reference = reference if isinstance(reference, str) else reference[0]
         found = [run if isinstance(run, str) else run[0] for run in runs[column, name]]
         cells[column.name] = compare.judge(guarantee, found, reference, noise, column.replicas > 1)
-    return Row(sections[0] if sections else "Random sizes", guarantee, noise, cells)
+    return Row(sections[0] if sections else "Random sizes", guarantee, noise, cells, tree)

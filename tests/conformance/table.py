@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -12,8 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from conformance import columns
+from conformance import columns, guarantees
+from conformance.compare import Cell
 from conformance.guarantee import NOISE_FACTOR, TOLERANCE
+from conformance.matrix import Row
 
 COLUMNS = (*columns.TFMULTI, *columns.STOCK)
 INTRODUCTION = f"""# Conformance
@@ -77,25 +81,36 @@ def summary(rows) -> str:
     return f"{text}; not: {', '.join(broken)}." if broken else f"{text}."
 
 
-def write(rows, folder: Path) -> None:
-    """Writes CONFORMANCE.md and CONFORMANCE.json."""
+def load(folder: Path) -> dict[str, Row]:
+    """Returns the rows that CONFORMANCE.json holds, by name; those of today's guarantees."""
+    path = folder / "CONFORMANCE.json"
+    records = json.loads(path.read_text())["guarantees"] if path.exists() else []
+    names = {guarantee.name for guarantee in guarantees.ALL}
+    return {record["name"]: _row(record) for record in records if record["name"] in names}
+
+
+def write(known: dict[str, Row], folder: Path) -> None:
+    """Writes CONFORMANCE.md and CONFORMANCE.json, with the rows in the order of the guarantees."""
+    rows = [known[each.name] for each in guarantees.ALL if each.name in known]
     (folder / "CONFORMANCE.md").write_text(markdown(rows))
-    content = {
-        "environment": environment(),
-        "tolerance": TOLERANCE,
-        "noise_factor": NOISE_FACTOR,
-        "guarantees": [_record(row) for row in rows],
-    }
-    (folder / "CONFORMANCE.json").write_text(json.dumps(content, indent=1) + "\n")
+    lines = ",\n".join(json.dumps(_record(row)) for row in rows)
+    content = {"environment": environment(), "tolerance": TOLERANCE, "noise_factor": NOISE_FACTOR}
+    head = json.dumps(content)[:-1]
+    (folder / "CONFORMANCE.json").write_text(f'{head}, "guarantees": [\n{lines}\n]}}\n')
 
 
 def _record(row) -> dict:
-    cells = {
-        name: {"text": c.text, "kept": c.ok, "difference": _finite(c.difference), "where": c.where}
-        for name, c in row.cells.items()
-    }
-    names = {"section": row.section, "name": row.guarantee.name, "rows": row.guarantee.rows.split()}
+    cells = {name: dataclasses.asdict(cell) for name, cell in row.cells.items()}
+    for cell in cells.values():
+        cell["difference"] = _finite(cell["difference"])
+    names = {"section": row.section, "name": row.guarantee.name, "tree": row.tree}
     return {**names, "kept": row.kept, "noise": row.noise, "cells": cells}
+
+
+def _row(record) -> Row:
+    cells = {name: Cell(**cell) for name, cell in record["cells"].items()}
+    guarantee = guarantees.find(record["name"])
+    return Row(record["section"], guarantee, record["noise"], cells, record["tree"])
 
 
 def _finite(value):
@@ -107,6 +122,8 @@ def markdown(rows) -> str:
     where = ", ".join(
         value if name == "machine" else f"{name} {value}" for name, value in environment().items()
     )
+    trees = collections.Counter(row.tree for row in rows)
+    where += "; commits " + ", ".join(f"{tree} ({count} rows)" for tree, count in trees.items())
     lines = [INTRODUCTION.format(where=where), f"{summary(rows)}\n"]
     for section, group in itertools.groupby(rows, key=lambda row: row.section):
         headings = ("guarantee", "noise", *(column.name for column in COLUMNS))

@@ -217,6 +217,9 @@ def _explain_loss(case, found, growth, parts) -> causes.Finding:
         cause = causes.SCALED
     elif stepped and gradients.has_taken_of_inputs(case.model):
         cause = causes.INPUT_GRADIENT
+    elif suspects and suspects[0].kind == own.LAYER:
+        # The loss is Keras's own: what mixes rows comes before it.
+        cause = causes.STATISTICS
     else:
         cause = causes.BATCH_STEP if stepped else causes.BATCH_LOSS
     return causes.find(cause, _name(suspects))
