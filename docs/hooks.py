@@ -51,15 +51,16 @@ def _path_instead(found):
 def table_of_replacements() -> str:
     """Returns a table of all that is replaced in Keras and TensorFlow, as the package has it."""
     from tfmulti.keras_compat import TABLE
+    from tfmulti.keras_compat.table import TRIED
 
+    tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in TRIED.items())
     rows = [
-        "| what | what it cures | where it acts | tried with | canary |",
-        "|---|---|---|---|---|",
+        f"| tried with {tried} | what it cures | where it acts | canary |",
+        "|---|---|---|---|",
     ]
     for entry in TABLE:
         where = entry.used.__doc__ if entry.used else f"within `{entry.within}`"
-        tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in entry.tried.items())
-        cells = [f"`{entry.target}`", entry.cures, where.rstrip("."), tried, f"`{entry.canary}`"]
+        cells = [f"`{entry.target}`", entry.cures, where.rstrip("."), f"`{entry.canary}`"]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

@@ -41,7 +41,12 @@ _NOTHING_CHANGES = "no weight changes in its first steps, for example with a lea
 
 
 # Half a unit in the last place, relative.
-_ROUNDINGS = {"bfloat16": 2**-8, "float16": 2**-11}
+_ROUNDINGS = {
+    "bfloat16": 2**-8,
+    "float16": 2**-11,
+    # The weights of replica batches, and logs, are float32 in a float64 model too.
+    "float64": 2**-24,
+}
 
 
 class NotVerified(Exception):
