@@ -108,9 +108,9 @@ def local_rows(structure):
 
     >>> def mixed(rows):
     ...     whole = gather_batch(rows)
-    ...     return local_rows(0.7 * whole + 0.3 * tf.reverse(whole, [0]))
-    >>> mixed(tf.constant([[0.0], [1.0]])).numpy().round(1).tolist()
-    [[0.3], [0.7]]
+    ...     return local_rows(0.75 * whole + 0.25 * tf.reverse(whole, [0]))
+    >>> mixed(tf.constant([[0.0], [1.0]])).numpy().tolist()
+    [[0.25], [0.75]]
     """
     context = tf.distribute.get_replica_context()
     replica_batch = step.current_replica_batch()
