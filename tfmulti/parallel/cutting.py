@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import keras
@@ -80,20 +81,19 @@ def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[in
             memory in a chain of equal layers (Chen et al., 2016).
     """
     nodes = keras_compat.nodes_of(model)
-    sizes = [sum(_size(x) for x in outputs) for _, outputs in nodes]
     num_parts = num_parts or max(2, round(math.sqrt(len(nodes))))
-    total, starts = sum(sizes), []
-    handed_on = [_handed_on(nodes, position) for position in range(len(nodes))]
+    # What the calls before each position hold, as a fraction of all.
+    held = list(itertools.accumulate(sum(_size(x) for x in outputs) for _, outputs in nodes))
+    held = [0.0, *(size / held[-1] for size in held)]
+    starts = set()
     for part in range(1, num_parts):
-        reach = [sum(sizes[:i]) for i in range(len(nodes))]
         near = [
-            i
-            for i in range(1, len(nodes))
-            if abs(reach[i] - total * part / num_parts) <= total / (2 * num_parts)
-            and i not in starts
+            position
+            for position in range(1, len(nodes))
+            if abs(held[position] - part / num_parts) <= 0.5 / num_parts
         ]
-        if near:
-            starts.append(min(near, key=lambda i: handed_on[i]))
+        # Neighbouring parts may choose the same place; there is one cut then.
+        starts |= {min(near, key=lambda position: _handed_on(nodes, position))} if near else set()
     return sorted(starts)
 
 
