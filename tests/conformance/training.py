@@ -121,7 +121,8 @@ def evaluate(model, guarantee, place) -> dict[str, np.ndarray]:
     """Evaluates, and predicts the rows in their order."""
     rows = feeds.evaluation_rows(guarantee, place)
     sizes = {"batch_size": guarantee.batch_size} if isinstance(rows, tuple) else {}
-    rows = {"x": rows[0], "y": rows[1]} if isinstance(rows, tuple) else {"x": rows}
+    names = ("x", "y", "sample_weight")
+    rows = dict(zip(names, rows)) if isinstance(rows, tuple) else {"x": rows}
     metrics = model.evaluate(**rows, **sizes, return_dict=True, verbose=0)
     predictions = model.predict(rows["x"], **sizes, verbose=0)
     arrays = {f"evaluate/{name}": np.array(value) for name, value in metrics.items()}
