@@ -65,12 +65,8 @@ def call_context() -> Callable[[], contextlib.AbstractContextManager]:
 
 def is_symbolic(values) -> bool:
     """Whether a layer is only asked for its outputs' shapes: it is being built, or in a graph."""
-    symbolic = in_symbolic_scope()
-    return symbolic or any(keras.tree.flatten(keras.tree.map_structure(_is_symbolic, values)))
-
-
-def _is_symbolic(value):
-    return isinstance(value, keras.KerasTensor)
+    flat = keras.tree.flatten(values)
+    return in_symbolic_scope() or any(isinstance(value, keras.KerasTensor) for value in flat)
 
 
 def around_remat(original: Callable, recompute: Callable) -> Callable:

@@ -69,8 +69,8 @@ class _Recomputed:
         self._others = list(zip(others, keras_compat.values_of(others)))
         self._outputs = outputs
         flat = [value for value in keras.tree.flatten(outputs) if tf.is_tensor(value)]
-        self._output_masks = [keras_compat.mask_of(value) is not None for value in flat]
         masks = [keras_compat.mask_of(value) for value in flat]
+        self._output_masks = [mask is not None for mask in masks]
         self._num_losses = len(scope.losses)
         if scope.losses and self._layer is None:
             raise RuntimeError(

@@ -79,6 +79,8 @@ class _ForKeras:
         try:
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
         except AssertionError as error:
+            if "regroup had different lengths" not in str(error):
+                raise
             raise _unlike_replicas(error) from error
         if kind in ("train", "test"):
             self._logs = _weak(outputs)
@@ -113,11 +115,9 @@ class _ForKeras:
         return super().experimental_distribute_dataset(dataset, options)
 
 
-def _unlike_replicas(error) -> Exception:
+def _unlike_replicas(error) -> RuntimeError:
     """Returns the error for replicas that do not come to the same collectives."""
     words = " ".join(str(error).split())
-    if "regroup had different lengths" not in words and "Keys must" not in words:
-        return error
     return RuntimeError(
         "All replicas must do the same in a step. Received: replicas that reduce different values "
         f"({words[:80]}...). Look for Python state that one replica changes and the next reads, "
