@@ -69,8 +69,8 @@ def run_workers():
     lines of each worker as the launcher shows them, without its name.
     """
 
-    def run(num_workers, arguments, *, env=None, check=True):
-        launch = ["-m", "tfmulti.launch", f"--num_workers={num_workers}", "--all_output"]
+    def run(num_workers, arguments, *, env=None, check=True, options=()):
+        launch = ["-m", "tfmulti.launch", f"--num_workers={num_workers}", "--all_output", *options]
         command = [sys.executable, *launch, "--", sys.executable, *map(str, arguments)]
         [done] = processes.run_together(command, [env or {}], timeout_s=WORKER_TIMEOUT_S)
         assert not check or done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"

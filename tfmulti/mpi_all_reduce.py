@@ -1,4 +1,4 @@
-"""Adds tensors of all workers through MPI, while TensorFlow goes on with what follows.
+"""Adds tensors of all workers through MPI, or broadcasts those of one, as TensorFlow goes on.
 
 A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
 all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
@@ -9,6 +9,7 @@ without a copy; small ones are packed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import queue
@@ -30,10 +31,10 @@ _HALF = (tf.float16, tf.bfloat16)
 
 
 class _Call:
-    """One call of MPI that is under way."""
+    """One call of MPI that is under way: a method of `MpiAllReduce`, and its array."""
 
-    def __init__(self, kind, array):
-        self.kind, self.array = kind, array
+    def __init__(self, method, array):
+        self.method, self.array = method, array
         self.done = threading.Event()
         self.result, self.error = None, None
 
@@ -84,14 +85,38 @@ class MpiAllReduce:
                 sums[place] = part
         return sums
 
+    def broadcast(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
+        """Returns each tensor as one worker has it.
+
+        Args:
+            tensors: Dense tensors, of the same shapes and dtypes on all workers.
+            owners: The number of the worker that has the value, for each tensor.
+        """
+        received = list(tensors)
+        places = [[i for i, owner in enumerate(owners) if owner == o] for o in range(self._size)]
+        buckets = [
+            (owner, [own[i] for i in bucket])
+            for owner, own in enumerate(places)
+            for bucket in _fill_buckets([tensors[i] for i in own], self._bucket_bytes)
+        ]
+        methods = [functools.partial(self._receive, owner) for owner, _ in buckets]
+        packed = [_pack([tensors[i] for i in bucket]) for _, bucket in buckets]
+        for (owner, bucket), value in zip(buckets, self._send(methods, packed)):
+            if owner != self._communicator.rank:
+                originals = [tensors[i] for i in bucket]
+                value = tf.reshape(value, [-1]) if len(bucket) > 1 else value
+                for place, part in zip(bucket, _unpack(value, originals)):
+                    received[place] = tf.ensure_shape(part, tensors[place].shape)
+        return received
+
     def _add_packed(self, packed) -> list[tf.Tensor]:
         """Halves are exchanged and added as float32 here, since few MPIs can add them."""
         halves = [i for i, tensor in enumerate(packed) if tensor.dtype in _HALF]
-        kinds = ["exchange" if i in halves else "add" for i in range(len(packed))]
+        methods = [self._exchange if i in halves else self._add for i in range(len(packed))]
         sent = [self._cut(tensor) if i in halves else tensor for i, tensor in enumerate(packed)]
-        added = self._send(kinds, sent)
+        added = self._send(methods, sent)
         parts = [_add_parts(added[i], packed[i].dtype) for i in halves]
-        for i, whole in zip(halves, self._send(["gather"] * len(parts), parts)):
+        for i, whole in zip(halves, self._send([self._gather] * len(parts), parts, flat=True)):
             flat = tf.bitcast(whole, packed[i].dtype)[: tf.size(packed[i])]
             added[i] = tf.reshape(flat, tf.shape(packed[i]))
         if not tf.executing_eagerly():
@@ -105,27 +130,33 @@ class MpiAllReduce:
         missing = -tf.size(flat) % self._size
         return tf.reshape(tf.pad(flat, [[0, missing]]), [self._size, -1])
 
-    def _send(self, kinds, tensors) -> list[tf.Tensor]:
-        """Makes a call for each tensor; in one go where nothing could be done meanwhile."""
+    def _send(self, methods, tensors, flat: bool = False) -> list[tf.Tensor]:
+        """Makes a call for each tensor; in one go where nothing could be done meanwhile.
+
+        Args:
+            methods: A method of this object for each tensor, that MPI's thread calls.
+            tensors: The tensors.
+            flat: Whether the results have one axis; else as many as the tensors.
+        """
         if not tensors:
             return []
         if len(tensors) == 1 or not self._overlaps:
             fetched = self._call(
-                lambda _, *arrays: self._begin_and_finish(kinds, arrays),
+                lambda _, *arrays: self._begin_and_finish(methods, arrays),
                 tensors,
                 [tensor.dtype for tensor in tensors],
             )
         else:
             tickets = [
-                self._call(lambda _, array, kind=kind: [self._begin(kind, array)], [tensor], [])
-                for kind, tensor in zip(kinds, tensors)
+                self._call(lambda _, array, call=call: [self._begin(call, array)], [tensor], [])
+                for call, tensor in zip(methods, tensors)
             ]
             with tf.control_dependencies([ticket for [ticket] in tickets]):
                 fetched = [None] + [
                     tf.numpy_function(self._finish, ticket, tensor.dtype)
                     for ticket, tensor in zip(tickets, tensors)
                 ]
-        ranks = [1 if kind == "gather" else t.shape.rank for kind, t in zip(kinds, tensors)]
+        ranks = [1 if flat else tensor.shape.rank for tensor in tensors]
         return [_of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
 
     def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
@@ -140,14 +171,14 @@ class MpiAllReduce:
         self._last.assign(results[0])
         return results
 
-    def _begin(self, kind, array) -> np.int64:
+    def _begin(self, method, array) -> np.int64:
         number = next(self._numbers)
-        self._calls[number] = call = _Call(kind, np.asarray(array, order="C"))
+        self._calls[number] = call = _Call(method, np.asarray(array, order="C"))
         self._work.put(call)
         return np.int64(number)
 
-    def _begin_and_finish(self, kinds, arrays) -> list:
-        numbers = [self._begin(kind, array) for kind, array in zip(kinds, arrays)]
+    def _begin_and_finish(self, methods, arrays) -> list:
+        numbers = [self._begin(method, array) for method, array in zip(methods, arrays)]
         return [numbers[-1], *(self._finish(number) for number in numbers)]
 
     def _finish(self, number) -> np.ndarray:
@@ -163,25 +194,36 @@ class MpiAllReduce:
         while True:
             call = self._work.get()
             try:
-                call.result = self._run(call.kind, call.array)
+                call.result = call.method(call.array)
             except Exception as error:
                 call.error = error
             call.array = None
             call.done.set()
 
-    def _run(self, kind, array):
-        if kind == "add":
-            result = _empty(array.shape, array.dtype)
-            for sent, received in zip(self._pieces(array), self._pieces(result)):
-                self._communicator.Allreduce(sent, received)
-        elif kind == "exchange":
-            result = _empty(array.shape, array.dtype)
-            self._communicator.Alltoall(array, result)
-        else:
-            result = _empty((self._size, *array.shape), array.dtype)
-            self._communicator.Allgather(array, result)
-            result = result.reshape(-1)
+    def _add(self, array):
+        result = _empty(array.shape, array.dtype)
+        for sent, received in zip(self._pieces(array), self._pieces(result)):
+            self._communicator.Allreduce(sent, received)
         return result
+
+    def _exchange(self, array):
+        result = _empty(array.shape, array.dtype)
+        self._communicator.Alltoall(array, result)
+        return result
+
+    def _gather(self, array):
+        result = _empty((self._size, *array.shape), array.dtype)
+        self._communicator.Allgather(array, result)
+        return result.reshape(-1)
+
+    def _receive(self, owner, array):
+        """Broadcasts the owner's array as bytes, since MPI knows not every dtype."""
+        is_own = owner == self._communicator.rank
+        whole = array if is_own else _empty(array.shape, array.dtype)
+        for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
+            self._communicator.Bcast(piece, root=owner)
+        # The owner has no use for a copy of its own.
+        return np.zeros([0] * array.ndim, array.dtype) if is_own else whole
 
     def _pieces(self, array) -> list[np.ndarray]:
         if self._piece_bytes is None or array.nbytes <= self._piece_bytes:

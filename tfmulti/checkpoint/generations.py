@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -133,13 +133,17 @@ def remove_all(folder: str | os.PathLike[str]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load(generation: Generation) -> dict[str, tf.Tensor]:
-    """Reads all tensors of a generation.
+def load(generation: Generation, skip: Collection[str] = ()) -> dict[str, tf.Tensor]:
+    """Reads the tensors of a generation.
+
+    Args:
+        generation: The result of `latest_good`.
+        skip: Names of tensors that this worker does not need.
 
     Raises:
         CheckpointError: If the files have changed since they were checked.
     """
-    names = sorted(generation.tensors)
+    names = sorted(generation.tensors.keys() - set(skip))
     try:
         with tf.device("CPU:0"):
             values = tf.raw_ops.RestoreV2(

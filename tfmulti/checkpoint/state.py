@@ -12,9 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.checkpoint.generations import CheckpointError, Generation, load
-from tfmulti.step import accumulation, model_contents
+from tfmulti.step import accumulation, model_contents, sharded_state
 
 # The state of callbacks that stop training, lower the rate or keep the best weights.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
@@ -48,7 +48,12 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
     variables = named_variables(model)
     if metrics:
         variables |= metric_variables(model)
-    tensors = {name: np.asarray(keras.ops.convert_to_numpy(v)) for name, v in variables.items()}
+    tensors, writes = {}, topology.is_chief(model.distribute_strategy)
+    for name, variable in variables.items():
+        value = _value_of(variable)
+        # The slots that other workers keep need memory on the chief alone, which writes them.
+        if writes or _is_here(variable):
+            tensors[name] = value
     remembered = []
     for number, callback in enumerate(callbacks):
         values = {n: getattr(callback, n) for n in _REMEMBERED if hasattr(callback, n)}
@@ -58,6 +63,18 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
             tensors[f"callback/{number}/{index:06d}"] = weights
     state = {"callbacks": remembered, "random": _random_states()}
     return Snapshot(tensors, state | {"optimizers": _what_optimizers_update(model)})
+
+
+def _is_here(variable) -> bool:
+    """Whether a variable's value is on this worker; a slot of sharded state is on one alone."""
+    return getattr(variable, "is_here", True)
+
+
+def _value_of(variable) -> np.ndarray:
+    if isinstance(variable, sharded_state.SlotVariable):
+        with sharded_state.gathering():
+            return variable.numpy()
+    return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
 def _plain(value):
@@ -150,9 +167,10 @@ def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> 
     Raises:
         CheckpointError: If the model or an optimizer differs.
     """
-    tensors = load(generation)
     _build_optimizers(generation.state, model)
-    _compare(generation, named_variables(model))
+    variables = named_variables(model)
+    _compare(generation, variables)
+    tensors = load(generation, {n for n, variable in variables.items() if not _is_here(variable)})
     put_back(generation.state, tensors, model, callbacks)
     return tensors
 
@@ -160,7 +178,8 @@ def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> 
 def put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
     """Restores again the state that `restore` has read."""
     for name, variable in named_variables(model).items():
-        variable.assign(tensors[name])
+        if _is_here(variable):
+            variable.assign(tensors[name])
     _restore_callbacks(state["callbacks"], tensors, callbacks)
     states = state["random"]
     version, words, gauss = states["python"]

@@ -12,6 +12,7 @@ from tfmulti.keras_compat.calls import nodes_of as nodes_of
 from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
 from tfmulti.keras_compat.calls import values_of as values_of
 from tfmulti.keras_compat.coordination import check_peers as check_peers
+from tfmulti.keras_compat.coordination import gather_alike as gather_alike
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
 from tfmulti.keras_compat.coordination import own_launchers as own_launchers
 from tfmulti.keras_compat.coordination import publish as publish
@@ -68,12 +69,16 @@ from tfmulti.keras_compat.seeds import global_seed_state as global_seed_state
 from tfmulti.keras_compat.seeds import prepare_global_seeds as prepare_global_seeds
 from tfmulti.keras_compat.seeds import set_global_seed_state as set_global_seed_state
 from tfmulti.keras_compat.steps import accumulators as accumulators
+from tfmulti.keras_compat.steps import after_updates as after_updates
 from tfmulti.keras_compat.steps import has_own_step as has_own_step
 from tfmulti.keras_compat.steps import is_accumulating as is_accumulating
 from tfmulti.keras_compat.steps import is_update_step as is_update_step
 from tfmulti.keras_compat.steps import mark_step as mark_step
 from tfmulti.keras_compat.steps import mark_updates_alike as mark_updates_alike
+from tfmulti.keras_compat.steps import strategy_of as strategy_of
+from tfmulti.keras_compat.steps import track_variable as track_variable
 from tfmulti.keras_compat.steps import update_by as update_by
+from tfmulti.keras_compat.steps import variable_index as variable_index
 from tfmulti.keras_compat.table import TABLE as TABLE
 from tfmulti.keras_compat.table import check_versions as check_versions
 from tfmulti.keras_compat.table import install as install

@@ -128,10 +128,11 @@ def heartbeats(timeout_s: float | None):
         del here.configure_coordination_service
 
 
-# Keys of collectives are 32 bits: which collective, and its rows.
-_MAX_ROWS, _MAX_COLLECTIVES = 2**20, 2**10
+# Keys of collectives are 32 bits: which collective, and its rows. Numbers are given anew after
+# 8190 traced collectives of a process.
+_MAX_ROWS, _MAX_COLLECTIVES = 2**18, 2**13 - 2
 # A prime: sizes that differ by some rows differ in it, where a row has not just as many elements.
-_MAX_SIZE = 1_048_573
+_MAX_SIZE = 262_139
 
 
 def own_launchers(strategy: tf.distribute.Strategy) -> None:
@@ -139,6 +140,19 @@ def own_launchers(strategy: tf.distribute.Strategy) -> None:
     for each in vars(strategy.extended).values():
         for launcher in getattr(each, "_launchers", ()):
             launcher.tfmulti_launches = True
+
+
+def gather_alike(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+    """Returns the tensors of all workers, one after the other along the first axis.
+
+    Unlike `ReplicaContext.all_gather` it may stand in a branch that all workers take alike.
+
+    Args:
+        strategy: A strategy with one replica for each worker.
+        value: A tensor, of the same shape on all workers.
+    """
+    [launcher] = strategy.extended._cross_device_ops._launchers
+    return launcher._all_gather(value, None)
 
 
 def never_unique(original):
@@ -154,6 +168,8 @@ def gather_by_shape(original):
     """Gives the gathers of workers a key for each number of rows: a key stands for one shape."""
 
     def all_gather(self, input_tensor, options):
+        if input_tensor.shape.is_fully_defined():
+            return original(self, input_tensor, options)
         with tf.device("CPU:0"):
             rows = tf.shape(input_tensor)[0] % _MAX_ROWS
         with _key_of(self, rows):

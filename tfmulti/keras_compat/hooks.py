@@ -21,7 +21,8 @@ def prepare_callbacks(original, prepare, more):
 
     def set_model(self, model):
         have = {type(callback) for callback in self.callbacks}
-        self.callbacks += [c for c in more(model) if type(c) not in have]
+        # First, since a user's callback may save the model when training ends.
+        self.callbacks[:0] = [c for c in more(model) if type(c) not in have]
         for callback in self.callbacks:
             prepare(callback, model)
             if hasattr(callback, "set_callbacks"):

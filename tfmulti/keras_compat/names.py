@@ -188,9 +188,11 @@ class OwnAllReduce(mwms.CollectiveAllReduceExtended):
 
     Attributes:
         add: Function of a list of tensors that returns their sums over all workers.
+        broadcast: Function of a list of tensors, and of the number of the worker that has each,
+            that returns them as that worker has them.
     """
 
-    add = None
+    add = broadcast = None
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         values = [value for value, _ in value_destination_pairs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 
 import keras
 import tensorflow as tf
@@ -74,6 +75,34 @@ def is_accumulating(optimizer) -> bool:
 def is_update_step(optimizer):
     """Whether the step that is traced ends an accumulation; `iterations` counts updates there."""
     return (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope an optimizer was created."""
+    return optimizer._distribution_strategy
+
+
+def variable_index(optimizer, variable) -> int:
+    """Returns the place of a variable among those that an optimizer was built for."""
+    return optimizer._get_variable_index(variable)
+
+
+def track_variable(optimizer, variable: keras.Variable) -> None:
+    """Adds a variable to `optimizer.variables`, as `add_variable` does."""
+    optimizer._track_variable(variable)
+
+
+def after_updates(optimizer, function) -> None:
+    """Calls a function of the variables after each update of an optimizer.
+
+    What Keras does with the new values, such as moving averages and constraints, comes after it.
+    """
+
+    def update(self, grads, trainable_variables, learning_rate):
+        type(self)._backend_update_step(self, grads, trainable_variables, learning_rate)
+        function(trainable_variables)
+
+    object.__setattr__(optimizer, "_backend_update_step", types.MethodType(update, optimizer))
 
 
 def has_own_step(model: keras.Model, kind: str) -> bool:

@@ -50,12 +50,21 @@ def noting_unbuilt(optimizers, model=None):
         found.append(_call_symbolically(layer, layer, **call_spec.user_arguments_dict))
         raise NotBuilt(layer.name)
 
+    def restore(owner, name):
+        owner.__dict__.pop(name, None)
+        if (id(owner), name) in present:
+            object.__setattr__(owner, name, present[id(owner), name])
+
     def note(owner, name, build, *args, **kwargs):
-        del owner.__dict__[name]
+        restore(owner, name)
         found.append(build(owner, getattr(owner, name), *args, **kwargs))
         raise NotBuilt(owner.name)
 
     keras.layers.Layer._maybe_build = maybe_build
+    # An optimizer with sharded state has a `build` of its own.
+    present = {
+        (id(owner), name): vars(owner)[name] for owner, name, _ in unbuilt if name in vars(owner)
+    }
     for owner, name, build in unbuilt:
         object.__setattr__(owner, name, functools.partial(note, owner, name, build))
     try:
@@ -63,7 +72,7 @@ def noting_unbuilt(optimizers, model=None):
     finally:
         keras.layers.Layer._maybe_build = original
         for owner, name, _ in unbuilt:
-            owner.__dict__.pop(name, None)
+            restore(owner, name)
 
 
 def is_built(model: keras.Model) -> bool:

@@ -8,12 +8,15 @@ import types
 import keras
 
 from tfmulti import keras_compat
-from tfmulti.choices import COMPRESSIONS
-from tfmulti.step import finite, gradients, model_contents
+from tfmulti.choices import COMPRESSIONS, SHARDS
+from tfmulti.step import finite, gradients, model_contents, sharded_state
 
 
 def DistributedOptimizer(
-    optimizer: keras.optimizers.Optimizer | str | dict, *, compression: str | None = None
+    optimizer: keras.optimizers.Optimizer | str | dict,
+    *,
+    compression: str | None = None,
+    shard: str | None = None,
 ) -> keras.optimizers.Optimizer:
     """Marks a Keras optimizer as distributed, and sets the precision in which gradients are sent.
 
@@ -32,12 +35,17 @@ def DistributedOptimizer(
         compression: `"bfloat16"` or `"float16"` to send dense gradients in half the bytes: each
             replica's gradient is rounded to 8 or 11 bits, and so is their sum. None sends full
             precision.
+        shard: `"state"` to keep the optimizer's slots, such as Adam's two for each weight, on one
+            worker each (ZeRO stage 1, Rajbhandari et al., 2020,
+            https://arxiv.org/abs/1910.02054): of N workers each holds 1/N of them. Workers need
+            one replica each. None keeps all of them everywhere.
 
     Returns:
         The same optimizer; for a name or a configuration, a new one.
 
     Raises:
-        ValueError: If it is not a Keras 3 optimizer, or the compression is unknown.
+        ValueError: If it is not a Keras 3 optimizer, the compression or what to shard is
+            unknown, or the state cannot be sharded.
 
     Example:
     >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
@@ -50,17 +58,29 @@ def DistributedOptimizer(
             f"`compression` must be None or one of {', '.join(COMPRESSIONS)}. "
             f"Received: compression={compression!r}. Use 'bfloat16' for half the bytes."
         )
+    check_shard(shard)
     if compression is not None:
         object.__setattr__(optimizer, "tfmulti_compression", compression)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if shard is not None:
+        sharded_state.shard_state(inner)
     if getattr(optimizer, "tfmulti_distributed", False):
         return optimizer
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner is not optimizer and getattr(inner, "tfmulti_distributed", False):
         _undo(inner)
     keras_compat.mark_updates_alike(inner)
     object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
     object.__setattr__(optimizer, "tfmulti_distributed", True)
     return optimizer
+
+
+def check_shard(shard) -> None:
+    """Raises ValueError for an unknown `shard`."""
+    if shard not in (None, *SHARDS):
+        raise ValueError(
+            f"`shard` must be None or one of {', '.join(SHARDS)}. "
+            f"Received: shard={shard!r}. Use 'state' for the optimizer's slots."
+        )
 
 
 def _get(optimizer) -> keras.optimizers.Optimizer:
@@ -76,10 +96,12 @@ def _get(optimizer) -> keras.optimizers.Optimizer:
     return found
 
 
-def distribute_optimizers(model: keras.Model, compression: str | None = None) -> None:
+def distribute_optimizers(
+    model: keras.Model, compression: str | None = None, shard: str | None = None
+) -> None:
     """Makes every optimizer that a model holds distributed, such as the two of a GAN."""
     for optimizer in model_contents.optimizers_of(model):
-        DistributedOptimizer(optimizer, compression=compression)
+        DistributedOptimizer(optimizer, compression=compression, shard=shard)
 
 
 def distribute_loaded(model: keras.Model) -> None:

@@ -82,7 +82,9 @@ def refuse_made_outside(model: keras.Model) -> None:
         return
     optimizer = getattr(model, "optimizer", None)
     owned = [*model.trainable_variables, *model.metrics_variables]
-    owned += optimizer.variables if optimizer is not None else []
+    slots = optimizer.variables if optimizer is not None else []
+    # Those of sharded state have one owner.
+    owned += [each for each in slots if not getattr(each, "tfmulti_is_sharded", False)]
     strange = [v for v in owned if not isinstance(v.value, tf.distribute.DistributedValues)]
     if strange:
         raise ValueError(

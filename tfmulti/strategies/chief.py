@@ -7,6 +7,7 @@ collective, which every worker must join.
 from __future__ import annotations
 
 import atexit
+import functools
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import keras
 
 from tfmulti import topology
+from tfmulti.step import model_contents, sharded_state
+from tfmulti.strategies import coordination
 
 # The attribute that holds the output path of each stock callback.
 _PLACES = (
@@ -35,6 +38,9 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        for method in ("on_train_batch_end", "on_epoch_end"):
+            setattr(callback, method, _gathering(getattr(callback, method)))
     if topology.is_chief(strategy):
         return
     for kind, name in _PLACES:
@@ -42,6 +48,33 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         if isinstance(callback, kind) and not hasattr(callback, "tfmulti_place"):
             callback.tfmulti_place = place
             setattr(callback, name, str(_temporary_folder() / Path(str(place)).name))
+
+
+class GatherState(keras.callbacks.Callback):
+    """Gathers sharded state when `fit` ends, so that one worker alone can save the model."""
+
+    def on_train_end(self, logs=None):
+        """Gathers it; every worker comes here."""
+        optimizers = model_contents.optimizers_of(self.model, nested=True)
+        for shards in sharded_state.sharded(optimizers):
+            shards.keep()
+
+
+def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks that every `fit` of a model has beside the user's."""
+    several = topology.num_workers(model.distribute_strategy) > 1
+    return [*coordination.callbacks_for(model), *([GatherState()] if several else [])]
+
+
+def _gathering(method):
+    """Returns a callback's method, which may read sharded state: it runs on every worker."""
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        with sharded_state.gathering():
+            return method(*args, **kwargs)
+
+    return call
 
 
 def _temporary_folder() -> Path:

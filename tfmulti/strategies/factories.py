@@ -159,7 +159,7 @@ def _repair_keras():
         in_step=gradients.in_step,
         inlines=gradients.in_keras_step,
         keeps_means=losses.keeps_means,
-        more_callbacks=coordination.callbacks_for,
+        more_callbacks=chief.callbacks_for,
         once_built=checks.verify_once_built,
         predict=on_batch.predict,
         prepare_callback=chief.prepare_callback,

@@ -101,7 +101,7 @@ def create_multi_worker(
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         all_reduce = _create_mpi_all_reduce(communicator, cluster, options.bucket_bytes)
-        strategy.extended.add = all_reduce.add
+        strategy.extended.add, strategy.extended.broadcast = all_reduce.add, all_reduce.broadcast
     return strategy
 
 

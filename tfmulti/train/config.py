@@ -14,6 +14,7 @@ from tfmulti.choices import (
     OPTIMIZERS,
     RESUME,
     SCALING_RULES,
+    SHARDS,
     STRATEGIES,
     TRACKERS,
     VERIFY,
@@ -89,6 +90,9 @@ class TrainConfig:
     )
     compression: str | None = setting(
         None, "Send gradients in half the bytes, rounded.", COMPRESSIONS
+    )
+    shard: str | None = setting(
+        None, "Keep the optimizer's slots on one worker each; needs several workers.", SHARDS
     )
     start_timeout: float | None = setting(
         None,

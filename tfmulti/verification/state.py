@@ -107,6 +107,9 @@ class State:
 
     def _add(self, variables, kind, paths=()):
         for place, variable in enumerate(variables):
+            if not getattr(variable, "is_here", True):
+                # A slot that another worker keeps.
+                continue
             value = getattr(variable, "value", None)
             value = value if isinstance(variable, keras.Variable) else variable
             if value is None:

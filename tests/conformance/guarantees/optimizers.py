@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import keras
+import tensorflow as tf
 
+import tfmulti
 from conformance.guarantee import Guarantee
 from conformance.guarantees import common
+from tfmulti import topology
 
 optimizers = keras.optimizers
 
@@ -45,7 +48,41 @@ def classifier(maker):
     return create
 
 
+def sharded(maker):
+    """As `classifier`, with the optimizer's slots on one of several workers each."""
+
+    def create(wrap):
+        def wrap_and_shard(optimizer):
+            optimizer = wrap(optimizer)
+            strategy = tf.distribute.get_strategy()
+            ours = getattr(optimizer, "tfmulti_distributed", False)
+            if ours and topology.num_local_replicas(strategy) == 1:
+                tfmulti.DistributedOptimizer(optimizer, shard="state")
+            return optimizer
+
+        return classifier(maker)(wrap_and_shard)
+
+    return create
+
+
+SHARDED = {
+    "sharded state, AdamW, clipped": lambda: optimizers.AdamW(
+        0.01, weight_decay=0.1, global_clipnorm=0.3
+    ),
+    "sharded state, Lamb, accumulated": lambda: optimizers.Lamb(
+        0.01, gradient_accumulation_steps=2
+    ),
+    "sharded state, Nadam, averaged": lambda: optimizers.Nadam(
+        0.01, use_ema=True, ema_overwrite_frequency=3
+    ),
+}
 GUARANTEES = [
-    Guarantee(name, classifier(maker), data=common.plain, num_rows=43, rows="A1")
-    for name, maker in MAKERS.items()
+    *(
+        Guarantee(name, classifier(maker), data=common.plain, num_rows=43, rows="A1")
+        for name, maker in MAKERS.items()
+    ),
+    *(
+        Guarantee(name, sharded(maker), data=common.plain, num_rows=43)
+        for name, maker in SHARDED.items()
+    ),
 ]

@@ -1,0 +1,203 @@
+"""One worker trains with sharded optimizer state: `python sharded_state_worker.py FOLDER CASES`.
+
+Prints a line of JSON with what each case saw. A case trains with copies of the state, and with
+sharded state, in the same process.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmulti
+from tfmulti import topology
+
+optimizers = keras.optimizers
+OPTIMIZERS = {
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "averages": lambda: optimizers.Nadam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "muon": lambda: optimizers.Muon(0.01),
+    "lamb": lambda: optimizers.Lamb(0.01, clipnorm=0.1),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0),
+    "averages at the end": lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+    "lion": lambda: optimizers.Lion(
+        optimizers.schedules.ExponentialDecay(0.01, 3, 0.5), clipvalue=0.05
+    ),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
+    "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+}
+
+
+def rows():
+    rng = np.random.RandomState(0)
+    return rng.randint(0, 20, (33, 5)), rng.randint(0, 3, 33)
+
+
+def build(strategy, optimizer, shard):
+    """A model with an embedding, which has sparse gradients, and a constraint."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        tokens = keras.Input((5,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(20, 8)(tokens))
+        hidden = keras.layers.Dense(16, activation="tanh", kernel_constraint="max_norm")(hidden)
+        hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
+        model = keras.Model(tokens, keras.layers.Dense(3)(hidden))
+        optimizer = tfmulti.DistributedOptimizer(optimizer(), shard=shard)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def fit(model, epochs=3, **more):
+    data = tfmulti.distribute_train(rows(), model.distribute_strategy, 16, seed=3)
+    if "checkpoint" in more:
+        more["callbacks"] = [tfmulti.callbacks.Checkpoint(more.pop("checkpoint"), data)]
+    return model.fit(data, epochs=epochs, verbose=0, **more).history["loss"]
+
+
+def held(optimizer):
+    """The elements of what an optimizer has in memory here."""
+    values = [v for v in optimizer.variables if getattr(v, "is_here", True)]
+    return sum(int(np.prod(v.shape)) for v in values)
+
+
+def same(model, other):
+    return all(np.array_equal(a, b) for a, b in zip(model.get_weights(), other.get_weights()))
+
+
+def optimizer(strategy, folder, name):
+    """With copies and with sharded state; verification is on."""
+    copies, shards = (build(strategy, OPTIMIZERS[name], each) for each in (None, "state"))
+    losses = fit(copies), fit(shards)
+    return {
+        "same": same(copies, shards),
+        "losses": losses,
+        "held": [held(copies.optimizer), held(shards.optimizer)],
+    }
+
+
+def life(strategy, folder, name):
+    """Checkpoints, files and resuming."""
+    create = OPTIMIZERS["adamw"]
+    whole = build(strategy, create, "state")
+    fit(whole, checkpoint=folder / "whole")
+    for shard in (None, "state"):
+        fit(build(strategy, create, shard), epochs=2, checkpoint=folder / f"from_{shard}")
+    resumed = {}
+    for shard in (None, "state"):
+        model = build(strategy, create, shard)
+        fit(model, checkpoint=folder / ("from_state" if shard is None else "from_None"))
+        resumed[f"to {shard}"] = same(model, whole)
+    again = build(strategy, create, "state")
+    fit(again, epochs=2, checkpoint=folder / "again")
+    again = build(strategy, create, "state")
+    saving = keras.callbacks.ModelCheckpoint(folder / "each.keras")
+    data = tfmulti.distribute_train(rows(), strategy, 16, seed=3)
+    checkpoint = tfmulti.callbacks.Checkpoint(folder / "again", data)
+    again.fit(data, epochs=3, verbose=0, callbacks=[saving, checkpoint])
+    resumed["sharded both times"] = same(again, whole)
+    copies = build(strategy, create, None)
+    fit(copies)
+    if topology.is_chief(strategy):
+        # On the chief alone, after `fit`.
+        whole.save(folder / "sharded.keras")
+        copies.save(folder / "copies.keras")
+    return resumed
+
+
+def two_optimizers(strategy, folder, name):
+    """A step of the user's own, in which each optimizer updates a part of the model in turn."""
+    weights = []
+    for shard in (None, "state"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = InTurn()
+            model.compile(
+                tfmulti.DistributedOptimizer(optimizers.Adam(0.01), shard=shard),
+                "mse",
+                run_eagerly=False,
+            )
+            model.second = tfmulti.DistributedOptimizer(optimizers.Lamb(0.01), shard=shard)
+        x = rows()[0].astype("float32")
+        model.fit(tfmulti.distribute_train((x, x[:, :1]), strategy, 16), epochs=2, verbose=0)
+        weights.append(model)
+    return {"same": same(*weights), "held": [held(m.second) for m in weights]}
+
+
+class InTurn(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+    def train_step(self, data):
+        x, y = data
+        for layer, optimizer in ((self.one, self.optimizer), (self.two, self.second)):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            variables = layer.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+            optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+class AllTogether(optimizers.SGD):
+    """An optimizer whose update of one variable reads the slots of all."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        norm = sum(keras.ops.sum(keras.ops.square(each)) for each in self.momentums)
+        super().update_step(gradient / (1 + norm), variable, learning_rate)
+
+
+def refusals(strategy, folder, name):
+    """What is told: an optimizer that reads all slots, one that is built, and a wrong word."""
+
+    def built():
+        model = build(strategy, OPTIMIZERS["lion"], None)
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        tfmulti.DistributedOptimizer(model.optimizer, shard="state")
+
+    def between():
+        model = build(strategy, OPTIMIZERS["lion"], "state")
+        with strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        for variable in model.optimizer.variables:
+            variable.numpy()
+
+    programs = {
+        "together": lambda: fit(build(strategy, lambda: AllTogether(0.1, momentum=0.9), "state")),
+        "built": built,
+        "between": between,
+    }
+    return {name: message_of(program) for name, program in programs.items()}
+
+
+def message_of(program):
+    try:
+        program()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+CASES = {"life": life, "two optimizers": two_optimizers, "refusals": refusals}
+
+if __name__ == "__main__":
+    place, cases = Path(sys.argv[1]), sys.argv[2].split(",")
+    the_strategy = tfmulti.create_strategy("multi_worker", verify="always")
+    for case in cases:
+        seen = CASES.get(case, optimizer)(the_strategy, place, case)
+        print(json.dumps({case: seen}), flush=True)

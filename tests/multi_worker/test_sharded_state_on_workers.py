@@ -1,0 +1,131 @@
+"""Sharded optimizer state on two workers: the same bits as with copies of the state."""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfmulti
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import sharded_state_worker as worker
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+# The refusals come last: a step that fails on each worker at another place leaves them apart.
+FAST = ("adamw", "life", "refusals")
+SLOW = tuple(name for name in (*worker.OPTIMIZERS, "two optimizers") if name not in FAST)
+
+
+def run(run_workers, folder, cases, **more):
+    """What each worker saw of each case."""
+    program = [HERE / "sharded_state_worker.py", folder, ",".join(cases)]
+    outputs = run_workers(more.pop("num_workers", 2), program, **more)
+    seen = [{}, {}]
+    for found, output in zip(seen, outputs):
+        for line in output.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+    return seen
+
+
+@pytest.fixture(scope="module", name="fast")
+def fast_fixture(run_workers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, run(run_workers, folder, FAST)
+
+
+@pytest.fixture(scope="module", name="slow")
+def slow_fixture(run_workers, tmp_path_factory):
+    return run(run_workers, tmp_path_factory.mktemp("sharded"), SLOW)
+
+
+def assert_same(seen):
+    copies, shards = zip(*(each["held"] for each in seen))
+    assert all(each["same"] for each in seen)
+    assert all(each["losses"][0] == each["losses"][1] for each in seen if "losses" in each)
+    # The count of updates, the rate and what is not sharded are on both.
+    assert copies[0] < sum(shards) < 2 * copies[0]
+
+
+def test_sharded_state_gives_the_bits_of_copies(fast):
+    _, seen = fast
+    assert_same([each["adamw"] for each in seen])
+    copies, shards = zip(*(each["adamw"]["held"] for each in seen))
+    assert sum(shards) <= copies[0] + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_every_optimizer_gives_the_bits_of_copies(slow, case):
+    assert_same([each[case] for each in slow])
+
+
+@pytest.mark.slow
+def test_over_mpi(run_workers, tmp_path):
+    if not MPIEXEC.exists():
+        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+    names = ("adamw", "accumulation", "muon", "two optimizers", "life")
+    seen = run(run_workers, tmp_path, names, options=["--mpi"])
+    for name in names[:-1]:
+        assert_same([each[name] for each in seen])
+    assert all(all(each["life"].values()) for each in seen)
+
+
+def test_checkpoints_resume_bit_for_bit_with_and_without_sharding(fast):
+    _, seen = fast
+    assert [set(each["life"].values()) for each in seen] == [{True}, {True}]
+
+
+def test_a_checkpoint_of_workers_resumes_on_one_device(fast):
+    folder, _ = fast
+    strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+    create = worker.OPTIMIZERS["adamw"]
+    whole = worker.build(strategy, create, "state")
+    worker.fit(whole, epochs=4)
+    resumed = worker.build(strategy, create, "state")
+    # Three of the epochs were trained by the workers.
+    assert len(worker.fit(resumed, epochs=4, checkpoint=folder / "again")) == 4
+    for one, other in zip(whole.get_weights(), resumed.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+def test_files_are_those_of_one_device(fast):
+    folder, _ = fast
+    sharded, copies, each = (
+        keras.models.load_model(folder / f"{name}.keras") for name in ("sharded", "copies", "each")
+    )
+    assert len(copies.optimizer.variables) == 2 + 2 * len(copies.trainable_variables)
+    for model in (sharded, each):
+        pairs = zip(model.variables, copies.variables, strict=True)
+        own = zip(model.optimizer.variables, copies.optimizer.variables, strict=True)
+        for mine, theirs in [*pairs, *own]:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_cannot_be_sharded_is_told(fast):
+    _, seen = fast
+    for told in (each["refusals"] for each in seen):
+        assert "must update each variable by itself" in told["together"]
+        assert "before the optimizer has its slots" in told["built"]
+        assert "gathered in callbacks.Checkpoint" in told["between"]
+
+
+def test_a_wrong_word_and_replicas_of_one_worker_are_told():
+    with pytest.raises(ValueError, match="`shard` must be None or one of state"):
+        tfmulti.DistributedOptimizer("adam", shard="states")
+    strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    with strategy.scope(), pytest.raises(ValueError, match="workers with one replica each"):
+        tfmulti.DistributedOptimizer("adam", shard="state")
+
+
+def test_one_device_trains_as_ever():
+    strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+    models = [
+        worker.build(strategy, worker.OPTIMIZERS["adamw"], shard) for shard in (None, "state")
+    ]
+    assert worker.fit(models[0]) == worker.fit(models[1])

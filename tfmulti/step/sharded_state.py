@@ -1,0 +1,360 @@
+"""Sharded optimizer state: each worker keeps the slots of the variables that it owns.
+
+Every worker has the gradients of the whole batch. It updates the variables that it owns, whole
+ones, so that any optimizer computes what it computes on one device, and sends their new values to
+the other workers. This is stage 1 of ZeRO (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054).
+
+Moving averages of weights and accumulated gradients are not sharded: Keras computes them from
+values that every worker has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import types
+import warnings
+from concurrent import futures
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import keras_compat, topology
+from tfmulti.step import exchange
+
+_WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
+# Beyond this ratio of the largest worker's bytes to the mean, and this difference, a warning names
+# the variable.
+_EVEN, _SMALL_BYTES = 1.25, 2**20
+_local = threading.local()
+
+
+class SlotVariable(keras.Variable):
+    """A slot of an optimizer, such as a momentum, that one worker keeps.
+
+    On the other workers it has a name, a shape and no memory; assigning to it does nothing there,
+    and reading its value in a step is an error.
+
+    Args:
+        shards: The shards of the optimizer.
+        owner: The number of the worker that keeps it.
+        shape: Its shape.
+        initializer: Its initializer.
+        dtype: Its dtype.
+        name: Its name.
+    """
+
+    def __init__(self, shards: Shards, owner: int, shape, initializer, dtype, name: str):
+        self.owner, self.is_here, self._shards = owner, owner == shards.worker, shards
+        self._whole = tf.TensorShape(shape)
+        initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])
+        super().__init__(
+            initializer, shape=self._whole, dtype=dtype or keras.config.floatx(),
+            trainable=False, name=name,
+        )  # fmt: skip
+
+    @property
+    def shape(self):
+        """The shape that the owner's value has."""
+        return self._whole
+
+    @property
+    def value(self):
+        """The owner's `tf.Variable`.
+
+        Raises:
+            RuntimeError: On another worker.
+        """
+        if not self.is_here:
+            raise RuntimeError(
+                "With shard='state' an optimizer must update each variable by itself: one worker "
+                f"keeps its slots. Received: a read of {self.path}, which worker {self.owner} "
+                f"keeps, on worker {self._shards.worker}. Leave shard out for this optimizer."
+            )
+        return super().value
+
+    def assign(self, value):
+        """Assigns the whole value on the owner; on other workers nothing happens."""
+        return super().assign(value) if self.is_here else value
+
+    def numpy(self) -> np.ndarray:
+        """Returns the whole value; see `Shards.read`."""
+        return self._shards.read(self)
+
+
+@contextlib.contextmanager
+def gathering():
+    """Makes reading slots a collective within the context, which every worker must enter."""
+    previous = getattr(_local, "gathers", False)
+    _local.gathers = True
+    try:
+        yield
+    finally:
+        _local.gathers = previous
+
+
+def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer keep on each worker the slots of the variables which that worker owns.
+
+    Raises:
+        ValueError: If the optimizer has its slots already, or a worker has several replicas.
+    """
+    if getattr(optimizer, "tfmulti_shards", None) is not None:
+        return
+    strategy = keras_compat.strategy_of(optimizer)
+    if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
+        return
+    if optimizer.built:
+        raise ValueError(
+            "`shard` must be given before the optimizer has its slots. "
+            f"Received: {optimizer.name}, which is built. "
+            "Call tfmulti.DistributedOptimizer(optimizer, shard='state') before compile."
+        )
+    if topology.num_local_replicas(strategy) > 1:
+        raise ValueError(
+            "`shard` needs workers with one replica each. Received: "
+            f"{topology.num_local_replicas(strategy)} replicas in this process. "
+            "Start one worker for each device: python -m tfmulti.launch --num_workers N."
+        )
+    shards = Shards(optimizer, strategy)
+    object.__setattr__(optimizer, "tfmulti_shards", shards)
+    for name, method in (("build", _build), ("update_step", _update_step)):
+        object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
+    keras_compat.after_updates(optimizer, shards.send_updates)
+
+
+def owners_by_bytes(sizes: list[int], num_workers: int) -> list[int]:
+    """Returns an owner for each variable: the largest first, to the worker that has the least.
+
+    >>> owners_by_bytes([4, 9, 5], 2)
+    [1, 0, 1]
+    """
+    owners, held = [0] * len(sizes), [0] * num_workers
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = held.index(min(held))
+        held[owners[place]] += sizes[place]
+    return owners
+
+
+def sharded(optimizers) -> list[Shards]:
+    """Returns the shards of those optimizers that have them, and are built."""
+    found = [getattr(each, "tfmulti_shards", None) for each in optimizers]
+    return [shards for shards in found if shards is not None and shards.slots]
+
+
+def _build(self, variables):
+    self.tfmulti_shards.build(variables)
+
+
+def _update_step(self, gradient, variable, learning_rate):
+    if self.tfmulti_shards.owns(variable):
+        type(self).update_step(self, gradient, variable, learning_rate)
+
+
+class Shards:
+    """Which worker keeps what of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: Its strategy, with one replica for each worker.
+
+    Attributes:
+        worker: The number of this worker.
+        slots: The slots of all workers, in the order of `optimizer.variables`.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, strategy):
+        self._optimizer, self._strategy = optimizer, strategy
+        self.worker = topology.worker_index(strategy)
+        self.slots: list[SlotVariable] = []
+        self._owners: list[int] = []
+        self._kept: _KeptValues | None = None
+
+    def build(self, variables) -> None:
+        """Creates the slots that this worker keeps, and placeholders for the others.
+
+        In a strategy's scope, creating a variable is a collective that gives every worker the
+        chief's value. The scope is the thread's, so the slots are created in another one.
+
+        Args:
+            variables: The variables that the optimizer will update.
+        """
+        variables = list(variables)
+        sizes = [_bytes_of(variable) for variable in variables]
+        self._owners = owners_by_bytes(sizes, topology.num_workers(self._strategy))
+        with futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(self._build, variables).result()
+        self._tell(variables, sizes)
+
+    def _build(self, variables):
+        optimizer = self._optimizer
+        before = {id(variable) for variable in optimizer.variables}
+        places = {id(variable): place for place, variable in enumerate(variables)}
+        watched = _Watched(variables)
+
+        def add_variable_from_reference(reference_variable, name=None, initializer="zeros"):
+            path = getattr(reference_variable, "path", reference_variable.name)
+            full_name = f"{path.replace('/', '_').replace(':', '_')}_{name or 'var'}"
+            whole = getattr(optimizer, _WHOLE.get(name, ""), None)
+            place = None if whole else places.get(id(reference_variable))
+            return self._add(
+                place, reference_variable.shape, initializer, reference_variable.dtype, full_name
+            )
+
+        def add_variable(
+            shape, initializer="zeros", dtype=None, aggregation="none", layout=None, name=None
+        ):
+            return self._add(watched.current, shape, initializer, dtype, name)
+
+        own = {
+            "add_variable": add_variable,
+            "add_variable_from_reference": add_variable_from_reference,
+        }
+        for name, function in own.items():
+            object.__setattr__(optimizer, name, function)
+        try:
+            with tf.device(self._strategy.extended.worker_devices[0]):
+                type(optimizer).build(optimizer, watched)
+        finally:
+            for name in own:
+                object.__delattr__(optimizer, name)
+        for variable in optimizer.variables:
+            if id(variable) not in before:
+                variable.tfmulti_is_sharded = True
+
+    def _add(self, place, shape, initializer, dtype, name):
+        optimizer = self._optimizer
+        if place is None:
+            return type(optimizer).add_variable(
+                optimizer, shape=shape, initializer=initializer, dtype=dtype, name=name
+            )
+        with keras.name_scope(optimizer.name):
+            slot = SlotVariable(self, self._owners[place], shape, initializer, dtype, name)
+        keras_compat.track_variable(optimizer, slot)
+        self.slots.append(slot)
+        return slot
+
+    def _tell(self, variables, sizes):
+        held = [0] * topology.num_workers(self._strategy)
+        for owner, size in zip(self._owners, sizes):
+            held[owner] += size
+        most, mean = max(held), sum(held) / len(held)
+        logging.info(
+            "Sharded state of %s: this worker updates %.1f of %.1f MB of weights.",
+            self._optimizer.name,
+            held[self.worker] / 1e6,
+            sum(held) / 1e6,
+        )
+        if most > _EVEN * mean and most - mean > _SMALL_BYTES:
+            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            warnings.warn(
+                f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
+                f"weights, the mean is {mean / 1e6:.1f} MB. A variable has one owner; "
+                f"{variables[largest].path} alone has {sizes[largest] / 1e6:.1f} MB.",
+                stacklevel=2,
+            )
+
+    def owns(self, variable) -> bool:
+        """Whether this worker updates a variable."""
+        return self._owner(variable) == self.worker
+
+    def _owner(self, variable) -> int:
+        return self._owners[keras_compat.variable_index(self._optimizer, variable)]
+
+    def send_updates(self, variables) -> None:
+        """Gives every worker the new values of variables, after their owners' updates.
+
+        Args:
+            variables: The variables of an update, in the same order on every worker.
+        """
+        owners = [self._owner(variable) for variable in variables]
+        values = [tf.convert_to_tensor(getattr(each, "value", each)) for each in variables]
+        for place, value in exchange.from_owners(self._strategy, values, owners):
+            self._optimizer.assign(variables[place], value)
+
+    def read(self, slot: SlotVariable) -> np.ndarray:
+        """Returns a slot's whole value.
+
+        Within `gathering` it comes from its owner. Else it is this worker's own, or the one that
+        `keep` has kept.
+
+        Raises:
+            RuntimeError: For another worker's slot whose value is not known here.
+        """
+        if getattr(_local, "gathers", False):
+            return self._gather(slot)
+        if slot.is_here:
+            return slot.value.numpy()
+        if self._kept is None or self._kept.step != self._step():
+            raise RuntimeError(
+                "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
+                f"`fit` ends. Received: a read of {slot.path} at another time, which worker "
+                f"{slot.owner} keeps. Save the model after `fit`, or with one of these callbacks."
+            )
+        return self._kept.read(slot.path)
+
+    def keep(self) -> None:
+        """Gathers the other workers' slots into files of this worker; a collective.
+
+        A script may then save the model on one worker alone.
+        """
+        self._kept = self._kept or _KeptValues()
+        for slot in self.slots:
+            value = self._gather(slot)
+            if not slot.is_here:
+                self._kept.write(slot.path, value)
+        self._kept.step = self._step()
+
+    def _step(self) -> int:
+        return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
+
+    def _gather(self, slot) -> np.ndarray:
+        strategy, shape, dtype = self._strategy, slot.shape, tf.as_dtype(slot.dtype)
+
+        def on_replica():
+            value = slot.value.read_value() if slot.is_here else tf.zeros(shape, dtype)
+            received = [value for _, value in exchange.from_owners(strategy, [value], [slot.owner])]
+            return received[0] if received else value
+
+        function = tf.function(lambda: strategy.run(on_replica), autograph=False)
+        value = function.get_concrete_function()()
+        return strategy.experimental_local_results(value)[0].numpy()
+
+
+class _Watched(list):
+    """A list of variables that knows to which of them a loop has come."""
+
+    def __init__(self, variables):
+        super().__init__(variables)
+        self.current = None
+
+    def __iter__(self):
+        for place, variable in enumerate(super().__iter__()):
+            self.current = place
+            yield variable
+        self.current = None
+
+
+class _KeptValues:
+    """Values in files of a temporary folder."""
+
+    def __init__(self):
+        self.step, self._folder = -1, tempfile.TemporaryDirectory(prefix="tfmulti_state_")
+
+    def write(self, path: str, value: np.ndarray) -> None:
+        np.save(self._place(path), value)
+
+    def read(self, path: str) -> np.ndarray:
+        return np.load(self._place(path))
+
+    def _place(self, path) -> Path:
+        return Path(self._folder.name) / (path.replace("/", "|") + ".npy")
+
+
+def _bytes_of(variable) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
