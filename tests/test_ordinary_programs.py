@@ -12,7 +12,7 @@ from keras import ops
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.verification import telling
+from tfmulti.verification import messages
 
 NUM_ROWS, BATCH_SIZE = 21, 8  # The last batch has five rows.
 LENGTHS = [1 + i % 5 for i in range(NUM_ROWS)]
@@ -419,10 +419,10 @@ def test_verification_leaves_no_warnings_of_tensorflow(caplog):
 
 
 def test_a_line_tells_of_long_verification(capsys):
-    with telling.announced("train", seconds=0.0):
+    with messages.announced("train", seconds=0.0):
         time.sleep(0.3)
     assert "verifying `train_step`" in capsys.readouterr().err
-    with telling.announced("train"):
+    with messages.announced("train"):
         pass
     assert not capsys.readouterr().err
 

@@ -20,8 +20,8 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, topology
+from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification import telling
 from tfmulti.verification.own import is_stock, neutral_layers
 from tfmulti.verification.runs import TRAIN, Case, Distributed
 from tfmulti.verification.state import restored_attributes
@@ -76,7 +76,7 @@ def verify_once(
     if topology.num_workers(strategy) > 1:
         rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
     begin = time.perf_counter()
-    with restored_attributes(model), telling.quiet_tensorflow(), telling.announced(kind):
+    with restored_attributes(model), messages.quiet_tensorflow(), messages.announced(kind):
         error, reason = find_out(case, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
@@ -84,7 +84,7 @@ def verify_once(
     if workers.compare(strategy, int(bool(error)))[1]:
         # Another attempt shall verify, and raise, again.
         model.tfmulti_verified[1].discard(_key(case))
-        raise error or ValueError(telling.elsewhere(kind))
+        raise error or ValueError(messages.elsewhere(kind))
     if reason and early:
         model.tfmulti_verified[1].discard(_key(case))
     elif reason:
@@ -202,7 +202,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             if drift is not None:
                 return drift, ""
             if trial.shuffles:
-                warnings.warn(telling.SHUFFLES, stacklevel=3)
+                warnings.warn(messages.SHUFFLES, stacklevel=3)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
     return None, reason or "another worker could not run it"
@@ -219,7 +219,7 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     least, most = workers.compare(case.strategy, number)
     named = workers.compare(case.strategy, int(bool(name)))[1]
     drifts = ran and (named or least != most)
-    return telling.describe_drift(case, name) if drifts else None
+    return messages.describe_drift(case, name) if drifts else None
 
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
@@ -248,12 +248,12 @@ def _look(trial, view, case, workers) -> _Seen:
     found, reason, kind = _found(trial, view, case.model)
     error = None
     if trial.outside:
-        error, kind = telling.describe_outside(case, trial.outside), _DIFFERS
+        error, kind = messages.describe_outside(case, trial.outside), _DIFFERS
     elif trial.attributes:
-        error, kind = telling.describe_attributes(case, trial.attributes), _DIFFERS
+        error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
         known = trial.growth, trial.place, trial.made_up
-        error, kind = telling.describe(case, found, *known), _DIFFERS
+        error, kind = messages.describe(case, found, *known), _DIFFERS
     return _Seen(*workers.compare(case.strategy, kind), error, reason)
 
 
