@@ -87,6 +87,7 @@ def optimizer(strategy, folder, name):
 
 def life(strategy, folder, name):
     """Checkpoints, files and resuming."""
+    strategy.verify = "never"
     create = OPTIMIZERS["adamw"]
     whole = build(strategy, create, "state")
     fit(whole, checkpoint=folder / "whole")
@@ -100,17 +101,29 @@ def life(strategy, folder, name):
     again = build(strategy, create, "state")
     fit(again, epochs=2, checkpoint=folder / "again")
     again = build(strategy, create, "state")
-    saving = keras.callbacks.ModelCheckpoint(folder / "each.keras")
+    saving = [
+        keras.callbacks.ModelCheckpoint(folder / "each.keras"),
+        keras.callbacks.ModelCheckpoint(folder / "each.weights.h5", save_weights_only=True),
+    ]
     data = tfmulti.distribute_train(rows(), strategy, 16, seed=3)
     checkpoint = tfmulti.callbacks.Checkpoint(folder / "again", data)
-    again.fit(data, epochs=3, verbose=0, callbacks=[saving, checkpoint])
+    again.fit(data, epochs=3, verbose=0, callbacks=[*saving, checkpoint])
     resumed["sharded both times"] = same(again, whole)
-    copies = build(strategy, create, None)
-    fit(copies)
+    for name in ("adamw", "adafactor"):
+        # Slots of Adafactor have the same path.
+        models = [build(strategy, OPTIMIZERS[name], shard) for shard in (None, "state")]
+        for model in models:
+            fit(model, epochs=3 if name == "adamw" else 1)
+        if topology.is_chief(strategy):
+            # On the chief alone, after `fit`.
+            models[0].save(folder / f"{name}_copies.keras")
+            models[1].save(folder / f"{name}_sharded.keras")
+    loaded = build(strategy, create, "state")
+    with strategy.scope():
+        loaded.optimizer.build(loaded.trainable_variables)
+    loaded.load_weights(folder / "each.weights.h5")
     if topology.is_chief(strategy):
-        # On the chief alone, after `fit`.
-        whole.save(folder / "sharded.keras")
-        copies.save(folder / "copies.keras")
+        loaded.save(folder / "loaded.keras")
     return resumed
 
 

@@ -96,11 +96,14 @@ def test_a_checkpoint_of_workers_resumes_on_one_device(fast):
 
 def test_files_are_those_of_one_device(fast):
     folder, _ = fast
-    sharded, copies, each = (
-        keras.models.load_model(folder / f"{name}.keras") for name in ("sharded", "copies", "each")
-    )
+
+    def load(name):
+        return keras.models.load_model(folder / f"{name}.keras")
+
+    copies = load("adamw_copies")
     assert len(copies.optimizer.variables) == 2 + 2 * len(copies.trainable_variables)
-    for model in (sharded, each):
+    pairs = [(load(name), copies) for name in ("adamw_sharded", "each", "loaded")]
+    for model, copies in [*pairs, (load("adafactor_sharded"), load("adafactor_copies"))]:
         pairs = zip(model.variables, copies.variables, strict=True)
         own = zip(model.optimizer.variables, copies.optimizer.variables, strict=True)
         for mine, theirs in [*pairs, *own]:

@@ -40,6 +40,11 @@ class SlotVariable(keras.Variable):
     On the other workers it has a name, a shape and no memory; assigning to it does nothing there,
     and reading its value in a step is an error.
 
+    Attributes:
+        owner: The number of the worker that keeps it.
+        is_here: Whether that is this worker.
+        number: Its place in `Shards.slots`.
+
     Args:
         shards: The shards of the optimizer.
         owner: The number of the worker that keeps it.
@@ -51,6 +56,7 @@ class SlotVariable(keras.Variable):
 
     def __init__(self, shards: Shards, owner: int, shape, initializer, dtype, name: str):
         self.owner, self.is_here, self._shards = owner, owner == shards.worker, shards
+        self.number = len(shards.slots)
         self._whole = tf.TensorShape(shape)
         initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])
         super().__init__(
@@ -79,8 +85,8 @@ class SlotVariable(keras.Variable):
         return super().value
 
     def assign(self, value):
-        """Assigns the whole value on the owner; on other workers nothing happens."""
-        return super().assign(value) if self.is_here else value
+        """Assigns the whole value on the owner; other workers keep it in a file."""
+        return super().assign(value) if self.is_here else self._shards.keep_value(self, value)
 
     def numpy(self) -> np.ndarray:
         """Returns the whole value; see `Shards.read`."""
@@ -173,7 +179,7 @@ class Shards:
         self.worker = topology.worker_index(strategy)
         self.slots: list[SlotVariable] = []
         self._owners: list[int] = []
-        self._kept: _KeptValues | None = None
+        self._kept = _KeptValues()
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
@@ -290,25 +296,29 @@ class Shards:
             return self._gather(slot)
         if slot.is_here:
             return slot.value.numpy()
-        if self._kept is None or self._kept.step != self._step():
+        if self._kept.steps.get(slot.number) != self._step():
             raise RuntimeError(
                 "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
                 f"`fit` ends. Received: a read of {slot.path} at another time, which worker "
                 f"{slot.owner} keeps. Save the model after `fit`, or with one of these callbacks."
             )
-        return self._kept.read(slot.path)
+        return self._kept.read(slot.number)
 
     def keep(self) -> None:
         """Gathers the other workers' slots into files of this worker; a collective.
 
         A script may then save the model on one worker alone.
         """
-        self._kept = self._kept or _KeptValues()
         for slot in self.slots:
             value = self._gather(slot)
             if not slot.is_here:
-                self._kept.write(slot.path, value)
-        self._kept.step = self._step()
+                self.keep_value(slot, value)
+
+    def keep_value(self, slot: SlotVariable, value):
+        """Keeps the value that another worker's slot has at this step; returns it."""
+        if tf.executing_eagerly():
+            self._kept.write(slot.number, np.asarray(value), self._step())
+        return value
 
     def _step(self) -> int:
         return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
@@ -341,19 +351,21 @@ class _Watched(list):
 
 
 class _KeptValues:
-    """Values in files of a temporary folder."""
+    """Values by number, in files of a temporary folder, with the step at which each was kept."""
 
     def __init__(self):
-        self.step, self._folder = -1, tempfile.TemporaryDirectory(prefix="tfmulti_state_")
+        self.steps: dict[int, int] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
 
-    def write(self, path: str, value: np.ndarray) -> None:
-        np.save(self._place(path), value)
+    def write(self, number: int, value: np.ndarray, step: int) -> None:
+        np.save(self._file(number), value)
+        self.steps[number] = step
 
-    def read(self, path: str) -> np.ndarray:
-        return np.load(self._place(path))
+    def read(self, number: int) -> np.ndarray:
+        return np.load(self._file(number))
 
-    def _place(self, path) -> Path:
-        return Path(self._folder.name) / (path.replace("/", "|") + ".npy")
+    def _file(self, number) -> Path:
+        return Path(self._folder.name) / f"{number}.npy"
 
 
 def _bytes_of(variable) -> int:
