@@ -35,7 +35,8 @@ def main(fault, folder):
             ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.Adam())
+        shard = "state" if "shards" in fault else None
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.Adam(), shard=shard)
         model.compile(optimizer, loss, metrics=["accuracy"])
     data = tfmulti.distribute_train((x, y), strategy, 16, seed=0)
     early = fault == "leaves early" and worker == 1
@@ -48,7 +49,7 @@ def main(fault, folder):
     model.fit(data, epochs=3 if early else 6, verbose=0, callbacks=callbacks)
     if early:
         return
-    if fault == "chief saves" and worker == 0:
+    if fault.startswith("chief saves") and worker == 0:
         model.save(Path(folder) / "model.keras")
         model.save_weights(Path(folder) / "model.weights.h5")
     if fault == "chief evaluates" and worker == 0:

@@ -28,11 +28,14 @@ from tfmulti import checkpoint
 from tfmulti.runtime import processes
 
 
-def lost(number, victim):
+SHARDED = ("--shard", "state")
+
+
+def lost(number, victim, flags=()):
     """A worker is killed or frozen; the other names it and exits 144."""
 
     def scenario(folder: Path):
-        with two_workers(folder, *HEALTHY) as workers:
+        with two_workers(folder, *HEALTHY, *flags) as workers:
             workers[0].wait_for("Epoch 3/")
             began = time.monotonic()
             workers[victim].signal(number)
@@ -209,6 +212,7 @@ SCENARIOS = {
     "the chief never comes": missing(1),
     "a worker is killed": lost(signal.SIGKILL, 1),
     "the chief is killed": lost(signal.SIGKILL, 0),
+    "a worker is killed, sharded state": lost(signal.SIGKILL, 1, SHARDED),
     "a worker is frozen": lost(signal.SIGSTOP, 1),
     "the chief is frozen": lost(signal.SIGSTOP, 0),
     **over_mpi.SCENARIOS,
@@ -224,6 +228,7 @@ SCENARIOS = {
     "the chief is slow": own.script("chief is slow", [0, 0], "done"),
     "the chief alone evaluates": own.script("chief evaluates", [144, 1], "a call of evaluate"),
     "the chief alone saves": own.script("chief saves", [0, 0], "done"),
+    "the chief alone saves, sharded state": own.script("chief saves shards", [0, 0], "done"),
     "a worker ends early": own.script("leaves early", [144, 0], "worker 1 at"),
     "an exception in one pipeline": fails(
         "bad record 300", [144, 1], "--dataset", "faulty:bad_record", "--model", "faulty:dense"
@@ -238,6 +243,9 @@ SCENARIOS = {
     "SIGTERM to one worker": resumed(signal.SIGTERM, [1], [143, 143]),
     "SIGTERM to all": resumed(signal.SIGTERM, [0, 1], [143, 143]),
     "all are killed": resumed(signal.SIGKILL, [0, 1], [-9, -9]),
+    "all are killed, sharded state": resumed(
+        signal.SIGKILL, [0, 1], [-9, -9], (*SAVING, *SHARDED)
+    ),
     "all are killed, saved by the clock": resumed(signal.SIGKILL, [0, 1], [-9, -9], BY_THE_CLOCK),
     "killed under the launcher": restarted,
     "twenty kills at random moments": random_kills.kill_many,
