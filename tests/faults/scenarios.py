@@ -27,7 +27,6 @@ from faults.workers import (
 from tfmulti import checkpoint
 from tfmulti.runtime import processes
 
-
 SHARDED = ("--shard", "state")
 
 
@@ -243,9 +242,7 @@ SCENARIOS = {
     "SIGTERM to one worker": resumed(signal.SIGTERM, [1], [143, 143]),
     "SIGTERM to all": resumed(signal.SIGTERM, [0, 1], [143, 143]),
     "all are killed": resumed(signal.SIGKILL, [0, 1], [-9, -9]),
-    "all are killed, sharded state": resumed(
-        signal.SIGKILL, [0, 1], [-9, -9], (*SAVING, *SHARDED)
-    ),
+    "all are killed, sharded state": resumed(signal.SIGKILL, [0, 1], [-9, -9], (*SAVING, *SHARDED)),
     "all are killed, saved by the clock": resumed(signal.SIGKILL, [0, 1], [-9, -9], BY_THE_CLOCK),
     "killed under the launcher": restarted,
     "twenty kills at random moments": random_kills.kill_many,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tfmulti
+from benchmarks import sharded_state
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -132,3 +133,15 @@ def test_one_device_trains_as_ever():
         worker.build(strategy, worker.OPTIMIZERS["adamw"], shard) for shard in (None, "state")
     ]
     assert worker.fit(models[0]) == worker.fit(models[1])
+
+
+@pytest.mark.slow
+def test_a_worker_needs_memory_for_its_own_slots(monkeypatch):
+    if not MPIEXEC.exists():
+        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+    # With oneDNN, TensorFlow keeps copies of weights.
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    # What is freed is given back at once, so that the peak is what is in use.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    copies, shards = (sharded_state.measure(12, 2048, 2, each, "mpi") for each in (False, True))
+    assert copies["bytes"] - shards["bytes"] > 0.8 * copies["slots"] / 2
