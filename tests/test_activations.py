@@ -62,6 +62,7 @@ def blocks(synchronized=False):
 def masked():
     tokens = keras.Input((None,), dtype="int32")
     x = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    x = layers.Dense(4, activity_regularizer="l2")(x)
     x = layers.LSTM(4, return_sequences=True, dropout=0.2, recurrent_dropout=0.2)(x)
     x = layers.MultiHeadAttention(2, 2, dropout=0.2)(x, x)
     x = layers.LayerNormalization()(x)
@@ -72,6 +73,7 @@ def masked():
 def shared():
     one = keras.Input((None, 4))
     inner = layers.LSTM(4, return_sequences=True)(layers.Dropout(0.2)(one))
+    inner = layers.Dense(4, activity_regularizer="l2")(inner)
     block = keras.Model(one, layers.Add()([one, inner]), name="shared_block")
     tokens = keras.Input((None,), dtype="int32")
     x = block(block(layers.Embedding(9, 4, mask_zero=True)(tokens)))

@@ -29,6 +29,7 @@ _HOMES = {
     "DistributedGradientTape": "step.gradients",
     "no_sync": "step.gradients",
     "reduce_gradients": "step.gradients",
+    "gather_optimizer_state": "step.sharded_state",
     "checkpoint_activations": "parallel.activations",
     "synchronize_batch_normalization": "step.normalization",
 }

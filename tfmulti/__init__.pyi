@@ -17,6 +17,7 @@ from tfmulti.step.normalization import (
     synchronize_batch_normalization as synchronize_batch_normalization,
 )
 from tfmulti.step.optimizer import DistributedOptimizer as DistributedOptimizer
+from tfmulti.step.sharded_state import gather_optimizer_state as gather_optimizer_state
 from tfmulti.step.whole_batch import WholeBatchLoss as WholeBatchLoss
 from tfmulti.step.whole_batch import WholeBatchMetric as WholeBatchMetric
 from tfmulti.strategies import create_strategy as create_strategy

@@ -38,6 +38,10 @@ OPTIMIZERS = {
 }
 
 
+if hasattr(optimizers, "ScheduleFreeAdamW"):
+    OPTIMIZERS["schedule free"] = lambda: optimizers.ScheduleFreeAdamW(0.01)
+
+
 def rows():
     rng = np.random.RandomState(0)
     return rng.randint(0, 20, (33, 5)), rng.randint(0, 3, 33)
@@ -124,6 +128,11 @@ def life(strategy, folder, name):
     loaded.load_weights(folder / "each.weights.h5")
     if topology.is_chief(strategy):
         loaded.save(folder / "loaded.keras")
+    x, y = rows()
+    for _ in range(2):
+        loaded.train_on_batch(x[:16], y[:16])
+    tfmulti.gather_optimizer_state(loaded)
+    resumed["after train_on_batch"] = all(np.array(v).size for v in loaded.optimizer.variables)
     return resumed
 
 
@@ -174,8 +183,32 @@ class AllTogether(optimizers.SGD):
         super().update_step(gradient / (1 + norm), variable, learning_rate)
 
 
+class Counting(optimizers.SGD):
+    """An optimizer whose updates count themselves in one variable."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.count = self.add_variable(shape=(), name="count")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_add(self.count, 1)
+        super().update_step(gradient / (1 + self.count), variable, learning_rate)
+
+
+class OwnSlots(optimizers.SGD):
+    """An optimizer whose slots Keras does not know of as those of a variable."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.own = [keras.Variable(np.zeros(v.shape, "float32")) for v in variables]
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.own[self._get_variable_index(variable)].assign_add(gradient)
+        super().update_step(gradient, variable, learning_rate)
+
+
 def refusals(strategy, folder, name):
-    """What is told: an optimizer that reads all slots, one that is built, and a wrong word."""
+    """What is told: optimizers that mix variables, one that is built, and a read in between."""
 
     def built():
         model = build(strategy, OPTIMIZERS["lion"], None)
@@ -188,10 +221,15 @@ def refusals(strategy, folder, name):
         with strategy.scope():
             model.optimizer.build(model.trainable_variables)
         for variable in model.optimizer.variables:
-            variable.numpy()
+            np.array(variable)
+
+    def own(kind):
+        return lambda: fit(build(strategy, lambda: kind(0.1, momentum=0.9), "state"))
 
     programs = {
-        "together": lambda: fit(build(strategy, lambda: AllTogether(0.1, momentum=0.9), "state")),
+        "counting": own(Counting),
+        "own slots": own(OwnSlots),
+        "together": own(AllTogether),
         "built": built,
         "between": between,
     }

@@ -114,7 +114,9 @@ def test_files_are_those_of_one_device(fast):
 def test_what_cannot_be_sharded_is_told(fast):
     _, seen = fast
     for told in (each["refusals"] for each in seen):
-        assert "must update each variable by itself" in told["together"]
+        assert "read by its variable's own update alone" in told["together"]
+        assert "change its own slots alone" in told["counting"] and "count" in told["counting"]
+        assert "change its own slots alone" in told["own slots"]
         assert "before the optimizer has its slots" in told["built"]
         assert "gathered in callbacks.Checkpoint" in told["between"]
 

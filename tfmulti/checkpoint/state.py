@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.checkpoint.generations import CheckpointError, Generation, load
-from tfmulti.step import accumulation, model_contents, sharded_state
+from tfmulti.step import accumulation, model_contents, slots
 
 # The state of callbacks that stop training, lower the rate or keep the best weights.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
@@ -71,8 +71,8 @@ def _is_here(variable) -> bool:
 
 
 def _value_of(variable) -> np.ndarray:
-    if isinstance(variable, sharded_state.SlotVariable):
-        with sharded_state.gathering():
+    if isinstance(variable, slots.SlotVariable):
+        with slots.gathering():
             return variable.numpy()
     return np.asarray(keras.ops.convert_to_numpy(variable))
 

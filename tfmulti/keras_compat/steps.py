@@ -7,6 +7,7 @@ import threading
 import types
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import autograph_util
 
@@ -85,6 +86,35 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy
 def variable_index(optimizer, variable) -> int:
     """Returns the place of a variable among those that an optimizer was built for."""
     return optimizer._get_variable_index(variable)
+
+
+@contextlib.contextmanager
+def noting_assigned(variables):
+    """Yields a list that will hold those of some variables which are assigned within.
+
+    In a graph it sees operations that assign, else values that have changed.
+
+    Args:
+        variables: Keras variables.
+    """
+    changed: list[keras.Variable] = []
+    parts = [(each, part) for each in variables for part in _parts_of(each.value)]
+    if tf.executing_eagerly():
+        before = [part.numpy() for _, part in parts]
+        yield changed
+        pairs = zip(parts, before)
+        changed += [each for (each, part), old in pairs if not np.array_equal(part.numpy(), old)]
+        return
+    graph = tf.compat.v1.get_default_graph()
+    have = len(graph.get_operations())
+    yield changed
+    new = [each for each in graph.get_operations()[have:] if "Assign" in each.type]
+    keys = {id(graph.capture(part.handle)): each for each, part in parts} if new else {}
+    changed += [keys[id(each.inputs[0])] for each in new if id(each.inputs[0]) in keys]
+
+
+def _parts_of(value) -> list:
+    return list(getattr(value, "values", (value,)))
 
 
 def track_variable(optimizer, variable: keras.Variable) -> None:

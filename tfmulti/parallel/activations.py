@@ -92,5 +92,5 @@ def _checkpoint_parts(model):
     cut = Cut(model, balanced_starts(model))
     # The last part's activations are needed at once, so that it gains nothing from a second run.
     for part in cut.parts[:-1]:
-        part.model.call = recomputed(part.model, part.model.call)
+        part.model.call = recomputed(part.model, part.model.call, model)
     model.call = cut.call

@@ -11,7 +11,9 @@ import tensorflow as tf
 from tfmulti import keras_compat
 
 
-def recomputed(layer: keras.layers.Layer | None, call: Callable) -> Callable:
+def recomputed(
+    layer: keras.layers.Layer | None, call: Callable, model: keras.Model | None = None
+) -> Callable:
     """Returns a call that keeps its inputs alone, and is run again in the backward pass.
 
     Both runs start from the same weights, statistics and seeds, which are read before the first.
@@ -21,6 +23,7 @@ def recomputed(layer: keras.layers.Layer | None, call: Callable) -> Callable:
         layer: The layer whose variables it uses; None for a function, whose updates are found when
             it runs.
         call: The call.
+        model: The model that has the layer's added losses, where the layer is none of its own.
 
     Raises:
         RuntimeError: When it is called and a second run would not do the same: it draws numbers
@@ -32,7 +35,7 @@ def recomputed(layer: keras.layers.Layer | None, call: Callable) -> Callable:
         unbuilt = layer is not None and not keras_compat.is_built(layer)
         if unbuilt or keras_compat.is_symbolic((args, kwargs)):
             return call(*args, **kwargs)
-        return _Recomputed(layer, call, args, kwargs).outputs()
+        return _Recomputed(layer, call, args, kwargs, model or layer).outputs()
 
     return run
 
@@ -40,9 +43,9 @@ def recomputed(layer: keras.layers.Layer | None, call: Callable) -> Callable:
 class _Recomputed:
     """One call, which runs twice."""
 
-    def __init__(self, layer, call, args, kwargs):
+    def __init__(self, layer, call, args, kwargs, holder):
         self.name = getattr(layer or call, "name", getattr(call, "__qualname__", "a function"))
-        self._layer, self._call = layer, call
+        self._call, self._holder = call, holder
         self._arguments = (args, kwargs)
         flat = keras.tree.flatten(self._arguments)
         self._inputs = [value for value in flat if tf.is_tensor(value)]
@@ -72,7 +75,7 @@ class _Recomputed:
         masks = [keras_compat.mask_of(value) for value in flat]
         self._output_masks = [mask is not None for mask in masks]
         self._num_losses = len(scope.losses)
-        if scope.losses and self._layer is None:
+        if scope.losses and self._holder is None:
             raise RuntimeError(
                 "A function whose activations are computed again cannot call `add_loss`. Received: "
                 f"{self.name}, with a layer that does. Give the layer itself to `keras.remat`, or "
@@ -100,7 +103,8 @@ class _Recomputed:
     def _received(self, results):
         flat = [results.pop(0) for _ in self._output_masks]
         for loss in [results.pop(0) for _ in range(self._num_losses)]:
-            self._layer.add_loss(loss)
+            # `Functional.add_loss` is for symbolic tensors alone.
+            keras.layers.Layer.add_loss(self._holder, loss)
         for value, has_mask in zip(flat, self._output_masks):
             if has_mask:
                 keras_compat.set_mask(value, results.pop(0))

@@ -244,8 +244,7 @@ def reduce_values(grads, kinds, compression) -> list:
     full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in sent]
     if compression is not None:
         sent = [tf.cast(g, compression) if f else g for g, f in zip(sent, full)]
-    context = tf.distribute.get_replica_context()
-    added = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
+    added = _add_all(sent)
     added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
     added = [
         grad if row is None else tf.IndexedSlices(grad, row.indices, row.dense_shape)
@@ -255,6 +254,17 @@ def reduce_values(grads, kinds, compression) -> list:
         sparse_gradients.add_equal_rows(grad) if kind == sparse_gradients.UNIQUE else grad
         for grad, kind in zip(added, kinds)
     ]
+
+
+def _add_all(values) -> list:
+    """Adds tensors over all replicas, those of each dtype together: the ring concatenates them."""
+    context, added = tf.distribute.get_replica_context(), list(values)
+    for dtype in sorted({value.dtype.name for value in values}):
+        places = [place for place, value in enumerate(values) if value.dtype.name == dtype]
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [values[place] for place in places])
+        for place, total in zip(places, sums):
+            added[place] = total
+    return added
 
 
 def _reduce_present(grads, variables, replica_batch) -> list:

@@ -12,12 +12,9 @@ values that every worker has.
 from __future__ import annotations
 
 import contextlib
-import tempfile
-import threading
 import types
 import warnings
 from concurrent import futures
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -25,83 +22,12 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import exchange
+from tfmulti.step import exchange, model_contents, slots
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 # Beyond this ratio of the largest worker's bytes to the mean, and this difference, a warning names
 # the variable.
 _EVEN, _SMALL_BYTES = 1.25, 2**20
-_local = threading.local()
-
-
-class SlotVariable(keras.Variable):
-    """A slot of an optimizer, such as a momentum, that one worker keeps.
-
-    On the other workers it has a name, a shape and no memory; assigning to it does nothing there,
-    and reading its value in a step is an error.
-
-    Attributes:
-        owner: The number of the worker that keeps it.
-        is_here: Whether that is this worker.
-        number: Its place in `Shards.slots`.
-
-    Args:
-        shards: The shards of the optimizer.
-        owner: The number of the worker that keeps it.
-        shape: Its shape.
-        initializer: Its initializer.
-        dtype: Its dtype.
-        name: Its name.
-    """
-
-    def __init__(self, shards: Shards, owner: int, shape, initializer, dtype, name: str):
-        self.owner, self.is_here, self._shards = owner, owner == shards.worker, shards
-        self.number = len(shards.slots)
-        self._whole = tf.TensorShape(shape)
-        initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])
-        super().__init__(
-            initializer, shape=self._whole, dtype=dtype or keras.config.floatx(),
-            trainable=False, name=name,
-        )  # fmt: skip
-
-    @property
-    def shape(self):
-        """The shape that the owner's value has."""
-        return self._whole
-
-    @property
-    def value(self):
-        """The owner's `tf.Variable`.
-
-        Raises:
-            RuntimeError: On another worker.
-        """
-        if not self.is_here:
-            raise RuntimeError(
-                "With shard='state' an optimizer must update each variable by itself: one worker "
-                f"keeps its slots. Received: a read of {self.path}, which worker {self.owner} "
-                f"keeps, on worker {self._shards.worker}. Leave shard out for this optimizer."
-            )
-        return super().value
-
-    def assign(self, value):
-        """Assigns the whole value on the owner; other workers keep it in a file."""
-        return super().assign(value) if self.is_here else self._shards.keep_value(self, value)
-
-    def numpy(self) -> np.ndarray:
-        """Returns the whole value; see `Shards.read`."""
-        return self._shards.read(self)
-
-
-@contextlib.contextmanager
-def gathering():
-    """Makes reading slots a collective within the context, which every worker must enter."""
-    previous = getattr(_local, "gathers", False)
-    _local.gathers = True
-    try:
-        yield
-    finally:
-        _local.gathers = previous
 
 
 def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
@@ -119,7 +45,8 @@ def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
         raise ValueError(
             "`shard` must be given before the optimizer has its slots. "
             f"Received: {optimizer.name}, which is built. "
-            "Call tfmulti.DistributedOptimizer(optimizer, shard='state') before compile."
+            "Call tfmulti.DistributedOptimizer(optimizer, shard='state') before compile; for a "
+            "model from a file, compile a new one so, build its optimizer, and load the weights."
         )
     if topology.num_local_replicas(strategy) > 1:
         raise ValueError(
@@ -147,19 +74,33 @@ def owners_by_bytes(sizes: list[int], num_workers: int) -> list[int]:
     return owners
 
 
-def sharded(optimizers) -> list[Shards]:
-    """Returns the shards of those optimizers that have them, and are built."""
-    found = [getattr(each, "tfmulti_shards", None) for each in optimizers]
-    return [shards for shards in found if shards is not None and shards.slots]
-
-
 def _build(self, variables):
     self.tfmulti_shards.build(variables)
 
 
 def _update_step(self, gradient, variable, learning_rate):
     if self.tfmulti_shards.owns(variable):
-        type(self).update_step(self, gradient, variable, learning_rate)
+        with self.tfmulti_shards.refusing_shared_state():
+            type(self).update_step(self, gradient, variable, learning_rate)
+
+
+def gather_optimizer_state(model: keras.Model) -> None:
+    """Makes sharded optimizer state available on each worker, so that one alone can save it.
+
+    Every worker must call it. It is needed after `train_on_batch` and after a `fit` that was
+    interrupted; when `fit` ends, it is done already. Without sharded state nothing happens.
+
+    Args:
+        model: The model.
+
+    Example:
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> gather_optimizer_state(model)
+    """
+    for optimizer in model_contents.optimizers_of(model, nested=True):
+        shards = getattr(optimizer, "tfmulti_shards", None)
+        if shards is not None:
+            shards.keep()
 
 
 class Shards:
@@ -177,9 +118,9 @@ class Shards:
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy):
         self._optimizer, self._strategy = optimizer, strategy
         self.worker = topology.worker_index(strategy)
-        self.slots: list[SlotVariable] = []
+        self.slots: list[slots.SlotVariable] = []
         self._owners: list[int] = []
-        self._kept = _KeptValues()
+        self._kept = slots.KeptValues()
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
@@ -217,7 +158,12 @@ class Shards:
         ):
             return self._add(watched.current, shape, initializer, dtype, name)
 
+        def assign(variable, value):
+            if getattr(variable, "is_here", True):
+                type(optimizer).assign(optimizer, variable, value)
+
         own = {
+            "assign": assign,
             "add_variable": add_variable,
             "add_variable_from_reference": add_variable_from_reference,
         }
@@ -240,7 +186,7 @@ class Shards:
                 optimizer, shape=shape, initializer=initializer, dtype=dtype, name=name
             )
         with keras.name_scope(optimizer.name):
-            slot = SlotVariable(self, self._owners[place], shape, initializer, dtype, name)
+            slot = slots.SlotVariable(self, self._owners[place], shape, initializer, dtype, name)
         keras_compat.track_variable(optimizer, slot)
         self.slots.append(slot)
         return slot
@@ -272,6 +218,26 @@ class Shards:
     def _owner(self, variable) -> int:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
 
+    @contextlib.contextmanager
+    def refusing_shared_state(self):
+        """Refuses an update of one variable that changes what is not a slot of that variable.
+
+        Each worker makes its own updates alone, so such a value would differ between workers.
+
+        Raises:
+            RuntimeError: For such a variable, with its name.
+        """
+        shared = [v for v in self._optimizer.variables if not isinstance(v, slots.SlotVariable)]
+        with keras_compat.noting_assigned(shared) as changed:
+            yield
+        if changed:
+            raise RuntimeError(
+                "With shard='state' an update of a variable may change its own slots alone. "
+                f"Received: {type(self._optimizer).__name__}.update_step, which changes "
+                f"{changed[0].path}. Create each slot in `build` with add_variable_from_reference, "
+                "count updates by `iterations`, or leave shard out for this optimizer."
+            )
+
     def send_updates(self, variables) -> None:
         """Gives every worker the new values of variables, after their owners' updates.
 
@@ -283,7 +249,7 @@ class Shards:
         for place, value in exchange.from_owners(self._strategy, values, owners):
             self._optimizer.assign(variables[place], value)
 
-    def read(self, slot: SlotVariable) -> np.ndarray:
+    def read(self, slot: slots.SlotVariable) -> np.ndarray:
         """Returns a slot's whole value.
 
         Within `gathering` it comes from its owner. Else it is this worker's own, or the one that
@@ -292,7 +258,7 @@ class Shards:
         Raises:
             RuntimeError: For another worker's slot whose value is not known here.
         """
-        if getattr(_local, "gathers", False):
+        if slots.is_gathering():
             return self._gather(slot)
         if slot.is_here:
             return slot.value.numpy()
@@ -300,7 +266,8 @@ class Shards:
             raise RuntimeError(
                 "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
                 f"`fit` ends. Received: a read of {slot.path} at another time, which worker "
-                f"{slot.owner} keeps. Save the model after `fit`, or with one of these callbacks."
+                f"{slot.owner} keeps. Save after `fit`, with one of these callbacks, or call "
+                "tfmulti.gather_optimizer_state(model) on every worker first."
             )
         return self._kept.read(slot.number)
 
@@ -314,7 +281,7 @@ class Shards:
             if not slot.is_here:
                 self.keep_value(slot, value)
 
-    def keep_value(self, slot: SlotVariable, value):
+    def keep_value(self, slot: slots.SlotVariable, value):
         """Keeps the value that another worker's slot has at this step; returns it."""
         if tf.executing_eagerly():
             self._kept.write(slot.number, np.asarray(value), self._step())
@@ -348,24 +315,6 @@ class _Watched(list):
             self.current = place
             yield variable
         self.current = None
-
-
-class _KeptValues:
-    """Values by number, in files of a temporary folder, with the step at which each was kept."""
-
-    def __init__(self):
-        self.steps: dict[int, int] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
-
-    def write(self, number: int, value: np.ndarray, step: int) -> None:
-        np.save(self._file(number), value)
-        self.steps[number] = step
-
-    def read(self, number: int) -> np.ndarray:
-        return np.load(self._file(number))
-
-    def _file(self, number) -> Path:
-        return Path(self._folder.name) / f"{number}.npy"
 
 
 def _bytes_of(variable) -> int:

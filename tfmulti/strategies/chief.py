@@ -15,7 +15,7 @@ from pathlib import Path
 import keras
 
 from tfmulti import topology
-from tfmulti.step import model_contents, sharded_state
+from tfmulti.step import sharded_state, slots
 from tfmulti.strategies import coordination
 
 # The attribute that holds the output path of each stock callback.
@@ -55,9 +55,7 @@ class GatherState(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Gathers it; every worker comes here."""
-        optimizers = model_contents.optimizers_of(self.model, nested=True)
-        for shards in sharded_state.sharded(optimizers):
-            shards.keep()
+        sharded_state.gather_optimizer_state(self.model)
 
 
 def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
@@ -71,7 +69,7 @@ def _gathering(method):
 
     @functools.wraps(method)
     def call(*args, **kwargs):
-        with sharded_state.gathering():
+        with slots.gathering():
             return method(*args, **kwargs)
 
     return call
