@@ -38,9 +38,7 @@ class SlotVariable(keras.Variable):
         name: Its name.
     """
 
-    def __init__(
-        self, shards: sharded_state.Shards, owner: int, shape, initializer, dtype, name: str
-    ):
+    def __init__(self, shards: Shards, owner: int, shape, initializer, dtype, name: str):
         self.owner, self.is_here, self._shards = owner, owner == shards.worker, shards
         self.number = len(shards.slots)
         self._whole = tf.TensorShape(shape)
