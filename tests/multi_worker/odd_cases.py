@@ -159,6 +159,16 @@ def own_logs(strategy, worker):
     return results | {f"history/{name}": values for name, values in history.items()}
 
 
+def two_dtypes(strategy, worker):
+    """Gradients of two dtypes in one step."""
+    with strategy.scope():
+        hidden = keras.layers.Dense(3, activation="tanh", dtype="float64")
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), hidden])
+        model.compile("sgd", "mse")
+    model.fit(*rows()[:1], rows()[0], batch_size=4, shuffle=False, verbose=0)
+    return {str(place): weight for place, weight in enumerate(model.get_weights())}
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -170,6 +180,7 @@ CASES = {
         predict_on_batches,
         metric_variable,
         own_logs,
+        two_dtypes,
     )
 }
 
