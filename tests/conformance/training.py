@@ -136,5 +136,8 @@ def results(model, place, history) -> dict[str, np.ndarray]:
         arrays[f"weight/{number}"] = np.stack(place.local_values(weight))
     variables = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
     for number, variable in enumerate(variables):
-        arrays[f"optimizer/{number}"] = np.stack(place.local_values(variable))
+        # A slot of sharded state is gathered when `fit` ends.
+        is_slot = hasattr(variable, "is_here")
+        values = [np.array(variable)] if is_slot else place.local_values(variable)
+        arrays[f"optimizer/{number}"] = np.stack(values)
     return arrays
