@@ -100,5 +100,7 @@ class Place:
         """The values that this process's replicas have of a Keras variable."""
         if self.strategy is None:
             return [variable.numpy()]
+        if not getattr(variable, "is_here", True):
+            return []
         values = self.strategy.experimental_local_results(variable.value)
         return [value.numpy() for value in values]
