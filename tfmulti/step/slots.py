@@ -21,8 +21,8 @@ _local = threading.local()
 class SlotVariable(keras.Variable):
     """A slot of an optimizer, such as a momentum, that one worker keeps.
 
-    On the other workers it has a name, a shape and no memory; assigning to it does nothing there,
-    and reading its value in a step is an error.
+    On the other workers it has a name, a shape and no memory. A value that is assigned there goes
+    to a file, and reading it in a step is an error.
 
     Attributes:
         owner: The number of the worker that keeps it.
@@ -43,10 +43,8 @@ class SlotVariable(keras.Variable):
         self.number = len(shards.slots)
         self._whole = tf.TensorShape(shape)
         initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])
-        super().__init__(
-            initializer, shape=self._whole, dtype=dtype or keras.config.floatx(),
-            trainable=False, name=name,
-        )  # fmt: skip
+        dtype = dtype or keras.config.floatx()
+        super().__init__(initializer, self._whole, dtype, trainable=False, name=name)
 
     @property
     def shape(self):

@@ -38,7 +38,9 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not hasattr(
+        callback.on_epoch_end, "__wrapped__"
+    ):
         for method in ("on_train_batch_end", "on_epoch_end"):
             setattr(callback, method, _gathering(getattr(callback, method)))
     if topology.is_chief(strategy):
