@@ -265,22 +265,40 @@ def test_what_cannot_run_twice_is_refused(draw, op):
         model.fit(X, Y, verbose=0)
 
 
+class Noise(layers.Layer):
+    """Draws from the generator of Keras, whose state it changes with that."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(6)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        return keras.ops.tanh(self.dense(x)) * keras.random.uniform((6,), dtype=x.dtype)
+
+
+def noisy():
+    return keras.Sequential([keras.Input((6,)), Noise(), layers.Dense(1)])
+
+
 def test_unseeded_numbers_of_keras_are_drawn_once():
-    class Noise(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(6)
-
-        def build(self, shape):
-            self.dense.build(shape)
-            super().build(shape)
-
-        def call(self, x):
-            return keras.ops.tanh(self.dense(x)) * keras.random.uniform((6,), dtype=x.dtype)
-
-    create = lambda: keras.Sequential([keras.Input((6,)), Noise(), layers.Dense(1)])  # noqa: E731
-    runs = [train(create, (X, Y), checkpointed) for checkpointed in (False, True)]
+    runs = [train(noisy, (X, Y), checkpointed) for checkpointed in (False, True)]
     assert difference(*runs) < 1e-12
+
+
+def test_a_state_is_read_before_it_changes_however_often():
+    model = noisy()
+    tfmulti.checkpoint_activations(model)
+    inner = tf.function(lambda x: tf.reduce_sum(model(x)), autograph=False)
+    outer = tf.function(lambda x: inner(x), autograph=False)
+    results = set()
+    for _ in range(200):
+        keras_compat.set_global_seed_state([5, 6])
+        results.add(float(outer(tf.constant(X))))
+    assert len(results) == 1
 
 
 @pytest.mark.parametrize(

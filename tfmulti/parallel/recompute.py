@@ -81,8 +81,10 @@ class _Recomputed:
                 f"{self.name}, with a layer that does. Give the layer itself to `keras.remat`, or "
                 "use tfmulti.checkpoint_activations."
             )
-        updates = [scope.get_current_value(variable) for variable in self._updated]
-        return [*flat, *scope.losses, *[mask for mask in masks if mask is not None], *updates]
+        # Not with the outputs: TensorFlow 2.21 lets a variable be read after the assignment of a
+        # value that leaves `tf.custom_gradient` together with what was computed of the read one.
+        self._updates = [scope.get_current_value(variable) for variable in self._updated]
+        return [*flat, *scope.losses, *[mask for mask in masks if mask is not None]]
 
     def second_run(self, tensors):
         """Runs the call, and returns what gradients come from: its outputs and its losses."""
@@ -108,7 +110,7 @@ class _Recomputed:
         for value, has_mask in zip(flat, self._output_masks):
             if has_mask:
                 keras_compat.set_mask(value, results.pop(0))
-        for variable, value in zip(self._updated, results):
+        for variable, value in zip(self._updated, self._updates):
             variable.assign(value)
         return _filled(self._outputs, flat)
 
