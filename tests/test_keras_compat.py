@@ -652,6 +652,13 @@ def test_canary_a_trace_cannot_make_variables_for_later():
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "complex64"])
+def test_canary_initial_values_of_few_dtypes_are_sent(dtype):
+    keys = {"group_size": 2, "group_key": 1, "instance_key": 1, "shape": [3]}
+    with tf.Graph().as_default(), pytest.raises(TypeError, match="not in list of allowed values"):
+        tf.raw_ops.CollectiveBcastSend(input=tf.zeros(3, dtype), **keys)
+
+
 def test_canary_workers_add_by_tensorflows_collectives_alone():
     options = inspect.signature(tf.distribute.MultiWorkerMirroredStrategy.__init__).parameters
     assert set(options) == {"self", "cluster_resolver", "communication_options"}

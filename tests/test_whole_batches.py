@@ -162,6 +162,27 @@ def test_a_bare_optimizer_where_batches_are_even():
     assert_alike(train(2, 32, loss, bare=True), train(1, 32, loss, bare=True))
 
 
+def hardest(y_true, y_pred):
+    """The mean error of the hardest rows, more of them than a replica has."""
+    errors = tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+    return tf.reduce_mean(tf.math.top_k(errors, k=5).values)
+
+
+def test_a_loss_and_a_metric_of_more_rows_than_a_replica_has():
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas).scope():
+            model = keras.Sequential([layers.Dense(3)])
+            model.compile("sgd", hardest, metrics=[hardest])
+        x, y, _ = rows(16)
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    expected = fit(1)
+    for num_replicas in (2, 3):
+        assert_alike(fit(num_replicas), expected)
+
+
 @pytest.mark.slow
 def test_without_it_keras_own_dice_is_one_devices_too():
     assert_alike(train(2, 32, loss="dice"), train(1, 32, loss="dice"))

@@ -170,6 +170,42 @@ def two_dtypes(strategy, worker):
     return {str(place): weight for place, weight in enumerate(model.get_weights())}
 
 
+def each_dtype(strategy, worker):
+    """Variables of each dtype have the chief's values; a model of bfloat16 trains."""
+    names = "bool float16 bfloat16 int8 uint8 int16 uint16 int32 uint32 int64 uint64 complex64"
+    results = {}
+    with strategy.scope():
+        for name in (*names.split(), "complex128", "float8_e5m2"):
+            initial = tf.cast(tf.constant([0.0, 1.0, 2.0]) + worker, tf.as_dtype(name))
+            read = tf.convert_to_tensor(tf.Variable(initial, dtype=initial.dtype))
+            results[name] = tf.cast(read, "complex128" if "complex" in name else "float64")
+        layers = [keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    x, y = rows()
+    losses = model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"]
+    return results | {"learned": losses[1] < losses[0]}
+
+
+def many_collectives(strategy, worker):
+    """More traced collectives than TensorFlow's own keys of 32 bits had room for, beside rows."""
+
+    @tf.function(autograph=False)
+    def add(value, times):
+        def replica_add(x):
+            for _ in range(times):
+                x = tf.distribute.get_replica_context().all_reduce("MEAN", x + 1.0)
+            return x
+
+        return strategy.experimental_local_results(strategy.run(replica_add, (value,)))[0]
+
+    results = {}
+    for traced, rank in enumerate(range(1, 5)):
+        value = tf.ones([2] * rank)
+        results[str(traced)] = add(value, 300)
+    return results
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -182,6 +218,8 @@ CASES = {
         metric_variable,
         own_logs,
         two_dtypes,
+        each_dtype,
+        many_collectives,
     )
 }
 

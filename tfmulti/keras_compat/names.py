@@ -160,7 +160,61 @@ def keep_on_each_replica(variables) -> None:
             variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-class LocalCPUs(mwms.CollectiveAllReduceExtended):
+class EachDtype(mwms.CollectiveAllReduceExtended):
+    """Creates variables of every dtype of numbers.
+
+    `MultiWorkerMirroredStrategy` sends the chief's initial values through a collective that knows
+    six dtypes, and so cannot create a variable of bfloat16, int8 or complex64.
+    """
+
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        create = super()._get_variable_creator_initial_value
+        dtype, initial = kwargs.get("dtype"), kwargs["initial_value"]
+        carried = _carried_as(dtype) if dtype is not None else None
+        if replica_id != 0 or carried is None:
+            return create(replica_id, device, primary_var, **kwargs)
+        dtype = tf.as_dtype(dtype)
+
+        def encoded():
+            value = initial() if callable(initial) else initial
+            value = getattr(value, "wrapped_value", value)
+            return _converted(tf.convert_to_tensor(value, dtype), carried)
+
+        sent = {**kwargs, "initial_value": encoded, "dtype": carried}
+        receive = create(replica_id, device, primary_var, **sent)
+        return lambda: _converted(receive(), dtype)
+
+
+_BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+_CARRIERS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.complex128: tf.float64,
+}
+
+
+def _carried_as(dtype):
+    """Returns the dtype as which a value is sent without loss; None if it needs none, or has none.
+
+    Args:
+        dtype: The dtype of the value.
+    """
+    dtype = tf.as_dtype(dtype)
+    if dtype in _BROADCAST:
+        return None
+    if dtype.is_floating:
+        return tf.float32
+    return _CARRIERS.get(dtype, tf.int32 if dtype.is_integer else None)
+
+
+def _converted(value, dtype):
+    """Returns a value as another dtype, or those bits as another dtype where it has as many."""
+    by_bits = dtype in _CARRIERS or value.dtype in _CARRIERS
+    return tf.bitcast(value, dtype) if by_bits else tf.cast(value, dtype)
+
+
+class LocalCPUs(EachDtype):
     """Several logical CPUs in each worker.
 
     `MultiWorkerMirroredStrategy` takes every GPU of a worker and, where there is none, one CPU
@@ -180,7 +234,7 @@ class LocalCPUs(mwms.CollectiveAllReduceExtended):
         return tuple(devices), "CPU"
 
 
-class OwnAllReduce(mwms.CollectiveAllReduceExtended):
+class OwnAllReduce(EachDtype):
     """Adds what replicas reduce by another way than TensorFlow's collectives.
 
     `MultiWorkerMirroredStrategy` takes its own alone, which cost 6 times a copy of the bytes on

@@ -61,6 +61,11 @@ READ = (
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
+    (
+        mwms.CollectiveAllReduceExtended,
+        "_get_variable_creator_initial_value",
+        ("replica_id", "device", "primary_var"),
+    ),
 )
 # Where each private name lives, and the arguments that it is used with.
 NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE if not each.adds), *READ)

@@ -166,11 +166,38 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
         y_pred: Predictions for them.
         sample_weight: Weights, or None.
     """
-    if not _is_distributed() or not _needs_batch(loss, y_true, y_pred):
-        return call(loss, y_true, y_pred, sample_weight)
+    own = functools.partial(call, loss)
+    if not _is_distributed():
+        return _with_rows_enough(own, y_true, y_pred, sample_weight)
+    if not _needs_batch(loss, y_true, y_pred):
+        return own(y_true, y_pred, sample_weight)
     y_true, y_pred, sample_weight = _gather(y_true, y_pred, sample_weight)
     with losses.of_whole_batch():
-        return call(loss, y_true, y_pred, sample_weight)
+        return own(y_true, y_pred, sample_weight)
+
+
+# As many rows as the largest batch that a loss could need to be traced.
+_MANY_ROWS = 4096
+
+
+def _with_rows_enough(own, *parts):
+    """Calls a function, which Keras traces with few rows to build a model.
+
+    The largest five errors cannot be taken of four: such a function is traced with these repeated.
+    """
+    try:
+        return own(*parts)
+    except (ValueError, tf.errors.InvalidArgumentError):
+        num_rows = keras.tree.flatten(parts)[0].shape[:1]
+        in_replica = tf.distribute.get_replica_context() is not None
+        if tf.executing_eagerly() or in_replica or not num_rows or not num_rows[0]:
+            raise
+        repeats = -(-_MANY_ROWS // num_rows[0])
+
+    def many(part):
+        return None if part is None else keras.ops.repeat(part, repeats, axis=0)
+
+    return own(*keras.tree.map_structure(many, parts))
 
 
 def prepare_losses(model: keras.Model) -> None:
@@ -196,8 +223,9 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
         sample_weight: Weights, or None.
     """
     if not _is_distributed() or keras_compat.is_stock(function.func):
-        return update(metric, y_true, y_pred, sample_weight)
-    if keras.ops.ndim(function(y_true, y_pred)) != 0:
+        own = functools.partial(update, metric)
+        return _with_rows_enough(own, y_true, y_pred, sample_weight)
+    if not _is_one_number(function, y_true, y_pred):
         return update(metric, y_true, y_pred, sample_weight)
     y_true, y_pred, _ = _gather(y_true, y_pred, None)
     with losses.of_whole_batch():
@@ -264,7 +292,15 @@ def _needs_batch(loss, y_true, y_pred) -> bool:
     rows = keras.tree.map_structure(
         lambda part: keras.ops.convert_to_tensor(part, dtype=loss.dtype), (y_true, y_pred)
     )
-    return keras.ops.ndim(loss.call(*rows)) == 0
+    return _is_one_number(loss.call, *rows)
+
+
+def _is_one_number(function, y_true, y_pred) -> bool:
+    """Whether a function gives one number for a batch; so it does if it needs more rows."""
+    try:
+        return keras.ops.ndim(function(y_true, y_pred)) == 0
+    except (ValueError, tf.errors.InvalidArgumentError):
+        return True
 
 
 def _loss_of(loss) -> keras.losses.Loss:

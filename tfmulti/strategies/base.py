@@ -198,8 +198,7 @@ class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredSt
         elif num_cpus > 1 and not devices_lib.has_gpu():
             extended = keras_compat.LocalCPUs(*setting, num_cpus)
         else:
-            super().__init__(*setting[1:])
-            return
+            extended = keras_compat.EachDtype(*setting)
         tf.distribute.Strategy.__init__(self, extended)
 
 
