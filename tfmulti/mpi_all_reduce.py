@@ -14,7 +14,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -93,21 +93,43 @@ class MpiAllReduce:
             owners: The number of the worker that has the value, for each tensor.
         """
         received = list(tensors)
+        others = [owner for owner in range(self._size) if owner != self._communicator.rank]
+        for place, value in self._by_owner(self._receive, tensors, owners, others):
+            received[place] = value
+        return received
+
+    def add_to_owners(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
+        """Returns the sums over all workers of the tensors that this worker owns; zeros of others.
+
+        Args:
+            tensors: Dense tensors of at least 32 bits, of the same shapes on all workers.
+            owners: The number of the worker that needs the sum, for each tensor.
+        """
+        # Zeros that nobody reads are never made.
+        sums = [tf.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
+        own = [self._communicator.rank]
+        for place, value in self._by_owner(self._add_to, tensors, owners, own):
+            sums[place] = value
+        return sums
+
+    def _by_owner(self, method, tensors, owners, results) -> Iterator[tuple[int, tf.Tensor]]:
+        """Calls a method of an owner and an array, for buckets of what each owner has.
+
+        Yields places and results, of those owners alone for which the call has one here.
+        """
         places = [[i for i, owner in enumerate(owners) if owner == o] for o in range(self._size)]
         buckets = [
             (owner, [own[i] for i in bucket])
             for owner, own in enumerate(places)
             for bucket in _fill_buckets([tensors[i] for i in own], self._bucket_bytes)
         ]
-        methods = [functools.partial(self._receive, owner) for owner, _ in buckets]
+        methods = [functools.partial(method, owner) for owner, _ in buckets]
         packed = [_pack([tensors[i] for i in bucket]) for _, bucket in buckets]
         for (owner, bucket), value in zip(buckets, self._send(methods, packed)):
-            if owner != self._communicator.rank:
-                originals = [tensors[i] for i in bucket]
+            if owner in results:
                 value = tf.reshape(value, [-1]) if len(bucket) > 1 else value
-                for place, part in zip(bucket, _unpack(value, originals)):
-                    received[place] = tf.ensure_shape(part, tensors[place].shape)
-        return received
+                for place, part in zip(bucket, _unpack(value, [tensors[i] for i in bucket])):
+                    yield place, tf.ensure_shape(part, tensors[place].shape)
 
     def _add_packed(self, packed) -> list[tf.Tensor]:
         """Halves are exchanged and added as float32 here, since few MPIs can add them."""
@@ -224,6 +246,15 @@ class MpiAllReduce:
             self._communicator.Bcast(piece, root=owner)
         # The owner has no use for a copy of its own.
         return np.zeros([0] * array.ndim, array.dtype) if is_own else whole
+
+    def _add_to(self, owner, array):
+        """Adds an array over all workers for its owner; the others need no result."""
+        is_own = owner == self._communicator.rank
+        result = _empty(array.shape, array.dtype) if is_own else np.zeros([0] * array.ndim, "int8")
+        received = self._pieces(result) if is_own else itertools.repeat(None)
+        for sent, part in zip(self._pieces(array), received):
+            self._communicator.Reduce(sent, part, root=owner)
+        return result.astype(array.dtype, copy=False)
 
     def _pieces(self, array) -> list[np.ndarray]:
         if self._piece_bytes is None or array.nbytes <= self._piece_bytes:

@@ -4,6 +4,7 @@ Prints a line of JSON with what each case saw. A case trains with copies of the 
 sharded state, in the same process.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -74,6 +75,25 @@ def held(optimizer):
     return sum(int(np.prod(v.shape)) for v in values)
 
 
+@contextlib.contextmanager
+def noting_owners(strategy):
+    """Yields the workers for which alone gradients are added."""
+    noted, original = [], getattr(strategy.extended, "add_to_owners", None)
+    if original is None:
+        yield noted
+        return
+
+    def add_to_owners(tensors, owners):
+        noted.extend(owners)
+        return original(tensors, owners)
+
+    strategy.extended.add_to_owners = add_to_owners
+    try:
+        yield noted
+    finally:
+        strategy.extended.add_to_owners = original
+
+
 def same(model, other):
     return all(np.array_equal(a, b) for a, b in zip(model.get_weights(), other.get_weights()))
 
@@ -81,8 +101,11 @@ def same(model, other):
 def optimizer(strategy, folder, name):
     """With copies and with sharded state; verification is on."""
     copies, shards = (build(strategy, OPTIMIZERS[name], each) for each in (None, "state"))
-    losses = fit(copies), fit(shards)
+    losses = [fit(copies)]
+    with noting_owners(strategy) as owners:
+        losses.append(fit(shards))
     return {
+        "to_owners": sorted(set(owners)),
         "same": same(copies, shards),
         "losses": losses,
         "held": [held(copies.optimizer), held(shards.optimizer)],
@@ -134,6 +157,26 @@ def life(strategy, folder, name):
     tfmulti.gather_optimizer_state(loaded)
     resumed["after train_on_batch"] = all(np.array(v).size for v in loaded.optimizer.variables)
     return resumed
+
+
+def skips(strategy, folder, name):
+    """An update whose gradients are not finite is left out, with and without sharding."""
+    strategy.verify = "never"
+    x, y = rows()
+    weights = np.ones(len(x), "float32")
+    weights[20] = np.nan
+    models, skipped = [], []
+    with noting_owners(strategy) as owners:
+        for shard in (None, "state"):
+            model = build(strategy, OPTIMIZERS["adamw"], shard)
+            data = tfmulti.distribute_train((x, y, weights), strategy, 16, seed=3)
+            guard = tfmulti.callbacks.NonFinite("skip")
+            model.fit(data, epochs=2, verbose=0, callbacks=[guard])
+            models.append(model)
+            skipped.append(guard.skipped)
+    held_by_both = [held(model.optimizer) for model in models]
+    found = {"to_owners": sorted(set(owners)), "held": held_by_both, "skipped": skipped}
+    return found | {"same": same(*models)}
 
 
 def two_optimizers(strategy, folder, name):
@@ -244,7 +287,7 @@ def message_of(program):
     return "nothing"
 
 
-CASES = {"life": life, "two optimizers": two_optimizers, "refusals": refusals}
+CASES = {"life": life, "skips": skips, "two optimizers": two_optimizers, "refusals": refusals}
 
 if __name__ == "__main__":
     place, cases = Path(sys.argv[1]), sys.argv[2].split(",")

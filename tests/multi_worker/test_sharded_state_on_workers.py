@@ -19,7 +19,7 @@ import sharded_state_worker as worker
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 # The refusals come last: a step that fails on each worker at another place leaves them apart.
 FAST = ("adamw", "life", "refusals")
-SLOW = tuple(name for name in (*worker.OPTIMIZERS, "two optimizers") if name not in FAST)
+SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
 
 
 def run(run_workers, folder, cases, **more):
@@ -75,11 +75,16 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 def test_over_mpi(run_workers, tmp_path):
     if not MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
-    names = ("adamw", "accumulation", "muon", "two optimizers", "life")
+    names = ("adamw", "accumulation", "muon", "two optimizers", "skips", "life")
     seen = run(run_workers, tmp_path, names, options=["--mpi"])
     for name in names[:-1]:
         assert_same([each[name] for each in seen])
-    assert all(all(each["life"].values()) for each in seen)
+    for each in seen:
+        assert all(each["life"].values())
+        assert each["skips"]["skipped"] == [2, 2]
+        # What only updates read is added for the owners alone.
+        assert each["adamw"]["to_owners"] == each["skips"]["to_owners"] == [0, 1]
+        assert each["accumulation"]["to_owners"] == []
 
 
 def test_checkpoints_resume_bit_for_bit_with_and_without_sharding(fast):

@@ -71,6 +71,7 @@ from tfmulti.keras_compat.seeds import prepare_global_seeds as prepare_global_se
 from tfmulti.keras_compat.seeds import set_global_seed_state as set_global_seed_state
 from tfmulti.keras_compat.steps import accumulators as accumulators
 from tfmulti.keras_compat.steps import after_updates as after_updates
+from tfmulti.keras_compat.steps import clip_global_norm_by as clip_global_norm_by
 from tfmulti.keras_compat.steps import has_own_step as has_own_step
 from tfmulti.keras_compat.steps import is_accumulating as is_accumulating
 from tfmulti.keras_compat.steps import is_update_step as is_update_step

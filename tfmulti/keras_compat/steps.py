@@ -135,6 +135,23 @@ def after_updates(optimizer, function) -> None:
     object.__setattr__(optimizer, "_backend_update_step", types.MethodType(update, optimizer))
 
 
+def clip_global_norm_by(optimizer, function) -> None:
+    """Has the norm of all gradients be clipped by a function of the gradients and the variables."""
+    updating = []
+
+    def apply_gradients(self, grads, trainable_variables):
+        updating[:] = trainable_variables
+        type(self)._backend_apply_gradients(self, grads, trainable_variables)
+
+    def clip(self, grads):
+        if self.clipnorm or not self.global_clipnorm:
+            return type(self)._clip_gradients(self, grads)
+        return function(grads, updating)
+
+    for name, method in (("_backend_apply_gradients", apply_gradients), ("_clip_gradients", clip)):
+        object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
+
+
 def has_own_step(model: keras.Model, kind: str) -> bool:
     """Whether a model's `"train"` or `"test"` step is another than Keras's.
 

@@ -31,7 +31,11 @@ class FiniteGuard:
             if not optimizer.built:
                 optimizer.build(trainable_variables)
         grads = list(grads)
-        bad = _bad_ones(grads)
+        shards = getattr(optimizer, "tfmulti_shards", None)
+        if shards is None or not shards.adds_to_owners:
+            bad = _bad_ones(grads)
+        else:
+            bad = shards.measure(_is_bad, grads, trainable_variables) > 0
 
         def leave_out():
             self._count(bad, optimizer)
@@ -105,12 +109,12 @@ def _local(variable) -> tf.Tensor:
 
 def _bad_ones(grads) -> tf.Tensor:
     """Returns a bool vector: for each gradient, whether it holds a number that is not finite."""
-    values = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
-    return tf.stack(
-        [
-            tf.constant(False)
-            if value is None
-            else tf.logical_not(tf.reduce_all(tf.math.is_finite(value)))
-            for value in values
-        ]
-    )
+    return tf.stack([_is_bad(grad) for grad in grads]) > 0
+
+
+def _is_bad(grad) -> tf.Tensor:
+    if grad is None:
+        return tf.constant(0.0)
+    value = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    is_finite = tf.reduce_all(tf.math.is_finite(value))
+    return tf.cast(tf.logical_not(is_finite), tf.float32)

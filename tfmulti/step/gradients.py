@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import topology
-from tfmulti.step import sparse_gradients, weighting
+from tfmulti.step import sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -227,13 +227,15 @@ def take_gradient(
     return tf.nest.pack_sequence_as(sources, grads)
 
 
-def reduce_values(grads, kinds, compression) -> list:
+def reduce_values(grads, kinds, compression, owners=None) -> list:
     """Adds gradients over all replicas, and optionally sends dense ones in half precision.
 
     Args:
         grads: The gradients, none of them None.
         kinds: For each gradient, how the rows of its table were read; see `sparse_gradients`.
         compression: The dtype in which to send, or None.
+        owners: The worker that alone needs the sum, for each gradient; None if all do. Sparse and
+            half-precision gradients are added for all.
     """
     if not grads:
         return []
@@ -244,7 +246,9 @@ def reduce_values(grads, kinds, compression) -> list:
     full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in sent]
     if compression is not None:
         sent = [tf.cast(g, compression) if f else g for g, f in zip(sent, full)]
-    added = _add_all(sent)
+    owners = [None] * len(sent) if compression is not None or owners is None else owners
+    owners = [owner if is_full else None for owner, is_full in zip(owners, full)]
+    added = _add(sent, owners)
     added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
     added = [
         grad if row is None else tf.IndexedSlices(grad, row.indices, row.dense_shape)
@@ -256,12 +260,21 @@ def reduce_values(grads, kinds, compression) -> list:
     ]
 
 
-def _add_all(values) -> list:
+def _add(values, owners) -> list:
     """Adds tensors over all replicas, those of each dtype together: the ring concatenates them."""
     context, added = tf.distribute.get_replica_context(), list(values)
-    for dtype in sorted({value.dtype.name for value in values}):
-        places = [place for place, value in enumerate(values) if value.dtype.name == dtype]
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [values[place] for place in places])
+    for dtype, is_owned in sorted({(v.dtype.name, o is not None) for v, o in zip(values, owners)}):
+        places = [
+            place
+            for place, (value, owner) in enumerate(zip(values, owners))
+            if value.dtype.name == dtype and (owner is not None) == is_owned
+        ]
+        parts = [values[place] for place in places]
+        if is_owned:
+            own = [owners[place] for place in places]
+            sums = context.strategy.extended.add_to_owners(parts, own)
+        else:
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
         for place, total in zip(places, sums):
             added[place] = total
     return added
@@ -273,7 +286,10 @@ def _reduce_present(grads, variables, replica_batch) -> list:
     present = [(g, v) for g, v in zip(grads, variables) if g is not None]
     kinds = [_kind_of(g, v, model) for g, v in present]
     compression = _compression(model)
-    reduced = iter(reduce_values([g for g, _ in present], kinds, compression))
+    owners = None
+    if all(variable is not None for _, variable in present):
+        owners = sharded_state.owners_of_gradients(model, [variable for _, variable in present])
+    reduced = iter(reduce_values([g for g, _ in present], kinds, compression, owners))
     return [None if grad is None else next(reduced) for grad in grads]
 
 

@@ -1,8 +1,8 @@
 """Sharded optimizer state: each worker keeps the slots of the variables that it owns.
 
-Every worker has the gradients of the whole batch. It updates the variables that it owns, whole
-ones, so that any optimizer computes what it computes on one device, and sends their new values to
-the other workers. This is stage 1 of ZeRO (Rajbhandari et al., 2020,
+It updates these variables, whole ones, so that any optimizer computes what it computes on one
+device, and sends their new values to the other workers. Over MPI, gradients that nothing else
+reads are added for the owner alone. These are stages 1 and 2 of ZeRO (Rajbhandari et al., 2020,
 https://arxiv.org/abs/1910.02054).
 
 Moving averages of weights and accumulated gradients are not sharded: Keras computes them from
@@ -59,6 +59,8 @@ def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
     for name, method in (("build", _build), ("update_step", _update_step)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
+    if shards.adds_to_owners:
+        keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
 
 
 def owners_by_bytes(sizes: list[int], num_workers: int) -> list[int]:
@@ -82,6 +84,25 @@ def _update_step(self, gradient, variable, learning_rate):
     if self.tfmulti_shards.owns(variable):
         with self.tfmulti_shards.refusing_shared_state():
             type(self).update_step(self, gradient, variable, learning_rate)
+
+
+def owners_of_gradients(model, variables) -> list[int] | None:
+    """Returns the worker that alone needs the gradient of each variable, or None if all do.
+
+    All need it where something other than an update reads it: a custom step or optimizer,
+    accumulation or loss scaling.
+
+    Args:
+        model: The model that is trained, or None.
+        variables: Some of its variables.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    shards = getattr(optimizer, "tfmulti_shards", None)
+    if shards is None or not keras_compat.is_stock(type(optimizer)):
+        return None
+    if optimizer.gradient_accumulation_steps or keras_compat.has_own_step(model, "train"):
+        return None
+    return shards.owners_of(variables)
 
 
 def gather_optimizer_state(model: keras.Model) -> None:
@@ -113,6 +134,7 @@ class Shards:
     Attributes:
         worker: The number of this worker.
         slots: The slots of all workers, in the order of `optimizer.variables`.
+        adds_to_owners: Whether gradients can be added for the workers alone that need them.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy):
@@ -121,6 +143,7 @@ class Shards:
         self.slots: list[slots.SlotVariable] = []
         self._owners: list[int] = []
         self._kept = slots.KeptValues()
+        self.adds_to_owners = getattr(strategy.extended, "add_to_owners", None) is not None
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
@@ -214,6 +237,35 @@ class Shards:
     def owns(self, variable) -> bool:
         """Whether this worker updates a variable."""
         return self._owner(variable) == self.worker
+
+    def owners_of(self, variables) -> list[int] | None:
+        """Returns the owner of each variable; None if sums cannot be made for owners alone."""
+        known = {id(variable) for variable in keras_compat.updated_variables(self._optimizer)}
+        if not self.adds_to_owners or any(id(variable) not in known for variable in variables):
+            return None
+        return [self._owner(variable) for variable in variables]
+
+    def measure(self, function, gradients, variables) -> tf.Tensor:
+        """Returns one number for each gradient, on all workers, from the worker that has it.
+
+        Args:
+            function: Function of a gradient that returns a float32 scalar.
+            gradients: Gradients, which on other workers than the owner may be zeros.
+            variables: Their variables; None for those that the optimizer was built for.
+        """
+        if variables is None:
+            variables = keras_compat.updated_variables(self._optimizer)
+        none = tf.zeros([], tf.float32)
+        own = [function(g) if self.owns(v) else none for g, v in zip(gradients, variables)]
+        return self._strategy.extended.add([tf.stack(own)])[0]
+
+    def clip_global_norm(self, gradients, variables) -> list:
+        """Scales gradients to a largest norm of all together, as Keras computes it."""
+        squares = self.measure(_sum_of_squares, gradients, variables)
+        norm, largest = tf.sqrt(tf.reduce_sum(squares)), self._optimizer.global_clipnorm
+        # Where the norm is not finite, neither are the results.
+        scale = largest * tf.minimum(1.0 / norm, 1.0 / largest) + (norm - norm)
+        return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
 
     def _owner(self, variable) -> int:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
@@ -315,6 +367,10 @@ class _Watched(list):
             self.current = place
             yield variable
         self.current = None
+
+
+def _sum_of_squares(gradient):
+    return tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float32)
 
 
 def _bytes_of(variable) -> int:
