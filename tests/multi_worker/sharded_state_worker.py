@@ -98,6 +98,11 @@ def same(model, other):
     return all(np.array_equal(a, b) for a, b in zip(model.get_weights(), other.get_weights()))
 
 
+def apart(model, other):
+    pairs = zip(model.get_weights(), other.get_weights())
+    return max(float(np.abs(one - two).max()) for one, two in pairs)
+
+
 def optimizer(strategy, folder, name):
     """With copies and with sharded state; verification is on."""
     copies, shards = (build(strategy, OPTIMIZERS[name], each) for each in (None, "state"))
@@ -107,6 +112,7 @@ def optimizer(strategy, folder, name):
     return {
         "to_owners": sorted(set(owners)),
         "same": same(copies, shards),
+        "apart": apart(copies, shards),
         "losses": losses,
         "held": [held(copies.optimizer), held(shards.optimizer)],
     }
