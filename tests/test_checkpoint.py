@@ -7,6 +7,7 @@ import signal
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
@@ -311,8 +312,30 @@ def test_minutes_are_the_chiefs(tmp_path):
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(generations, "_FORMAT", 2)
-    generations.write(tmp_path, 3, {"a": np.zeros(2)}, {})
+    own = generations._FORMAT
+    monkeypatch.setattr(generations, "_FORMAT", own + 1)
+    path = generations.write(tmp_path, 3, {"a": np.zeros(2)}, {})
     monkeypatch.undo()
-    with pytest.raises(generations.CheckpointError, match="format 1. Received: format 2 in"):
+    # A version that keeps its values in other files is told all the same.
+    (path / generations.FILES[1]).unlink()
+    received = f"format {own}. Received: format {own + 1} in"
+    with pytest.raises(generations.CheckpointError, match=received):
         generations.latest_good(tmp_path)
+
+
+def test_another_shuffle_buffer_is_told(tmp_path):
+    examples = tf.data.Dataset.from_tensor_slices(rows())
+    strategy = create_strategy(1)
+
+    def fit(shuffle_buffer):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        data = tfmulti.distribute_train(examples, strategy, 8, shuffle_buffer=shuffle_buffer)
+        saver = tfmulti.callbacks.Checkpoint(tmp_path, data)
+        model.fit(data, epochs=1, verbose=0, callbacks=[saver])
+
+    fit(10)
+    fit(10)
+    with pytest.raises(generations.CheckpointError, match="shuffle_buffer=2, and 10"):
+        fit(2)

@@ -1,5 +1,6 @@
 """Files that are never half-written, and folders that can be written to."""
 
+import errno
 import subprocess
 import sys
 
@@ -47,3 +48,13 @@ def test_train_says_so_before_tensorflow_is_imported(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1 False"
     assert "`workdir` must be a folder" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path):
+    def write(path):
+        path.write_text("a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="a.txt': its file system is full. Free disk space"):
+        files.write_atomically(tmp_path / "a.txt", write)
+    assert list(tmp_path.iterdir()) == []

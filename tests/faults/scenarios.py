@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -191,18 +192,22 @@ def restarted(folder: Path):
 
 
 def full_disk(folder: Path):
-    """There is no room for a checkpoint."""
+    """There is no more room for a checkpoint, once training has begun."""
     room = folder / "room"
     room.mkdir(parents=True)
-    if os.system(f"mount -t tmpfs -o size=64k tmpfs {room} 2>/dev/null"):
+    if os.system(f"mount -t tmpfs -o size=4m tmpfs {room} 2>/dev/null"):
         return None
     try:
         flags = (*SAVING, "--strategy", "one_device", "--workdir", room)
         with one_process(folder, "tfmulti.train", *flags) as process:
+            process.wait_for("Epoch 1/")
+            with contextlib.suppress(OSError), open(room / "others", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
             code, text, error = process.wait(), process.text, process.error
     finally:
         os.system(f"umount {room}")
-    expect(code == 1 and "No space left" in text, code, text)
+    expect(code == 1 and "file system is full" in error, code, text)
     return 0.0, f"exit 1: {error}"
 
 

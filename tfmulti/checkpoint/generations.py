@@ -166,15 +166,15 @@ def _check(path) -> Generation:
     digest = manifest.pop("sha256")
     if digest != _digest(_canonical(manifest)):
         raise ValueError(f"{_MANIFEST} has changed")
-    for name, expected in manifest["files"].items():
-        if _digest((path / name).read_bytes()) != expected:
-            raise ValueError(f"{name} has changed")
     if manifest["format"] != _FORMAT:
         raise CheckpointError(
             f"A checkpoint must be of format {_FORMAT}. "
             f"Received: format {manifest['format']} in {path}, of another version of tfmulti. "
             "Resume with that version, or start again in another folder."
         )
+    for name, expected in manifest["files"].items():
+        if _digest((path / name).read_bytes()) != expected:
+            raise ValueError(f"{name} has changed")
     return Generation(path, manifest["state"], manifest["tensors"])
 
 

@@ -62,12 +62,8 @@ def check_steps(dataset, steps: int | None) -> None:
         )
 
 
-def _describe_data(dataset) -> dict | None:
-    """Returns the settings that determine the order of the examples."""
-    if dataset is None:
-        return None
-    names = ("num_examples", "global_batch_size", "seed", "remainder", "steps_per_epoch")
-    return {name: getattr(dataset.plan, name) for name in names}
+def _order_of(dataset) -> dict | None:
+    return None if dataset is None else dataset.order
 
 
 def _check_data(before, now):
@@ -119,7 +115,7 @@ def take(run: Run, epoch: int, step: int, strategy, *, begun: bool, within_epoch
         "begun": begun,
         "position": position,
         "num_replicas": strategy.num_replicas_in_sync,
-        "data": _describe_data(run.dataset),
+        "data": _order_of(run.dataset),
         "history": {"epoch": list(history.epoch), "values": values},
     }
     return Snapshot(snapshot.tensors, {**snapshot.state, **state})
@@ -185,7 +181,7 @@ def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) ->
         generation = _from_chief(folder, strategy, Path(copies), print_fn)
         if generation is None:
             return None
-        _check_data(generation.state["data"], _describe_data(run.dataset))
+        _check_data(generation.state["data"], _order_of(run.dataset))
         tensors = restore(generation, run.model, run.callbacks)
     state = generation.state
     if run.dataset is not None and state["position"] is not None:

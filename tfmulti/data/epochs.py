@@ -141,6 +141,13 @@ class EpochDataset(tf.data.Dataset):
         """The position of training: (epoch, step), the step being the next to take."""
         return self._position.get()
 
+    @property
+    def order(self) -> dict:
+        """The settings that determine the order of the examples, by name."""
+        names = ("num_examples", "global_batch_size", "seed", "remainder", "steps_per_epoch")
+        buffer = getattr(self._source, "shuffle_buffer", None)
+        return {**{name: getattr(self.plan, name) for name in names}, "shuffle_buffer": buffer}
+
     def set_position(self, epoch: int, step: int = 0) -> None:
         """Makes the next pass begin at a step of an epoch, to resume training.
 

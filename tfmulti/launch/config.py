@@ -29,7 +29,10 @@ class LaunchConfig:
         None, "Seconds that workers wait for one another; by default their own 60.", at_least=0.001
     )
     grace: float = setting(
-        30.0, "Seconds from SIGTERM or Ctrl-C to the end of workers that still run.", at_least=0.0
+        30.0,
+        "Seconds from SIGTERM or Ctrl-C to the end of workers that still run; at most 5 once a "
+        "worker has failed.",
+        at_least=0.0,
     )
     log_dir: str | None = setting(
         None, "Folder for worker_0.log and so on; by default a temporary one."

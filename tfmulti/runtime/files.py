@@ -27,6 +27,9 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
         path: The file.
         write: Function that writes to a given path, which has the same suffix.
 
+    Raises:
+        OSError: If it cannot be written, with the path and the reason.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,6 +44,12 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        reason = _REASONS.get(error.errno, error.strerror)
+        raise OSError(
+            f"A result must be written to disk. Received: {os.fspath(path)!r}: {reason}. "
+            "Free disk space or change its permissions, and start the same command again."
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
