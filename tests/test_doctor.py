@@ -268,7 +268,7 @@ def test_memory_is_compared_with_16_gb_for_each_gpu():
     large = Host(memory=64 * GB, available=60 * GB)
     assert host.check_memory(large, 4).status == "ok"
     assert host.check_memory(large, 8).status == "warning"
-    assert "8 GPUs want 128.0 GB" in host.check_memory(large, 8).detail
+    assert "8 GPUs want 128 GB" in host.check_memory(large, 8).detail
     limited = Host(memory=64 * GB, available=60 * GB, limits=Limits(memory=20 * GB))
     assert host.check_memory(limited, 2).status == "warning"
     assert host.check_memory(large, 0).status == "ok"

@@ -88,8 +88,8 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Restores the latest intact checkpoint, if there is one."""
         self._strategy = self.model.distribute_strategy
-        self._signals = requests_of(self._strategy)
-        self._signals.reset()
+        self._requests = requests_of(self._strategy)
+        self._requests.reset()
         self._strategy.keeps_whole_sums = True
         resuming.check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
@@ -119,7 +119,7 @@ class Checkpoint(keras.callbacks.Callback):
         # A second SIGTERM, or one after an exception has ended `fit`, ends the process.
         signal.signal(signal.SIGTERM, self._previous_handler)
         if resuming.is_within_fit(frame, self.model):
-            self._signals.ask("stop")
+            self._requests.ask("stop")
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -138,27 +138,27 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Sends this worker's requests to the others with the next step."""
         if self._is_time():
-            self._signals.ask("save")
-        self._signals.send()
+            self._requests.ask("save")
+        self._requests.send()
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves if it is time, and ends if all workers have agreed to stop."""
         done, self._last_batch = batch - self._last_batch, batch
         before, self._step = self._step, self._step + done
         self._unsaved += done
-        told = self._signals.receive()
+        told = self._requests.receive()
         if self._dataset is None:
             return
         every = self._every_steps
         due = every is not None and before // every != self._step // every
         if due or told:
             self._save(self._epoch, begun=True, within_epoch=True)
-            self._signals.clear("save")
+            self._requests.clear("save")
         self._stop_if_told()
 
     def on_epoch_end(self, epoch, logs=None):
         """Ends if all workers have agreed to stop and there is no dataset with a position."""
-        if self._dataset is None and self._signals.agreed("stop"):
+        if self._dataset is None and self._requests.agreed("stop"):
             self.model.stop_training = True
 
     def on_train_end(self, logs=None):
@@ -166,7 +166,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._unsaved:
             self._save(self._epoch + 1, begun=False)
         self._finish()
-        if self._signals.agreed("stop"):
+        if self._requests.agreed("stop"):
             raise Preempted
 
     def _is_time(self) -> bool:
@@ -175,7 +175,7 @@ class Checkpoint(keras.callbacks.Callback):
         return self._clock() - self._last_time >= self._every_minutes * 60
 
     def _stop_if_told(self):
-        if self._signals.agreed("stop") and self._dataset is not None:
+        if self._requests.agreed("stop") and self._dataset is not None:
             self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()
             raise Preempted

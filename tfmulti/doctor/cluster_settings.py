@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import Cluster, ClusterError, environment, network, resolve_cluster
 from tfmulti.cluster.network import is_ip_address, split_address
-from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, plural
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
+from tfmulti.runtime import console
 
 _TF_CONFIG = "TF_CONFIG"
 _NAMES_S = 5.0
@@ -65,7 +66,9 @@ def check_names(cluster: Cluster, source: str) -> Check:
         return Check("names of hosts", FAILURE, str(error), hint)
     if not names:
         return Check("names of hosts", OK, "all are IP addresses")
-    return Check("names of hosts", OK, f"{plural(len(names), 'name')} found: {', '.join(names)}")
+    return Check(
+        "names of hosts", OK, f"{console.count(len(names), 'name')} found: {', '.join(names)}"
+    )
 
 
 def check_own_address(cluster: Cluster) -> Check:

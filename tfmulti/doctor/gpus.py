@@ -9,9 +9,10 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, plural
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.doctor.tensorflow_process import TIMEOUT_S, Report, in_time
 from tfmulti.hardware.gpus import Driver, Gpu, count_on_bus, find_visible, read_driver
+from tfmulti.runtime import console
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_GPU = "no NVIDIA GPU here"
@@ -64,7 +65,7 @@ def check_driver(driver: Driver) -> Check:
         fault = driver.fault or "it sees no GPU"
         return Check(name, FAILURE if driver.on_bus else WARNING, f"the driver: {fault}", hint)
     if driver.on_bus:
-        text = f"{plural(driver.on_bus, 'NVIDIA GPU')} on the PCI bus, and {driver.fault}"
+        text = f"{console.count(driver.on_bus, 'NVIDIA GPU')} on the PCI bus, and {driver.fault}"
         hint = "Install NVIDIA's driver; in a container, start it with --gpus all."
         return Check(name, WARNING, text, hint)
     return Check(name, UNKNOWN, f"{NO_GPU}: {driver.fault}, and none is on the PCI bus")
@@ -92,7 +93,7 @@ def check_visible(value: str | None, indices: list[int], fault: str, count: int)
     """Explains `CUDA_VISIBLE_DEVICES`."""
     if value is None:
         return Check(VISIBLE, OK, "not set: programs get every GPU of this host")
-    text = f'"{value}": programs get {len(indices)} of {plural(count, "GPU")}'
+    text = f'"{value}": programs get {len(indices)} of {console.count(count, "GPU")}'
     if not count:
         return Check(VISIBLE, UNKNOWN, f'"{value}", and {NO_GPU}')
     if fault:
@@ -136,7 +137,7 @@ def check_computing(report: Report) -> Check:
         hint = "Compare the GPU's compute capability with those that TensorFlow is built for."
         built = report.facts["build"].get("cuda_compute_capabilities", "unknown")
         return Check(name, FAILURE, f"{'; '.join(faults)} (built for {built})", hint)
-    return Check(name, OK, f"{plural(len(gpus), 'GPU')} computed the right result")
+    return Check(name, OK, f"{console.count(len(gpus), 'GPU')} computed the right result")
 
 
 def check_alike(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Check:
@@ -243,7 +244,9 @@ def check_topology(driver: Driver) -> Check:
     if not driver.paths:
         return Check(name, UNKNOWN, "the driver does not tell")
     pairs = Counter(driver.paths.values())
-    text = ", ".join(f"{plural(n, 'pair')} over {_describe(path)}" for path, n in pairs.items())
+    text = ", ".join(
+        f"{console.count(n, 'pair')} over {_describe(path)}" for path, n in pairs.items()
+    )
     if "SYS" in pairs:
         near = near_gpus(driver.paths, count)
         hint = "Gradients cross between processors."

@@ -10,9 +10,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.doctor.tensorflow_process import in_time
-from tfmulti.runtime.memory import Limits, read_limits
+from tfmulti.runtime import console
+from tfmulti.runtime.memory import Limits, read_limits, show_size
 
 BYTES_PER_GPU = 16e9
 """Memory of the host for each GPU: the rule of the guides, 32, 64 and 128 GB for 2, 4 and 8."""
@@ -101,15 +102,17 @@ def check_memory(host: Host, num_gpus: int) -> Check:
     if host.memory is None:
         return Check(name, UNKNOWN, "this system has no /proc/meminfo")
     bytes_here = min(host.memory, host.limits.memory or host.memory)
-    free = f", {megabytes(host.available)} of the host's are free" if host.available else ""
-    text = f"{megabytes(bytes_here)}{free}"
+    free = f", {show_size(host.available)} of the host's are free" if host.available else ""
+    text = f"{show_size(bytes_here)}{free}"
     if num_gpus and bytes_here < num_gpus * BYTES_PER_GPU:
-        wanted = megabytes(num_gpus * BYTES_PER_GPU)
+        wanted = show_size(num_gpus * BYTES_PER_GPU)
         hint = "Use fewer GPUs, more memory, or a smaller shuffle buffer and no cache()."
-        return Check(name, WARNING, f"{text}; {plural(num_gpus, 'GPU')} want {wanted}", hint)
+        return Check(name, WARNING, f"{text}; {console.count(num_gpus, 'GPU')} want {wanted}", hint)
     if host.available is not None and host.available < _LITTLE_MEMORY:
         return Check(name, WARNING, text, "End other programs: TensorFlow alone needs 1 GB.")
-    rule = f"16 GB for each of {plural(num_gpus, 'GPU')}" if num_gpus else "no GPU to count for"
+    rule = (
+        f"16 GB for each of {console.count(num_gpus, 'GPU')}" if num_gpus else "no GPU to count for"
+    )
     return Check(name, OK, f"{text} ({rule})")
 
 
@@ -136,7 +139,7 @@ def check_container(limits: Limits) -> Check:
     if limits.cores is not None:
         told.append(f"{limits.cores:g} cores")
     if limits.memory is not None:
-        told.append(f"{megabytes(limits.memory)} of memory")
+        told.append(f"{show_size(limits.memory)} of memory")
     return Check("container limits", OK, ", ".join(told) or "none on cores or memory")
 
 
@@ -145,7 +148,7 @@ def check_shared(host: Host, num_gpus: int) -> Check:
     name = "shared memory"
     if host.shared is None:
         return Check(name, UNKNOWN, "there is no /dev/shm")
-    text = f"/dev/shm has {megabytes(host.shared)}, {megabytes(host.shared_free)} free"
+    text = f"/dev/shm has {show_size(host.shared)}, {show_size(host.shared_free)} free"
     if host.shared_free < _LITTLE_SHARED:
         hint = "Start the container with --shm-size=2g (Docker gives 64 MB), or empty /dev/shm."
         return Check(name, WARNING, text, hint)
@@ -221,7 +224,7 @@ def check_workdir(
 
 
 def _judge_space(place, free) -> Check:
-    name, text = "work folder", f"{place}: {megabytes(free)} free"
+    name, text = "work folder", f"{place}: {show_size(free)} free"
     if free < _NO_SPACE:
         return Check(name, FAILURE, text, "Free some space, or give another --workdir.")
     if free < _LITTLE_SPACE:
@@ -236,17 +239,17 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
         # A network file system may never answer.
         seconds = in_time(lambda: measure(folder, num_bytes), timeout_s)
     except TimeoutError:
-        text = f"writing {megabytes(num_bytes)} to {folder} has not ended in {timeout_s:g} s"
+        text = f"writing {show_size(num_bytes)} to {folder} has not ended in {timeout_s:g} s"
         return Check(name, FAILURE, text, "See whether the file system answers; use a local one.")
     except OSError as error:
         text = f"{folder}: {error.strerror or error}"
         return Check(name, FAILURE, text, "Give another --workdir.")
     written, read = (num_bytes / each for each in seconds)
-    text = f"{megabytes(written)}/s written to the disk, {megabytes(read)}/s read"
+    text = f"{show_size(written)}/s written to the disk, {show_size(read)}/s read"
     if written < _SLOW_BYTES_PER_S:
         hint = "Checkpoints will hold training up: use a faster disk, or save less often."
         return Check(name, WARNING, text, hint)
-    return Check(name, OK, f"{text} ({megabytes(num_bytes)})")
+    return Check(name, OK, f"{text} ({show_size(num_bytes)})")
 
 
 def write_and_read(folder: Path, num_bytes: int) -> tuple[float, float]:

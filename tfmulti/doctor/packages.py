@@ -13,7 +13,8 @@ from packaging.specifiers import SpecifierSet
 
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.network import split_address
-from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, plural
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
+from tfmulti.runtime import console
 
 # All of them write the same folder `tensorflow`.
 TENSORFLOWS = (
@@ -266,10 +267,10 @@ def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, 
     hosts = [split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks]
     mine = hosts.count(split_address(cluster.address)[0])
     if mine > 1 and environ.get("CUDA_VISIBLE_DEVICES") is None:
-        text = f"{plural(mine, 'worker')} of this host would each take all {num_gpus} GPUs"
+        text = f"{console.count(mine, 'worker')} of this host would each take all {num_gpus} GPUs"
         hint = "Give each its own CUDA_VISIBLE_DEVICES, or start one worker for each host."
         return Check(name, FAILURE, text, hint)
-    return Check(name, OK, f"{plural(mine, 'worker')} on this host")
+    return Check(name, OK, f"{console.count(mine, 'worker')} on this host")
 
 
 def check_libraries(environ: Mapping[str, str], installed: VersionOf) -> Check:

@@ -22,12 +22,14 @@ from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.cluster.network import split_address
 from tfmulti.doctor.packages import version_of
-from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check, megabytes, plural
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.hardware.gpus import Gpu
 from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.errors import RendezvousError, check_alike, describe_fault, name_worker
 from tfmulti.rendezvous.messages import MessageError, digest_cluster, find_token, read_line
 from tfmulti.rendezvous.server import Server
+from tfmulti.runtime import console
+from tfmulti.runtime.memory import show_size
 
 LOAD_S, ALL_LOADS_S, MEASURING_S = 0.5, 20.0, 60.0
 """Seconds to measure one speed, all speeds of a worker, and all with the waits for a turn."""
@@ -300,7 +302,7 @@ def judge_visit(cluster: Cluster, found: Visit, came: set[int], timeout_s: float
         return _missing(name, found, found.index in came, timeout_s)
     text = f"round trip {found.round_trip_s * 1e3:.2f} ms" if found.round_trip_s else "answers"
     if found.bytes_per_s:
-        text += f", {megabytes(found.bytes_per_s)}/s to it"
+        text += f", {show_size(found.bytes_per_s)}/s to it"
     same = split_address(cluster.address)[0] == split_address(name.rpartition(" ")[2])[0]
     text += " (on this host)" if same else f" (host {found.notes.get('host')})"
     if found.index not in came:
@@ -376,7 +378,7 @@ def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Che
             cluster,
             {who: {name: said[name] for name in alike} for who, said in everyone.items()},
         )
-        text = f"{plural(len(everyone), 'worker')} have the same of {', '.join(alike)}"
+        text = f"{console.count(len(everyone), 'worker')} have the same of {', '.join(alike)}"
         checks = [Check(versions, OK, text)]
     except RendezvousError as error:
         hint = "Install the same versions on every worker, and start all the same way."

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tfmulti.runtime.console import count
+
 OK, WARNING, FAILURE, UNKNOWN = "ok", "warning", "failure", "unknown"
 
 
@@ -30,24 +32,6 @@ class Check:
     status: str
     detail: str
     hint: str = ""
-
-
-def megabytes(count: float) -> str:
-    """Returns a readable number of bytes, in powers of ten.
-
-    >>> megabytes(64e6), megabytes(16.04e9)
-    ('64 MB', '16.0 GB')
-    """
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def plural(count: int, word: str) -> str:
-    """Returns a number with its word.
-
-    >>> plural(1, "GPU"), plural(2, "GPU")
-    ('1 GPU', '2 GPUs')
-    """
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 _STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red", UNKNOWN: "dim"}
@@ -89,8 +73,8 @@ def verdict(checks: Sequence[Check]) -> Text:
     """Returns the last line: how many of each, and whether this host is ready."""
     counts = Counter(check.status for check in checks)
     words = {
-        FAILURE: plural(counts[FAILURE], "failure"),
-        WARNING: plural(counts[WARNING], "warning"),
+        FAILURE: count(counts[FAILURE], "failure"),
+        WARNING: count(counts[WARNING], "warning"),
         OK: f"{counts[OK]} ok",
         UNKNOWN: f"{counts[UNKNOWN]} not looked at",
     }

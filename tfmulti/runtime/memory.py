@@ -43,7 +43,7 @@ def show_size(size: float) -> str:
     >>> show_size(1_234_000_000), show_size(56_700_000)
     ('1.23 GB', '57 MB')
     """
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def available(root: Path = Path("/")) -> int:

@@ -204,7 +204,7 @@ def take_gradient(
     ):
         return original(tape, target, sources, output_gradients, **kwargs)
     targets = [_as_tensor(each) for each in tf.nest.flatten(target)]
-    roots = [weighting.weigh_root(each, replica_batch) for each in targets]
+    roots = [weighting.initial_gradient(each, replica_batch) for each in targets]
     grads = original(tape, targets, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
@@ -220,7 +220,7 @@ def take_gradient(
         )
     values = iter(values)
     grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]
-    inverse = weighting.part_of_sum(replica_batch)
+    inverse = weighting.sum_correction(replica_batch)
     grads = [
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
     ]

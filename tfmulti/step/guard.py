@@ -75,8 +75,8 @@ def _learn(fn, data, replica_batch, kind):
         return logs_lib.make_global(logs, replica_batch, differing)[0]
     begin = before[len(metrics) :]
     changes = [_weighed(state - old, replica_batch) for state, old in zip(states, begin)]
-    signals = getattr(tf.distribute.get_strategy(), "signals", None)
-    logs, changes = logs_lib.make_global(logs, replica_batch, differing, signals, changes)
+    requests = getattr(tf.distribute.get_strategy(), "requests", None)
+    logs, changes = logs_lib.make_global(logs, replica_batch, differing, requests, changes)
     for state, old, change in zip(states, begin, changes):
         state.assign(old + change)
     return logs

@@ -92,7 +92,7 @@ def _differ(value, other) -> tf.Tensor:
     return tf.reduce_any(apart | (tf.math.is_nan(value) != tf.math.is_nan(other)))
 
 
-def make_global(logs, replica_batch, differing, signals=None, beside=()):
+def make_global(logs, replica_batch, differing, requests=None, beside=()):
     """Makes a step's logs global, and adds other tensors in the same reduction.
 
     Logs of metrics are computed from the metrics' states added over all replicas, as Keras does
@@ -103,7 +103,7 @@ def make_global(logs, replica_batch, differing, signals=None, beside=()):
         logs: What the step returned.
         replica_batch: The replica's rows of it.
         differing: What `compare_with_metrics` returned.
-        signals: The workers' `CoordinationRequests`, sent with the same reduction; or None.
+        requests: The workers' `CoordinationRequests`, sent with the same reduction; or None.
         beside: Tensors to add over all replicas with the same reduction.
 
     Returns:
@@ -120,10 +120,10 @@ def make_global(logs, replica_batch, differing, signals=None, beside=()):
     own = {place: log for place, log in places.items() if place in flags or place not in differing}
     parts = _parts_of_means(own, replica_batch)
     numbers = [_concat([replica_batch.num_real, *flags.values(), *parts.values()])] if own else []
-    requests = [] if signals is None else [signals.part_of_step()]
-    added = add_by_dtype([*states, *numbers, *beside, *requests])
-    if signals is not None:
-        signals.note(added.pop())
+    asked = [] if requests is None else [requests.part_of_step()]
+    added = add_by_dtype([*states, *numbers, *beside, *asked])
+    if requests is not None:
+        requests.note(added.pop())
     states, added = added[: len(states)], added[len(states) :]
     numbers, sums = added[: len(numbers)], added[len(numbers) :]
     if not places:

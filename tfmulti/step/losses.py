@@ -48,11 +48,11 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if _distributed_batch() is None:
         return loss
     if reduction == "sum":
-        return loss * tf.cast(weighting.part_of_sum(replica_batch), loss.dtype)
+        return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
     count = _denominator(sample_weight, mask, reduction)
     if count is None:
         return loss
-    return loss * tf.cast(weighting.part_of_count(count, replica_batch), loss.dtype)
+    return loss * tf.cast(weighting.mean_correction(count, replica_batch), loss.dtype)
 
 
 def average_loss(average, per_example_loss, sample_weight=None, global_batch_size=None):
@@ -75,7 +75,7 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
     return (
         loss
         if replica_batch is None
-        else loss * tf.cast(weighting.part_of_sum(replica_batch), loss.dtype)
+        else loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
     )
 
 

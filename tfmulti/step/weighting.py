@@ -25,12 +25,12 @@ from __future__ import annotations
 import tensorflow as tf
 
 
-def row_weight(num_counted: tf.Tensor, num_global: tf.Tensor) -> tf.Tensor:
+def row_weight(num_real: tf.Tensor, num_global: tf.Tensor) -> tf.Tensor:
     """Returns w_r as a float32 scalar, from the rows of this replica and of the whole batch."""
-    return tf.math.divide_no_nan(tf.cast(num_counted, tf.float32), num_global)
+    return tf.math.divide_no_nan(tf.cast(num_real, tf.float32), num_global)
 
 
-def part_of_count(count: tf.Tensor, replica_batch) -> tf.Tensor:
+def mean_correction(count: tf.Tensor, replica_batch) -> tf.Tensor:
     """Returns (c_r / c) / w_r for a loss that divides by a local count, as a float32 scalar.
 
     It is a collective: every replica must call it.
@@ -41,15 +41,15 @@ def part_of_count(count: tf.Tensor, replica_batch) -> tf.Tensor:
     """
     count = tf.where(replica_batch.num_real > 0, count, 0.0)
     total = tf.distribute.get_replica_context().all_reduce("SUM", count)
-    return tf.math.divide_no_nan(count, total) * part_of_sum(replica_batch)
+    return tf.math.divide_no_nan(count, total) * sum_correction(replica_batch)
 
 
-def part_of_sum(replica_batch) -> tf.Tensor:
+def sum_correction(replica_batch) -> tf.Tensor:
     """Returns 1 / w_r as a float32 scalar; it turns the weighted sum over replicas into a sum."""
     return tf.math.divide_no_nan(1.0, replica_batch.weight)
 
 
-def weigh_root(target, replica_batch):
+def initial_gradient(target, replica_batch):
     """Returns the initial gradient of a target for the backward pass on this replica.
 
     A scalar is treated as a mean over rows, and gets w_r. A tensor with an axis of rows, which a

@@ -240,8 +240,8 @@ class CoordinationRequests:
 
 def requests_of(strategy: tf.distribute.Strategy) -> CoordinationRequests:
     """Returns the requests of a strategy, or a new object if the strategy has none."""
-    signals = getattr(strategy, "signals", None)
-    return signals if signals is not None else CoordinationRequests(1)
+    requests = getattr(strategy, "requests", None)
+    return requests if requests is not None else CoordinationRequests(1)
 
 
 class LauncherHeartbeat(keras.callbacks.Callback):

@@ -17,7 +17,7 @@ from tfmulti.cluster import schedulers
 from tfmulti.parallel import recompute
 from tfmulti.step import accumulation, gradients, losses, whole_batch
 from tfmulti.step.optimizer import distribute_loaded
-from tfmulti.strategies import checks, chief, coordination, on_batch
+from tfmulti.strategies import checks, coordination, predict_on_batch, stock_callbacks
 from tfmulti.strategies.base import (
     MirroredStrategy,
     OneDeviceStrategy,
@@ -117,7 +117,7 @@ def create_strategy(
         strategy = create_mirrored(devices, logical_cpus)
     else:
         strategy = create_one_device(devices, logical_cpus)
-    strategy.signals = CoordinationRequests(strategy.num_replicas_in_sync)
+    strategy.requests = CoordinationRequests(strategy.num_replicas_in_sync)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.verify, strategy.distribute_optimizers = verify, distribute_optimizers
     strategy.why = f"{name} on {names} ({reason})"
@@ -159,10 +159,10 @@ def _repair_keras():
         in_step=gradients.in_step,
         inlines=gradients.in_keras_step,
         keeps_means=losses.keeps_means,
-        more_callbacks=chief.callbacks_for,
+        more_callbacks=stock_callbacks.callbacks_for,
         once_built=checks.verify_once_built,
-        predict=on_batch.predict,
-        prepare_callback=chief.prepare_callback,
+        predict=predict_on_batch.predict,
+        prepare_callback=stock_callbacks.prepare_callback,
         recompute=recompute.recomputed,
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_made_outside,
