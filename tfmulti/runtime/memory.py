@@ -11,6 +11,7 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)B\s*", re.IGNORECASE)
 _PEAK = re.compile(r"^VmHWM:\s+(\d+) kB", re.MULTILINE)
+_RESIDENT = re.compile(r"^VmRSS:\s+(\d+) kB", re.MULTILINE)
 _TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -65,8 +66,21 @@ def peak_of(process: int | str = "self") -> int:
     >>> peak_of() > 0, peak_of(0)
     (True, 0)
     """
+    return _read_status(process, _PEAK)
+
+
+def resident(process: int | str = "self") -> int:
+    """Returns the memory that a process has now, in bytes; 0 if it has ended.
+
+    >>> 0 < resident() <= peak_of()
+    True
+    """
+    return _read_status(process, _RESIDENT)
+
+
+def _read_status(process, pattern) -> int:
     try:
-        found = _PEAK.search(Path(f"/proc/{process}/status").read_text())
+        found = pattern.search(Path(f"/proc/{process}/status").read_text())
     except OSError:
         return 0
     return int(found[1]) << 10 if found else 0

@@ -69,6 +69,11 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     if config.workdir and (task is None or task.is_chief):
         files.check_folder(config.workdir, "workdir")
     command_line.import_tensorflow(verbose=verbose)
+    if config.estimate_memory is not None:
+        from tfmulti.train import memory_estimate
+
+        memory_estimate.show(config)
+        return 0
     from tfmulti.train.loop import train_and_evaluate
 
     result = train_and_evaluate(config, print_fn=lambda line: print(line, flush=True))

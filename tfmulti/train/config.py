@@ -56,6 +56,12 @@ class TrainConfig:
         "Memory of one worker for --per_replica_batch_size auto, such as 4GB; by default that of "
         "a GPU, or without GPUs half of this container's, divided by its workers.",
     )
+    estimate_memory: int | None = setting(
+        None,
+        "Print the memory that each of so many workers with one replica would need, without "
+        "training.",
+        at_least=1,
+    )
     global_batch_size: int | None = setting(
         None,
         f"Examples per step over all replicas. By default {DEFAULT_GLOBAL_BATCH_SIZE}.",

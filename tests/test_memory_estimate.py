@@ -1,0 +1,122 @@
+"""`--estimate_memory`: what a worker would need, beside what it then takes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tfmulti.runtime import memory
+from tfmulti.train import memory_estimate
+from tfmulti.train.config import TrainConfig
+
+HERE = Path(__file__).parent
+UNITS = 256
+
+
+def blocks(train):
+    """Four blocks of four dense layers."""
+    each = [[layers.Dense(UNITS, activation="gelu") for _ in range(4)] for _ in range(4)]
+    parts = [keras.Sequential([keras.Input((UNITS,)), *inner]) for inner in each]
+    return keras.Sequential([keras.Input((UNITS,)), *parts, layers.Dense(3)])
+
+
+def recurrent(train):
+    reshape = layers.Reshape((8, UNITS // 8))
+    return keras.Sequential([keras.Input((UNITS,)), reshape, layers.LSTM(4), layers.Dense(3)])
+
+
+def rows():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(24_576, UNITS)).astype("float32")
+    y = random.integers(0, 3, len(x))
+    return (x, y), (x[:64], y[:64])
+
+
+def config(**settings):
+    defaults = {"model": "test_memory_estimate:blocks", "dataset": "test_memory_estimate:rows"}
+    settings = {**defaults, "optimizer": "adam", "global_batch_size": 64, **settings}
+    return TrainConfig(**{"estimate_memory": 2, **settings})
+
+
+def test_sharded_state_halves_slots_and_the_rest_is_the_same():
+    found = memory_estimate.estimate(config())
+    copies, sharded = found["copies"], found["sharded"]
+    num_weights = 16 * (UNITS + 1) * UNITS + 3 * (UNITS + 1)
+    assert copies.weights == 4 * num_weights
+    # The iterations and the rate beside them.
+    assert 8 * num_weights <= copies.slots <= 8 * num_weights + 16
+    assert 0.5 <= sharded.slots / copies.slots < 0.6
+    assert (sharded.step, sharded.process) == (copies.step, copies.process)
+    assert copies.total > sharded.total > sharded.process > 0
+
+
+def test_checkpointed_activations_need_less_and_a_larger_batch_more():
+    kept, large, less = (
+        memory_estimate.estimate(config(**settings))["copies"].step
+        for settings in (
+            {"global_batch_size": 2048},
+            {"global_batch_size": 4096},
+            {"global_batch_size": 4096, "checkpoint_activations": True},
+        )
+    )
+    assert less < 0.6 * large
+    assert 1.5 * kept < large < 2 * kept
+
+
+def test_a_tensor_that_is_kept_counts_to_the_end():
+    noted = []
+
+    @tf.function(autograph=False)
+    def function(x):
+        first = tf.matmul(x, x)
+        noted.append(first)
+        second = tf.matmul(first, first)
+        return tf.reduce_sum(tf.matmul(second, second))
+
+    graph = function.get_concrete_function(tf.TensorSpec([10, 10])).graph
+    assert memory_estimate.peak_of(graph) == 800
+    assert memory_estimate.peak_of(graph, noted) == 1200
+
+
+def test_loops_are_said_to_be_left_out(capsys):
+    memory_estimate.show(config(model="test_memory_estimate:recurrent", estimate_memory=1))
+    shown = capsys.readouterr().out
+    assert "Memory of each of 1 worker" in shown and "checkpointed" in shown
+    assert "what they keep is not counted" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_run_takes_what_was_estimated(checkpointed):
+    flags = [
+        *("--model=test_memory_estimate:blocks", "--dataset=test_memory_estimate:rows"),
+        *("--strategy=one_device", "--global_batch_size=8192", "--optimizer=adam", "--epochs=1"),
+        *(["--checkpoint_activations"] if checkpointed else []),
+    ]
+    environ = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    command = [sys.executable, "-m", "tfmulti.train", *flags]
+    taken = 0
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            taken = max(taken, memory.peak_of(process.pid))
+            time.sleep(0.05)
+    assert process.returncode == 0
+    shown = subprocess.run(
+        [*command, "--estimate_memory=1"],
+        env={**environ, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    name = "checkpointed" if checkpointed else "kept"
+    [line] = [line for line in shown.splitlines() if "copies" in line and name in line]
+    number, unit = line.replace("│", " ").split()[-2:]
+    estimated = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+    assert 0.85 < estimated / taken < 1.15, (estimated, taken)

@@ -1,0 +1,222 @@
+"""`--estimate_memory N`: the memory that each of N workers would need, told without training.
+
+The peak of a step is that of its graph: TensorFlow traces the step with the batch of one worker,
+and the sizes of its tensors are added and taken away again in the order in which they were made.
+All gradients are there until the end of the update, as the check for finite numbers needs them.
+The process itself, its data and TensorFlow's runtime are measured, with a model of one weight.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.table import Table
+
+from tfmulti import devices
+from tfmulti.data import distribute_train
+from tfmulti.data.datasets import load_dataset
+from tfmulti.runtime import console, memory
+from tfmulti.step import sharded_state
+from tfmulti.strategies import create_strategy
+from tfmulti.train.config import TrainConfig
+from tfmulti.train.models import compile_model, create_model, prepare_keras
+
+# Their outputs are their inputs' memory.
+_SAME_MEMORY = (
+    *("Identity", "IdentityN", "PreventGradient", "Snapshot", "StopGradient"),
+    *("Bitcast", "ExpandDims", "ReadVariableOp", "Reshape", "Squeeze"),
+)
+# They write into an input that nothing else needs any more.
+_IN_PLACE = (
+    *("Add", "AddN", "AddV2", "BiasAdd", "Maximum", "Minimum", "Mul", "Neg", "Pow", "RealDiv"),
+    *("Exp", "Log", "Log1p", "Rsqrt", "Sqrt", "Square", "Sub", "Erf", "Erfc", "Cast"),
+    *("Relu", "ReluGrad", "Sigmoid", "SigmoidGrad", "Tanh", "TanhGrad", "Softmax", "LogSoftmax"),
+    *("Select", "SelectV2"),
+)
+_NO_MEMORY = ("Const", "Placeholder", "VarHandleOp")
+# What the allocator holds beside tensors: eleven runs on CPUs were 0.98 to 1.1 times this.
+_ALLOCATED = 1.08
+_LOOPS = ("While", "StatelessWhile")
+# What is in memory of gradients while they are added: their sums; and over the ring and NCCL, which
+# join small ones, also what is sent and received.
+_COPIES_TO_SEND = {"mpi": 1, "ring": 3}
+
+
+_PARTS = ("process", "weights", "slots", "step", "sending")
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What one worker needs, in bytes.
+
+    Attributes:
+        process: Python, TensorFlow and the data.
+        weights: The model's variables.
+        slots: The optimizer's, of the worker that has the most.
+        step: Activations and gradients, at the moment when they are largest.
+        sending: What is sent and received of gradients.
+        has_loops: Whether the step has loops, whose memory is not known.
+    """
+
+    process: int
+    weights: int
+    slots: int
+    step: int
+    sending: int
+    has_loops: bool
+
+    @property
+    def total(self) -> int:
+        """The peak of the process."""
+        parts = self.process + self.weights + self.slots + self.step + self.sending
+        return round(_ALLOCATED * parts)
+
+
+def show(config: TrainConfig) -> None:
+    """Prints what a worker needs with and without sharded state and checkpointed activations."""
+    num_workers = config.estimate_memory
+    names = ("optimizer state", "activations", *_PARTS, "peak")
+    table = Table(*names, title=f"Memory of each of {console.count(num_workers, 'worker')}")
+    process = None
+    for activations in ("kept", "checkpointed"):
+        checkpointed = activations == "checkpointed"
+        found = estimate(dataclasses.replace(config, checkpoint_activations=checkpointed))
+        # The first model has left memory behind when the second is made.
+        process = process or found["copies"].process
+        for state, each in found.items():
+            each = dataclasses.replace(each, process=process)
+            parts = [getattr(each, name) for name in (*_PARTS, "total")]
+            table.add_row(state, activations, *map(memory.show_size, parts))
+    console.create_console().print(table)
+    if found["copies"].has_loops:
+        print("The step has loops (recurrent layers, say): what they keep is not counted.")
+    if devices.has_gpu():
+        print(
+            "All but the process is in the memory of a GPU; the process was measured on the host."
+        )
+
+
+def estimate(config: TrainConfig) -> dict[str, Estimate]:
+    """Returns what a worker with one replica needs, with `"copies"` and `"sharded"` state.
+
+    The model is created here, its weights and slots too; no step is run.
+
+    Args:
+        config: The run, with `estimate_memory` for the number of workers.
+    """
+    num_workers = config.estimate_memory
+    strategy = create_strategy("one_device", verify="never")
+    prepare_keras(config)
+    split, _ = load_dataset(config.dataset)
+    rows = -(-config.resolve_global_batch_size(num_workers) // num_workers)
+    train = distribute_train(split, strategy, rows, seed=config.seed)
+    _run_a_small_step()
+    before = memory.resident()
+    with strategy.scope():
+        model = create_model(config.model, split)
+        compile_model(model, dataclasses.replace(config, shard=None), train)
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        optimizer.build(model.trainable_variables)
+    graph, gradients = _trace(model, strategy, train.element_spec, rows)
+    sizes = [_bytes_of(variable) for variable in model.trainable_variables]
+    copies = _COPIES_TO_SEND.get(config.communication, _COPIES_TO_SEND["ring"])
+    weights = sum(map(_bytes_of, model.variables))
+    slots = sum(map(_bytes_of, optimizer.variables))
+    whole = Estimate(
+        # Tracing takes memory too.
+        process=max(before, memory.resident() - weights - slots),
+        weights=weights,
+        slots=slots,
+        step=peak_of(graph, gradients),
+        sending=copies * sum(sizes) if num_workers > 1 else 0,
+        has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
+    )
+    owners = sharded_state.owners_by_bytes(sizes, num_workers)
+    held = [sum(s for s, o in zip(sizes, owners) if o == owner) for owner in range(num_workers)]
+    own = round(slots * max(held) / max(1, sum(sizes)))
+    return {"copies": whole, "sharded": dataclasses.replace(whole, slots=own)}
+
+
+def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = ()) -> int:
+    """Returns the most bytes that a graph's tensors take together, in the order of its operations.
+
+    Tensors whose shapes are unknown, and what loops and called functions keep, are not counted.
+
+    Args:
+        graph: The graph of a step.
+        kept: Tensors that are needed to the end.
+
+    Example:
+    >>> function = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, x) @ x))
+    >>> peak_of(function.get_concrete_function(tf.TensorSpec([10, 10])).graph)
+    800
+    """
+    ops = graph.get_operations()
+    owner, size = {}, {}
+    for op in ops:
+        for place, tensor in enumerate(op.outputs):
+            if op.type in _SAME_MEMORY and op.inputs:
+                source = op.inputs[min(place, len(op.inputs) - 1)].ref()
+                owner[tensor.ref()] = owner.get(source, source)
+            else:
+                size[tensor.ref()] = 0 if op.type in _NO_MEMORY else _bytes_of_tensor(tensor)
+    last = {}
+    for number, op in enumerate(ops):
+        for tensor in (*op.inputs, *op.outputs):
+            last[owner.get(tensor.ref(), tensor.ref())] = number
+    for tensor in kept:
+        last[owner.get(tensor.ref(), tensor.ref())] = len(ops)
+    ends = collections.defaultdict(list)
+    for tensor, number in last.items():
+        ends[number].append(size.get(tensor, 0))
+    live = most = 0
+    for number, op in enumerate(ops):
+        new = sum(size.get(tensor.ref(), 0) for tensor in op.outputs)
+        freed = ends[number]
+        reused = min(new, max(freed, default=0)) if op.type in _IN_PLACE else 0
+        most = max(most, live + new - reused)
+        live += new - sum(freed)
+    return most
+
+
+def _run_a_small_step():
+    """Makes TensorFlow's runtime, which takes memory at the first step, be there."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.zeros((1, 1)), np.zeros((1, 1)), verbose=0)
+
+
+def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor]]:
+    """Returns the graph of a training step with a batch of so many rows, and its gradients."""
+    gradients, apply = [], model.optimizer.apply
+
+    def noting(grads, *args, **kwargs):
+        grads = list(grads)
+        gradients.extend(each for each in grads if isinstance(each, tf.Tensor))
+        return apply(grads, *args, **kwargs)
+
+    object.__setattr__(model.optimizer, "apply", noting)
+    spec = tf.nest.map_structure(
+        lambda each: tf.TensorSpec([rows, *each.shape[1:]], each.dtype), spec
+    )
+
+    def step(*data):
+        return strategy.run(model.train_step, args=(data,))
+
+    function = tf.function(step, autograph=False)
+    return function.get_concrete_function(*spec).graph, gradients
+
+
+def _bytes_of(variable) -> int:
+    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+
+
+def _bytes_of_tensor(tensor) -> int:
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
