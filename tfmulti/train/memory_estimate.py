@@ -39,7 +39,7 @@ _IN_PLACE = (
     *("Select", "SelectV2"),
 )
 _NO_MEMORY = ("Const", "Placeholder", "VarHandleOp")
-# What the allocator holds beside tensors: eleven runs on CPUs were 0.98 to 1.1 times this.
+# What malloc holds beside tensors, as measured on CPUs.
 _ALLOCATED = 1.08
 _LOOPS = ("While", "StatelessWhile")
 # What is in memory of gradients while they are added: their sums; and over the ring and NCCL, which
@@ -96,9 +96,7 @@ def show(config: TrainConfig) -> None:
     if found["copies"].has_loops:
         print("The step has loops (recurrent layers, say): what they keep is not counted.")
     if devices.has_gpu():
-        print(
-            "All but the process is in the memory of a GPU; the process was measured on the host."
-        )
+        print("All but the process is in the memory of the GPU.")
 
 
 def estimate(config: TrainConfig) -> dict[str, Estimate]:
