@@ -163,7 +163,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_device_trains_as_without(name, eager):
@@ -181,11 +181,13 @@ def test_replicas_train_as_without(synchronized):
     assert difference(*runs) < 1e-12
 
 
+@pytest.mark.slow
 def test_named_layers_are_checkpointed_and_not_what_is_within_them():
     runs = [train(masked, (TOKENS, Y), on, patterns=["lstm*", "multi*"]) for on in (False, True)]
     assert difference(*runs) < 1e-12
 
 
+@pytest.mark.slow
 def test_mixed_precision_computes_twice_in_the_same_type():
     keras.backend.set_floatx("float32")
 
@@ -327,7 +329,7 @@ def test_parts_are_cut_where_little_is_handed_on():
     assert len(cutting.Cut(model, starts).parts) == 4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("xla", [False, True])
 def test_a_stack_of_blocks_needs_less_than_half_of_the_memory(xla):
     kept, checkpointed = (memory.measure(8, 256, 8192, on, xla)["bytes"] for on in (False, True))

@@ -262,7 +262,7 @@ def test_a_callback_may_remember_anything(whole, tmp_path):
     assert second.best["loss"] <= first.best["loss"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every_steps", [1, None])
 def test_what_callbacks_do_as_an_epoch_begins_is_done_once(every_steps, tmp_path):
     """A schedule that halves the rate, resumed within an epoch and where one begins."""

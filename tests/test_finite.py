@@ -85,6 +85,7 @@ def test_accumulated_gradients_are_looked_at_too(num_replicas):
         train(num_replicas, tfmulti.callbacks.NonFinite(), rows(2), optimizer)
 
 
+@pytest.mark.slow
 def test_an_overflow_that_loss_scaling_takes_care_of_is_no_error():
     def optimizer():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2e38)

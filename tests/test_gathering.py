@@ -161,6 +161,7 @@ def test_padding_is_left_out(num_replicas):
     np.testing.assert_allclose(padded[0], one[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_the_gather_it_is_not_one_devices(monkeypatch):
     one = train(1, 43)
     monkeypatch.setattr(tfmulti, "gather_batch", lambda structure: structure, raising=False)

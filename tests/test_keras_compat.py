@@ -94,12 +94,14 @@ class Container(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_canary_a_first_batch_that_does_not_divide():
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="same size|shape"):
         compiled(stock(), keras.optimizers.SGD).fit(*rows(15), batch_size=15, verbose=0)
     compiled(ours(), keras.optimizers.SGD).fit(*rows(15), batch_size=15, verbose=0)
 
 
+@pytest.mark.slow
 def test_canary_a_model_without_call():
     def fit(strategy):
         with strategy.scope():
@@ -112,6 +114,7 @@ def test_canary_a_model_without_call():
     fit(ours())
 
 
+@pytest.mark.slow
 def test_canary_a_python_generator_loses_batches_to_building():
     def steps_of(strategy):
         x, y = rows(80)
@@ -128,6 +131,7 @@ def test_canary_a_python_generator_loses_batches_to_building():
     assert steps_of(ours()) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 2}],
@@ -142,6 +146,7 @@ def test_canary_merge_call_within_a_condition(settings):
     distributed.fit(*rows(8), batch_size=4, verbose=0)
 
 
+@pytest.mark.slow
 def test_canary_a_dataset_must_hand_over_its_variant():
     with pytest.raises(TypeError):
         type("Ours", (tf.data.Dataset,), {"_inputs": list, "element_spec": None})()
@@ -177,6 +182,7 @@ def normalized():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_canary_batch_statistics_count_every_row():
     # Batches of two rows and of one: the second replica is left without a row.
     check_needed(
@@ -184,6 +190,7 @@ def test_canary_batch_statistics_count_every_row():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_masked_batch_statistics_are_each_replicas_own():
     x = np.random.RandomState(1).randn(8, 3, 4).astype("float32")
@@ -226,6 +233,7 @@ def squares(model, x, y):
     return tf.reduce_mean((model(x, training=True) - y) ** 2)
 
 
+@pytest.mark.slow
 def test_canary_a_step_by_another_name():
     class Traced(Own):
         train_step = tf.function(Own.train_step)
@@ -236,6 +244,7 @@ def test_canary_a_step_by_another_name():
     )
 
 
+@pytest.mark.slow
 def test_canary_a_tape_gives_its_own_replicas_gradient():
     def apart(model, loss, grads):
         for variable, grad in zip(model.trainable_variables, grads, strict=True):
@@ -247,6 +256,7 @@ def test_canary_a_tape_gives_its_own_replicas_gradient():
     )
 
 
+@pytest.mark.slow
 def test_canary_a_tf_function_within_a_step_cannot_reduce():
     forward = tf.function(squares)
     check_needed(
@@ -255,6 +265,7 @@ def test_canary_a_tf_function_within_a_step_cannot_reduce():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
     def run(strategy):
@@ -267,6 +278,7 @@ def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
     assert largest_difference(run(ours(verify="never")), one) > 1e-4
 
 
+@pytest.mark.slow
 def test_canary_a_step_on_a_batch_is_traced_for_its_rows():
     traced = []
 
@@ -282,6 +294,7 @@ def test_canary_a_step_on_a_batch_is_traced_for_its_rows():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_canary_a_loss_is_divided_by_one_replicas_count():
     weights = np.arange(1.0, 14.0, dtype="float32")
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -292,11 +305,13 @@ def test_canary_a_loss_is_divided_by_one_replicas_count():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution"])
 def test_canary_a_loss_is_divided_by_the_replicas(name):
     check_needed(lambda strategy: trained(strategy, normalized, *rows(12)), f"loss.{name}")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["compute_average_loss", "scale_regularization_loss"])
 def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
@@ -309,6 +324,7 @@ def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch():
     x, y = rows(13)
     check_needed(
@@ -317,6 +333,7 @@ def test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_a_metric_function_sees_one_replica_batch():
     def largest(y, prediction):
@@ -328,6 +345,7 @@ def test_canary_a_metric_function_sees_one_replica_batch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["Mean", "Sum"])
 def test_canary_a_running_mean_counts_replicas_alike(kind):
@@ -352,6 +370,7 @@ def update_in_branch(model, loss, grads):
     tf.cond(loss > 0, apply, lambda: 0)
 
 
+@pytest.mark.slow
 def test_canary_a_branch_cannot_count_updates():
     check_needed(
         lambda strategy: trained(strategy, lambda: Own(squares, update_in_branch), *rows(13)),
@@ -359,6 +378,7 @@ def test_canary_a_branch_cannot_count_updates():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -387,6 +407,7 @@ def test_canary_an_optimizers_update_goes_across_replicas(name, settings):
     check_needed(run, f"{kind}.{name}")
 
 
+@pytest.mark.slow
 def test_canary_an_accumulating_optimizer_reduces_at_each_step():
     def optimizer():
         return keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -397,6 +418,7 @@ def test_canary_an_accumulating_optimizer_reduces_at_each_step():
     )
 
 
+@pytest.mark.slow
 def test_canary_a_file_holds_the_users_optimizer(tmp_path):
     def loaded():
         with strategy.scope():
@@ -411,6 +433,7 @@ def test_canary_a_file_holds_the_users_optimizer(tmp_path):
         assert not hasattr(loaded(), "tfmulti_distributed")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch"])
 def test_canary_calls_are_not_looked_at(name):
@@ -436,6 +459,7 @@ def test_canary_calls_are_not_looked_at(name):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_canary_callbacks_see_one_replicas_sum_of_gradients():
     def run(strategy):
         found = []
@@ -456,6 +480,7 @@ def test_canary_callbacks_see_one_replicas_sum_of_gradients():
     check_needed(run, "CallbackList.on_epoch_end")
 
 
+@pytest.mark.slow
 def test_canary_an_epoch_without_steps_has_no_logs():
     model = compiled(ours(), keras.optimizers.SGD)
     model.evaluate(*rows(4), verbose=0)
@@ -464,6 +489,7 @@ def test_canary_an_epoch_without_steps_has_no_logs():
         assert model._get_metrics_result_or_logs({}) == {}
 
 
+@pytest.mark.slow
 def test_canary_one_number_for_a_loss_is_taken_twice():
     def loss(y, prediction):
         return tf.reduce_mean(tf.square(y - prediction))
@@ -483,6 +509,7 @@ def test_canary_one_number_for_a_loss_is_taken_twice():
     assert np.abs(upstream - one).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_canary_dropout_is_the_same_on_all_replicas():
     def masks(strategy):
         with strategy.scope():
@@ -496,6 +523,7 @@ def test_canary_dropout_is_the_same_on_all_replicas():
     assert first != second
 
 
+@pytest.mark.slow
 def test_canary_a_metrics_state_is_a_sum_over_replicas():
     def largest(strategy, keep):
         with strategy.scope():
@@ -511,12 +539,14 @@ def test_canary_a_metrics_state_is_a_sum_over_replicas():
     assert largest(ours(), keras_compat.keep_on_each_replica) == 3
 
 
+@pytest.mark.slow
 def test_canary_xla_does_not_span_devices():
     model = compiled(stock(), keras.optimizers.SGD, jit_compile=True)
     with pytest.raises((tf.errors.OpError, ValueError)):
         model.fit(*rows(8), batch_size=4, verbose=0)
 
 
+@pytest.mark.slow
 def test_canary_a_replica_batch_of_sparse_rows_cannot_be_empty():
     rows_of = tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(np.eye(3)))
 
@@ -530,6 +560,7 @@ def test_canary_a_replica_batch_of_sparse_rows_cannot_be_empty():
     assert [int(part.dense_shape[0]) for part in last(ours())] == [1, 0]
 
 
+@pytest.mark.slow
 def test_canary_a_function_of_datasets_is_counted_by_replicas():
     def dataset(context):
         return tf.data.Dataset.from_tensor_slices(rows(12)).batch(2)
@@ -546,6 +577,7 @@ def test_canary_a_function_of_datasets_is_counted_by_replicas():
     assert len(steps) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ModelCheckpoint", "CSVLogger", "TensorBoard"])
 def test_canary_stock_callbacks_know_no_chief(name, tmp_path, monkeypatch):
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -558,6 +590,7 @@ def test_canary_stock_callbacks_know_no_chief(name, tmp_path, monkeypatch):
     assert place.exists()
 
 
+@pytest.mark.slow
 def test_canary_stock_workers_take_one_cpu():
     assert tf.distribute.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
 
@@ -594,6 +627,7 @@ def test_whoever_asks_for_tuning_has_it():
     assert tuned_by([without_tuning(tf.data.Dataset.range(3).with_options(options))]) == [True]
 
 
+@pytest.mark.slow
 def test_canary_datasets_of_devices_are_tuned(monkeypatch):
     made = []
 
@@ -623,6 +657,7 @@ def run_collectives(*arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("_all_gather", "gather"), ("all_reduce", "reduce")])
 def test_canary_a_key_stands_for_one_shape(name, kind):
     sizes = [int(line.split()[0]) for line in run_collectives("nothing", kind).stdout.splitlines()]
@@ -633,11 +668,13 @@ def test_canary_a_key_stands_for_one_shape(name, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_canary_new_keys_do_not_reach_nested_functions():
     assert run_collectives("nothing", "nested").returncode == 0
     assert run_collectives("_use_unique_instance_key", "nested").returncode != 0
 
 
+@pytest.mark.slow
 def test_canary_a_trace_cannot_make_variables_for_later():
     def trace(strategy):
         with strategy.scope():
@@ -652,6 +689,7 @@ def test_canary_a_trace_cannot_make_variables_for_later():
     assert len(found) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "complex64"])
 def test_canary_initial_values_of_few_dtypes_are_sent(dtype):
     keys = {"group_size": 2, "group_key": 1, "instance_key": 1, "shape": [3]}
@@ -659,6 +697,7 @@ def test_canary_initial_values_of_few_dtypes_are_sent(dtype):
         tf.raw_ops.CollectiveBcastSend(input=tf.zeros(3, dtype), **keys)
 
 
+@pytest.mark.slow
 def test_canary_workers_add_by_tensorflows_collectives_alone():
     options = inspect.signature(tf.distribute.MultiWorkerMirroredStrategy.__init__).parameters
     assert set(options) == {"self", "cluster_resolver", "communication_options"}
@@ -731,6 +770,7 @@ def test_a_users_own_function_is_not_a_step():
     assert keras_compat.step_of(lambda data: data) == (None, None)
 
 
+@pytest.mark.slow
 def test_canary_predict_is_traced_for_the_rows_that_it_is_given():
     model = compiled(tf.distribute.get_strategy(), keras.optimizers.SGD)
     for count in (4, 3):
@@ -738,11 +778,13 @@ def test_canary_predict_is_traced_for_the_rows_that_it_is_given():
     assert model.predict_function.experimental_get_tracing_count() > 1
 
 
+@pytest.mark.slow
 def test_canary_predict_on_batch_answers_once_for_each_replica():
     assert len(compiled(stock(), keras.optimizers.SGD).predict_on_batch(rows(13)[0])) == 26
     assert len(compiled(ours(), keras.optimizers.SGD).predict_on_batch(rows(13)[0])) == 13
 
 
+@pytest.mark.slow
 def test_canary_a_function_of_the_users_own_is_not_traced_again_within_another_trace():
     traced = []
 
@@ -759,6 +801,7 @@ def test_canary_a_function_of_the_users_own_is_not_traced_again_within_another_t
         assert len(traced) == (2 if separate else 1)
 
 
+@pytest.mark.slow
 def test_canary_replicas_reduce_unless_prevented():
     """Sums, means, gathers and their gradients are each replica's own."""
     strategy = ours()
@@ -781,6 +824,7 @@ def test_canary_replicas_reduce_unless_prevented():
     assert float(strategy.experimental_local_results(totals)[0]) == 2.0**2 + 4.0**2
 
 
+@pytest.mark.slow
 def test_canary_a_result_under_another_name_is_one_replicas():
     """keras.io's variational autoencoder logs `{"loss": self.total_loss.result()}`."""
 
@@ -822,6 +866,7 @@ def test_canary_a_result_under_another_name_is_one_replicas():
         errors(replicas.create_strategy(2), replaced=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [int, float])
 def test_canary_a_variable_of_replicas_is_no_number(kind):
     """Callbacks write `int(self.model.optimizer.iterations)`."""
@@ -836,6 +881,7 @@ def test_canary_a_variable_of_replicas_is_no_number(kind):
     assert number(replicas.create_strategy(2)) == (3, 3)
 
 
+@pytest.mark.slow
 def test_canary_each_replica_makes_a_generator_of_its_own():
     """Keras keeps what is global for each thread, and each replica has one."""
 
@@ -855,6 +901,7 @@ def test_canary_each_replica_makes_a_generator_of_its_own():
     assert np.all(first != second)
 
 
+@pytest.mark.slow
 def test_canary_an_optimizer_outside_of_replicas():
     def apply(strategy):
         with strategy.scope():
@@ -887,6 +934,7 @@ class Recomputed(keras.layers.Layer):
         return self.run(x)
 
 
+@pytest.mark.slow
 def test_canary_keras_computes_activations_from_another_state():
     def gradients(strategy):
         with strategy.scope():

@@ -135,6 +135,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, verify", [*((name, "auto") for name in STEPS), ("mixup", "never")])
 def test_data_that_only_a_step_understands(name, verify):
     make, data, settings = STEPS[name]
@@ -194,6 +195,7 @@ class Noise(keras.layers.Layer):
         return keras.random.dropout(x, 1e-12) if training else x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("verify", ["auto", "never"])
 def test_random_numbers_without_a_seed(verify):
     def run(strategy):
@@ -342,6 +344,7 @@ class MixedOver(keras.Model):
         return 0.7 * whole + 0.3 * tf.gather(whole, order)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_rows_that_are_mixed_over_the_global_batch(num_replicas):
     def run(strategy):
@@ -378,6 +381,7 @@ def test_a_counter_in_python_is_refused_in_a_step_that_runs_eagerly():
     assert model.steps == 0
 
 
+@pytest.mark.slow
 def test_stock_augmentation_does_not_shuffle_rows(recwarn):
     strategy = create_strategy(2, verify="always")
     with strategy.scope():

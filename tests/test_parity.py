@@ -194,6 +194,7 @@ def test_coarse_rounding_is_named_where_no_variable_differs():
     assert named == [(causes.COARSE, "bfloat16, float32")]
 
 
+@pytest.mark.slow
 def test_several_faults_are_all_named():
     found = [finding["cause"] for finding in diagnose("many_faults", 2)]
     assert found == [causes.RANDOMNESS, causes.STATISTICS, causes.SUM_ADD_LOSS]

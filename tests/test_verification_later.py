@@ -72,6 +72,7 @@ TOLD = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", TOLD)
 def test_told_where_it_would_differ_later(name):
     # Of a dataset the first batch is seen alone: one class, no padding.
@@ -137,6 +138,7 @@ FINE = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FINE)
 def test_no_false_alarm(name):
     fit(**FINE[name], as_dataset=True)

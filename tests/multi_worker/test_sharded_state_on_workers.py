@@ -18,7 +18,7 @@ import sharded_state_worker as worker
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 # The refusals come last: a step that fails on each worker at another place leaves them apart.
-FAST = ("adamw", "life", "refusals")
+FAST = ("adamw", "refusals")
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
 
 
@@ -39,6 +39,12 @@ def run(run_workers, folder, cases, **more):
 def fast_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     return folder, run(run_workers, folder, FAST)
+
+
+@pytest.fixture(scope="module", name="life")
+def life_fixture(run_workers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, run(run_workers, folder, ["life"])
 
 
 @pytest.fixture(scope="module", name="slow")
@@ -102,13 +108,15 @@ def test_four_workers_over_mpi(run_workers, tmp_path):
     assert sum(shards) < 1.1 * copies[0]
 
 
-def test_checkpoints_resume_bit_for_bit_with_and_without_sharding(fast):
-    _, seen = fast
+@pytest.mark.slow
+def test_checkpoints_resume_bit_for_bit_with_and_without_sharding(life):
+    _, seen = life
     assert [set(each["life"].values()) for each in seen] == [{True}, {True}]
 
 
-def test_a_checkpoint_of_workers_resumes_on_one_device(fast):
-    folder, _ = fast
+@pytest.mark.slow
+def test_a_checkpoint_of_workers_resumes_on_one_device(life):
+    folder, _ = life
     strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
     create = worker.OPTIMIZERS["adamw"]
     whole = worker.build(strategy, create, "state")
@@ -120,8 +128,9 @@ def test_a_checkpoint_of_workers_resumes_on_one_device(fast):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
-def test_files_are_those_of_one_device(fast):
-    folder, _ = fast
+@pytest.mark.slow
+def test_files_are_those_of_one_device(life):
+    folder, _ = life
 
     def load(name):
         return keras.models.load_model(folder / f"{name}.keras")
