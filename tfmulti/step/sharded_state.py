@@ -76,6 +76,15 @@ def owners_by_bytes(sizes: list[int], num_workers: int) -> list[int]:
     return owners
 
 
+def most_bytes_of_a_worker(variables, num_workers: int) -> int:
+    """Returns the bytes of the variables that belong to the worker which has the most of them."""
+    sizes = [bytes_of(variable) for variable in variables]
+    held = [0] * num_workers
+    for owner, size in zip(owners_by_bytes(sizes, num_workers), sizes):
+        held[owner] += size
+    return max(held)
+
+
 def _build(self, variables):
     self.tfmulti_shards.build(variables)
 
@@ -155,7 +164,7 @@ class Shards:
             variables: The variables that the optimizer will update.
         """
         variables = list(variables)
-        sizes = [_bytes_of(variable) for variable in variables]
+        sizes = [bytes_of(variable) for variable in variables]
         self._owners = owners_by_bytes(sizes, topology.num_workers(self._strategy))
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
@@ -373,5 +382,6 @@ def _sum_of_squares(gradient):
     return tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float32)
 
 
-def _bytes_of(variable) -> int:
+def bytes_of(variable) -> int:
+    """Returns the bytes of a variable's value."""
     return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size

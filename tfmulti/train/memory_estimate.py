@@ -121,22 +121,21 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         optimizer.build(model.trainable_variables)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
-    sizes = [_bytes_of(variable) for variable in model.trainable_variables]
+    trainable = sum(map(sharded_state.bytes_of, model.trainable_variables))
     copies = _COPIES_TO_SEND.get(config.communication, _COPIES_TO_SEND["ring"])
-    weights = sum(map(_bytes_of, model.variables))
-    slots = sum(map(_bytes_of, optimizer.variables))
+    weights = sum(map(sharded_state.bytes_of, model.variables))
+    slots = sum(map(sharded_state.bytes_of, optimizer.variables))
     whole = Estimate(
         # Tracing takes memory too.
         process=max(before, memory.resident() - weights - slots),
         weights=weights,
         slots=slots,
         step=peak_of(graph, gradients),
-        sending=copies * sum(sizes) if num_workers > 1 else 0,
+        sending=copies * trainable if num_workers > 1 else 0,
         has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
     )
-    owners = sharded_state.owners_by_bytes(sizes, num_workers)
-    held = [sum(s for s, o in zip(sizes, owners) if o == owner) for owner in range(num_workers)]
-    own = round(slots * max(held) / max(1, sum(sizes)))
+    most = sharded_state.most_bytes_of_a_worker(model.trainable_variables, num_workers)
+    own = round(slots * most / max(1, trainable))
     return {"copies": whole, "sharded": dataclasses.replace(whole, slots=own)}
 
 
@@ -208,10 +207,6 @@ def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor]]:
 
     function = tf.function(step, autograph=False)
     return function.get_concrete_function(*spec).graph, gradients
-
-
-def _bytes_of(variable) -> int:
-    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
 
 
 def _bytes_of_tensor(tensor) -> int:

@@ -16,6 +16,8 @@ from tfmulti import callbacks, checkpoint, topology
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
+from tfmulti.runtime.memory import show_size
+from tfmulti.step import sharded_state
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
@@ -41,6 +43,9 @@ class RunSummary:
         num_examples: Examples of the training split.
         steps_per_epoch: Steps of an epoch.
         epochs: Epochs.
+        weight_bytes: Bytes of the model's weights, which each replica has.
+        updated_bytes: Most bytes of trainable weights for which one worker has the optimizer's
+            slots.
     """
 
     num_workers: int
@@ -58,6 +63,8 @@ class RunSummary:
     num_examples: int
     steps_per_epoch: int
     epochs: int
+    weight_bytes: int
+    updated_bytes: int
 
     def rows(self) -> dict[str, str]:
         """Returns the block to show: name -> text, both conventions of batch sizes named."""
@@ -76,7 +83,16 @@ class RunSummary:
             "warm-up": count(self.warmup_epochs, "epoch") if self.warmup_epochs else "none",
             "steps": f"{all_steps:,}: {count(self.epochs, 'epoch')} of {self.steps_per_epoch:,}, "
             f"{self.num_examples:,} examples",
+            **self._memory_row(),
         }
+
+    def _memory_row(self):
+        if not self.weight_bytes:
+            # The first batch will create them.
+            return {}
+        weights = show_size(self.weight_bytes)
+        slots = "all" if self.updated_bytes == self.weight_bytes else show_size(self.updated_bytes)
+        return {"memory": f"{weights} of weights on each replica, optimizer slots for {slots}"}
 
     def _update_row(self):
         number = self.gradient_accumulation_steps
@@ -127,6 +143,10 @@ def summarize_run(
         num_examples=plan.num_examples,
         steps_per_epoch=plan.steps_per_epoch,
         epochs=config.epochs,
+        weight_bytes=sum(map(sharded_state.bytes_of, model.variables)),
+        updated_bytes=sharded_state.most_bytes_of_a_worker(
+            model.trainable_variables, num_workers if config.shard else 1
+        ),
     )
 
 
