@@ -163,6 +163,27 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("when", ["before compile", "after compile"])
+@pytest.mark.parametrize("kind", ["chain", "functional"])
+def test_a_model_without_blocks_trains_as_without(kind, when):
+    def fit(checkpointed):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        hidden = [layers.Dense(6, activation="gelu") for _ in range(8)]
+        model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
+        if kind == "functional":
+            model = keras.Model(model.inputs, model.outputs)
+        if checkpointed and when == "before compile":
+            tfmulti.checkpoint_activations(model)
+        model.compile("adam", "mse")
+        if checkpointed and when == "after compile":
+            tfmulti.checkpoint_activations(model)
+        losses = model.fit(X, Y, epochs=2, shuffle=False, verbose=0).history["loss"]
+        return [*model.get_weights(), np.array(losses)]
+
+    assert difference(fit(False), fit(True)) < 1e-12
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", MODELS)

@@ -54,7 +54,7 @@ def test_sharded_state_halves_slots_and_the_rest_is_the_same():
     assert 8 * num_weights <= copies.slots <= 8 * num_weights + 16
     assert 0.5 <= sharded.slots / copies.slots < 0.6
     assert (sharded.step, sharded.process) == (copies.step, copies.process)
-    assert copies.total > sharded.total > sharded.process > 0
+    assert copies.peak > sharded.peak > sharded.process > 0
 
 
 def test_checkpointed_activations_need_less_and_a_larger_batch_more():
@@ -83,6 +83,40 @@ def test_a_tensor_that_is_kept_counts_to_the_end():
     graph = function.get_concrete_function(tf.TensorSpec([10, 10])).graph
     assert memory_estimate.peak_of(graph) == 800
     assert memory_estimate.peak_of(graph, noted) == 1200
+
+
+class Small(keras.Model):
+    """Two layers, which cannot be checkpointed, of a model that is not built."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers.Dense(4), layers.Dense(3)
+
+    def call(self, x):
+        return self.two(self.one(x))
+
+
+def small(train):
+    return Small()
+
+
+def compiled(train):
+    model = blocks(train)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def test_a_model_that_is_not_built_and_cannot_be_checkpointed_is_estimated(capsys):
+    memory_estimate.show(config(model="test_memory_estimate:small"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if " kept " in line]
+    assert ["sharded" in line for line in lines] == [False, True]
+
+
+def test_a_model_that_is_compiled_and_one_of_the_command_line_are_estimated(capsys):
+    for settings in ({"model": "test_memory_estimate:compiled"}, {"model": "mlp"}):
+        memory_estimate.show(config(optimizer=None, **settings))
+        shown = capsys.readouterr().out
+        assert shown.count("checkpointed") == 2 and "cannot" not in shown
 
 
 def test_loops_are_said_to_be_left_out(capsys):

@@ -43,10 +43,10 @@ def checkpoint_activations(
 
     Sources: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
-    if not model.built or not keras_compat.is_built(model):
+    if not model.built or not all(layer.built for layer in keras_compat.all_layers(model)):
         raise ValueError(
             "`checkpoint_activations` needs a model that has been built. Received: "
-            f"{model.name!r}, which has not. Give it an `Input`, or call it on a batch before."
+            f"{model.name!r}, which has not. Give it an `Input`, or call it on a batch first."
         )
     chosen = _blocks(model) if layers is None else _named(model, layers)
     for layer in chosen:

@@ -37,6 +37,9 @@ class Cut:
     def __init__(self, model: keras.Model, starts: list[int]):
         self._model = model
         self._nodes = keras_compat.nodes_of(model)
+        is_chain = isinstance(model, keras.Sequential)
+        self._input = model.inputs[0] if is_chain else model.input
+        self._output = model.outputs[0] if is_chain else model.output
         bounds = [0, *starts, len(self._nodes)]
         self.parts = [self._part(a, b) for a, b in zip(bounds[:-1], bounds[1:])]
 
@@ -52,11 +55,11 @@ class Cut:
             results = part.model(given if len(given) > 1 else given[0], training=training)
             values.update(zip(part.outputs, keras.tree.flatten(results)))
         outputs = [values[id(tensor)] for tensor in self._model.outputs]
-        return keras.tree.pack_sequence_as(self._model.output, outputs)
+        return keras.tree.pack_sequence_as(self._output, outputs)
 
     def _flat(self, inputs):
-        if isinstance(inputs, dict) and isinstance(self._model.input, dict):
-            inputs = {name: inputs[name] for name in self._model.input}
+        if isinstance(inputs, dict) and isinstance(self._input, dict):
+            inputs = {name: inputs[name] for name in self._input}
         return keras.tree.flatten(inputs)
 
     def _part(self, first, last):

@@ -39,15 +39,15 @@ _IN_PLACE = (
     *("Select", "SelectV2"),
 )
 _NO_MEMORY = ("Const", "Placeholder", "VarHandleOp")
-# What malloc holds beside tensors, as measured on CPUs.
-_ALLOCATED = 1.08
+# What malloc holds beside tensors, as measured on CPUs: a fraction of these.
+_ALLOCATED = 0.08
 _LOOPS = ("While", "StatelessWhile")
 # What is in memory of gradients while they are added: their sums; and over the ring and NCCL, which
 # join small ones, also what is sent and received.
 _COPIES_TO_SEND = {"mpi": 1, "ring": 3}
 
 
-_PARTS = ("process", "weights", "slots", "step", "sending")
+_PARTS = ("process", "weights", "slots", "step", "sending", "allocator", "peak")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,32 +71,48 @@ class Estimate:
     has_loops: bool
 
     @property
-    def total(self) -> int:
-        """The peak of the process."""
+    def allocator(self) -> int:
+        """What malloc holds beside tensors."""
         parts = self.process + self.weights + self.slots + self.step + self.sending
         return round(_ALLOCATED * parts)
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        parts = self.process + self.weights + self.slots + self.step + self.sending
+        return parts + self.allocator
 
 
 def show(config: TrainConfig) -> None:
     """Prints what a worker needs with and without sharded state and checkpointed activations."""
     num_workers = config.estimate_memory
-    names = ("optimizer state", "activations", *_PARTS, "peak")
+    names = ("optimizer state", "activations", *_PARTS)
     table = Table(*names, title=f"Memory of each of {console.count(num_workers, 'worker')}")
-    process = None
-    for activations in ("kept", "checkpointed"):
-        checkpointed = activations == "checkpointed"
-        found = estimate(dataclasses.replace(config, checkpoint_activations=checkpointed))
-        # The first model has left memory behind when the second is made.
-        process = process or found["copies"].process
-        for state, each in found.items():
-            each = dataclasses.replace(each, process=process)
-            parts = [getattr(each, name) for name in (*_PARTS, "total")]
-            table.add_row(state, activations, *map(memory.show_size, parts))
+    states = ("copies", "sharded") if num_workers > 1 else ("copies",)
+    kept = estimate(dataclasses.replace(config, checkpoint_activations=False))
+    notes = []
+    for state in states:
+        table.add_row(state, "kept", *_sizes(kept[state]))
+    try:
+        less = estimate(dataclasses.replace(config, checkpoint_activations=True))
+    except ValueError as error:
+        notes.append(f"Activations cannot be checkpointed: {error}")
+    else:
+        for state in states:
+            # The first model has left memory behind when the second is made.
+            each = dataclasses.replace(less[state], process=kept[state].process)
+            table.add_row(state, "checkpointed", *_sizes(each))
     console.create_console().print(table)
-    if found["copies"].has_loops:
-        print("The step has loops (recurrent layers, say): what they keep is not counted.")
+    if kept["copies"].has_loops:
+        notes.append("The step has loops (recurrent layers, say): what they keep is not counted.")
     if devices.has_gpu():
-        print("All but the process is in the memory of the GPU.")
+        notes.append("All but the process is in the memory of the GPU.")
+    for note in notes:
+        print(note)
+
+
+def _sizes(each) -> list[str]:
+    return [memory.show_size(getattr(each, name)) for name in _PARTS]
 
 
 def estimate(config: TrainConfig) -> dict[str, Estimate]:
@@ -117,6 +133,8 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     before = memory.resident()
     with strategy.scope():
         model = create_model(config.model, split)
+        if not model.built:
+            model(tf.nest.map_structure(_one_row, train.element_spec[0]))
         compile_model(model, dataclasses.replace(config, shard=None), train)
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         optimizer.build(model.trainable_variables)
@@ -186,6 +204,10 @@ def _run_a_small_step():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.zeros((1, 1)), np.zeros((1, 1)), verbose=0)
+
+
+def _one_row(spec):
+    return tf.zeros([1, *spec.shape[1:]], spec.dtype)
 
 
 def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor]]:

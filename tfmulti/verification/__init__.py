@@ -144,6 +144,7 @@ def _key(case):
 
 
 def _warn(kind, reason):
+    reason = reason.removesuffix(".")
     warnings.warn(f"`{kind}_step` was not verified: {reason}.", stacklevel=3)
 
 
