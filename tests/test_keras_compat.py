@@ -170,18 +170,25 @@ def dense():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 
 
+class MeanPenalty(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.sum(x**2, axis=-1)))
+        return x
+
+
 def normalized():
     return keras.Sequential(
         [
             keras.Input((4,)),
-            keras.layers.Dense(3, activity_regularizer=keras.regularizers.L2(0.1)),
+            keras.layers.Dense(3),
+            # As an activity regularizer, which Keras divides by the rows since 3.14.
+            MeanPenalty(),
             keras.layers.BatchNormalization(synchronized=True),
             keras.layers.Dense(2, kernel_regularizer="l2"),
         ]
     )
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_batch_statistics_count_every_row():
     # Batches of two rows and of one: the second replica is left without a row.
@@ -190,7 +197,6 @@ def test_canary_batch_statistics_count_every_row():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_masked_batch_statistics_are_each_replicas_own():
     x = np.random.RandomState(1).randn(8, 3, 4).astype("float32")
@@ -266,7 +272,6 @@ def test_canary_a_tf_function_within_a_step_cannot_reduce():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
     def run(strategy):
         return trained(strategy, normalized, *rows(13))
@@ -294,7 +299,6 @@ def test_canary_a_step_on_a_batch_is_traced_for_its_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_canary_a_loss_is_divided_by_one_replicas_count():
     weights = np.arange(1.0, 14.0, dtype="float32")
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -304,7 +308,6 @@ def test_canary_a_loss_is_divided_by_one_replicas_count():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["scale_loss_for_distribution", "unscale_loss_for_distribution"])
 def test_canary_a_loss_is_divided_by_the_replicas(name):
@@ -324,7 +327,6 @@ def test_canary_tensorflows_own_averages_divide_by_the_replicas(name):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch():
     x, y = rows(13)
     check_needed(
@@ -333,7 +335,6 @@ def test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch():
     )
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_a_metric_function_sees_one_replica_batch():
     def largest(y, prediction):
@@ -458,7 +459,6 @@ def test_canary_calls_are_not_looked_at(name):
         call()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_callbacks_see_one_replicas_sum_of_gradients():
     def run(strategy):
@@ -657,7 +657,6 @@ def run_collectives(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("_all_gather", "gather"), ("all_reduce", "reduce")])
 def test_canary_a_key_stands_for_one_shape(name, kind):
     sizes = [int(line.split()[0]) for line in run_collectives("nothing", kind).stdout.splitlines()]
@@ -667,7 +666,6 @@ def test_canary_a_key_stands_for_one_shape(name, kind):
     assert "Shape mismatch in the collective instance" in upstream.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_canary_new_keys_do_not_reach_nested_functions():
     assert run_collectives("nothing", "nested").returncode == 0

@@ -43,6 +43,7 @@ from tfmulti.keras_compat.names import set_mask as set_mask
 from tfmulti.keras_compat.names import stateful_layers as stateful_layers
 from tfmulti.keras_compat.names import states_from_rows as states_from_rows
 from tfmulti.keras_compat.names import step_of as step_of
+from tfmulti.keras_compat.names import sums_activity_penalty as sums_activity_penalty
 from tfmulti.keras_compat.names import updated_variables as updated_variables
 from tfmulti.keras_compat.names import variant_tensor as variant_tensor
 from tfmulti.keras_compat.patches import around_call_of as around_call_of

@@ -131,6 +131,12 @@ def is_stock(thing) -> bool:
     return str(kind.__module__).startswith("keras.")
 
 
+def sums_activity_penalty(layer: keras.layers.Layer) -> bool:
+    """Whether a layer adds a penalty that is a sum over rows, as Keras has it before 3.14."""
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    return version < (3, 14) and getattr(layer, "activity_regularizer", None) is not None
+
+
 def loss_of(fn) -> keras.losses.Loss:
     """Makes a loss of a function, as `compile` does."""
     name = getattr(fn, "__name__", type(fn).__name__)

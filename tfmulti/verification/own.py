@@ -62,6 +62,8 @@ def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
         elif layer is model and _method(model, "call"):
             found.append(_of(LAYER, _method(model, "call"), "call", model))
         found += [_of(LAYER, x, holder=layer) for x in _own_functions(layer)]
+        if kind != "predict" and keras_compat.sums_activity_penalty(layer):
+            found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
     if kind == "train":
         found += [
             _of(OPTIMIZER, x)

@@ -145,7 +145,12 @@ GUARANTEES = [
         rows="A4 A5",
     ),
     Guarantee("checkpointed blocks, synchronized", checkpointed_blocks, data=common.plain),
-    Guarantee("checkpointed parts, masked, add_loss", checkpointed_parts, data=common.tokens),
+    Guarantee(
+        "checkpointed parts, masked, add_loss",
+        checkpointed_parts,
+        data=common.tokens,
+        **common.OF_ACTIVITY,
+    ),
     guarantee("dropout", (Masks,), num_rows=32, run=train_twice, judge=independent, rows="A6"),
     guarantee("LayerNormalization", (common.hidden, layers.LayerNormalization)),
     guarantee(

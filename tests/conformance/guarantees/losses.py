@@ -148,12 +148,7 @@ GUARANTEES = [
     guarantee(
         "add_loss of a mean", common.classifier(body=(common.hidden, MeanPenalty)), rows="A8"
     ),
-    # Before, Keras sums it over the rows.
-    guarantee(
-        "activity regularizer",
-        common.classifier(body=(activity,)),
-        refused="" if common.KERAS >= (3, 14) else "must be a mean over the rows",
-    ),
+    guarantee("activity regularizer", common.classifier(body=(activity,)), **common.OF_ACTIVITY),
     guarantee("kernel and bias regularizers", common.classifier(body=(kernel,))),
     guarantee("mean_with_sample_weight", reduced(weighted_mean), common.weighted, rows="A16"),
     guarantee(

@@ -252,6 +252,7 @@ GUARANTEES = [
         "activity regularizer beside synchronized",
         common.classifier(body=(activity, *both)),
         common.plain,
+        **common.OF_ACTIVITY,
     ),
     guarantee("one number, padded", mean_loss(), **PADDED),
     guarantee("synchronized, padded", common.classifier(body=both), common.plain, **PADDED),
@@ -262,7 +263,11 @@ GUARANTEES = [
         **PADDED,
     ),
     guarantee(
-        "activity regularizer, padded", common.classifier(body=(activity,)), common.plain, **PADDED
+        "activity regularizer, padded",
+        common.classifier(body=(activity,)),
+        common.plain,
+        **common.OF_ACTIVITY,
+        **PADDED,
     ),
     guarantee("one number, evaluated only", mean_loss(), run=evaluated),
     guarantee("masks and a sum, evaluated only", summed_tokens, common.tagged, run=evaluated),
