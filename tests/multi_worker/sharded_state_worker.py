@@ -244,6 +244,14 @@ class Counting(optimizers.SGD):
         super().update_step(gradient / (1 + self.count), variable, learning_rate)
 
 
+class AllWeights(optimizers.SGD):
+    """An optimizer whose update of one variable reads all weights."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        norm = sum(keras.ops.sum(keras.ops.square(each)) for each in self._trainable_variables)
+        super().update_step(gradient / (1 + norm), variable, learning_rate)
+
+
 class OwnSlots(optimizers.SGD):
     """An optimizer whose slots Keras does not know of as those of a variable."""
 
@@ -279,6 +287,7 @@ def refusals(strategy, folder, name):
         "counting": own(Counting),
         "own slots": own(OwnSlots),
         "together": own(AllTogether),
+        "weights": own(AllWeights),
         "built": built,
         "between": between,
     }

@@ -149,6 +149,7 @@ def test_what_cannot_be_sharded_is_told(fast):
     _, seen = fast
     for told in (each["refusals"] for each in seen):
         assert "read by its variable's own update alone" in told["together"]
+        assert "may read that variable alone" in told["weights"] and "reads" in told["weights"]
         assert "change its own slots alone" in told["counting"] and "count" in told["counting"]
         assert "change its own slots alone" in told["own slots"]
         assert "before the optimizer has its slots" in told["built"]

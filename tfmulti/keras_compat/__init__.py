@@ -11,6 +11,7 @@ from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
 from tfmulti.keras_compat.calls import nodes_of as nodes_of
 from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
 from tfmulti.keras_compat.calls import values_of as values_of
+from tfmulti.keras_compat.calls import variables_read as variables_read
 from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import gather_alike as gather_alike
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats

@@ -117,6 +117,32 @@ def unrepeatable_ops(since: int) -> list[str]:
     return sorted(kind for kind in kinds if _is_unrepeatable(kind))
 
 
+def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Variable]:
+    """Returns those of some variables that the graph being made reads; none outside of a graph.
+
+    Args:
+        since: `version` of the default graph before the ops in question were created.
+        variables: The variables.
+    """
+    if tf.executing_eagerly():
+        return []
+    graph, strategy = tf.compat.v1.get_default_graph(), tf.distribute.get_strategy()
+    ops = [op for op in graph.get_operations() if op._id >= since and op.type == "ReadVariableOp"]
+    read = {id(_given_from_outside(op.inputs[0])) for op in ops}
+    copies = [strategy.experimental_local_results(variable.value)[0] for variable in variables]
+    return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in read]
+
+
+def _given_from_outside(tensor):
+    """Returns what a tensor stands for that functions and branches were given."""
+    while not isinstance(tensor, tf.__internal__.EagerTensor):
+        outside = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}
+        if id(tensor) not in outside:
+            break
+        tensor = outside[id(tensor)]
+    return tensor
+
+
 def _kinds_within(graph, op):
     """Yields the kinds of ops in the bodies of a branch, a loop or a function."""
     for name in _BODIES:

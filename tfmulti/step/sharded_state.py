@@ -22,7 +22,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import exchange, model_contents, slots
+from tfmulti.step import model_contents, owners, slots
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 # Beyond this ratio of the largest worker's bytes to the mean, and this difference, a warning names
@@ -63,35 +63,13 @@ def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
         keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
 
 
-def owners_by_bytes(sizes: list[int], num_workers: int) -> list[int]:
-    """Returns an owner for each variable: the largest first, to the worker that has the least.
-
-    >>> owners_by_bytes([4, 9, 5], 2)
-    [1, 0, 1]
-    """
-    owners, held = [0] * len(sizes), [0] * num_workers
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = held.index(min(held))
-        held[owners[place]] += sizes[place]
-    return owners
-
-
-def most_bytes_of_a_worker(variables, num_workers: int) -> int:
-    """Returns the bytes of the variables that belong to the worker which has the most of them."""
-    sizes = [bytes_of(variable) for variable in variables]
-    held = [0] * num_workers
-    for owner, size in zip(owners_by_bytes(sizes, num_workers), sizes):
-        held[owner] += size
-    return max(held)
-
-
 def _build(self, variables):
     self.tfmulti_shards.build(variables)
 
 
 def _update_step(self, gradient, variable, learning_rate):
     if self.tfmulti_shards.owns(variable):
-        with self.tfmulti_shards.refusing_shared_state():
+        with self.tfmulti_shards.refusing_shared_state(variable):
             type(self).update_step(self, gradient, variable, learning_rate)
 
 
@@ -164,8 +142,8 @@ class Shards:
             variables: The variables that the optimizer will update.
         """
         variables = list(variables)
-        sizes = [bytes_of(variable) for variable in variables]
-        self._owners = owners_by_bytes(sizes, topology.num_workers(self._strategy))
+        sizes = [owners.bytes_of(variable) for variable in variables]
+        self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy))
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
         self._tell(variables, sizes)
@@ -280,17 +258,31 @@ class Shards:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
 
     @contextlib.contextmanager
-    def refusing_shared_state(self):
-        """Refuses an update of one variable that changes what is not a slot of that variable.
+    def refusing_shared_state(self, variable):
+        """Refuses an update of one variable that uses another, or changes what is not its slot.
 
-        Each worker makes its own updates alone, so such a value would differ between workers.
+        Each worker makes its own updates alone: what they change together would differ between
+        workers, and other variables may not have been updated yet.
+
+        Args:
+            variable: The variable that is updated.
 
         Raises:
             RuntimeError: For such a variable, with its name.
         """
+        others = [v for v in keras_compat.updated_variables(self._optimizer) if v is not variable]
+        since = 0 if tf.executing_eagerly() else tf.compat.v1.get_default_graph().version
         shared = [v for v in self._optimizer.variables if not isinstance(v, slots.SlotVariable)]
         with keras_compat.noting_assigned(shared) as changed:
             yield
+        read = keras_compat.variables_read(since, others)
+        if read:
+            raise RuntimeError(
+                "With shard='state' an update of a variable may read that variable alone. "
+                f"Received: {type(self._optimizer).__name__}.update_step of {variable.path}, which "
+                f"reads {read[0].path}. Compute what needs all variables before the updates, in "
+                "the step, or leave shard out for this optimizer."
+            )
         if changed:
             raise RuntimeError(
                 "With shard='state' an update of a variable may change its own slots alone. "
@@ -305,9 +297,9 @@ class Shards:
         Args:
             variables: The variables of an update, in the same order on every worker.
         """
-        owners = [self._owner(variable) for variable in variables]
+        owned_by = [self._owner(variable) for variable in variables]
         values = [tf.convert_to_tensor(getattr(each, "value", each)) for each in variables]
-        for place, value in exchange.from_owners(self._strategy, values, owners):
+        for place, value in owners.from_owners(self._strategy, values, owned_by):
             self._optimizer.assign(variables[place], value)
 
     def read(self, slot: slots.SlotVariable) -> np.ndarray:
@@ -356,7 +348,7 @@ class Shards:
 
         def on_replica():
             value = slot.value.read_value() if slot.is_here else tf.zeros(shape, dtype)
-            received = [value for _, value in exchange.from_owners(strategy, [value], [slot.owner])]
+            received = [value for _, value in owners.from_owners(strategy, [value], [slot.owner])]
             return received[0] if received else value
 
         function = tf.function(lambda: strategy.run(on_replica), autograph=False)
@@ -380,8 +372,3 @@ class _Watched(list):
 
 def _sum_of_squares(gradient):
     return tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float32)
-
-
-def bytes_of(variable) -> int:
-    """Returns the bytes of a variable's value."""
-    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size

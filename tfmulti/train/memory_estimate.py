@@ -21,7 +21,7 @@ from tfmulti import devices
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.runtime import console, memory
-from tfmulti.step import sharded_state
+from tfmulti.step import owners
 from tfmulti.strategies import create_strategy
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
@@ -139,10 +139,10 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         optimizer.build(model.trainable_variables)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
-    trainable = sum(map(sharded_state.bytes_of, model.trainable_variables))
+    trainable = sum(map(owners.bytes_of, model.trainable_variables))
     copies = _COPIES_TO_SEND.get(config.communication, _COPIES_TO_SEND["ring"])
-    weights = sum(map(sharded_state.bytes_of, model.variables))
-    slots = sum(map(sharded_state.bytes_of, optimizer.variables))
+    weights = sum(map(owners.bytes_of, model.variables))
+    slots = sum(map(owners.bytes_of, optimizer.variables))
     whole = Estimate(
         # Tracing takes memory too.
         process=max(before, memory.resident() - weights - slots),
@@ -152,7 +152,7 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         sending=copies * trainable if num_workers > 1 else 0,
         has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
     )
-    most = sharded_state.most_bytes_of_a_worker(model.trainable_variables, num_workers)
+    most = owners.most_bytes_of_a_worker(model.trainable_variables, num_workers)
     own = round(slots * most / max(1, trainable))
     return {"copies": whole, "sharded": dataclasses.replace(whole, slots=own)}
 

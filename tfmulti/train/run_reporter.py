@@ -17,7 +17,7 @@ from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
 from tfmulti.runtime.memory import show_size
-from tfmulti.step import sharded_state
+from tfmulti.step import owners
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
@@ -143,8 +143,8 @@ def summarize_run(
         num_examples=plan.num_examples,
         steps_per_epoch=plan.steps_per_epoch,
         epochs=config.epochs,
-        weight_bytes=sum(map(sharded_state.bytes_of, model.variables)),
-        updated_bytes=sharded_state.most_bytes_of_a_worker(
+        weight_bytes=sum(map(owners.bytes_of, model.variables)),
+        updated_bytes=owners.most_bytes_of_a_worker(
             model.trainable_variables, num_workers if config.shard else 1
         ),
     )

@@ -1,15 +1,43 @@
-"""Sends tensors from the workers that own them to all workers, within a step."""
+"""Which worker owns which variable, and how its tensors reach all workers within a step."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 
 _ROUND_BYTES = 16 * 2**20
+
+
+def by_bytes(sizes: list[int], num_workers: int) -> list[int]:
+    """Returns an owner for each variable: the largest first, to the worker that has the least.
+
+    >>> by_bytes([4, 9, 5], 2)
+    [1, 0, 1]
+    """
+    owned_by, held = [0] * len(sizes), [0] * num_workers
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owned_by[place] = held.index(min(held))
+        held[owned_by[place]] += sizes[place]
+    return owned_by
+
+
+def most_bytes_of_a_worker(variables, num_workers: int) -> int:
+    """Returns the bytes of the variables that belong to the worker which has the most of them."""
+    sizes = [bytes_of(variable) for variable in variables]
+    held = [0] * num_workers
+    for owner, size in zip(by_bytes(sizes, num_workers), sizes):
+        held[owner] += size
+    return max(held)
+
+
+def bytes_of(variable) -> int:
+    """Returns the bytes of a variable's value."""
+    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
 
 
 def from_owners(
