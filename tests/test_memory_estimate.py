@@ -20,6 +20,12 @@ HERE = Path(__file__).parent
 UNITS = 256
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    """Rich breaks the cells of a table that is wider than the terminal."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 def blocks(train):
     """Four blocks of four dense layers."""
     each = [[layers.Dense(UNITS, activation="gelu") for _ in range(4)] for _ in range(4)]
@@ -144,7 +150,7 @@ def test_a_run_takes_what_was_estimated(checkpointed):
     assert process.returncode == 0
     shown = subprocess.run(
         [*command, "--estimate_memory=1"],
-        env={**environ, "COLUMNS": "120"},
+        env={**environ, "COLUMNS": "160"},
         capture_output=True,
         text=True,
         check=True,
