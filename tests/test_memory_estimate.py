@@ -125,6 +125,11 @@ def test_a_model_that_is_compiled_and_one_of_the_command_line_are_estimated(caps
         assert shown.count("checkpointed") == 2 and "cannot" not in shown
 
 
+def test_a_batch_size_that_is_to_be_found_is_refused():
+    with pytest.raises(ValueError, match="needs the number of examples. Received: estimate_mem"):
+        TrainConfig(per_replica_batch_size="auto", estimate_memory=2)
+
+
 def test_loops_are_said_to_be_left_out(capsys):
     memory_estimate.show(config(model="test_memory_estimate:recurrent", estimate_memory=1))
     shown = capsys.readouterr().out

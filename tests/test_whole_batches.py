@@ -183,6 +183,18 @@ def test_a_loss_and_a_metric_of_more_rows_than_a_replica_has():
         assert_alike(fit(num_replicas), expected)
 
 
+def test_a_loss_that_fails_with_any_rows_says_so_of_the_rows_it_was_given():
+    def wrong(y_true, y_pred):
+        return tf.reduce_mean(tf.reshape(y_true, [-1, 3]) - tf.zeros([5, 2]))
+
+    with create_strategy(2).scope():
+        model = keras.Sequential([layers.Dense(3)])
+        model.compile("sgd", wrong)
+    with pytest.raises(Exception, match=r"must be equal|[Ii]ncompatible shapes") as caught:
+        model.fit(*rows(16)[:2], batch_size=8, verbose=0)
+    assert "4096" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_without_it_keras_own_dice_is_one_devices_too():
     assert_alike(train(2, 32, loss="dice"), train(1, 32, loss="dice"))

@@ -98,7 +98,7 @@ class MpiAllReduce:
             received[place] = value
         return received
 
-    def add_to_owners(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
+    def reduce_to_owners(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
         """Returns the sums over all workers of the tensors that this worker owns; zeros of others.
 
         Args:
@@ -108,7 +108,7 @@ class MpiAllReduce:
         # Zeros that nobody reads are never made.
         sums = [tf.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
         own = [self._communicator.rank]
-        for place, value in self._by_owner(self._add_to, tensors, owners, own):
+        for place, value in self._by_owner(self._reduce_to, tensors, owners, own):
             sums[place] = value
         return sums
 
@@ -247,7 +247,7 @@ class MpiAllReduce:
         # The owner has no use for a copy of its own.
         return np.zeros([0] * array.ndim, array.dtype) if is_own else whole
 
-    def _add_to(self, owner, array):
+    def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""
         is_own = owner == self._communicator.rank
         result = _empty(array.shape, array.dtype) if is_own else np.zeros([0] * array.ndim, "int8")

@@ -78,20 +78,20 @@ def held(optimizer):
 @contextlib.contextmanager
 def noting_owners(strategy):
     """Yields the workers for which alone gradients are added."""
-    noted, original = [], getattr(strategy.extended, "add_to_owners", None)
+    noted, original = [], getattr(strategy.extended, "reduce_to_owners", None)
     if original is None:
         yield noted
         return
 
-    def add_to_owners(tensors, owners):
+    def reduce_to_owners(tensors, owners):
         noted.extend(owners)
         return original(tensors, owners)
 
-    strategy.extended.add_to_owners = add_to_owners
+    strategy.extended.reduce_to_owners = reduce_to_owners
     try:
         yield noted
     finally:
-        strategy.extended.add_to_owners = original
+        strategy.extended.reduce_to_owners = original
 
 
 def same(model, other):

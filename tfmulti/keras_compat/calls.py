@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -127,8 +128,8 @@ def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Va
     if tf.executing_eagerly():
         return []
     graph, strategy = tf.compat.v1.get_default_graph(), tf.distribute.get_strategy()
-    ops = [op for op in graph.get_operations() if op._id >= since and op.type == "ReadVariableOp"]
-    read = {id(_given_from_outside(op.inputs[0])) for op in ops}
+    new = itertools.takewhile(lambda op: op._id >= since, reversed(graph.get_operations()))
+    read = {id(_given_from_outside(op.inputs[0])) for op in new if op.type == "ReadVariableOp"}
     copies = [strategy.experimental_local_results(variable.value)[0] for variable in variables]
     return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in read]
 

@@ -250,10 +250,10 @@ class OwnAllReduce(EachDtype):
         add: Function of a list of tensors that returns their sums over all workers.
         broadcast: Function of a list of tensors, and of the number of the worker that has each,
             that returns them as that worker has them.
-        add_to_owners: Function of the same that returns the sums of those that this worker has.
+        reduce_to_owners: Function of the same that returns the sums of those that this worker has.
     """
 
-    add = broadcast = add_to_owners = None
+    add = broadcast = reduce_to_owners = None
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         values = [value for value, _ in value_destination_pairs]

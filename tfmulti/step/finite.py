@@ -32,10 +32,10 @@ class FiniteGuard:
                 optimizer.build(trainable_variables)
         grads = list(grads)
         shards = getattr(optimizer, "tfmulti_shards", None)
-        if shards is None or not shards.adds_to_owners:
+        if shards is None or not shards.reduces_to_owners:
             bad = _bad_ones(grads)
         else:
-            bad = shards.measure(_is_bad, grads, trainable_variables) > 0
+            bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0
 
         def leave_out():
             self._count(bad, optimizer)

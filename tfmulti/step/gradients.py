@@ -272,7 +272,7 @@ def _add(values, owners) -> list:
         parts = [values[place] for place in places]
         if is_owned:
             own = [owners[place] for place in places]
-            sums = context.strategy.extended.add_to_owners(parts, own)
+            sums = context.strategy.extended.reduce_to_owners(parts, own)
         else:
             sums = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
         for place, total in zip(places, sums):

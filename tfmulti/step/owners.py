@@ -26,13 +26,13 @@ def by_bytes(sizes: list[int], num_workers: int) -> list[int]:
     return owned_by
 
 
-def most_bytes_of_a_worker(variables, num_workers: int) -> int:
-    """Returns the bytes of the variables that belong to the worker which has the most of them."""
+def bytes_of_each(variables, num_workers: int) -> list[int]:
+    """Returns the bytes of the variables that each worker owns."""
     sizes = [bytes_of(variable) for variable in variables]
     held = [0] * num_workers
     for owner, size in zip(by_bytes(sizes, num_workers), sizes):
         held[owner] += size
-    return max(held)
+    return held
 
 
 def bytes_of(variable) -> int:

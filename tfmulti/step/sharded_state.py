@@ -59,7 +59,7 @@ def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
     for name, method in (("build", _build), ("update_step", _update_step)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
-    if shards.adds_to_owners:
+    if shards.reduces_to_owners:
         keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
 
 
@@ -121,7 +121,7 @@ class Shards:
     Attributes:
         worker: The number of this worker.
         slots: The slots of all workers, in the order of `optimizer.variables`.
-        adds_to_owners: Whether gradients can be added for the workers alone that need them.
+        reduces_to_owners: Whether gradients can be added for the workers alone that need them.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy):
@@ -130,7 +130,7 @@ class Shards:
         self.slots: list[slots.SlotVariable] = []
         self._owners: list[int] = []
         self._kept = slots.KeptValues()
-        self.adds_to_owners = getattr(strategy.extended, "add_to_owners", None) is not None
+        self.reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
@@ -146,7 +146,7 @@ class Shards:
         self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy))
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
-        self._tell(variables, sizes)
+        self._tell(variables)
 
     def _build(self, variables):
         optimizer = self._optimizer
@@ -201,10 +201,8 @@ class Shards:
         self.slots.append(slot)
         return slot
 
-    def _tell(self, variables, sizes):
-        held = [0] * topology.num_workers(self._strategy)
-        for owner, size in zip(self._owners, sizes):
-            held[owner] += size
+    def _tell(self, variables):
+        held = owners.bytes_of_each(variables, topology.num_workers(self._strategy))
         most, mean = max(held), sum(held) / len(held)
         logging.info(
             "Sharded state of %s: this worker updates %.1f of %.1f MB of weights.",
@@ -213,11 +211,11 @@ class Shards:
             sum(held) / 1e6,
         )
         if most > _EVEN * mean and most - mean > _SMALL_BYTES:
-            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            largest = max(variables, key=owners.bytes_of)
             warnings.warn(
                 f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
                 f"weights, the mean is {mean / 1e6:.1f} MB. A variable has one owner; "
-                f"{variables[largest].path} alone has {sizes[largest] / 1e6:.1f} MB.",
+                f"{largest.path} alone has {owners.bytes_of(largest) / 1e6:.1f} MB.",
                 stacklevel=2,
             )
 
@@ -228,11 +226,11 @@ class Shards:
     def owners_of(self, variables) -> list[int] | None:
         """Returns the owner of each variable; None if sums cannot be made for owners alone."""
         known = {id(variable) for variable in keras_compat.updated_variables(self._optimizer)}
-        if not self.adds_to_owners or any(id(variable) not in known for variable in variables):
+        if not self.reduces_to_owners or any(id(variable) not in known for variable in variables):
             return None
         return [self._owner(variable) for variable in variables]
 
-    def measure(self, function, gradients, variables) -> tf.Tensor:
+    def reduce_scalars(self, function, gradients, variables) -> tf.Tensor:
         """Returns one number for each gradient, on all workers, from the worker that has it.
 
         Args:
@@ -248,7 +246,7 @@ class Shards:
 
     def clip_global_norm(self, gradients, variables) -> list:
         """Scales gradients to a largest norm of all together, as Keras computes it."""
-        squares = self.measure(_sum_of_squares, gradients, variables)
+        squares = self.reduce_scalars(_sum_of_squares, gradients, variables)
         norm, largest = tf.sqrt(tf.reduce_sum(squares)), self._optimizer.global_clipnorm
         # Where the norm is not finite, neither are the results.
         scale = largest * tf.minimum(1.0 / norm, 1.0 / largest) + (norm - norm)

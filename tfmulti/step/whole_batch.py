@@ -187,17 +187,21 @@ def _with_rows_enough(own, *parts):
     """
     try:
         return own(*parts)
-    except (ValueError, tf.errors.InvalidArgumentError):
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
         num_rows = keras.tree.flatten(parts)[0].shape[:1]
         in_replica = tf.distribute.get_replica_context() is not None
         if tf.executing_eagerly() or in_replica or not num_rows or not num_rows[0]:
             raise
         repeats = -(-_MANY_ROWS // num_rows[0])
 
-    def many(part):
-        return None if part is None else keras.ops.repeat(part, repeats, axis=0)
+        def many(part):
+            return None if part is None else keras.ops.repeat(part, repeats, axis=0)
 
-    return own(*keras.tree.map_structure(many, parts))
+        try:
+            return own(*keras.tree.map_structure(many, parts))
+        except (ValueError, tf.errors.InvalidArgumentError):
+            # More rows do not help: what went wrong first is the caller's.
+            raise error from None
 
 
 def prepare_losses(model: keras.Model) -> None:

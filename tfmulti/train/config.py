@@ -149,6 +149,12 @@ class TrainConfig:
                 f"global_batch_size={self.global_batch_size}, "
                 f"per_replica_batch_size={self.per_replica_batch_size}. Give one of them."
             )
+        if self.estimate_memory is not None and self.per_replica_batch_size == AUTO:
+            raise ValueError(
+                "`estimate_memory` needs the number of examples. Received: estimate_memory="
+                f"{self.estimate_memory}, per_replica_batch_size='auto'. "
+                "Use --per_replica_batch_size 32, say, or --global_batch_size."
+            )
         if self.memory_limit is not None:
             parse_size(self.memory_limit)
             if self.per_replica_batch_size != AUTO:

@@ -47,7 +47,7 @@ _LOOPS = ("While", "StatelessWhile")
 _COPIES_TO_SEND = {"mpi": 1, "ring": 3}
 
 
-_PARTS = ("process", "weights", "slots", "step", "sending", "allocator", "peak")
+_PARTS = ("process", "weights", "slots", "step", "communication", "allocator", "peak")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Estimate:
         weights: The model's variables.
         slots: The optimizer's, of the worker that has the most.
         step: Activations and gradients, at the moment when they are largest.
-        sending: What is sent and received of gradients.
+        communication: What is sent and received of gradients.
         has_loops: Whether the step has loops, whose memory is not known.
     """
 
@@ -67,20 +67,22 @@ class Estimate:
     weights: int
     slots: int
     step: int
-    sending: int
+    communication: int
     has_loops: bool
 
     @property
     def allocator(self) -> int:
         """What malloc holds beside tensors."""
-        parts = self.process + self.weights + self.slots + self.step + self.sending
-        return round(_ALLOCATED * parts)
+        return round(_ALLOCATED * self._counted)
 
     @property
     def peak(self) -> int:
         """All of it."""
-        parts = self.process + self.weights + self.slots + self.step + self.sending
-        return parts + self.allocator
+        return self._counted + self.allocator
+
+    @property
+    def _counted(self) -> int:
+        return self.process + self.weights + self.slots + self.step + self.communication
 
 
 def show(config: TrainConfig) -> None:
@@ -149,10 +151,10 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         weights=weights,
         slots=slots,
         step=peak_of(graph, gradients),
-        sending=copies * trainable if num_workers > 1 else 0,
+        communication=copies * trainable if num_workers > 1 else 0,
         has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
     )
-    most = owners.most_bytes_of_a_worker(model.trainable_variables, num_workers)
+    most = max(owners.bytes_of_each(model.trainable_variables, num_workers))
     own = round(slots * most / max(1, trainable))
     return {"copies": whole, "sharded": dataclasses.replace(whole, slots=own)}
 

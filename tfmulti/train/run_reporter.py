@@ -144,8 +144,8 @@ def summarize_run(
         steps_per_epoch=plan.steps_per_epoch,
         epochs=config.epochs,
         weight_bytes=sum(map(owners.bytes_of, model.variables)),
-        updated_bytes=owners.most_bytes_of_a_worker(
-            model.trainable_variables, num_workers if config.shard else 1
+        updated_bytes=max(
+            owners.bytes_of_each(model.trainable_variables, num_workers if config.shard else 1)
         ),
     )
 
