@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import keras_compat
+
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
 """Piece size for workers of one host, which add in shared memory: such pieces fit the cache."""
@@ -98,6 +100,17 @@ class MpiAllReduce:
             received[place] = value
         return received
 
+    def receive(self, tensor: tf.Tensor, owner: int, shape: tf.TensorShape) -> tf.Tensor:
+        """Returns a tensor of one worker; on that worker itself, one without elements.
+
+        Args:
+            tensor: The tensor on its owner; elsewhere one of the same dtype, of any shape.
+            owner: The number of the worker that has it.
+            shape: Its shape.
+        """
+        method = functools.partial(self._receive_shaped, owner, tuple(shape))
+        return self._send([method], [tensor], rank=shape.rank)[0]
+
     def reduce_to_owners(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
         """Returns the sums over all workers of the tensors that this worker owns; zeros of others.
 
@@ -138,7 +151,7 @@ class MpiAllReduce:
         sent = [self._cut(tensor) if i in halves else tensor for i, tensor in enumerate(packed)]
         added = self._send(methods, sent)
         parts = [_add_parts(added[i], packed[i].dtype) for i in halves]
-        for i, whole in zip(halves, self._send([self._gather] * len(parts), parts, flat=True)):
+        for i, whole in zip(halves, self._send([self._gather] * len(parts), parts, rank=1)):
             flat = tf.bitcast(whole, packed[i].dtype)[: tf.size(packed[i])]
             added[i] = tf.reshape(flat, tf.shape(packed[i]))
         if not tf.executing_eagerly():
@@ -152,13 +165,13 @@ class MpiAllReduce:
         missing = -tf.size(flat) % self._size
         return tf.reshape(tf.pad(flat, [[0, missing]]), [self._size, -1])
 
-    def _send(self, methods, tensors, flat: bool = False) -> list[tf.Tensor]:
+    def _send(self, methods, tensors, rank: int | None = None) -> list[tf.Tensor]:
         """Makes a call for each tensor; in one go where nothing could be done meanwhile.
 
         Args:
             methods: A method of this object for each tensor, that MPI's thread calls.
             tensors: The tensors.
-            flat: Whether the results have one axis; else as many as the tensors.
+            rank: How many axes the results have; None for as many as the tensors.
         """
         if not tensors:
             return []
@@ -178,19 +191,20 @@ class MpiAllReduce:
                     tf.numpy_function(self._finish, ticket, tensor.dtype)
                     for ticket, tensor in zip(tickets, tensors)
                 ]
-        ranks = [1 if flat else tensor.shape.rank for tensor in tensors]
+        ranks = [tensor.shape.rank if rank is None else rank for tensor in tensors]
         return [_of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
 
     def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
         """Calls a function that returns a number first, after all such calls before it."""
-        with tf.control_dependencies(tensors):
-            last = self._last.read_value()
-        # TensorFlow unwraps a single result.
-        results = tf.nest.flatten(
-            tf.numpy_function(function, [last, *tensors], [tf.int64, *dtypes])
-        )
-        results[0].set_shape([])
-        self._last.assign(results[0])
+        with tf.name_scope(keras_compat.COMMUNICATION):
+            with tf.control_dependencies(tensors):
+                last = self._last.read_value()
+            # TensorFlow unwraps a single result.
+            results = tf.nest.flatten(
+                tf.numpy_function(function, [last, *tensors], [tf.int64, *dtypes])
+            )
+            results[0].set_shape([])
+            self._last.assign(results[0])
         return results
 
     def _begin(self, method, array) -> np.int64:
@@ -239,13 +253,16 @@ class MpiAllReduce:
         return result.reshape(-1)
 
     def _receive(self, owner, array):
+        return self._receive_shaped(owner, array.shape, array)
+
+    def _receive_shaped(self, owner, shape, array):
         """Broadcasts the owner's array as bytes, since MPI knows not every dtype."""
         is_own = owner == self._communicator.rank
-        whole = array if is_own else _empty(array.shape, array.dtype)
+        whole = array if is_own else _empty(shape, array.dtype)
         for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
             self._communicator.Bcast(piece, root=owner)
         # The owner has no use for a copy of its own.
-        return np.zeros([0] * array.ndim, array.dtype) if is_own else whole
+        return np.zeros([0] * len(shape), array.dtype) if is_own else whole
 
     def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""

@@ -71,7 +71,7 @@ def _is_here(variable) -> bool:
 
 
 def _value_of(variable) -> np.ndarray:
-    if isinstance(variable, slots.SlotVariable):
+    if hasattr(variable, "is_here"):
         with slots.gathering():
             return variable.numpy()
     return np.asarray(keras.ops.convert_to_numpy(variable))

@@ -5,6 +5,7 @@ and its canary in `tests/test_keras_compat.py`, which fails when upstream no lon
 `table.TRIED` has the versions that all of it was tried on, `table.NAMES` what is read as well.
 """
 
+from tfmulti.keras_compat.calls import COMMUNICATION as COMMUNICATION
 from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
 from tfmulti.keras_compat.calls import call_context as call_context
 from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
@@ -20,6 +21,14 @@ from tfmulti.keras_compat.coordination import publish as publish
 from tfmulti.keras_compat.coordination import read_if_published as read_if_published
 from tfmulti.keras_compat.coordination import read_published as read_published
 from tfmulti.keras_compat.coordination import report_error as report_error
+from tfmulti.keras_compat.held import HeldVariable as HeldVariable
+from tfmulti.keras_compat.held import after_add_weight as after_add_weight
+from tfmulti.keras_compat.held import are_held_values as are_held_values
+from tfmulti.keras_compat.held import held_values as held_values
+from tfmulti.keras_compat.held import hold as hold
+from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
+from tfmulti.keras_compat.held import own_weights as own_weights
+from tfmulti.keras_compat.held import update_held_values as update_held_values
 from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
@@ -62,6 +71,7 @@ from tfmulti.keras_compat.reference import operations_of as operations_of
 from tfmulti.keras_compat.reference import predict_step_of as predict_step_of
 from tfmulti.keras_compat.reference import read_handle as read_handle
 from tfmulti.keras_compat.reference import reduce_outputs as reduce_outputs
+from tfmulti.keras_compat.reference import reducing_as_usual as reducing_as_usual
 from tfmulti.keras_compat.reference import reducing_nothing as reducing_nothing
 from tfmulti.keras_compat.reference import same_eager_numbers as same_eager_numbers
 from tfmulti.keras_compat.reference import separate_traces as separate_traces

@@ -19,6 +19,8 @@ from tfmulti.keras_compat import randomness, replacement
 
 _CALL_CONTEXT = "current_call_ctx"
 _ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
+COMMUNICATION = "tfmulti_communication"
+"""The name scope of operations that communicate: they change no state but their own order."""
 _BODIES = ("then_branch", "else_branch", "body", "f")
 
 
@@ -112,6 +114,7 @@ def unrepeatable_ops(since: int) -> list[str]:
     device = tf.identity(0, name="device_of_this_replica").device
     # Replicas take turns while one graph is made; each one's ops are on its own device.
     ops = [op for op in graph.get_operations() if op._id >= since and op.device == device]
+    ops = [op for op in ops if COMMUNICATION not in op.name]
     kinds = {op.type for op in ops}
     for op in ops:
         kinds.update(_kinds_within(graph, op))

@@ -248,12 +248,14 @@ class OwnAllReduce(EachDtype):
 
     Attributes:
         add: Function of a list of tensors that returns their sums over all workers.
+        receive: Function of a tensor, the number of the worker that has it, and its shape, that
+            returns it as that worker has it.
         broadcast: Function of a list of tensors, and of the number of the worker that has each,
             that returns them as that worker has them.
         reduce_to_owners: Function of the same that returns the sums of those that this worker has.
     """
 
-    add = broadcast = reduce_to_owners = None
+    add = broadcast = receive = reduce_to_owners = None
 
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         values = [value for value, _ in value_destination_pairs]

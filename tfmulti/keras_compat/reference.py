@@ -35,6 +35,30 @@ def reducing_nothing(strategy: tf.distribute.Strategy):
             delattr(strategy.extended, name)
 
 
+@contextlib.contextmanager
+def reducing_as_usual(strategy: tf.distribute.Strategy):
+    """Ends `reducing_nothing` within the context, for what is communicated on one device's behalf.
+
+    A sharded weight is whole there, as it is on one device.
+    """
+    replaced = {n: f for n, f in vars(strategy.extended).items() if n in _REDUCTIONS}
+    for name in replaced:
+        delattr(strategy.extended, name)
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(strategy.extended, name, function)
+
+
+_REDUCTIONS = (
+    "_batch_reduce_to",
+    "_reduce_to",
+    "_replica_ctx_all_reduce",
+    "_gather_to_implementation",
+)
+
+
 def be_first_replica() -> None:
     """Makes the replica that is being traced take itself for the first, until its step ends.
 

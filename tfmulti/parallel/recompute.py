@@ -9,10 +9,14 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.step.parameters import ShardedParameter, gather
 
 
 def recomputed(
-    layer: keras.layers.Layer | None, call: Callable, model: keras.Model | None = None
+    layer: keras.layers.Layer | None,
+    call: Callable,
+    model: keras.Model | None = None,
+    gathered: Callable[[], list[ShardedParameter]] = list,
 ) -> Callable:
     """Returns a call that keeps its inputs alone, and is run again in the backward pass.
 
@@ -24,6 +28,8 @@ def recomputed(
             it runs.
         call: The call.
         model: The model that has the layer's added losses, where the layer is none of its own.
+        gathered: Function that returns the sharded parameters which each run gathers. Others are
+            gathered wherever they are read.
 
     Raises:
         RuntimeError: When it is called and a second run would not do the same: it draws numbers
@@ -35,7 +41,7 @@ def recomputed(
         unbuilt = layer is not None and not keras_compat.is_built(layer)
         if unbuilt or keras_compat.is_symbolic((args, kwargs)):
             return call(*args, **kwargs)
-        return _Recomputed(layer, call, args, kwargs, model or layer).outputs()
+        return _Recomputed(layer, call, args, kwargs, model or layer, gathered()).outputs()
 
     return run
 
@@ -43,7 +49,7 @@ def recomputed(
 class _Recomputed:
     """One call, which runs twice."""
 
-    def __init__(self, layer, call, args, kwargs, holder):
+    def __init__(self, layer, call, args, kwargs, holder, gathered):
         self.name = getattr(layer or call, "name", getattr(call, "__qualname__", "a function"))
         self._call, self._holder = call, holder
         self._arguments = (args, kwargs)
@@ -51,7 +57,9 @@ class _Recomputed:
         self._inputs = [value for value in flat if tf.is_tensor(value)]
         self.num_inputs = len(self._inputs)
         self._masks = [keras_compat.mask_of(value) for value in self._inputs]
-        self._variables = list(layer.variables) if layer is not None else []
+        variables = layer.variables if layer is not None else []
+        self._variables = [v for v in variables if not isinstance(v, ShardedParameter)]
+        self._gathered = gathered
         self._context = keras_compat.call_context()
         # Variables of others that the first run has updated, with their values before it.
         self._others = []
@@ -59,7 +67,8 @@ class _Recomputed:
     def outputs(self):
         """Runs the call, writes what it assigned, and returns its outputs."""
         masks = [mask for mask in self._masks if mask is not None]
-        values = keras_compat.values_of(self._variables)
+        values = [each.held() for each in self._gathered]
+        values = [*keras_compat.values_of(self._variables), *values]
         results = list(_without_activations(self)(*self._inputs, *masks, *values))
         return self._received(results)
 
@@ -98,7 +107,11 @@ class _Recomputed:
             if mask is not None:
                 keras_compat.set_mask(value, tensors.pop(0))
         args, kwargs = _filled(self._arguments, inputs)
-        state = [*zip(self._variables, tensors), *self._others]
+        held = tensors[len(self._variables) :]
+        # Not before the layer is come to: TensorFlow would gather all weights at once.
+        with tf.control_dependencies(inputs):
+            whole = [gather(v, tf.identity(part)) for v, part in zip(self._gathered, held)]
+        state = [*zip(self._variables, tensors), *zip(self._gathered, whole), *self._others]
         with self._context(), keras_compat.RecordingScope(state) as scope:
             return self._call(*args, **kwargs), scope
 

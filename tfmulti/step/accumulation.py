@@ -27,6 +27,10 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
         return False
+    shards = getattr(optimizer, "tfmulti_shards", None)
+    if shards is not None and shards.of_parameters:
+        # Gradients of sharded parameters are added where they are computed.
+        return False
     if hasattr(optimizer, "inner_optimizer") or finite.guard_of(optimizer) is not None:
         return False
     if getattr(model.distribute_strategy, "keeps_whole_sums", False):

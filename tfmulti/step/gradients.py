@@ -18,7 +18,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from tfmulti import topology
+from tfmulti import keras_compat, topology
 from tfmulti.step import sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
@@ -190,7 +190,8 @@ def take_gradient(
     """
     if tf.distribute.in_cross_replica_context():
         # Use the copy that was read, as on one device.
-        sources = tf.nest.map_structure(_one_copy, sources)
+        with keras_compat.held_values():
+            sources = tf.nest.map_structure(_one_copy, sources)
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
     is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
@@ -208,7 +209,13 @@ def take_gradient(
     grads = original(tape, targets, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
-    values = _without_padding([part for some in parts for part in some], replica_batch)
+    # Gradients of sharded parameters are added where they are computed.
+    is_held = [isinstance(each, keras_compat.HeldVariable) for each in flat]
+    is_summed = [variable and not held for variable, held in zip(is_variable, is_held)]
+    values = [part for some in parts for part in some]
+    own = [None if is_held[place] else value for place, value in zip(owners, values)]
+    own = _without_padding(own, replica_batch)
+    values = [value if mine is None else mine for value, mine in zip(values, own)]
     _local.weighed = True
     if all(is_variable) and leaves_to_update(replica_batch.model):
         # The update reduces the accumulated gradients; see `tfmulti.step.accumulation`.
@@ -216,7 +223,7 @@ def take_gradient(
     elif not getattr(_local, "unreduced", False):
         _local.reduced = True
         values = _reduce_known(
-            values, [flat[i] if is_variable[i] else None for i in owners], replica_batch
+            values, [flat[i] if is_summed[i] else None for i in owners], replica_batch
         )
     values = iter(values)
     grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]

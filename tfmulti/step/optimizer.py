@@ -63,7 +63,7 @@ def DistributedOptimizer(
         object.__setattr__(optimizer, "tfmulti_compression", compression)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if shard is not None:
-        sharded_state.shard_state(inner)
+        sharded_state.shard_state(inner, shard)
     if getattr(optimizer, "tfmulti_distributed", False):
         return optimizer
     if inner is not optimizer and getattr(inner, "tfmulti_distributed", False):
@@ -119,4 +119,5 @@ def _undo(optimizer):
 def _apply(self, grads, trainable_variables=None):
     """Applies gradients of the whole batch; reduces them first if no tape has done so."""
     grads = gradients.reduce_for_update(grads)
-    finite.update_of(self)(self, grads, trainable_variables)
+    with keras_compat.held_values():
+        finite.update_of(self)(self, grads, trainable_variables)

@@ -13,24 +13,35 @@ from tfmulti import keras_compat, topology
 _ROUND_BYTES = 16 * 2**20
 
 
-def by_bytes(sizes: list[int], num_workers: int) -> list[int]:
+def by_bytes(sizes: list[int], num_workers: int, known: dict[int, int] | None = None) -> list[int]:
     """Returns an owner for each variable: the largest first, to the worker that has the least.
+
+    Args:
+        sizes: The bytes of each variable.
+        num_workers: The number of workers.
+        known: The owners that some variables have already, by their places.
 
     >>> by_bytes([4, 9, 5], 2)
     [1, 0, 1]
+    >>> by_bytes([4, 9, 5], 2, known={1: 1})
+    [0, 1, 0]
     """
-    owned_by, held = [0] * len(sizes), [0] * num_workers
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+    known = known or {}
+    owned_by = [known.get(place, 0) for place in range(len(sizes))]
+    held = [0] * num_workers
+    for place, owner in known.items():
+        held[owner] += sizes[place]
+    for place in sorted(set(range(len(sizes))) - set(known), key=lambda place: -sizes[place]):
         owned_by[place] = held.index(min(held))
         held[owned_by[place]] += sizes[place]
     return owned_by
 
 
-def bytes_of_each(variables, num_workers: int) -> list[int]:
-    """Returns the bytes of the variables that each worker owns."""
+def bytes_of_each(variables, num_workers: int, owned_by: list[int] | None = None) -> list[int]:
+    """Returns the bytes of the variables that each worker owns, or would own."""
     sizes = [bytes_of(variable) for variable in variables]
     held = [0] * num_workers
-    for owner, size in zip(by_bytes(sizes, num_workers), sizes):
+    for owner, size in zip(owned_by or by_bytes(sizes, num_workers), sizes):
         held[owner] += size
     return held
 
@@ -64,6 +75,49 @@ def from_owners(
                 received = list(send(strategy, values, parts))
             before = [value for _, value in received]
             yield from received
+
+
+def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
+    """Returns a tensor of another worker; its owner's own.
+
+    Call it in a replica, on every worker. Without MPI it is a sum with the others' zeros.
+
+    Args:
+        strategy: A strategy with one replica for each worker.
+        value: The tensor on its owner; elsewhere one of the same dtype.
+        owner: The number of the worker that has it.
+        shape: Its shape.
+    """
+    is_here = owner == topology.worker_index(strategy)
+    if getattr(strategy.extended, "receive", None) is not None:
+        received = strategy.extended.receive(value, owner, shape)
+    else:
+        sent = value if is_here else tf.zeros(shape, value.dtype)
+        with keras_compat.reducing_as_usual(strategy):
+            received = _all_reduce(sent)
+    return value if is_here else tf.ensure_shape(received, shape)
+
+
+def add_for(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
+    """Returns the sum of a tensor over all workers, on its owner; something else elsewhere.
+
+    Args:
+        strategy: A strategy with one replica for each worker.
+        value: A dense tensor of at least 32 bits.
+        owner: The number of the worker that needs the sum.
+    """
+    reduce_to_owners = getattr(strategy.extended, "reduce_to_owners", None)
+    return _all_reduce(value) if reduce_to_owners is None else reduce_to_owners([value], [owner])[0]
+
+
+def add(strategy, value: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of a tensor over all workers, on all of them; over MPI also in a branch."""
+    own = getattr(strategy.extended, "add", None)
+    return _all_reduce(value) if own is None else own([value])[0]
+
+
+def _all_reduce(value):
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
 def _broadcast(strategy, values, parts):

@@ -17,12 +17,11 @@ import warnings
 from concurrent import futures
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import model_contents, owners, slots
+from tfmulti.step import model_contents, owners, parameters, slots
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 # Beyond this ratio of the largest worker's bytes to the mean, and this difference, a warning names
@@ -30,8 +29,12 @@ _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_s
 _EVEN, _SMALL_BYTES = 1.25, 2**20
 
 
-def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
+def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
     """Makes an optimizer keep on each worker the slots of the variables which that worker owns.
+
+    Args:
+        optimizer: The optimizer.
+        shard: `"state"`, or `"parameters"` for large weights to be with their owner alone as well.
 
     Raises:
         ValueError: If the optimizer has its slots already, or a worker has several replicas.
@@ -48,18 +51,15 @@ def shard_state(optimizer: keras.optimizers.Optimizer) -> None:
             "Call tfmulti.DistributedOptimizer(optimizer, shard='state') before compile; for a "
             "model from a file, compile a new one so, build its optimizer, and load the weights."
         )
-    if topology.num_local_replicas(strategy) > 1:
-        raise ValueError(
-            "`shard` needs workers with one replica each. Received: "
-            f"{topology.num_local_replicas(strategy)} replicas in this process. "
-            "Start one worker for each device: python -m tfmulti.launch --num_workers N."
-        )
-    shards = Shards(optimizer, strategy)
+    parameters.refuse_several_replicas(strategy)
+    shards = Shards(optimizer, strategy, of_parameters=shard == "parameters")
     object.__setattr__(optimizer, "tfmulti_shards", shards)
     for name, method in (("build", _build), ("update_step", _update_step)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
-    if shards.reduces_to_owners:
+    if shards.of_parameters:
+        keras_compat.update_held_values(optimizer)
+    if shards.is_with_owners:
         keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
 
 
@@ -95,8 +95,9 @@ def owners_of_gradients(model, variables) -> list[int] | None:
 def gather_optimizer_state(model: keras.Model) -> None:
     """Makes sharded optimizer state available on each worker, so that one alone can save it.
 
-    Every worker must call it. It is needed after `train_on_batch` and after a `fit` that was
-    interrupted; when `fit` ends, it is done already. Without sharded state nothing happens.
+    Every worker must call it. It gathers sharded parameters too. It is needed after
+    `train_on_batch` and after a `fit` that was interrupted; when `fit` ends, it is done already.
+    Without sharded state nothing happens.
 
     Args:
         model: The model.
@@ -108,7 +109,11 @@ def gather_optimizer_state(model: keras.Model) -> None:
     for optimizer in model_contents.optimizers_of(model, nested=True):
         shards = getattr(optimizer, "tfmulti_shards", None)
         if shards is not None:
-            shards.keep()
+            shards.values.keep(shards.slots)
+    sharded = parameters.of_strategy(model.distribute_strategy)
+    sharded.values.keep(
+        [v for v in sharded.variables if any(v is each for each in model.variables)]
+    )
 
 
 class Shards:
@@ -117,20 +122,28 @@ class Shards:
     Args:
         optimizer: The optimizer.
         strategy: Its strategy, with one replica for each worker.
+        of_parameters: See below.
 
     Attributes:
         worker: The number of this worker.
         slots: The slots of all workers, in the order of `optimizer.variables`.
-        reduces_to_owners: Whether gradients can be added for the workers alone that need them.
+        of_parameters: Whether large weights are with their owner alone as well.
+        values: Reads slots outside of a step.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, strategy):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, strategy, of_parameters: bool):
         self._optimizer, self._strategy = optimizer, strategy
         self.worker = topology.worker_index(strategy)
         self.slots: list[slots.SlotVariable] = []
         self._owners: list[int] = []
-        self._kept = slots.KeptValues()
-        self.reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
+        self.of_parameters = of_parameters
+        self.values = slots.OwnedValues(strategy, self._step)
+        self._reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
+
+    @property
+    def is_with_owners(self) -> bool:
+        """Whether there are gradients that their owners alone have."""
+        return self._reduces_to_owners or self.of_parameters
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
@@ -143,7 +156,13 @@ class Shards:
         """
         variables = list(variables)
         sizes = [owners.bytes_of(variable) for variable in variables]
-        self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy))
+        known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
+        self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy), known)
+        if self.of_parameters:
+            sharded = parameters.of_strategy(self._strategy)
+            sharded.optimizers.add(self._optimizer)
+            for variable, owner in zip(variables, self._owners):
+                sharded.shard(variable, owner)
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
         self._tell(variables)
@@ -158,10 +177,10 @@ class Shards:
             path = getattr(reference_variable, "path", reference_variable.name)
             full_name = f"{path.replace('/', '_').replace(':', '_')}_{name or 'var'}"
             whole = getattr(optimizer, _WHOLE.get(name, ""), None)
-            place = None if whole else places.get(id(reference_variable))
-            return self._add(
-                place, reference_variable.shape, initializer, reference_variable.dtype, full_name
-            )
+            is_held = isinstance(reference_variable, parameters.ShardedParameter)
+            place = places.get(id(reference_variable)) if is_held or not whole else None
+            shape, dtype = reference_variable.shape, reference_variable.dtype
+            return self._add(place, shape, initializer, dtype, full_name, bool(whole))
 
         def add_variable(
             shape, initializer="zeros", dtype=None, aggregation="none", layout=None, name=None
@@ -180,7 +199,8 @@ class Shards:
         for name, function in own.items():
             object.__setattr__(optimizer, name, function)
         try:
-            with tf.device(self._strategy.extended.worker_devices[0]):
+            device = tf.device(self._strategy.extended.worker_devices[0])
+            with device, keras_compat.held_values():
                 type(optimizer).build(optimizer, watched)
         finally:
             for name in own:
@@ -189,20 +209,23 @@ class Shards:
             if id(variable) not in before:
                 variable.tfmulti_is_sharded = True
 
-    def _add(self, place, shape, initializer, dtype, name):
+    def _add(self, place, shape, initializer, dtype, name, with_weight=False):
         optimizer = self._optimizer
         if place is None:
             return type(optimizer).add_variable(
                 optimizer, shape=shape, initializer=initializer, dtype=dtype, name=name
             )
         with keras.name_scope(optimizer.name):
-            slot = slots.SlotVariable(self, self._owners[place], shape, initializer, dtype, name)
+            slot = slots.SlotVariable(
+                self, self._owners[place], shape, initializer, dtype, name, with_weight
+            )
         keras_compat.track_variable(optimizer, slot)
         self.slots.append(slot)
         return slot
 
     def _tell(self, variables):
-        held = owners.bytes_of_each(variables, topology.num_workers(self._strategy))
+        num_workers = topology.num_workers(self._strategy)
+        held = owners.bytes_of_each(variables, num_workers, self._owners)
         most, mean = max(held), sum(held) / len(held)
         logging.info(
             "Sharded state of %s: this worker updates %.1f of %.1f MB of weights.",
@@ -226,7 +249,7 @@ class Shards:
     def owners_of(self, variables) -> list[int] | None:
         """Returns the owner of each variable; None if sums cannot be made for owners alone."""
         known = {id(variable) for variable in keras_compat.updated_variables(self._optimizer)}
-        if not self.reduces_to_owners or any(id(variable) not in known for variable in variables):
+        if not self._reduces_to_owners or any(id(variable) not in known for variable in variables):
             return None
         return [self._owner(variable) for variable in variables]
 
@@ -242,7 +265,7 @@ class Shards:
             variables = keras_compat.updated_variables(self._optimizer)
         none = tf.zeros([], tf.float32)
         own = [function(g) if self.owns(v) else none for g, v in zip(gradients, variables)]
-        return self._strategy.extended.add([tf.stack(own)])[0]
+        return owners.add(self._strategy, tf.stack(own))
 
     def clip_global_norm(self, gradients, variables) -> list:
         """Scales gradients to a largest norm of all together, as Keras computes it."""
@@ -295,63 +318,14 @@ class Shards:
         Args:
             variables: The variables of an update, in the same order on every worker.
         """
+        variables = [v for v in variables if not isinstance(v, parameters.ShardedParameter)]
         owned_by = [self._owner(variable) for variable in variables]
         values = [tf.convert_to_tensor(getattr(each, "value", each)) for each in variables]
         for place, value in owners.from_owners(self._strategy, values, owned_by):
             self._optimizer.assign(variables[place], value)
 
-    def read(self, slot: slots.SlotVariable) -> np.ndarray:
-        """Returns a slot's whole value.
-
-        Within `gathering` it comes from its owner. Else it is this worker's own, or the one that
-        `keep` has kept.
-
-        Raises:
-            RuntimeError: For another worker's slot whose value is not known here.
-        """
-        if slots.is_gathering():
-            return self._gather(slot)
-        if slot.is_here:
-            return slot.value.numpy()
-        if self._kept.steps.get(slot.number) != self._step():
-            raise RuntimeError(
-                "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
-                f"`fit` ends. Received: a read of {slot.path} at another time, which worker "
-                f"{slot.owner} keeps. Save after `fit`, with one of these callbacks, or call "
-                "tfmulti.gather_optimizer_state(model) on every worker first."
-            )
-        return self._kept.read(slot.number)
-
-    def keep(self) -> None:
-        """Gathers the other workers' slots into files of this worker; a collective.
-
-        A script may then save the model on one worker alone.
-        """
-        for slot in self.slots:
-            value = self._gather(slot)
-            if not slot.is_here:
-                self.keep_value(slot, value)
-
-    def keep_value(self, slot: slots.SlotVariable, value):
-        """Keeps the value that another worker's slot has at this step; returns it."""
-        if tf.executing_eagerly():
-            self._kept.write(slot.number, np.asarray(value), self._step())
-        return value
-
     def _step(self) -> int:
         return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
-
-    def _gather(self, slot) -> np.ndarray:
-        strategy, shape, dtype = self._strategy, slot.shape, tf.as_dtype(slot.dtype)
-
-        def on_replica():
-            value = slot.value.read_value() if slot.is_here else tf.zeros(shape, dtype)
-            received = [value for _, value in owners.from_owners(strategy, [value], [slot.owner])]
-            return received[0] if received else value
-
-        function = tf.function(lambda: strategy.run(on_replica), autograph=False)
-        value = function.get_concrete_function()()
-        return strategy.experimental_local_results(value)[0].numpy()
 
 
 class _Watched(list):

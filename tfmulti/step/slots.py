@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.step import owners
 
 if TYPE_CHECKING:
     from tfmulti.step.sharded_state import Shards
@@ -27,7 +32,6 @@ class SlotVariable(keras.Variable):
     Attributes:
         owner: The number of the worker that keeps it.
         is_here: Whether that is this worker.
-        number: Its place in `Shards.slots`.
 
     Args:
         shards: The shards of the optimizer.
@@ -36,11 +40,15 @@ class SlotVariable(keras.Variable):
         initializer: Its initializer.
         dtype: Its dtype.
         name: Its name.
+        with_weight: Whether it is computed with wherever its weight is, a sharded one: then it is
+            read on all workers, and is empty where the weight is.
     """
 
-    def __init__(self, shards: Shards, owner: int, shape, initializer, dtype, name: str):
+    def __init__(
+        self, shards: Shards, owner: int, shape, initializer, dtype, name: str, with_weight=False
+    ):
         self.owner, self.is_here, self._shards = owner, owner == shards.worker, shards
-        self.number = len(shards.slots)
+        self._with_weight = with_weight
         self._whole = tf.TensorShape(shape)
         initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])
         dtype = dtype or keras.config.floatx()
@@ -58,7 +66,7 @@ class SlotVariable(keras.Variable):
         Raises:
             RuntimeError: On another worker.
         """
-        if not self.is_here:
+        if not (self.is_here or (self._with_weight and keras_compat.are_held_values())):
             raise RuntimeError(
                 "With shard='state' a slot can be read by its variable's own update alone: one "
                 f"worker keeps it. Received: a read of {self.path}, which worker {self.owner} "
@@ -69,14 +77,82 @@ class SlotVariable(keras.Variable):
 
     def assign(self, value):
         """Assigns the whole value on the owner; other workers keep it in a file."""
-        return super().assign(value) if self.is_here else self._shards.keep_value(self, value)
+        return (
+            super().assign(value) if self.is_here else self._shards.values.keep_value(self, value)
+        )
 
     def numpy(self) -> np.ndarray:
-        """Returns the whole value; see `Shards.read` in `sharded_state`."""
-        return self._shards.read(self)
+        """Returns the whole value; see `OwnedValues.read`."""
+        return self._shards.values.read(self)
 
     def __array__(self, dtype=None, copy=None):
         return np.asarray(self.numpy(), dtype)
+
+
+class OwnedValues:
+    """Reads slots and sharded weights, which one worker each keeps, outside of a step.
+
+    Args:
+        strategy: A strategy with one replica for each worker.
+        step: Function that returns the number of updates so far; values are kept for one step.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, step: Callable[[], int]):
+        self._strategy, self._step = weakref.ref(strategy), step
+        self._kept = KeptValues()
+
+    def read(self, variable) -> np.ndarray:
+        """Returns a variable's whole value.
+
+        Within `gathering` it comes from its owner. Else it is this worker's own, or the one that
+        `keep` has kept.
+
+        Raises:
+            RuntimeError: For another worker's variable whose value is not known here.
+        """
+        if is_gathering():
+            return self._gather(variable)
+        if variable.is_here:
+            with keras_compat.held_values():
+                return keras.ops.convert_to_numpy(variable.value)
+        if self._kept.steps.get(id(variable)) != self._step():
+            raise RuntimeError(
+                "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
+                f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
+                f"{variable.owner} keeps. Save after `fit`, with one of these callbacks, or call "
+                "tfmulti.gather_optimizer_state(model) on every worker first."
+            )
+        return self._kept.read(id(variable))
+
+    def keep(self, variables) -> None:
+        """Gathers other workers' variables into files of this worker; a collective.
+
+        A script may then save the model on one worker alone.
+        """
+        for variable in variables:
+            value = self._gather(variable)
+            if not variable.is_here:
+                self.keep_value(variable, value)
+
+    def keep_value(self, variable, value):
+        """Keeps the value that another worker's variable has at this step; returns it."""
+        if tf.executing_eagerly():
+            self._kept.write(id(variable), np.asarray(value), self._step())
+        return value
+
+    def _gather(self, variable) -> np.ndarray:
+        strategy, dtype = self._strategy(), tf.as_dtype(variable.dtype)
+
+        def on_replica():
+            with keras_compat.held_values():
+                value = tf.convert_to_tensor(variable.value) if variable.is_here else None
+            value = tf.zeros(variable.shape, dtype) if value is None else value
+            received = owners.from_owners(strategy, [value], [variable.owner])
+            return next((value for _, value in received), value)
+
+        function = tf.function(lambda: strategy.run(on_replica), autograph=False)
+        value = function.get_concrete_function()()
+        return strategy.experimental_local_results(value)[0].numpy()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, verification
+from tfmulti.parallel import sharded_parameters
 from tfmulti.step import sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
 from tfmulti.verification import Feed, Workers
@@ -85,7 +86,9 @@ def refuse_made_outside(model: keras.Model) -> None:
     slots = optimizer.variables if optimizer is not None else []
     # Those of sharded state have one owner.
     owned += [each for each in slots if not getattr(each, "tfmulti_is_sharded", False)]
-    strange = [v for v in owned if not isinstance(v.value, tf.distribute.DistributedValues)]
+    kind = tf.distribute.DistributedValues
+    with keras_compat.held_values():
+        strange = [v for v in owned if not isinstance(v.value, kind)]
     if strange:
         raise ValueError(
             "Layers, optimizers and metrics must be created in the strategy's scope. "
@@ -130,6 +133,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     """
     if strategy.num_replicas_in_sync == 1:
         return
+    sharded_parameters.gather_in_calls(model)
     whole_batch.prepare_losses(model)
     whole_batch.prepare_metrics(model)
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):

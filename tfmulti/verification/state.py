@@ -36,6 +36,7 @@ class Part:
         kind: A constant of this module.
         replica: The local replica, from 0; None for a variable that all replicas share.
         first: The index in `State.parts` of the first copy of the same variable.
+        is_owned: Whether other workers have no copy: sharded state or a sharded weight.
     """
 
     handle: tf.Tensor
@@ -43,6 +44,7 @@ class Part:
     kind: str
     replica: int | None
     first: int
+    is_owned: bool = False
 
     @property
     def is_internal(self) -> bool:
@@ -62,10 +64,15 @@ class State:
         model: The model.
         functions: Traced steps; empty if they run eagerly.
         ignored: Variables of verification itself.
+
+    Attributes:
+        parts: The copies of all variables that this worker has.
+        is_sharded: Whether workers have slots or weights that others have not.
     """
 
     def __init__(self, model: keras.Model, functions=(), ignored=()):
         self.parts: list[Part] = []
+        self.is_sharded = False
         self._known = {keras_compat.handle_key(variable.handle) for variable in ignored}
         optimizers = model_contents.optimizers_of(model, nested=True)
         slots = [v for optimizer in optimizers for v in optimizer.variables]
@@ -107,10 +114,12 @@ class State:
 
     def _add(self, variables, kind, paths=()):
         for place, variable in enumerate(variables):
+            self.is_sharded |= hasattr(variable, "is_here")
             if not getattr(variable, "is_here", True):
-                # A slot that another worker keeps.
+                # A slot, or a weight, that another worker keeps.
                 continue
-            value = getattr(variable, "value", None)
+            with keras_compat.held_values():
+                value = getattr(variable, "value", None)
             value = value if isinstance(variable, keras.Variable) else variable
             if value is None:
                 continue
@@ -118,7 +127,10 @@ class State:
             # TensorFlow gives all unnamed variables the same name.
             name = paths[place] if paths and name.startswith("Variable") else name
             parts = getattr(value, "values", None)
-            if isinstance(value, tf.distribute.DistributedValues):
+            if hasattr(variable, "is_here"):
+                handle = (parts or (value,))[0].handle
+                self._add_part(handle, name, kind, replica=0, is_owned=True)
+            elif isinstance(value, tf.distribute.DistributedValues):
                 first = len(self.parts)
                 for replica, part in enumerate(parts):
                     self._add_part(part.handle, name, self._kind_of(value, kind), replica, first)
@@ -138,12 +150,12 @@ class State:
         name = names.get(keras_compat.handle_key(handle), "a variable")
         self._add_part(handle, name, OTHER, None)
 
-    def _add_part(self, handle, name, kind, replica, first=None):
+    def _add_part(self, handle, name, kind, replica, first=None, is_owned=False):
         key = keras_compat.handle_key(handle)
         if key not in self._known:
             self._known.add(key)
             first = len(self.parts) if first is None else first
-            self.parts.append(Part(handle, name, kind, replica, first))
+            self.parts.append(Part(handle, name, kind, replica, first, is_owned))
 
 
 def _held_variables(model) -> dict:

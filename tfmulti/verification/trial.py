@@ -125,23 +125,26 @@ class Trial:
                 self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
             if self.outside:
                 return []
-            if not self._compare(begin, expected, found, None):
+            if not self._is_on_any(self._compare(begin, expected, found, None)):
                 self._look_for_changes(begin, expected)
                 return []
-            if self._is_random(begin, expected):
+            if self._is_on_any(self._is_random(begin, expected)):
                 raise NotVerified(_RANDOM_NUMBERS)
             # Measured only now: most steps show no difference at all.
             noise = self._measure_noise(begin, expected, examples)
             differences = self._compare(begin, expected, found, noise)
-            if differences:
+            if self._is_on_any(differences):
                 self.growth = self._measure_growth(begin, expected, examples)
                 self._state.write(begin)
-                self.place = find_place(
-                    self._case, self._state, examples[: differences[0].step], self._close
-                )
+                last = differences[0].step if differences else len(examples)
+                self.place = find_place(self._case, self._state, examples[:last], self._close)
             return differences
         finally:
             self._state.write(original)
+
+    def _is_on_any(self, found) -> bool:
+        """Whether something was found; where workers have values of their own, on any of them."""
+        return not self._agree(not found) if self._state.is_sharded else bool(found)
 
     def drifting(self) -> tuple[str, int]:
         """Runs a step in which each replica draws random numbers of its own.
@@ -167,7 +170,7 @@ class Trial:
             change = largest_change(values[first], begin[first])
             if compare(values[first], value, change, 0.0, self._close) is not None:
                 drifted = drifted or part.name
-            if part.replica == 0:
+            if part.replica == 0 and not part.is_owned:
                 digest.update(value.tobytes())
         return drifted, int.from_bytes(digest.digest()[:3], "little")
 

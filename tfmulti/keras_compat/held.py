@@ -1,0 +1,138 @@
+"""Weights whose value one worker holds: on the others they have a shape and no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.distribute import values as distributed_values
+
+_local = threading.local()
+
+
+class HeldVariable(keras.Variable):
+    """A weight that one worker holds. Reading it gives the whole value, which a subclass gets.
+
+    A layer's call may run with another value in its place, in a `keras.StatelessScope`. Within
+    `held_values` it is what this worker holds: an optimizer's update takes that, and nothing is
+    sent.
+
+    Attributes:
+        is_here: Whether this worker holds it.
+    """
+
+    is_here = True
+
+    def whole(self) -> tf.Tensor:
+        """Returns the whole value."""
+        raise NotImplementedError
+
+    def held(self) -> tf.Tensor:
+        """Returns what this worker holds: the value, or a tensor without elements."""
+        with held_values():
+            return tf.convert_to_tensor(self.value)
+
+    @property
+    def value(self):
+        """The whole value, or the variable of what this worker holds; see the class."""
+        if are_held_values():
+            return self._value
+        if in_stateless_scope() and get_stateless_scope().get_current_value(self) is not None:
+            return super().value
+        if in_symbolic_scope():
+            return self._maybe_autocast(tf.zeros(self.shape, self._dtype))
+        return self._maybe_autocast(self.whole())
+
+    @property
+    def handle(self):
+        """The handle of what this worker holds, with respect to which tapes differentiate."""
+        return self._value.handle
+
+    @property
+    def constraint(self):
+        """The constraint of the value; None where there is no value."""
+        return self._constraint if self.is_here else None
+
+
+@contextlib.contextmanager
+def held_values() -> Iterator[None]:
+    """Within it, reading a `HeldVariable` gives what this worker holds."""
+    previous = are_held_values()
+    _local.held = True
+    try:
+        yield
+    finally:
+        _local.held = previous
+
+
+def are_held_values() -> bool:
+    """Whether reading a `HeldVariable` gives what this worker holds; see `held_values`."""
+    return getattr(_local, "held", False)
+
+
+def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy, is_here: bool):
+    """Makes a variable a `HeldVariable`, in place; frees its value where it is not held.
+
+    Args:
+        variable: A variable of the strategy's scope.
+        kind: A subclass of `HeldVariable`.
+        strategy: A strategy with one replica for each worker.
+        is_here: Whether this worker holds it.
+    """
+    variable.__class__ = kind
+    variable.is_here = is_here
+    if is_here:
+        return
+    old = variable._value
+
+    def create():
+        with tf.device(strategy.extended.worker_devices[0]):
+            empty = tf.zeros([0], old.dtype)
+            return tf.Variable(empty, trainable=variable.trainable, name=variable.name)
+
+    # In a strategy's scope, creating a variable is a collective. The scope is the thread's.
+    with futures.ThreadPoolExecutor(1) as thread:
+        empty = thread.submit(create).result()
+    variable._value = distributed_values.MirroredVariable(strategy, [empty], old.aggregation)
+
+
+def update_held_values(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer read what this worker holds where it looks variables up or ends a run."""
+    for name in ("_var_key", "finalize_variable_values"):
+
+        def method(self, argument, name=name):
+            with held_values():
+                return getattr(type(self), name)(self, argument)
+
+        object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
+
+
+@contextlib.contextmanager
+def after_add_weight(function: Callable[[keras.Variable], None]) -> Iterator[None]:
+    """Calls a function of each weight that a layer creates within the context."""
+    original = keras.layers.Layer.add_weight
+
+    @functools.wraps(original)
+    def add_weight(self, *args, **kwargs):
+        variable = original(self, *args, **kwargs)
+        function(variable)
+        return variable
+
+    keras.layers.Layer.add_weight = add_weight
+    try:
+        yield
+    finally:
+        keras.layers.Layer.add_weight = original
+
+
+def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Returns the weights that a layer has itself, without those of the layers within it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]

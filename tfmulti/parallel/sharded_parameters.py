@@ -1,0 +1,85 @@
+"""Models whose large weights are sharded: created so, and gathered by layers for a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.parallel.recompute import recomputed
+from tfmulti.step import parameters
+
+
+@contextlib.contextmanager
+def sharded_parameters() -> Iterator[None]:
+    """Shards large weights as layers create them, so that no worker ever has the whole model.
+
+    Without it, `DistributedOptimizer(optimizer, shard="parameters")` shards the weights of a model
+    that has been built, which must fit each worker until then. With one worker nothing happens.
+
+    Raises:
+        ValueError: If it is not used in a strategy's scope, or a worker has several replicas.
+
+    Example:
+        >>> strategy = create_strategy("one_device")
+        >>> with strategy.scope(), sharded_parameters():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    Sources: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models"; Zhao et al., 2023, "PyTorch FSDP".
+    """
+    strategy = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy():
+        raise ValueError(
+            "`sharded_parameters` must be used in a strategy's scope. Received: no scope. "
+            "Write `with strategy.scope(), tfmulti.sharded_parameters():`."
+        )
+    if strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    parameters.refuse_several_replicas(strategy)
+    with keras_compat.after_add_weight(parameters.of_strategy(strategy).shard):
+        yield
+
+
+def gather_in_calls(model: keras.Model) -> None:
+    """Has each layer gather its sharded weights for its calls alone, and again for gradients.
+
+    Args:
+        model: A built model.
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    shards = getattr(optimizer, "tfmulti_shards", None)
+    sharded = getattr(model.distribute_strategy, "tfmulti_parameters", None)
+    if shards is not None and shards.of_parameters:
+        sharded = parameters.of_strategy(model.distribute_strategy)
+        for layer in keras_compat.all_layers(model):
+            for variable in keras_compat.own_weights(layer):
+                sharded.shard(variable)
+    if sharded is None or not sharded.variables:
+        return
+    for layer in _units(model):
+        layer.call = recomputed(layer, layer.call, gathered=lambda layer=layer: _sharded(layer))
+        layer.tfmulti_gathers = True
+
+
+def _units(model):
+    """The layers that gather: those that have sharded weights themselves, and loops over cells."""
+    layers = [each for each in keras_compat.all_layers(model) if not _gathers(each)]
+    loops = [each for each in layers if isinstance(each, keras.layers.RNN)]
+    within = {id(inner) for loop in loops for inner in keras_compat.all_layers(loop)}
+    return [each for each in layers if id(each) not in within and _sharded(each)]
+
+
+def _gathers(layer):
+    return getattr(layer, "tfmulti_gathers", False)
+
+
+def _sharded(layer):
+    """The sharded weights that a layer gathers for its calls."""
+    loop = isinstance(layer, keras.layers.RNN)
+    own = layer.weights if loop else keras_compat.own_weights(layer)
+    return [each for each in own if isinstance(each, parameters.ShardedParameter)]

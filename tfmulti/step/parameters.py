@@ -1,0 +1,151 @@
+"""Sharded parameters: each worker holds the large weights that it owns; calls gather the others.
+
+Reading such a weight in a step gives its whole value, which its owner sends; the gradient goes
+back to the owner, as a sum over all workers. It is stage 3 of ZeRO (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054). Weights are owned whole, so that any optimizer computes what it
+computes on one device. `tfmulti.parallel.sharded_parameters` has layers gather for a call alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat, topology
+from tfmulti.step import owners, slots
+from tfmulti.step.rows import current_replica_batch
+
+LARGE_BYTES = 2**14
+"""Smaller weights stay on every worker: to send them takes longer than it saves memory."""
+_FLOATS = (tf.float32, tf.float64)
+
+
+class ShardedParameter(keras_compat.HeldVariable):
+    """A weight that its owner holds.
+
+    Attributes:
+        owner: The number of the worker that holds it.
+        number: Its place in `Parameters.variables`.
+    """
+
+    def whole(self) -> tf.Tensor:
+        """Returns the whole value; in a step a collective, with a gradient."""
+        if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+            return gather(self, self.held())
+        return tf.convert_to_tensor(self.numpy())
+
+    def assign(self, value):
+        """Assigns the whole value on the owner; other workers keep it in a file."""
+        if self.is_here or keras_compat.in_stateless_scope():
+            return super().assign(value)
+        if not keras_compat.are_held_values():
+            self.parameters.values.keep_value(self, value)
+        return value
+
+    def numpy(self):
+        """Returns the whole value; see `slots.OwnedValues.read`."""
+        return self.parameters.values.read(self)
+
+    __array__ = slots.SlotVariable.__array__
+
+
+class Parameters:
+    """The sharded parameters of a strategy.
+
+    Args:
+        strategy: A strategy with one replica for each worker.
+
+    Attributes:
+        variables: All of them, in the order of their creation.
+        values: Reads them outside of a step.
+        optimizers: Those that update them.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._strategy = weakref.ref(strategy)
+        self.worker = topology.worker_index(strategy)
+        self.variables: list[ShardedParameter] = []
+        self.optimizers: weakref.WeakSet = weakref.WeakSet()
+        self.values = slots.OwnedValues(strategy, self._step)
+        self._held = [0] * topology.num_workers(strategy)
+
+    def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
+        """Makes a variable sharded if it is large, and is not yet.
+
+        Args:
+            variable: A weight.
+            owner: The worker that will hold it; None for the one that holds least.
+        """
+        if not is_large(variable) or isinstance(variable, ShardedParameter):
+            return
+        owner = self._held.index(min(self._held)) if owner is None else owner
+        self._held[owner] += owners.bytes_of(variable)
+        strategy = self._strategy()
+        keras_compat.hold(variable, ShardedParameter, strategy, owner == self.worker)
+        variable.owner, variable.parameters = owner, self
+        variable.number = len(self.variables)
+        self.variables.append(variable)
+
+    def _step(self) -> int:
+        return sum(int(keras.ops.convert_to_numpy(each.iterations)) for each in self.optimizers)
+
+
+def refuse_several_replicas(strategy: tf.distribute.Strategy) -> None:
+    """Raises ValueError if a worker has several replicas: they would share what is sharded."""
+    if topology.num_local_replicas(strategy) > 1:
+        raise ValueError(
+            "`shard` needs workers with one replica each. Received: "
+            f"{topology.num_local_replicas(strategy)} replicas in this process. "
+            "Start one worker for each device: python -m tfmulti.launch --num_workers N."
+        )
+
+
+def is_large(variable: keras.Variable) -> bool:
+    """Whether a variable is worth sharding: one of 16 KiB or more, of 32 or 64 bits."""
+    kind = tf.as_dtype(keras.backend.standardize_dtype(variable.dtype))
+    return kind in _FLOATS and owners.bytes_of(variable) >= LARGE_BYTES
+
+
+def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:
+    """Returns the sharded parameters of a strategy."""
+    found = getattr(strategy, "tfmulti_parameters", None)
+    if found is None:
+        found = strategy.tfmulti_parameters = Parameters(strategy)
+    return found
+
+
+def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
+    """Returns a parameter's whole value, with a gradient that is added for its owner.
+
+    Call it in a replica, on every worker.
+
+    Args:
+        parameter: The parameter.
+        held: What this worker holds of it.
+    """
+    strategy, dtype = tf.distribute.get_strategy(), held.dtype
+    shape, owner, is_here = parameter.shape, parameter.owner, parameter.is_here
+
+    @tf.custom_gradient
+    def receive(value):
+        def gradient(upstream):
+            upstream = _of_rows(tf.convert_to_tensor(upstream))
+            if getattr(strategy, "counts_one_replica", False):
+                # Each worker has the rows of all.
+                return upstream if is_here else tf.zeros([0], dtype)
+            added = owners.add_for(strategy, upstream, owner)
+            return added if is_here else tf.zeros([0], dtype)
+
+        return owners.receive_from(strategy, value, owner, shape), gradient
+
+    return receive(held)
+
+
+def _of_rows(gradient):
+    """Returns zeros for a replica batch without rows, whose gradient may be NaN."""
+    replica_batch = current_replica_batch()
+    if replica_batch is None or not replica_batch.may_be_empty:
+        return gradient
+    return tf.where(replica_batch.num_real > 0, gradient, tf.zeros_like(gradient))
