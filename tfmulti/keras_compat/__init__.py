@@ -28,7 +28,6 @@ from tfmulti.keras_compat.held import held_values as held_values
 from tfmulti.keras_compat.held import hold as hold
 from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
 from tfmulti.keras_compat.held import own_weights as own_weights
-from tfmulti.keras_compat.held import update_held_values as update_held_values
 from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import types
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
@@ -104,15 +103,33 @@ def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy,
     variable._value = distributed_values.MirroredVariable(strategy, [empty], old.aggregation)
 
 
-def update_held_values(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer read what this worker holds where it looks variables up or ends a run."""
-    for name in ("_var_key", "finalize_variable_values"):
+def keys_of_held(original):
+    """Makes an optimizer look variables up by what this worker holds of them.
 
-        def method(self, argument, name=name):
-            with held_values():
-                return getattr(type(self), name)(self, argument)
+    Args:
+        original: `Optimizer._var_key`.
+    """
 
-        object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
+    def var_key(self, variable):
+        with held_values():
+            return original(self, variable)
+
+    return var_key
+
+
+def finite_on_all(original, on_all):
+    """Makes loss scaling look at all gradients where workers have some of them alone.
+
+    Args:
+        original: `LossScaleOptimizer.check_finite`.
+        on_all: Function of the optimizer and a bool tensor: whether it is true on all workers
+            that have gradients of their own.
+    """
+
+    def check_finite(self, grads):
+        return on_all(self, original(self, grads))
+
+    return check_finite
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
+from tensorflow.python.distribute import values as distributed_values
 
 from tfmulti.keras_compat import table_runs, table_steps
 
@@ -61,6 +62,9 @@ READ = (
     (keras_backend, "get_keras_mask", ("x",)),
     (keras_backend, "set_keras_mask", ("x", "mask")),
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
+    (keras.Variable, "_maybe_autocast", ("value",)),
+    (keras.Variable, "_direct_assign", ("value",)),
+    (distributed_values, "MirroredVariable", None),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
     (

@@ -9,7 +9,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-from tfmulti.keras_compat import hooks, patches, seeds, steps, tracing
+from tfmulti.keras_compat import held, hooks, patches, seeds, steps, tracing
 from tfmulti.keras_compat.replacement import model_entry, scope_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -42,6 +42,23 @@ _STEPS = (
         "test_canary_a_tape_gives_its_own_replicas_gradient",
         needs=("take_gradient",),
         arguments=("target", "sources", "output_gradients", "unconnected_gradients"),
+    ),
+    scope_entry(
+        keras.optimizers.Optimizer,
+        "_var_key",
+        held.keys_of_held,
+        "a sharded weight that is gathered whenever an optimizer looks it up",
+        "test_canary_an_optimizer_reads_a_variable_to_look_it_up",
+        arguments=("variable",),
+    ),
+    scope_entry(
+        keras.optimizers.LossScaleOptimizer,
+        "check_finite",
+        held.finite_on_all,
+        "workers that scale the loss apart, where each has the gradients of its own weights",
+        "test_canary_loss_scaling_looks_at_the_gradients_here",
+        needs=("on_all",),
+        arguments=("grads",),
     ),
     scope_entry(
         polymorphic_function.Function,

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.parameters import ShardedParameter, gather
+from tfmulti.step.parameters import ShardedParameter, gather, note_read
 
 
 def recomputed(
@@ -59,7 +59,7 @@ class _Recomputed:
         self._masks = [keras_compat.mask_of(value) for value in self._inputs]
         variables = layer.variables if layer is not None else []
         self._variables = [v for v in variables if not isinstance(v, ShardedParameter)]
-        self._gathered = gathered
+        self._gathered, self.num_gathered = gathered, len(gathered)
         self._context = keras_compat.call_context()
         # Variables of others that the first run has updated, with their values before it.
         self._others = []
@@ -67,6 +67,8 @@ class _Recomputed:
     def outputs(self):
         """Runs the call, writes what it assigned, and returns its outputs."""
         masks = [mask for mask in self._masks if mask is not None]
+        for each in self._gathered:
+            note_read(each)
         values = [each.held() for each in self._gathered]
         values = [*keras_compat.values_of(self._variables), *values]
         results = list(_without_activations(self)(*self._inputs, *masks, *values))
@@ -156,7 +158,7 @@ def _without_activations(run: _Recomputed) -> Callable:
                 [sources, list(variables or ())],
                 output_gradients=[dy for _, dy in pairs],
             )
-            dense = iter(_dense(found[0]))
+            dense = iter(_dense(found[0], len(sources) - run.num_gathered))
             gradients = [next(dense) if _is_differentiable(x) else None for x in given]
             return (gradients, found[1]) if variables else gradients
 
@@ -207,5 +209,7 @@ def _is_differentiable(tensor):
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def _dense(gradients):
-    return [None if each is None else tf.convert_to_tensor(each) for each in gradients]
+def _dense(gradients, num_dense):
+    """Makes gradients dense, but for those of sharded tables, which come last."""
+    dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients[:num_dense]]
+    return [*dense, *gradients[num_dense:]]

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import topology
+from tfmulti import keras_compat, topology
 
 
 class FiniteGuard:
@@ -41,7 +41,8 @@ class FiniteGuard:
             self._count(bad, optimizer)
 
         def go_on():
-            type(optimizer).apply(optimizer, grads, trainable_variables)
+            with keras_compat.held_values():
+                type(optimizer).apply(optimizer, grads, trainable_variables)
 
         tf.cond(tf.reduce_any(bad), _as_branch(leave_out), _as_branch(go_on))
 

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import sharded_state, sparse_gradients, weighting
+from tfmulti.step import parameters, sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -209,11 +209,10 @@ def take_gradient(
     grads = original(tape, targets, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
-    # Gradients of sharded parameters are added where they are computed.
-    is_held = [isinstance(each, keras_compat.HeldVariable) for each in flat]
-    is_summed = [variable and not held for variable, held in zip(is_variable, is_held)]
+    is_left = [parameters.is_left(each) for each in flat]
+    is_summed = [variable and left for variable, left in zip(is_variable, is_left)]
     values = [part for some in parts for part in some]
-    own = [None if is_held[place] else value for place, value in zip(owners, values)]
+    own = [value if is_left[place] else None for place, value in zip(owners, values)]
     own = _without_padding(own, replica_batch)
     values = [value if mine is None else mine for value, mine in zip(values, own)]
     _local.weighed = True

@@ -28,11 +28,16 @@ class ShardedParameter(keras_compat.HeldVariable):
     Attributes:
         owner: The number of the worker that holds it.
         number: Its place in `Parameters.variables`.
+        reads: The latest step that reads it, and how often.
+        left: Whether its latest gradient is still to be added over workers.
     """
+
+    reads, left = (None, 0), False
 
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
         if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+            note_read(self)
             return gather(self, self.held())
         return tf.convert_to_tensor(self.numpy())
 
@@ -116,8 +121,20 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:
     return found
 
 
+def note_read(parameter: ShardedParameter) -> None:
+    """Counts a read of a parameter in the forward pass of a step."""
+    step = current_replica_batch() or tf.compat.v1.get_default_graph()
+    known, count = parameter.reads
+    is_same = known is not None and known() is step
+    parameter.reads = (weakref.ref(step), count + 1 if is_same else 1)
+
+
 def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     """Returns a parameter's whole value, with a gradient that is added for its owner.
+
+    Where a step reads it more than once, where rows of a table have gradients, and where other
+    code than Keras's own may use them, the gradient is left as it is on one device, and added when
+    that of all reads is known; see `is_left`.
 
     Call it in a replica, on every worker.
 
@@ -131,16 +148,41 @@ def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def receive(value):
         def gradient(upstream):
-            upstream = _of_rows(tf.convert_to_tensor(upstream))
-            if getattr(strategy, "counts_one_replica", False):
-                # Each worker has the rows of all.
-                return upstream if is_here else tf.zeros([0], dtype)
-            added = owners.add_for(strategy, upstream, owner)
+            is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
+            parameter.left = is_sparse or several or not _goes_to_an_update()
+            if parameter.left:
+                return upstream
+            added = owners.add_for(strategy, _of_rows(tf.convert_to_tensor(upstream)), owner)
             return added if is_here else tf.zeros([0], dtype)
 
         return owners.receive_from(strategy, value, owner, shape), gradient
 
     return receive(held)
+
+
+def _goes_to_an_update() -> bool:
+    """Whether Keras's own step hands gradients straight to an update of Keras's own."""
+    replica_batch = current_replica_batch()
+    model = replica_batch.model if replica_batch is not None else None
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
+    return stock and not keras_compat.has_own_step(model, "train")
+
+
+def drop_others(gradients, variables) -> list:
+    """Returns gradients of updates: without elements where another worker holds the weight."""
+    return [
+        tf.zeros([0], gradient.dtype)
+        if gradient is not None and not getattr(variable, "is_here", True)
+        else gradient
+        for gradient, variable in zip(gradients, variables)
+    ]
+
+
+def is_left(variable) -> bool:
+    """Whether the gradient of a variable that a tape has returned is still to be added."""
+    return not isinstance(variable, ShardedParameter) or variable.left
 
 
 def _of_rows(gradient):

@@ -52,13 +52,15 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
             "model from a file, compile a new one so, build its optimizer, and load the weights."
         )
     parameters.refuse_several_replicas(strategy)
-    shards = Shards(optimizer, strategy, of_parameters=shard == "parameters")
+    of_parameters = shard == "parameters"
+    shards = Shards(optimizer, strategy, of_parameters)
     object.__setattr__(optimizer, "tfmulti_shards", shards)
     for name, method in (("build", _build), ("update_step", _update_step)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
-    if shards.of_parameters:
-        keras_compat.update_held_values(optimizer)
+    if of_parameters:
+        for name, method in (("apply", _apply), ("finalize_variable_values", _finalize)):
+            object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     if shards.is_with_owners:
         keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
 
@@ -71,6 +73,45 @@ def _update_step(self, gradient, variable, learning_rate):
     if self.tfmulti_shards.owns(variable):
         with self.tfmulti_shards.refusing_shared_state(variable):
             type(self).update_step(self, gradient, variable, learning_rate)
+
+
+def _apply(self, grads, trainable_variables=None):
+    grads = held_gradients(self, grads, trainable_variables)
+    with keras_compat.held_values():
+        type(self).apply(self, grads, trainable_variables)
+
+
+def _finalize(self, var_list):
+    with keras_compat.held_values():
+        type(self).finalize_variable_values(self, var_list)
+
+
+def held_gradients(optimizer, gradients, variables=None) -> list:
+    """Returns the gradients of an update, without those of weights that other workers hold.
+
+    Args:
+        optimizer: An optimizer, which may be a `LossScaleOptimizer`.
+        gradients: Its gradients.
+        variables: Their variables; None for those that it was built for.
+    """
+    shards = getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_shards", None)
+    if shards is None or not shards.of_parameters:
+        return list(gradients)
+    variables = keras_compat.updated_variables(optimizer) if variables is None else variables
+    return parameters.drop_others(gradients, variables)
+
+
+def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf.Tensor:
+    """Returns whether a bool is true on all workers, where they have other gradients than these.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`.
+        condition: The bool.
+    """
+    shards = getattr(optimizer.inner_optimizer, "tfmulti_shards", None)
+    if shards is None or not shards.of_parameters:
+        return condition
+    return shards.count(tf.logical_not(condition)) == 0
 
 
 def owners_of_gradients(model, variables) -> list[int] | None:
@@ -266,6 +307,10 @@ class Shards:
         none = tf.zeros([], tf.float32)
         own = [function(g) if self.owns(v) else none for g, v in zip(gradients, variables)]
         return owners.add(self._strategy, tf.stack(own))
+
+    def count(self, condition: tf.Tensor) -> tf.Tensor:
+        """Returns on how many workers a bool is true."""
+        return owners.add(self._strategy, tf.cast(condition, tf.float32))
 
     def clip_global_norm(self, gradients, variables) -> list:
         """Scales gradients to a largest norm of all together, as Keras computes it."""

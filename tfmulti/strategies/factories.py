@@ -15,7 +15,7 @@ from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.parallel import recompute
-from tfmulti.step import accumulation, gradients, losses, whole_batch
+from tfmulti.step import accumulation, gradients, losses, sharded_state, whole_batch
 from tfmulti.step.optimizer import distribute_loaded
 from tfmulti.strategies import checks, coordination, predict_on_batch, stock_callbacks
 from tfmulti.strategies.base import (
@@ -169,6 +169,7 @@ def _repair_keras():
         regularization_loss=losses.regularization_loss,
         settle=accumulation.settle_own,
         take_gradient=take,
+        on_all=sharded_state.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
         weigh_mean=step.weigh_mean,
         note_result=step.note_result,
