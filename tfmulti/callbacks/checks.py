@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfmulti import keras_compat
 from tfmulti.choices import ON_NONFINITE
 from tfmulti.step import finite
 
@@ -96,7 +97,10 @@ class NonFinite(keras.callbacks.Callback):
     def _check_weights(self):
         for variable in self.model.variables:
             floating = keras.backend.is_float_dtype(variable.dtype)
-            if floating and not keras.ops.all(keras.ops.isfinite(variable)):
+            # A sharded weight is looked at where it is; elsewhere there is nothing to see.
+            with keras_compat.held_values():
+                finite = not floating or keras.ops.all(keras.ops.isfinite(variable.value))
+            if not finite:
                 self._stop(f"the weight {variable.path}")
 
     def _stop(self, what):

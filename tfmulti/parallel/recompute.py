@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.parameters import ShardedParameter, gather, note_read
+from tfmulti.step.parameters import ShardedParameter, gather, in_replica, note_read
 
 
 def recomputed(
@@ -41,7 +41,10 @@ def recomputed(
         unbuilt = layer is not None and not keras_compat.is_built(layer)
         if unbuilt or keras_compat.is_symbolic((args, kwargs)):
             return call(*args, **kwargs)
-        return _Recomputed(layer, call, args, kwargs, model or layer, gathered()).outputs()
+        whole = gathered()
+        if whole and not in_replica():
+            return call(*args, **kwargs)
+        return _Recomputed(layer, call, args, kwargs, model or layer, whole).outputs()
 
     return run
 

@@ -66,6 +66,13 @@ def gather_in_calls(model: keras.Model) -> None:
         layer.tfmulti_gathers = True
 
 
+def forget_values(model: keras.Model) -> None:
+    """Forgets what this worker knows of others' weights, before steps that change them."""
+    for variable in model.variables:
+        if isinstance(variable, parameters.ShardedParameter):
+            variable.parameters.values.forget(variable)
+
+
 def _units(model):
     """The layers that gather: those that have sharded weights themselves, and loops over cells."""
     layers = [each for each in keras_compat.all_layers(model) if not _gathers(each)]

@@ -36,9 +36,10 @@ def DistributedOptimizer(
             replica's gradient is rounded to 8 or 11 bits, and so is their sum. None sends full
             precision.
         shard: `"state"` to keep the optimizer's slots, such as Adam's two for each weight, on one
-            worker each (ZeRO stage 1, Rajbhandari et al., 2020,
-            https://arxiv.org/abs/1910.02054): of N workers each holds 1/N of them. Workers need
-            one replica each. None keeps all of them everywhere.
+            worker each (ZeRO stages 1 and 2, Rajbhandari et al., 2020,
+            https://arxiv.org/abs/1910.02054): of N workers each holds 1/N of them.
+            `"parameters"` to keep large weights so as well (stage 3); see `sharded_parameters`.
+            Workers need one replica each. None keeps everything everywhere.
 
     Returns:
         The same optimizer; for a name or a configuration, a new one.
@@ -59,6 +60,11 @@ def DistributedOptimizer(
             f"Received: compression={compression!r}. Use 'bfloat16' for half the bytes."
         )
     check_shard(shard)
+    if compression is not None and shard == "parameters":
+        raise ValueError(
+            "Gradients of sharded parameters are sent in full precision. Received: "
+            f"shard='parameters', compression={compression!r}. Leave compression out."
+        )
     if compression is not None:
         object.__setattr__(optimizer, "tfmulti_compression", compression)
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -27,7 +27,7 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     Attributes:
         owner: The number of the worker that holds it.
-        number: Its place in `Parameters.variables`.
+        optimizers: Those that update it.
         reads: The latest step that reads it, and how often.
         left: Whether its latest gradient is still to be added over workers.
     """
@@ -36,9 +36,16 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
-        if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
+        if in_replica():
             note_read(self)
             return gather(self, self.held())
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "A sharded weight cannot become a part of a graph outside of a step. Received: "
+                f"{self.path}, which worker {self.owner} holds. To export the model, call "
+                "model.save on the chief after `fit`, and export what keras.models.load_model "
+                "makes of the file."
+            )
         return tf.convert_to_tensor(self.numpy())
 
     def assign(self, value):
@@ -65,15 +72,13 @@ class Parameters:
     Attributes:
         variables: All of them, in the order of their creation.
         values: Reads them outside of a step.
-        optimizers: Those that update them.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = weakref.ref(strategy)
         self.worker = topology.worker_index(strategy)
         self.variables: list[ShardedParameter] = []
-        self.optimizers: weakref.WeakSet = weakref.WeakSet()
-        self.values = slots.OwnedValues(strategy, self._step)
+        self.values = slots.OwnedValues(strategy, _step)
         self._held = [0] * topology.num_workers(strategy)
 
     def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
@@ -90,11 +95,17 @@ class Parameters:
         strategy = self._strategy()
         keras_compat.hold(variable, ShardedParameter, strategy, owner == self.worker)
         variable.owner, variable.parameters = owner, self
-        variable.number = len(self.variables)
+        variable.optimizers = weakref.WeakSet()
         self.variables.append(variable)
 
-    def _step(self) -> int:
-        return sum(int(keras.ops.convert_to_numpy(each.iterations)) for each in self.optimizers)
+
+def _step(variable) -> int:
+    return sum(int(keras.ops.convert_to_numpy(each.iterations)) for each in variable.optimizers)
+
+
+def in_replica() -> bool:
+    """Whether a replica of a strategy runs, in which all workers gather the same."""
+    return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def refuse_several_replicas(strategy: tf.distribute.Strategy) -> None:

@@ -201,9 +201,10 @@ class Shards:
         self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy), known)
         if self.of_parameters:
             sharded = parameters.of_strategy(self._strategy)
-            sharded.optimizers.add(self._optimizer)
             for variable, owner in zip(variables, self._owners):
                 sharded.shard(variable, owner)
+                if isinstance(variable, parameters.ShardedParameter):
+                    variable.optimizers.add(self._optimizer)
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
         self._tell(variables)
@@ -369,7 +370,7 @@ class Shards:
         for place, value in owners.from_owners(self._strategy, values, owned_by):
             self._optimizer.assign(variables[place], value)
 
-    def _step(self) -> int:
+    def _step(self, _slot) -> int:
         return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
 
 

@@ -94,10 +94,11 @@ class OwnedValues:
 
     Args:
         strategy: A strategy with one replica for each worker.
-        step: Function that returns the number of updates so far; values are kept for one step.
+        step: Function of a variable that returns the number of updates so far; its value is kept
+            for one step.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, step: Callable[[], int]):
+    def __init__(self, strategy: tf.distribute.Strategy, step: Callable[[object], int]):
         self._strategy, self._step = weakref.ref(strategy), step
         self._kept = KeptValues()
 
@@ -115,7 +116,7 @@ class OwnedValues:
         if variable.is_here:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
-        if self._kept.steps.get(id(variable)) != self._step():
+        if self._kept.steps.get(id(variable)) != self._step(variable):
             raise RuntimeError(
                 "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
                 f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
@@ -137,8 +138,12 @@ class OwnedValues:
     def keep_value(self, variable, value):
         """Keeps the value that another worker's variable has at this step; returns it."""
         if tf.executing_eagerly():
-            self._kept.write(id(variable), np.asarray(value), self._step())
+            self._kept.write(id(variable), np.asarray(value), self._step(variable))
         return value
+
+    def forget(self, variable) -> None:
+        """Forgets a kept value, before steps that may change it."""
+        self._kept.steps.pop(id(variable), None)
 
     def _gather(self, variable) -> np.ndarray:
         strategy, dtype = self._strategy(), tf.as_dtype(variable.dtype)

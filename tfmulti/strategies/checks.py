@@ -142,6 +142,8 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     name, validates = getattr(model, "tfmulti_call", ("", False))
     if name not in _KINDS:
         return
+    if _KINDS[name] == TRAIN:
+        sharded_parameters.forget_values(model)
     if name == "fit":
         _warn_of_local_normalization(model)
     feed = _feed(look, iterator)

@@ -24,6 +24,12 @@ _PLACES = (
     (keras.callbacks.CSVLogger, "filename"),
     (keras.callbacks.TensorBoard, "log_dir"),
 )
+# They read weights, or the optimizer's state, on all workers at the same time.
+_READERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.TensorBoard,
+)
 
 
 def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> None:
@@ -38,9 +44,7 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
-    if isinstance(callback, keras.callbacks.ModelCheckpoint) and not hasattr(
-        callback.on_epoch_end, "__wrapped__"
-    ):
+    if isinstance(callback, _READERS) and not hasattr(callback.on_epoch_end, "__wrapped__"):
         for method in ("on_train_batch_end", "on_epoch_end"):
             setattr(callback, method, _gathering(getattr(callback, method)))
     if topology.is_chief(strategy):
