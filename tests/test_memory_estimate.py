@@ -53,7 +53,7 @@ def config(**settings):
 
 def test_sharded_state_halves_slots_and_the_rest_is_the_same():
     found = memory_estimate.estimate(config())
-    copies, sharded = found["copies"], found["sharded"]
+    copies, sharded = found["copies"], found["state"]
     num_weights = 16 * (UNITS + 1) * UNITS + 3 * (UNITS + 1)
     assert copies.weights == 4 * num_weights
     # The iterations and the rate beside them.
@@ -61,6 +61,15 @@ def test_sharded_state_halves_slots_and_the_rest_is_the_same():
     assert 0.5 <= sharded.slots / copies.slots < 0.6
     assert (sharded.step, sharded.process) == (copies.step, copies.process)
     assert copies.peak > sharded.peak > sharded.process > 0
+
+
+def test_sharded_parameters_halve_the_weights_too():
+    found = memory_estimate.estimate(config(estimate_memory=4))
+    state, sharded = found["state"], found["parameters"]
+    assert sharded.slots == state.slots
+    # The weights below 16 KiB are on every worker.
+    assert 0.25 <= sharded.weights / state.weights < 0.35
+    assert sharded.step < state.step and sharded.communication < state.communication / 4
 
 
 def test_checkpointed_activations_need_less_and_a_larger_batch_more():
@@ -115,14 +124,14 @@ def compiled(train):
 def test_a_model_that_is_not_built_and_cannot_be_checkpointed_is_estimated(capsys):
     memory_estimate.show(config(model="test_memory_estimate:small"))
     lines = [line for line in capsys.readouterr().out.splitlines() if " kept " in line]
-    assert ["sharded" in line for line in lines] == [False, True]
+    assert [line.split()[1] for line in lines] == ["copies", "state", "parameters"]
 
 
 def test_a_model_that_is_compiled_and_one_of_the_command_line_are_estimated(capsys):
     for settings in ({"model": "test_memory_estimate:compiled"}, {"model": "mlp"}):
         memory_estimate.show(config(optimizer=None, **settings))
         shown = capsys.readouterr().out
-        assert shown.count("checkpointed") == 2 and "cannot" not in shown
+        assert shown.count("checkpointed") == 3 and "cannot" not in shown
 
 
 def test_a_batch_size_that_is_to_be_found_is_refused():

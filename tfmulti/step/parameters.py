@@ -70,16 +70,19 @@ class Parameters:
         strategy: A strategy with one replica for each worker.
 
     Attributes:
-        variables: All of them, in the order of their creation.
         values: Reads them outside of a step.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = weakref.ref(strategy)
         self.worker = topology.worker_index(strategy)
-        self.variables: list[ShardedParameter] = []
+        self._variables: list[weakref.ref] = []
         self.values = slots.OwnedValues(strategy, _step)
-        self._held = [0] * topology.num_workers(strategy)
+
+    @property
+    def variables(self) -> list[ShardedParameter]:
+        """All of them that are still in use."""
+        return [each for each in (known() for known in self._variables) if each is not None]
 
     def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
         """Makes a variable sharded if it is large, and is not yet.
@@ -90,13 +93,16 @@ class Parameters:
         """
         if not is_large(variable) or isinstance(variable, ShardedParameter):
             return
-        owner = self._held.index(min(self._held)) if owner is None else owner
-        self._held[owner] += owners.bytes_of(variable)
         strategy = self._strategy()
+        if owner is None:
+            held = [0] * topology.num_workers(strategy)
+            for each in self.variables:
+                held[each.owner] += owners.bytes_of(each)
+            owner = held.index(min(held))
         keras_compat.hold(variable, ShardedParameter, strategy, owner == self.worker)
         variable.owner, variable.parameters = owner, self
         variable.optimizers = weakref.WeakSet()
-        self.variables.append(variable)
+        self._variables.append(weakref.ref(variable))
 
 
 def _step(variable) -> int:

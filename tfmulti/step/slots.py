@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 import weakref
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tfmulti.step.sharded_state import Shards
 
 _local = threading.local()
+_numbers = itertools.count()
 
 
 class SlotVariable(keras.Variable):
@@ -116,14 +118,14 @@ class OwnedValues:
         if variable.is_here:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
-        if self._kept.steps.get(id(variable)) != self._step(variable):
+        if self._kept.steps.get(_number_of(variable)) != self._step(variable):
             raise RuntimeError(
                 "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
                 f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
                 f"{variable.owner} keeps. Save after `fit`, with one of these callbacks, or call "
                 "tfmulti.gather_optimizer_state(model) on every worker first."
             )
-        return self._kept.read(id(variable))
+        return self._kept.read(_number_of(variable))
 
     def keep(self, variables) -> None:
         """Gathers other workers' variables into files of this worker; a collective.
@@ -138,12 +140,12 @@ class OwnedValues:
     def keep_value(self, variable, value):
         """Keeps the value that another worker's variable has at this step; returns it."""
         if tf.executing_eagerly():
-            self._kept.write(id(variable), np.asarray(value), self._step(variable))
+            self._kept.write(_number_of(variable), np.asarray(value), self._step(variable))
         return value
 
     def forget(self, variable) -> None:
         """Forgets a kept value, before steps that may change it."""
-        self._kept.steps.pop(id(variable), None)
+        self._kept.steps.pop(_number_of(variable), None)
 
     def _gather(self, variable) -> np.ndarray:
         strategy, dtype = self._strategy(), tf.as_dtype(variable.dtype)
@@ -158,6 +160,11 @@ class OwnedValues:
         function = tf.function(lambda: strategy.run(on_replica), autograph=False)
         value = function.get_concrete_function()()
         return strategy.experimental_local_results(value)[0].numpy()
+
+
+def _number_of(variable) -> int:
+    """Returns a variable's number, which no other one gets, as `id` may."""
+    return vars(variable).setdefault("tfmulti_number", next(_numbers))
 
 
 @contextlib.contextmanager

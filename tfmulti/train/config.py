@@ -98,7 +98,7 @@ class TrainConfig:
         None, "Send gradients in half the bytes, rounded.", COMPRESSIONS
     )
     shard: str | None = setting(
-        None, "Keep the optimizer's slots on one worker each; needs several workers.", SHARDS
+        None, "Keep the optimizer's slots, or large weights too, on one worker each.", SHARDS
     )
     start_timeout: float | None = setting(
         None,

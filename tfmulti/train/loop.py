@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -13,6 +14,7 @@ from tfmulti import callbacks, keras_compat
 from tfmulti.cluster import environment
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.datasets import load_dataset
+from tfmulti.parallel.sharded_parameters import sharded_parameters
 from tfmulti.strategies import create_strategy
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
@@ -54,7 +56,8 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         audit=config.audit_shards,
     )
     test = distribute_eval(test_split, strategy, global_batch_size)
-    with strategy.scope():
+    sharded = sharded_parameters() if config.shard == "parameters" else contextlib.nullcontext()
+    with strategy.scope(), sharded:
         model = create_model(config.model, train_split)
         base_rate = compile_model(model, config, train)
     worker = RunReporter(strategy, config.workdir, print_fn)

@@ -21,7 +21,7 @@ from tfmulti import devices
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.runtime import console, memory
-from tfmulti.step import owners
+from tfmulti.step import owners, parameters
 from tfmulti.strategies import create_strategy
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
@@ -47,6 +47,8 @@ _LOOPS = ("While", "StatelessWhile")
 _COPIES_TO_SEND = {"mpi": 1, "ring": 3}
 
 
+SHARDS_OF = ("copies", "state", "parameters")
+"""What is sharded: nothing, the optimizer's state, or large weights as well."""
 _PARTS = ("process", "weights", "slots", "step", "communication", "allocator", "peak")
 
 
@@ -86,11 +88,11 @@ class Estimate:
 
 
 def show(config: TrainConfig) -> None:
-    """Prints what a worker needs with and without sharded state and checkpointed activations."""
+    """Prints what a worker needs, by what is sharded, and with checkpointed activations."""
     num_workers = config.estimate_memory
-    names = ("optimizer state", "activations", *_PARTS)
+    names = ("sharded", "activations", *_PARTS)
     table = Table(*names, title=f"Memory of each of {console.count(num_workers, 'worker')}")
-    states = ("copies", "sharded") if num_workers > 1 else ("copies",)
+    states = SHARDS_OF if num_workers > 1 else SHARDS_OF[:1]
     kept = estimate(dataclasses.replace(config, checkpoint_activations=False))
     notes = []
     for state in states:
@@ -118,7 +120,7 @@ def _sizes(each) -> list[str]:
 
 
 def estimate(config: TrainConfig) -> dict[str, Estimate]:
-    """Returns what a worker with one replica needs, with `"copies"` and `"sharded"` state.
+    """Returns what a worker with one replica needs, by what is sharded; see `SHARDS_OF`.
 
     The model is created here, its weights and slots too; no step is run.
 
@@ -141,6 +143,7 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         optimizer.build(model.trainable_variables)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
+    known = [gradient for gradient in gradients if gradient is not None]
     trainable = sum(map(owners.bytes_of, model.trainable_variables))
     copies = _COPIES_TO_SEND.get(config.communication, _COPIES_TO_SEND["ring"])
     weights = sum(map(owners.bytes_of, model.variables))
@@ -150,16 +153,48 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         process=max(before, memory.resident() - weights - slots),
         weights=weights,
         slots=slots,
-        step=peak_of(graph, gradients),
+        step=peak_of(graph, known),
         communication=copies * trainable if num_workers > 1 else 0,
         has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
     )
     most = max(owners.bytes_of_each(model.trainable_variables, num_workers))
-    own = round(slots * most / max(1, trainable))
-    return {"copies": whole, "sharded": dataclasses.replace(whole, slots=own)}
+    own = dataclasses.replace(whole, slots=round(slots * most / max(1, trainable)))
+    if num_workers == 1:
+        return {"copies": whole}
+    sharded = _with_sharded_weights(own, model, num_workers, (graph, gradients), copies)
+    return {"copies": whole, "state": own, "parameters": sharded}
 
 
-def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = ()) -> int:
+def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
+    """Returns what the worker needs that holds the most of the large weights.
+
+    Args:
+        own: What it needs where only state is sharded.
+        model: The model.
+        num_workers: The number of workers.
+        step: The graph of its step, and a gradient or None for each trainable weight.
+        copies: How many copies of what is sent are in memory.
+    """
+    large = [v for v in model.variables if parameters.is_large(v)]
+    sizes = [owners.bytes_of(v) for v in large]
+    owned_by = owners.by_bytes(sizes, num_workers)
+    held = owners.bytes_of_each(large, num_workers, owned_by)
+    elsewhere = {id(v) for v, o in zip(large, owned_by) if o != held.index(max(held))}
+    graph, gradients = step
+    pairs = [(id(v), g) for v, g in zip(model.trainable_variables, gradients) if g is not None]
+    kept = [gradient for key, gradient in pairs if key not in elsewhere]
+    sent = [gradient for key, gradient in pairs if key in elsewhere]
+    # A weight is gathered for one layer at a time; then its gradient is sent.
+    largest = max(sizes, default=0)
+    return dataclasses.replace(
+        own,
+        weights=own.weights - sum(sizes) + max(held, default=0),
+        step=peak_of(graph, kept, sent) + largest,
+        communication=copies * largest,
+    )
+
+
+def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = (), sent: Sequence[tf.Tensor] = ()) -> int:
     """Returns the most bytes that a graph's tensors take together, in the order of its operations.
 
     Tensors whose shapes are unknown, and what loops and called functions keep, are not counted.
@@ -167,6 +202,7 @@ def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = ()) -> int:
     Args:
         graph: The graph of a step.
         kept: Tensors that are needed to the end.
+        sent: Tensors that another worker needs, and not this one.
 
     Example:
     >>> function = tf.function(lambda x: tf.reduce_sum(tf.matmul(x, x) @ x))
@@ -182,12 +218,15 @@ def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = ()) -> int:
                 owner[tensor.ref()] = owner.get(source, source)
             else:
                 size[tensor.ref()] = 0 if op.type in _NO_MEMORY else _bytes_of_tensor(tensor)
-    last = {}
+    last, numbers = {}, {op.name: number for number, op in enumerate(ops)}
     for number, op in enumerate(ops):
         for tensor in (*op.inputs, *op.outputs):
             last[owner.get(tensor.ref(), tensor.ref())] = number
     for tensor in kept:
         last[owner.get(tensor.ref(), tensor.ref())] = len(ops)
+    for tensor in sent:
+        made = owner.get(tensor.ref(), tensor.ref())
+        last[made] = numbers[made.deref().op.name]
     ends = collections.defaultdict(list)
     for tensor, number in last.items():
         ends[number].append(size.get(tensor, 0))
@@ -212,13 +251,17 @@ def _one_row(spec):
     return tf.zeros([1, *spec.shape[1:]], spec.dtype)
 
 
-def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor]]:
-    """Returns the graph of a training step with a batch of so many rows, and its gradients."""
+def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor | None]]:
+    """Returns the graph of a training step with a batch of so many rows, and its gradients.
+
+    There is one for each trainable weight; None for a sparse one.
+    """
     gradients, apply = [], model.optimizer.apply
 
     def noting(grads, *args, **kwargs):
         grads = list(grads)
-        gradients.extend(each for each in grads if isinstance(each, tf.Tensor))
+        # A step can be traced more than once; the last trace is the one that is kept.
+        gradients[:] = [each if isinstance(each, tf.Tensor) else None for each in grads]
         return apply(grads, *args, **kwargs)
 
     object.__setattr__(model.optimizer, "apply", noting)

@@ -43,7 +43,8 @@ class RunSummary:
         num_examples: Examples of the training split.
         steps_per_epoch: Steps of an epoch.
         epochs: Epochs.
-        weight_bytes: Bytes of the model's weights, which each replica has.
+        shard: What is sharded over workers; None for nothing.
+        weight_bytes: Bytes of the model's weights that this worker has.
         updated_bytes: Most bytes of trainable weights for which one worker has the optimizer's
             slots.
     """
@@ -65,6 +66,7 @@ class RunSummary:
     epochs: int
     weight_bytes: int
     updated_bytes: int
+    shard: str | None
 
     def rows(self) -> dict[str, str]:
         """Returns the block to show: name -> text, both conventions of batch sizes named."""
@@ -91,8 +93,9 @@ class RunSummary:
             # The first batch will create them.
             return {}
         weights = show_size(self.weight_bytes)
-        slots = "all" if self.updated_bytes == self.weight_bytes else show_size(self.updated_bytes)
-        return {"memory": f"{weights} of weights on each replica, optimizer slots for {slots}"}
+        slots = "all" if self.shard is None else show_size(self.updated_bytes)
+        where = "this worker" if self.shard == "parameters" else "each replica"
+        return {"memory": f"{weights} of weights on {where}, optimizer slots for {slots}"}
 
     def _update_row(self):
         number = self.gradient_accumulation_steps
@@ -143,10 +146,13 @@ def summarize_run(
         num_examples=plan.num_examples,
         steps_per_epoch=plan.steps_per_epoch,
         epochs=config.epochs,
-        weight_bytes=sum(map(owners.bytes_of, model.variables)),
+        weight_bytes=sum(
+            owners.bytes_of(v) for v in model.variables if getattr(v, "is_here", True)
+        ),
         updated_bytes=max(
             owners.bytes_of_each(model.trainable_variables, num_workers if config.shard else 1)
         ),
+        shard=config.shard if num_workers > 1 else None,
     )
 
 

@@ -1,0 +1,357 @@
+"""One worker trains with sharded parameters: `python sharded_parameters_worker.py FOLDER CASES`.
+
+Prints a line of JSON with what each case saw. A case trains with copies of the weights, and with
+sharded ones, in the same process.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmulti
+from tfmulti import topology
+from tfmulti.step.parameters import ShardedParameter
+
+layers, optimizers, ops = keras.layers, keras.optimizers, keras.ops
+WIDE = 128
+OPTIMIZERS = {
+    "sgd": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3),
+    "muon": lambda: optimizers.Muon(0.01),
+    "lamb": lambda: optimizers.Lamb(0.01, clipnorm=0.1),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "averages": lambda: optimizers.Nadam(0.01, use_ema=True, ema_overwrite_frequency=3),
+    "averages at the end": lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True),
+    "accumulation": lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0),
+}
+
+
+def chain(*more):
+    return keras.Sequential([keras.Input((64,)), *more, layers.Dense(3)])
+
+
+def plain():
+    hidden = [layers.Dense(WIDE, activation="tanh"), layers.Dense(WIDE, activation="relu")]
+    return chain(*hidden)
+
+
+def functional():
+    """Two skip connections, a layer that is used twice, and a constraint."""
+    given = keras.Input((64,))
+    one = layers.Dense(WIDE, activation="gelu", kernel_constraint="max_norm")(given)
+    two = layers.Dense(WIDE)(one)
+    shared = layers.Dense(64)
+    both = layers.Add()([shared(layers.Add()([one, two])), shared(layers.Dense(WIDE)(two))])
+    return keras.Model(given, layers.Dense(3)(both))
+
+
+class Tied(keras.Model):
+    """A transformer's block whose output uses the table of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(600, 16)
+        self.attention = layers.MultiHeadAttention(2, 64)
+        self.norm, self.out = layers.LayerNormalization(), layers.Dense(3)
+
+    def call(self, tokens):
+        hidden = self.table(tokens)
+        hidden = self.norm(hidden + self.attention(hidden, hidden))
+        words = ops.matmul(hidden, ops.transpose(self.table.embeddings))
+        return self.out(ops.mean(hidden, 1)) + 0.01 * ops.mean(words, axis=(1, 2))[:, None]
+
+
+def tokens(*more):
+    table = layers.Embedding(600, 16)
+    return keras.Sequential([keras.Input((10,), dtype="int32"), table, *more, layers.Dense(3)])
+
+
+def convolution():
+    first = layers.Conv2D(64, 3, padding="same", activation="relu")
+    norm = layers.BatchNormalization(synchronized=True)
+    pool = layers.GlobalAveragePooling2D()
+    return chain(layers.Reshape((8, 8, 1)), first, layers.Conv2D(64, 3), norm, pool)
+
+
+def penalized():
+    """Weights that a step reads in two places."""
+    return chain(layers.Dense(WIDE, activation="tanh", kernel_regularizer="l2"), layers.Dense(WIDE))
+
+
+def frozen():
+    model = plain()
+    model.layers[0].trainable = False
+    return model
+
+
+def adapted():
+    model = plain()
+    model.layers[0].enable_lora(4)
+    return model
+
+
+def checkpointed():
+    hidden = [layers.Dense(WIDE, activation="gelu") for _ in range(4)]
+    return tfmulti.checkpoint_activations(chain(*hidden))
+
+
+class Clipping(keras.Model):
+    """A step that reads a weight, and the gradients of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(WIDE, activation="tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            penalty = 1e-3 * ops.sum(ops.square(self.hidden.kernel))
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True)) + penalty
+        grads, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.1)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss}
+
+
+MODELS = {
+    "functional": functional,
+    "tied": Tied,
+    "table": lambda: tokens(layers.Flatten(), layers.Dense(64)),
+    "lstm": lambda: tokens(layers.LSTM(64)),
+    "bidirectional": lambda: tokens(layers.Bidirectional(layers.GRU(64))),
+    "convolution": convolution,
+    "penalized": penalized,
+    "frozen": frozen,
+    "adapted": adapted,
+    "checkpointed": checkpointed,
+    "clipping": Clipping,
+}
+OF_TOKENS = ("tied", "table", "lstm", "bidirectional")
+
+
+def rows(of_tokens=False):
+    rng = np.random.RandomState(0)
+    x = rng.rand(33, 64).astype("float32")
+    return (rng.randint(0, 600, (33, 10)) if of_tokens else x), rng.randint(0, 3, 33)
+
+
+def build(strategy, create=plain, optimizer="sgd", shard="parameters", at_creation=True, **more):
+    keras.utils.set_random_seed(1)
+    context = contextlib.nullcontext()
+    if at_creation and shard == "parameters":
+        context = tfmulti.sharded_parameters()
+    with strategy.scope(), context:
+        model = create()
+        made = tfmulti.DistributedOptimizer(OPTIMIZERS[optimizer](), shard=shard)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(made, loss, metrics=["accuracy"], **more)
+    return model
+
+
+def fit(model, of_tokens=False, epochs=3, callbacks=(), checkpoint=None, weights=()):
+    data = (*rows(of_tokens), *weights)
+    data = tfmulti.distribute_train(data, model.distribute_strategy, 16, seed=3)
+    callbacks = list(callbacks)
+    if checkpoint is not None:
+        callbacks.append(tfmulti.callbacks.Checkpoint(checkpoint, data))
+    return model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
+
+
+def apart(one, other):
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def held(model):
+    """The numbers of weights and of slots that this worker has in memory."""
+    counts = []
+    for variables in (model.weights, model.optimizer.variables):
+        here = [v for v in variables if getattr(v, "is_here", True)]
+        counts.append(sum(int(np.prod(v.shape)) for v in here))
+    return counts
+
+
+def compare(strategy, folder, name):
+    """A model, or an optimizer, with copies and with sharded weights, in two ways."""
+    create, optimizer = MODELS.get(name, plain), name if name in OPTIMIZERS else "sgd"
+    of_tokens = name in OF_TOKENS
+    copies = build(strategy, create, optimizer, None)
+    losses, counts = [fit(copies, of_tokens)["loss"]], [held(copies)]
+    seen = {"apart": [], "predictions": []}
+    for at_creation in (False, True):
+        sharded = build(strategy, create, optimizer, at_creation=at_creation)
+        losses.append(fit(sharded, of_tokens)["loss"])
+        counts.append(held(sharded))
+        seen["apart"].append(apart(copies, sharded))
+        x = rows(of_tokens)[0]
+        both = [model.predict(x, verbose=0) for model in (copies, sharded)]
+        seen["predictions"].append(float(np.abs(both[0] - both[1]).max()))
+        seen["sharded"] = sum(isinstance(v, ShardedParameter) for v in sharded.weights)
+    return seen | {"losses": losses, "held": counts}
+
+
+def settings(strategy, folder, name):
+    """Eager steps, several steps at once, and half precision."""
+    seen = {}
+    for each in ({"run_eagerly": True}, {"steps_per_execution": 2}):
+        models = [build(strategy, shard=shard, **each) for shard in (None, "parameters")]
+        for model in models:
+            fit(model)
+        seen[str(each)] = apart(*models)
+    for policy in ("mixed_bfloat16", "mixed_float16"):
+        keras.config.set_dtype_policy(policy)
+        models = [build(strategy, shard=shard) for shard in (None, "parameters")]
+        for model in models:
+            fit(model)
+        seen[policy] = apart(*models)
+    keras.config.set_dtype_policy("float32")
+    return seen
+
+
+def two_optimizers(strategy, folder, name):
+    """A step of the user's own, in which each optimizer updates a part of the model."""
+    models = []
+    for shard in (None, "parameters"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = Adversaries()
+            model.compile(tfmulti.DistributedOptimizer(optimizers.Adam(0.01), shard=shard))
+            model.second = tfmulti.DistributedOptimizer(optimizers.Lamb(0.01), shard=shard)
+        fit(model)
+        models.append(model)
+    return {"apart": apart(*models)}
+
+
+class Adversaries(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.maker = keras.Sequential([layers.Dense(WIDE, activation="tanh"), layers.Dense(64)])
+        self.judge = keras.Sequential([layers.Dense(WIDE, activation="relu"), layers.Dense(1)])
+
+    def call(self, x):
+        return self.judge(self.maker(x))
+
+    def train_step(self, data):
+        x = data[0]
+        with tf.GradientTape() as tape:
+            wrong = ops.softplus(self(x)) + ops.softplus(-self.judge(x))
+            loss = ops.mean(wrong)
+        variables = self.judge.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.softplus(-self(x)))
+        variables = self.maker.trainable_variables
+        grads, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.1)
+        self.second.apply(grads, variables)
+        return {"loss": loss}
+
+
+def skips(strategy, folder, name):
+    """An update whose gradients are not finite is left out."""
+    weights = np.ones(33, "float32")
+    weights[20] = np.nan
+    strategy.verify, models, skipped = "never", [], []
+    for shard in (None, "parameters"):
+        models.append(build(strategy, shard=shard))
+        guard = tfmulti.callbacks.NonFinite("skip")
+        fit(models[-1], callbacks=[guard], weights=[weights])
+        skipped.append(guard.skipped)
+    return {"apart": apart(*models), "skipped": skipped}
+
+
+def life(strategy, folder, name):
+    """Checkpoints, files, callbacks and resuming with another kind of sharding."""
+    strategy.verify = "never"
+    whole, seen = build(strategy, shard=None), {}
+    fit(whole)
+    kinds = (None, "state", "parameters")
+    for source in kinds:
+        for target in kinds:
+            place = folder / f"{source}_{target}"
+            fit(build(strategy, shard=source), epochs=2, checkpoint=place)
+            model = build(strategy, shard=target)
+            fit(model, checkpoint=place)
+            seen[f"{source} to {target}"] = apart(model, whole)
+    model = build(strategy)
+    saving = keras.callbacks.ModelCheckpoint(folder / "each.weights.h5", save_weights_only=True)
+    fit(model, callbacks=[saving])
+    seen["called outside of a step"] = float(
+        np.abs(model(rows()[0]).numpy() - whole.predict(rows()[0], verbose=0)).max()
+    )
+    if topology.is_chief(strategy):
+        # On the chief alone, after `fit`.
+        model.save(folder / "sharded.keras")
+        whole.save(folder / "copies.keras")
+    stopped = [build(strategy, shard=shard) for shard in (None, "parameters")]
+    for each in stopped:
+        fit(each, callbacks=[keras.callbacks.EarlyStopping("loss", 0.5, restore_best_weights=True)])
+    seen["stopped early"] = apart(*stopped)
+    loaded = build(strategy)
+    loaded.load_weights(folder / "each.weights.h5")
+    x, y = rows()
+    seen["evaluated"] = abs(
+        loaded.evaluate(x, y, verbose=0)[0] - whole.evaluate(x, y, verbose=0)[0]
+    )
+    for each in (loaded, whole):
+        each.train_on_batch(x[:16], y[:16])
+    tfmulti.gather_optimizer_state(loaded)
+    seen["trained on"] = max(np.abs(w).max() for w in loaded.get_weights()) < 100
+    return {name: float(value) for name, value in seen.items()}
+
+
+def refusals(strategy, folder, name):
+    """What is told."""
+    strategy.verify = "never"
+
+    def early():
+        build(strategy).get_weights()
+
+    def compressed():
+        tfmulti.DistributedOptimizer("adam", shard="parameters", compression="bfloat16")
+
+    def exported():
+        model = build(strategy)
+        fit(model, epochs=1)
+        model.export(folder / f"export_{topology.worker_index(strategy)}", verbose=False)
+
+    def no_scope():
+        with tfmulti.sharded_parameters():
+            pass
+
+    programs = {each.__name__: each for each in (early, compressed, no_scope, exported)}
+    return {name: message_of(program) for name, program in programs.items()}
+
+
+def message_of(program):
+    try:
+        program()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+CASES = {
+    "settings": settings,
+    "two optimizers": two_optimizers,
+    "skips": skips,
+    "life": life,
+    "refusals": refusals,
+}
+
+if __name__ == "__main__":
+    place, cases = Path(sys.argv[1]), sys.argv[2].split(",")
+    the_strategy = tfmulti.create_strategy("multi_worker", verify="always")
+    for case in cases:
+        found = CASES.get(case, compare)(the_strategy, place, case)
+        print(json.dumps({case: found}), flush=True)

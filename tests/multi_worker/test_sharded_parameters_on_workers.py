@@ -1,0 +1,160 @@
+"""Sharded parameters on two workers: the result of copies of the weights, in less memory."""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfmulti
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import sharded_parameters_worker as worker
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+# The refusals come last: what each worker reads before it fails is its own.
+FAST = ("adamw", "refusals")
+SLOW = tuple(name for name in (*worker.OPTIMIZERS, *worker.MODELS) if name not in FAST)
+# AdamW makes rounding larger, on one device too.
+CLOSE = {"adamw": 2e-5, "averages": 2e-5, "muon": 2e-6}
+needs_mpi = pytest.mark.skipif(
+    not MPIEXEC.exists(), reason="needs mpiexec, which the extra `mpi` installs"
+)
+
+
+def run(run_workers, folder, cases, **more):
+    """What each worker saw of each case."""
+    program = [HERE / "sharded_parameters_worker.py", folder, ",".join(cases)]
+    num_workers = more.pop("num_workers", 2)
+    seen = [{} for _ in range(num_workers)]
+    for found, output in zip(seen, run_workers(num_workers, program, **more)):
+        for line in output.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+    return seen
+
+
+@pytest.fixture(scope="module", name="fast")
+def fast_fixture(run_workers, tmp_path_factory):
+    return run(run_workers, tmp_path_factory.mktemp("sharded"), FAST)
+
+
+@pytest.fixture(scope="module", name="slow")
+def slow_fixture(run_workers, tmp_path_factory):
+    seen = [{}, {}]
+    cases = (*SLOW, "settings", "two optimizers", "skips")
+    for start in range(0, len(cases), 6):
+        folder = tmp_path_factory.mktemp("sharded")
+        options = ["--mpi"] if MPIEXEC.exists() else []
+        for found, new in zip(
+            seen, run(run_workers, folder, cases[start : start + 6], options=options)
+        ):
+            found.update(new)
+    return seen
+
+
+@pytest.fixture(scope="module", name="life")
+def life_fixture(run_workers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, run(run_workers, folder, ["life"])
+
+
+def assert_alike(seen, name):
+    for each in (worker_seen[name] for worker_seen in seen):
+        assert each["sharded"] > 0
+        # A call whose weights are gathered adds in another order than one whose are there.
+        assert max(each["apart"]) <= CLOSE.get(name, 1e-6)
+        assert max(each["predictions"]) <= 10 * CLOSE.get(name, 1e-6)
+        np.testing.assert_allclose(each["losses"][1:], [each["losses"][0]] * 2, rtol=2e-6)
+
+
+def test_sharded_parameters_give_the_result_of_copies_over_the_ring(fast):
+    assert_alike(fast, "adamw")
+
+
+def test_each_worker_holds_its_weights_and_their_slots(fast):
+    for way in (1, 2):
+        (copies, slots), *_ = fast[0]["adamw"]["held"]
+        weights, own = zip(*(each["adamw"]["held"][way] for each in fast))
+        # What is small is on both.
+        assert copies <= sum(weights) < 1.1 * copies and max(weights) < 0.8 * copies
+        assert slots <= sum(own) < 1.1 * slots
+
+
+def test_what_cannot_be_is_told(fast):
+    early = [each["refusals"]["early"] for each in fast]
+    # One worker may hold all of a small model.
+    assert any("Received: a read of" in each for each in early)
+    for told in (each["refusals"] for each in fast):
+        assert "Leave compression out" in told["compressed"]
+        assert "must be used in a strategy's scope" in told["no_scope"]
+        assert "model.save on the chief after `fit`" in told["exported"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_every_optimizer_and_model_gives_the_result_of_copies(slow, case):
+    assert_alike(slow, case)
+
+
+@pytest.mark.slow
+def test_eager_steps_several_steps_and_half_precision(slow):
+    for seen in slow:
+        assert max(seen["settings"].values()) < 1e-6
+
+
+@pytest.mark.slow
+def test_two_optimizers_and_updates_that_are_skipped(slow):
+    for seen in slow:
+        assert seen["two optimizers"]["apart"] < 2e-6
+        assert seen["skips"]["apart"] < 1e-6
+        assert seen["skips"]["skipped"][0] == seen["skips"]["skipped"][1] > 0
+
+
+@pytest.mark.slow
+def test_checkpoints_callbacks_and_files(life):
+    folder, seen = life
+    for each in (worker_seen["life"] for worker_seen in seen):
+        assert each.pop("trained on") == 1
+        assert max(each.values()) < 1e-6, each
+    models = [keras.models.load_model(folder / f"{name}.keras") for name in ("copies", "sharded")]
+    for attribute in ("variables", "optimizer.variables"):
+        one, other = (_resolve(model, attribute) for model in models)
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def _resolve(model, path):
+    for name in path.split("."):
+        model = getattr(model, name)
+    return model
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_four_workers_over_mpi(run_workers, tmp_path):
+    seen = run(run_workers, tmp_path, ["sgd", "table"], options=["--mpi"], num_workers=4)
+    for name in ("sgd", "table"):
+        assert_alike(seen, name)
+
+
+def test_replicas_of_one_worker_are_told():
+    strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    with strategy.scope():
+        with pytest.raises(ValueError, match="workers with one replica each"):
+            tfmulti.DistributedOptimizer("adam", shard="parameters")
+        with (
+            pytest.raises(ValueError, match="workers with one replica each"),
+            tfmulti.sharded_parameters(),
+        ):
+            pass
+
+
+def test_one_device_trains_as_ever():
+    strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+    models = [worker.build(strategy, shard=shard) for shard in (None, "parameters")]
+    assert worker.fit(models[0]) == worker.fit(models[1])
