@@ -1,4 +1,4 @@
-"""Prints memory, seconds and bytes sent of a step with and without sharded optimizer state.
+"""Prints memory, seconds and bytes sent of a step, by what is sharded over workers.
 
 `python -m benchmarks.sharded_state [--layers 12] [--units 2048] [--num_workers 2] [--rounds 3]`
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 _WORKER = """
-import json, sys, time
+import contextlib, json, sys, time
 import keras, numpy as np, tfmulti
 layers, units, shard = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
@@ -33,7 +33,8 @@ class Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self.begin)
         with open("/sys/class/net/lo/statistics/tx_bytes") as count:
             self.sent.append(int(count.read()))
-with strategy.scope():
+sharded = tfmulti.sharded_parameters() if shard == "parameters" else contextlib.nullcontext()
+with strategy.scope(), sharded:
     hidden = [keras.layers.Dense(units, activation="tanh") for _ in range(layers)]
     model = keras.Sequential([keras.Input((units,)), *hidden, keras.layers.Dense(1)])
     model.compile(tfmulti.DistributedOptimizer("adam", shard=shard), "mse")
@@ -55,16 +56,24 @@ print(json.dumps(
 _TCP = {"I_MPI_FABRICS": "ofi", "FI_PROVIDER": "tcp"}
 
 
-def predicted_bytes(slots: int, num_workers: int, sharded: bool, communication: str) -> float:
+SHARDS = (None, "state", "parameters")
+
+
+def predicted_bytes(slots: int, num_workers: int, shard: str | None, communication: str) -> float:
     """Returns the bytes that all workers together send in a step, for Adam's float32 slots.
 
     An all-reduce sends each gradient twice to every worker but one. With sharded state MPI reduces
-    to the owners and broadcasts from them; the ring all-reduces, and gathers.
+    to the owners and broadcasts from them; the ring all-reduces, and gathers. With sharded
+    parameters weights are sent twice, and gradients once; over the ring each time as an all-reduce.
 
-    >>> predicted_bytes(800, 2, True, "ring")
+    >>> predicted_bytes(800, 2, "state", "ring")
+    1200.0
+    >>> predicted_bytes(800, 2, "parameters", "mpi")
     1200.0
     """
-    times = 3 if sharded and communication == "ring" else 2
+    times = {None: 2, "state": 2, "parameters": 3}[shard]
+    if communication == "ring":
+        times = {None: 2, "state": 3, "parameters": 6}[shard]
     return times * (num_workers - 1) * slots / 2
 
 
@@ -72,7 +81,7 @@ def measure(
     layers: int,
     units: int,
     num_workers: int,
-    sharded: bool,
+    shard: str | None,
     communication: str,
     by_tcp: bool = False,
 ) -> dict:
@@ -87,7 +96,7 @@ def measure(
     launch = [sys.executable, "-m", "tfmulti.launch", f"--num_workers={num_workers}", *mpi]
     launch += ["--all_output", "--allocator=default", "--", sys.executable, "-c", _WORKER]
     done = subprocess.run(
-        [*launch, str(layers), str(units), *(["state"] if sharded else [])],
+        [*launch, str(layers), str(units), *([shard] if shard else [])],
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(_TCP if by_tcp else {})},
         stdout=subprocess.PIPE,
         text=True,
@@ -108,28 +117,29 @@ def main() -> None:
     given = parser.parse_args()
     size = (given.layers, given.units, given.num_workers)
     runs = [
-        [measure(*size, sharded, given.communication) for sharded in (False, True)]
+        {shard: measure(*size, shard, given.communication) for shard in SHARDS}
         for _ in range(given.rounds)
     ]
-    slots, others = runs[0][0]["slots"], 1 - 1 / given.num_workers
+    slots = runs[0][None]["slots"]
     title = f"Adam, {slots / 8e6:.0f}M weights, {given.num_workers} workers, {given.communication}"
-    columns = ("state", "peak of a worker, MB", "step, s", "sent, MB", "predicted")
-    table = Table(*columns, title=title)
-    for sharded, name in enumerate(("copies", "sharded")):
-        peak = statistics.median(run[sharded]["bytes"] for run in runs) / 1e6
-        seconds = statistics.median(run[sharded]["seconds"] for run in runs)
-        sent = measure(*size, bool(sharded), given.communication, by_tcp=True)["sent"] / 1e6
-        predicted = predicted_bytes(slots, given.num_workers, bool(sharded), given.communication)
+    columns = ("sharded", "peak of a worker, MB", "less, MB", "step, s", "times")
+    table = Table(*columns, "sent, MB", "predicted", title=title)
+    for shard in SHARDS:
+        less = [(run[None]["bytes"] - run[shard]["bytes"]) / 1e6 for run in runs]
+        ratios = [run[shard]["seconds"] / run[None]["seconds"] for run in runs]
+        peak = statistics.median(run[shard]["bytes"] for run in runs) / 1e6
+        seconds = statistics.median(run[shard]["seconds"] for run in runs)
+        sent = measure(*size, shard, given.communication, by_tcp=True)["sent"] / 1e6
+        predicted = predicted_bytes(slots, given.num_workers, shard, given.communication) / 1e6
         table.add_row(
-            name, f"{peak:.0f}", f"{seconds:.2f}", f"{sent:.0f}", f"{predicted / 1e6:.0f}"
+            shard or "nothing",
+            f"{peak:.0f}",
+            f"{min(less):.0f} to {max(less):.0f}",
+            f"{seconds:.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{sent:.0f}",
+            f"{predicted:.0f}",
         )
-    saved = [(run[0]["bytes"] - run[1]["bytes"]) / (slots * others) for run in runs]
-    ratios = [run[1]["seconds"] / run[0]["seconds"] for run in runs]
-    table.add_row(
-        "least to most",
-        f"{min(saved):.0%} to {max(saved):.0%} of {slots * others / 1e6:.0f} saved",
-        f"{min(ratios):.2f} to {max(ratios):.2f} times",
-    )
     Console().print(table)
 
 

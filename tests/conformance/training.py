@@ -133,11 +133,14 @@ def results(model, place, history) -> dict[str, np.ndarray]:
     """Returns the weights and optimizers' variables of every local replica, and the history."""
     arrays = {f"history/{name}": np.array(values) for name, values in history.items()}
     for number, weight in enumerate(model.weights):
-        arrays[f"weight/{number}"] = np.stack(place.local_values(weight))
+        arrays[f"weight/{number}"] = np.stack(_values_of(weight, place))
     variables = [each for optimizer in optimizers_of(model) for each in optimizer.variables]
     for number, variable in enumerate(variables):
-        # A slot of sharded state is gathered when `fit` ends.
-        is_slot = hasattr(variable, "is_here")
-        values = [np.array(variable)] if is_slot else place.local_values(variable)
-        arrays[f"optimizer/{number}"] = np.stack(values)
+        arrays[f"optimizer/{number}"] = np.stack(_values_of(variable, place))
     return arrays
+
+
+def _values_of(variable, place):
+    # What is sharded is gathered when `fit` ends.
+    sharded = hasattr(variable, "is_here")
+    return [np.array(variable)] if sharded else place.local_values(variable)

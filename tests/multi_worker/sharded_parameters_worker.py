@@ -117,8 +117,8 @@ class Clipping(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            penalty = 1e-3 * ops.sum(ops.square(self.hidden.kernel))
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True)) + penalty
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            loss += 1e-3 * ops.sum(ops.square(self.hidden.kernel))
         grads, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.1)
         self.optimizer.apply(grads, self.trainable_variables)
         return {"loss": loss}

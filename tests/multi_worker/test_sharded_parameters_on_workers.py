@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tfmulti
+from benchmarks import sharded_state
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -140,6 +141,18 @@ def test_four_workers_over_mpi(run_workers, tmp_path):
     seen = run(run_workers, tmp_path, ["sgd", "table"], options=["--mpi"], num_workers=4)
     for name in ("sgd", "table"):
         assert_alike(seen, name)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_a_worker_needs_memory_for_its_own_weights(monkeypatch):
+    # With oneDNN, TensorFlow keeps copies of weights. What is freed is given back at once.
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    kinds = ("state", "parameters")
+    state, parameters = (sharded_state.measure(12, 2048, 2, kind, "mpi") for kind in kinds)
+    # A half of the weights, and of the gradients; less the largest weight, which is gathered.
+    assert state["bytes"] - parameters["bytes"] > 0.8 * state["slots"] / 4
 
 
 def test_replicas_of_one_worker_are_told():

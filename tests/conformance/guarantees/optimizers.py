@@ -36,11 +36,11 @@ if hasattr(optimizers, "ScheduleFreeAdamW"):
     MAKERS["ScheduleFreeAdamW"] = lambda: optimizers.ScheduleFreeAdamW(0.01)
 
 
-def classifier(maker):
+def classifier(maker, **more):
     """Returns a function of `wrap` that makes a model whose optimizer is built."""
 
     def create(wrap):
-        model = common.classifier(maker)(wrap)
+        model = common.classifier(maker, **more)(wrap)
         # Built within its first step, ScheduleFreeAdamW is wrong in plain Keras on one device.
         model.optimizer.build(model.trainable_variables)
         return model
@@ -48,8 +48,8 @@ def classifier(maker):
     return create
 
 
-def sharded(maker):
-    """As `classifier`, with the optimizer's slots on one of several workers each."""
+def sharded(maker, shard="state", **more):
+    """As `classifier`, with slots, or large weights too, on one of several workers each."""
 
     def create(wrap):
         def wrap_and_shard(optimizer):
@@ -57,12 +57,16 @@ def sharded(maker):
             strategy = tf.distribute.get_strategy()
             ours = getattr(optimizer, "tfmulti_distributed", False)
             if ours and topology.num_local_replicas(strategy) == 1:
-                tfmulti.DistributedOptimizer(optimizer, shard="state")
+                tfmulti.DistributedOptimizer(optimizer, shard=shard)
             return optimizer
 
-        return classifier(maker)(wrap_and_shard)
+        return classifier(maker, **more)(wrap_and_shard)
 
     return create
+
+
+def wide():
+    return keras.layers.Dense(96, activation="tanh")
 
 
 SHARDED = {
@@ -83,6 +87,15 @@ GUARANTEES = [
     ),
     *(
         Guarantee(name, sharded(maker), data=common.plain, num_rows=43)
+        for name, maker in SHARDED.items()
+    ),
+    *(
+        Guarantee(
+            name.replace("state", "parameters"),
+            sharded(maker, shard="parameters", body=(wide, wide, wide)),
+            data=common.plain,
+            num_rows=43,
+        )
         for name, maker in SHARDED.items()
     ),
 ]

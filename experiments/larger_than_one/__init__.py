@@ -1,0 +1,1 @@
+"""A model that is larger than one worker."""
