@@ -262,6 +262,41 @@ def test_canary_a_tape_gives_its_own_replicas_gradient():
     )
 
 
+def test_canary_an_optimizer_reads_a_variable_to_look_it_up():
+    read = []
+
+    class Noting(keras.Variable):
+        @property
+        def value(self):
+            read.append(keras_compat.are_held_values())
+            return super().value
+
+    with ours().scope():
+        variable, optimizer = Noting([1.0]), keras.optimizers.SGD()
+        optimizer.build([variable])
+        read.clear()
+        keras_compat.variable_index(optimizer, variable)
+        with without("Optimizer._var_key"):
+            keras_compat.variable_index(optimizer, variable)
+    assert read == [True, False]
+
+
+def test_canary_loss_scaling_looks_at_the_gradients_here(monkeypatch):
+    class Shards:
+        of_parameters = True
+
+        def count(self, condition):
+            """This worker's, and another one that has seen a gradient which is not finite."""
+            return tf.cast(condition, tf.float32) + 1
+
+    with ours().scope():
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        object.__setattr__(optimizer.inner_optimizer, "tfmulti_shards", Shards())
+        assert not optimizer.check_finite([tf.ones(2)])
+        with without("LossScaleOptimizer.check_finite"):
+            assert optimizer.check_finite([tf.ones(2)])
+
+
 @pytest.mark.slow
 def test_canary_a_tf_function_within_a_step_cannot_reduce():
     forward = tf.function(squares)

@@ -299,14 +299,18 @@ class Shards:
         """Returns one number for each gradient, on all workers, from the worker that has it.
 
         Args:
-            function: Function of a gradient that returns a float32 scalar.
+            function: Function of a gradient that returns a scalar.
             gradients: Gradients, which on other workers than the owner may be zeros.
             variables: Their variables; None for those that the optimizer was built for.
         """
         if variables is None:
             variables = keras_compat.updated_variables(self._optimizer)
-        none = tf.zeros([], tf.float32)
-        own = [function(g) if self.owns(v) else none for g, v in zip(gradients, variables)]
+        exact = any(g is not None and g.dtype == tf.float64 for g in gradients)
+        dtype = tf.float64 if exact else tf.float32
+        own = [
+            tf.cast(function(g) if self.owns(v) else 0.0, dtype)
+            for g, v in zip(gradients, variables)
+        ]
         return owners.add(self._strategy, tf.stack(own))
 
     def count(self, condition: tf.Tensor) -> tf.Tensor:
@@ -389,4 +393,4 @@ class _Watched(list):
 
 
 def _sum_of_squares(gradient):
-    return tf.cast(keras.ops.sum(keras.ops.square(gradient)), tf.float32)
+    return keras.ops.sum(keras.ops.square(gradient))

@@ -80,6 +80,13 @@ SHARDED = {
         0.01, use_ema=True, ema_overwrite_frequency=3
     ),
 }
+SHARDED_PARAMETERS = {
+    "sharded parameters, AdamW, clipped": SHARDED["sharded state, AdamW, clipped"],
+    "sharded parameters, Lamb, accumulated": SHARDED["sharded state, Lamb, accumulated"],
+    "sharded parameters, SGD, averaged": lambda: optimizers.SGD(
+        0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3
+    ),
+}
 GUARANTEES = [
     *(
         Guarantee(name, classifier(maker), data=common.plain, num_rows=43, rows="A1")
@@ -91,11 +98,11 @@ GUARANTEES = [
     ),
     *(
         Guarantee(
-            name.replace("state", "parameters"),
+            name,
             sharded(maker, shard="parameters", body=(wide, wide, wide)),
             data=common.plain,
             num_rows=43,
         )
-        for name, maker in SHARDED.items()
+        for name, maker in SHARDED_PARAMETERS.items()
     ),
 ]
