@@ -333,7 +333,14 @@ def refusals(strategy, folder, name):
         with tfmulti.sharded_parameters():
             pass
 
-    programs = {each.__name__: each for each in (early, compressed, no_scope, exported)}
+    def whole():
+        model = build(strategy)
+        with strategy.scope():
+            model.compile("adam", "mse")
+        fit(model)
+
+    programs = (early, compressed, no_scope, whole, exported)
+    programs = {each.__name__: each for each in programs}
     return {name: message_of(program) for name, program in programs.items()}
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.recompute import recomputed
-from tfmulti.step import parameters
+from tfmulti.step import model_contents, parameters
 
 
 @contextlib.contextmanager
@@ -64,6 +64,22 @@ def gather_in_calls(model: keras.Model) -> None:
     for layer in _units(model):
         layer.call = recomputed(layer, layer.call, gathered=lambda layer=layer: _sharded(layer))
         layer.tfmulti_gathers = True
+
+
+def refuse_other_optimizers(model: keras.Model) -> None:
+    """Raises ValueError if a model with sharded weights has an optimizer that needs whole ones."""
+    if not any(isinstance(v, parameters.ShardedParameter) for v in model.trainable_variables):
+        return
+    for optimizer in model_contents.optimizers_of(model, nested=True):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        shards = getattr(inner, "tfmulti_shards", None)
+        if shards is None or not shards.of_parameters:
+            raise ValueError(
+                "Sharded weights need an optimizer that updates them where they are. Received: "
+                f"{model.name!r} with sharded weights, and {inner.name} without "
+                "shard='parameters'. Compile with tfmulti.DistributedOptimizer(optimizer, "
+                "shard='parameters')."
+            )
 
 
 def forget_values(model: keras.Model) -> None:

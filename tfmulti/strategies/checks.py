@@ -81,6 +81,7 @@ def refuse_made_outside(model: keras.Model) -> None:
     """
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return
+    sharded_parameters.refuse_other_optimizers(model)
     optimizer = getattr(model, "optimizer", None)
     owned = [*model.trainable_variables, *model.metrics_variables]
     slots = optimizer.variables if optimizer is not None else []
