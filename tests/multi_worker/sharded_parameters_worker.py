@@ -70,6 +70,33 @@ class Tied(keras.Model):
         return self.out(ops.mean(hidden, 1)) + 0.01 * ops.mean(words, axis=(1, 2))[:, None]
 
 
+class Unbuilt(keras.Model):
+    """Layers whose weights the first step creates, one of them used three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again = layers.Dense(WIDE, "tanh"), layers.Dense(WIDE, "tanh")
+        self.state, self.out = Counting(), layers.Dense(3)
+
+    def call(self, x, training=False):
+        x = self.first(x)
+        for _ in range(3):
+            x = self.again(x)
+        return self.out(self.state(x, training=training))
+
+
+class Counting(layers.Layer):
+    """A large state that the call changes, and that is alike on all workers."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(WIDE, WIDE), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.count.assign(self.count + 1)
+        return x
+
+
 def tokens(*more):
     table = layers.Embedding(600, 16)
     return keras.Sequential([keras.Input((10,), dtype="int32"), table, *more, layers.Dense(3)])
@@ -127,6 +154,7 @@ class Clipping(keras.Model):
 MODELS = {
     "functional": functional,
     "tied": Tied,
+    "unbuilt": Unbuilt,
     "table": lambda: tokens(layers.Flatten(), layers.Dense(64)),
     "lstm": lambda: tokens(layers.LSTM(64)),
     "bidirectional": lambda: tokens(layers.Bidirectional(layers.GRU(64))),
@@ -191,11 +219,13 @@ def compare(strategy, folder, name):
     seen = {"apart": [], "predictions": []}
     for at_creation in (False, True):
         sharded = build(strategy, create, optimizer, at_creation=at_creation)
-        losses.append(fit(sharded, of_tokens)["loss"])
+        with strategy.scope() if at_creation else contextlib.nullcontext():
+            losses.append(fit(sharded, of_tokens)["loss"])
         counts.append(held(sharded))
         seen["apart"].append(apart(copies, sharded))
         x = rows(of_tokens)[0]
         both = [model.predict(x, verbose=0) for model in (copies, sharded)]
+        sharded.evaluate(x, rows()[1], verbose=0)
         largest = max(1.0, np.abs(both[0]).max())
         seen["predictions"].append(float(np.abs(both[0] - both[1]).max() / largest))
         seen["sharded"] = sum(isinstance(v, ShardedParameter) for v in sharded.weights)

@@ -27,6 +27,7 @@ from tfmulti.keras_compat.held import are_held_values as are_held_values
 from tfmulti.keras_compat.held import held_values as held_values
 from tfmulti.keras_compat.held import hold as hold
 from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
+from tfmulti.keras_compat.held import is_initialized as is_initialized
 from tfmulti.keras_compat.held import own_weights as own_weights
 from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position

@@ -152,7 +152,8 @@ def _kinds_within(graph, op):
     for name in _BODIES:
         if name in op.node_def.attr:
             function = graph._get_function(op.node_def.attr[name].func.name)
-            yield from (node.op for node in function.cached_definition.node_def)
+            nodes = function.cached_definition.node_def
+            yield from (node.op for node in nodes if COMMUNICATION not in node.name)
 
 
 def _is_unrepeatable(kind):

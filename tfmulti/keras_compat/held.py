@@ -150,6 +150,11 @@ def after_add_weight(function: Callable[[keras.Variable], None]) -> Iterator[Non
         keras.layers.Layer.add_weight = original
 
 
+def is_initialized(variable: keras.Variable) -> bool:
+    """Whether a variable has a value: while Keras only asks for shapes, it has none yet."""
+    return variable._value is not None
+
+
 def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Returns the weights that a layer has itself, without those of the layers within it."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]

@@ -41,7 +41,13 @@ def sharded_parameters() -> Iterator[None]:
         yield
         return
     parameters.refuse_several_replicas(strategy)
-    with keras_compat.after_add_weight(parameters.of_strategy(strategy).shard):
+    sharded = parameters.of_strategy(strategy)
+
+    def shard(variable):
+        if variable.trainable:
+            sharded.shard(variable)
+
+    with keras_compat.after_add_weight(shard):
         yield
 
 
@@ -58,8 +64,9 @@ def gather_in_calls(model: keras.Model) -> None:
         sharded = parameters.of_strategy(model.distribute_strategy)
         for layer in keras_compat.all_layers(model):
             for variable in keras_compat.own_weights(layer):
-                sharded.shard(variable)
-    if sharded is None or not sharded.variables:
+                if not _is_state(variable, layer):
+                    sharded.shard(variable)
+    if sharded is None:
         return
     for layer in _units(model):
         layer.call = recomputed(layer, layer.call, gathered=lambda layer=layer: _sharded(layer))
@@ -87,6 +94,13 @@ def forget_values(model: keras.Model) -> None:
     for variable in model.variables:
         if isinstance(variable, parameters.ShardedParameter):
             variable.parameters.values.forget(variable)
+
+
+def _is_state(variable, layer) -> bool:
+    """Whether a layer may change a variable in its calls, as batch normalization does."""
+    changes = not keras_compat.is_stock(type(layer))
+    changes = changes or isinstance(layer, keras.layers.BatchNormalization)
+    return changes and layer.trainable and not variable.trainable
 
 
 def _units(model):

@@ -51,8 +51,8 @@ class ShardedParameter(keras_compat.HeldVariable):
     def assign(self, value):
         """Assigns the whole value on the owner; other workers keep it in a file."""
         if self.is_here or keras_compat.in_stateless_scope():
-            return super().assign(value)
-        if not keras_compat.are_held_values():
+            super().assign(value)
+        if not (keras_compat.are_held_values() or keras_compat.in_stateless_scope()):
             self.parameters.values.keep_value(self, value)
         return value
 
@@ -76,13 +76,9 @@ class Parameters:
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = weakref.ref(strategy)
         self.worker = topology.worker_index(strategy)
-        self._variables: list[weakref.ref] = []
+        # Of models that are gone too: when they go, each worker decides by itself.
+        self._held = [0] * topology.num_workers(strategy)
         self.values = slots.OwnedValues(strategy, _step)
-
-    @property
-    def variables(self) -> list[ShardedParameter]:
-        """All of them that are still in use."""
-        return [each for each in (known() for known in self._variables) if each is not None]
 
     def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
         """Makes a variable sharded if it is large, and is not yet.
@@ -91,18 +87,15 @@ class Parameters:
             variable: A weight.
             owner: The worker that will hold it; None for the one that holds least.
         """
-        if not is_large(variable) or isinstance(variable, ShardedParameter):
+        known = isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable)
+        if known or not is_large(variable):
             return
         strategy = self._strategy()
-        if owner is None:
-            held = [0] * topology.num_workers(strategy)
-            for each in self.variables:
-                held[each.owner] += owners.bytes_of(each)
-            owner = held.index(min(held))
+        owner = self._held.index(min(self._held)) if owner is None else owner
+        self._held[owner] += owners.bytes_of(variable)
         keras_compat.hold(variable, ShardedParameter, strategy, owner == self.worker)
         variable.owner, variable.parameters = owner, self
-        variable.optimizers = weakref.WeakSet()
-        self._variables.append(weakref.ref(variable))
+        variable.optimizers = []
 
 
 def _step(variable) -> int:

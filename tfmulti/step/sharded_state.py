@@ -151,10 +151,9 @@ def gather_optimizer_state(model: keras.Model) -> None:
         shards = getattr(optimizer, "tfmulti_shards", None)
         if shards is not None:
             shards.values.keep(shards.slots)
-    sharded = parameters.of_strategy(model.distribute_strategy)
-    sharded.values.keep(
-        [v for v in sharded.variables if any(v is each for each in model.variables)]
-    )
+    sharded = [v for v in model.variables if isinstance(v, parameters.ShardedParameter)]
+    if sharded:
+        sharded[0].parameters.values.keep(sharded)
 
 
 class Shards:
@@ -204,7 +203,7 @@ class Shards:
             for variable, owner in zip(variables, self._owners):
                 sharded.shard(variable, owner)
                 if isinstance(variable, parameters.ShardedParameter):
-                    variable.optimizers.add(self._optimizer)
+                    variable.optimizers.append(self._optimizer)
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
         self._tell(variables)

@@ -115,16 +115,17 @@ class OwnedValues:
         """
         if is_gathering():
             return self._gather(variable)
+        if self._kept.steps.get(_number_of(variable)) != self._step(variable):
+            # On the owner too: a read that fails elsewhere would leave it waiting for the others.
+            raise RuntimeError(
+                "What is sharded is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
+                f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
+                f"{variable.owner} keeps. Read or save it after `fit`, in these callbacks, or "
+                "call tfmulti.gather_optimizer_state(model) on every worker first."
+            )
         if variable.is_here:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
-        if self._kept.steps.get(_number_of(variable)) != self._step(variable):
-            raise RuntimeError(
-                "Sharded state is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
-                f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
-                f"{variable.owner} keeps. Save after `fit`, with one of these callbacks, or call "
-                "tfmulti.gather_optimizer_state(model) on every worker first."
-            )
         return self._kept.read(_number_of(variable))
 
     def keep(self, variables) -> None:
@@ -133,14 +134,13 @@ class OwnedValues:
         A script may then save the model on one worker alone.
         """
         for variable in variables:
-            value = self._gather(variable)
-            if not variable.is_here:
-                self.keep_value(variable, value)
+            self.keep_value(variable, self._gather(variable))
 
     def keep_value(self, variable, value):
-        """Keeps the value that another worker's variable has at this step; returns it."""
+        """Keeps the value that a variable has at this step on all workers; returns it."""
         if tf.executing_eagerly():
-            self._kept.write(_number_of(variable), np.asarray(value), self._step(variable))
+            array = None if variable.is_here else np.asarray(value)
+            self._kept.write(_number_of(variable), array, self._step(variable))
         return value
 
     def forget(self, variable) -> None:
@@ -190,9 +190,10 @@ class KeptValues:
         self.steps: dict[int, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
 
-    def write(self, number: int, value: np.ndarray, step: int) -> None:
-        """Writes a value, and the step at which it is known."""
-        np.save(self._file(number), value)
+    def write(self, number: int, value: np.ndarray | None, step: int) -> None:
+        """Writes a value, and the step at which it is known; None for one that needs no file."""
+        if value is not None:
+            np.save(self._file(number), value)
         self.steps[number] = step
 
     def read(self, number: int) -> np.ndarray:

@@ -73,6 +73,9 @@ class State:
     def __init__(self, model: keras.Model, functions=(), ignored=()):
         self.parts: list[Part] = []
         self.is_sharded = False
+        # Called in the scope, `fit` makes them variables of the strategy.
+        local = model.distribute_strategy.experimental_local_results
+        ignored = [each for variable in ignored for each in local(variable)]
         self._known = {keras_compat.handle_key(variable.handle) for variable in ignored}
         optimizers = model_contents.optimizers_of(model, nested=True)
         slots = [v for optimizer in optimizers for v in optimizer.variables]
