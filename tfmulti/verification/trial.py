@@ -197,7 +197,7 @@ class Trial:
         if not view.iterations:
             return self._at_begin
         begin = vary_state(self._state, self._at_begin, self._case, self._functions, view)
-        if all(a is b for a, b in zip(begin, self._at_begin)):
+        if not self._is_on_any(any(a is not b for a, b in zip(begin, self._at_begin))):
             raise NotVerified(_NOTHING_TO_VARY)
         return begin
 
