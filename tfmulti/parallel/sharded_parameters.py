@@ -24,8 +24,9 @@ def sharded_parameters() -> Iterator[None]:
         ValueError: If it is not used in a strategy's scope, or a worker has several replicas.
 
     Example:
-        >>> strategy = create_strategy("one_device")
-        >>> with strategy.scope(), sharded_parameters():
+        >>> import tfmulti
+        >>> strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+        >>> with strategy.scope(), tfmulti.sharded_parameters():
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 
     Sources: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion
