@@ -283,7 +283,7 @@ def test_canary_an_optimizer_reads_a_variable_to_look_it_up():
 
 def test_canary_loss_scaling_looks_at_the_gradients_here(monkeypatch):
     class Shards:
-        of_parameters = True
+        shards_parameters = True
 
         def count(self, condition):
             """This worker's, and another one that has seen a gradient which is not finite."""

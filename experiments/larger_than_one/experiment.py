@@ -28,7 +28,7 @@ _LOOK_S = 0.005
 class Settings(common.Settings):
     """The flags of this experiment."""
 
-    unused = ("logical_cpus", "dtype_policy", "dataset")
+    unused = ("logical_cpus", "dtype_policy", "dataset", "workdir")
 
     epochs: int = common.flag(2, "Passes over the data.")
     global_batch_size: int = common.flag(16, "Examples per step over all replicas.")

@@ -5,13 +5,11 @@ sharded ones, in the same process.
 """
 
 import contextlib
-import json
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import cases
 import keras
 import numpy as np
 import tensorflow as tf
@@ -371,15 +369,7 @@ def refusals(strategy, folder, name):
 
     programs = (early, compressed, no_scope, whole, exported)
     programs = {each.__name__: each for each in programs}
-    return {name: message_of(program) for name, program in programs.items()}
-
-
-def message_of(program):
-    try:
-        program()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    return {name: cases.message_of(program) for name, program in programs.items()}
 
 
 CASES = {
@@ -391,8 +381,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    place, cases = Path(sys.argv[1]), sys.argv[2].split(",")
-    the_strategy = tfmulti.create_strategy("multi_worker", verify="always")
-    for case in cases:
-        found = CASES.get(case, compare)(the_strategy, place, case)
-        print(json.dumps({case: found}), flush=True)
+    cases.main(CASES, default=compare)

@@ -5,13 +5,11 @@ sharded state, in the same process.
 """
 
 import contextlib
-import json
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import cases
 import keras
 import numpy as np
 import tensorflow as tf
@@ -291,22 +289,10 @@ def refusals(strategy, folder, name):
         "built": built,
         "between": between,
     }
-    return {name: message_of(program) for name, program in programs.items()}
-
-
-def message_of(program):
-    try:
-        program()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    return {name: cases.message_of(program) for name, program in programs.items()}
 
 
 CASES = {"life": life, "skips": skips, "two optimizers": two_optimizers, "refusals": refusals}
 
 if __name__ == "__main__":
-    place, cases = Path(sys.argv[1]), sys.argv[2].split(",")
-    the_strategy = tfmulti.create_strategy("multi_worker", verify="always")
-    for case in cases:
-        seen = CASES.get(case, optimizer)(the_strategy, place, case)
-        print(json.dumps({case: seen}), flush=True)
+    cases.main(CASES, default=optimizer)

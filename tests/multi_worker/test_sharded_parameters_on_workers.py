@@ -1,6 +1,5 @@
 """Sharded parameters on two workers: the result of copies of the weights, in less memory."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks import sharded_state
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 
+import cases
 import sharded_parameters_worker as worker
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -27,16 +27,9 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
-def run(run_workers, folder, cases, **more):
+def run(run_workers, folder, names, **more):
     """What each worker saw of each case."""
-    program = [HERE / "sharded_parameters_worker.py", folder, ",".join(cases)]
-    num_workers = more.pop("num_workers", 2)
-    seen = [{} for _ in range(num_workers)]
-    for found, output in zip(seen, run_workers(num_workers, program, **more)):
-        for line in output.splitlines():
-            if line.startswith("{"):
-                found.update(json.loads(line))
-    return seen
+    return cases.run(run_workers, HERE / "sharded_parameters_worker.py", folder, names, **more)
 
 
 @pytest.fixture(scope="module", name="fast")
@@ -47,12 +40,12 @@ def fast_fixture(run_workers, tmp_path_factory):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
     seen = [{}, {}]
-    cases = (*SLOW, "settings", "two optimizers", "skips")
-    for start in range(0, len(cases), 6):
+    names = (*SLOW, "settings", "two optimizers", "skips")
+    for start in range(0, len(names), 6):
         folder = tmp_path_factory.mktemp("sharded")
         options = ["--mpi"] if MPIEXEC.exists() else []
         for found, new in zip(
-            seen, run(run_workers, folder, cases[start : start + 6], options=options)
+            seen, run(run_workers, folder, names[start : start + 6], options=options)
         ):
             found.update(new)
     return seen

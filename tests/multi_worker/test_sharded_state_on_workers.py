@@ -1,6 +1,5 @@
 """Sharded optimizer state on two workers: the same bits as with copies of the state."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks import sharded_state
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 
+import cases
 import sharded_state_worker as worker
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -22,17 +22,9 @@ FAST = ("adamw", "refusals")
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
 
 
-def run(run_workers, folder, cases, **more):
+def run(run_workers, folder, names, **more):
     """What each worker saw of each case."""
-    program = [HERE / "sharded_state_worker.py", folder, ",".join(cases)]
-    num_workers = more.pop("num_workers", 2)
-    outputs = run_workers(num_workers, program, **more)
-    seen = [{} for _ in range(num_workers)]
-    for found, output in zip(seen, outputs):
-        for line in output.splitlines():
-            if line.startswith("{"):
-                found.update(json.loads(line))
-    return seen
+    return cases.run(run_workers, HERE / "sharded_state_worker.py", folder, names, **more)
 
 
 @pytest.fixture(scope="module", name="fast")

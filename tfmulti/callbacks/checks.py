@@ -99,8 +99,8 @@ class NonFinite(keras.callbacks.Callback):
             floating = keras.backend.is_float_dtype(variable.dtype)
             # A sharded weight is looked at where it is; elsewhere there is nothing to see.
             with keras_compat.held_values():
-                finite = not floating or keras.ops.all(keras.ops.isfinite(variable.value))
-            if not finite:
+                is_finite = not floating or keras.ops.all(keras.ops.isfinite(variable.value))
+            if not is_finite:
                 self._stop(f"the weight {variable.path}")
 
     def _stop(self, what):

@@ -15,23 +15,24 @@ from tfmulti.keras_compat.replacement import replace
 
 _numbers = itertools.count(1)
 _mark: int | None = None
+# What a strategy reduces and gathers with, and what takes its place: the replica's own value.
+_UNREDUCED = {
+    "_batch_reduce_to": lambda reduce_op, pairs, options: [value for value, _ in pairs],
+    "_reduce_to": lambda reduce_op, value, destinations, options: value,
+    "_replica_ctx_all_reduce": lambda reduce_op, value, options=None: value,
+    "_gather_to_implementation": lambda value, destinations, axis, options: value,
+}
 
 
 @contextlib.contextmanager
 def reducing_nothing(strategy: tf.distribute.Strategy):
     """Has every reduction and gather of a strategy's replicas return each replica's own value."""
-    own = {
-        "_batch_reduce_to": lambda reduce_op, pairs, options: [value for value, _ in pairs],
-        "_reduce_to": lambda reduce_op, value, destinations, options: value,
-        "_replica_ctx_all_reduce": lambda reduce_op, value, options=None: value,
-        "_gather_to_implementation": lambda value, destinations, axis, options: value,
-    }
-    for name, function in own.items():
+    for name, function in _UNREDUCED.items():
         setattr(strategy.extended, name, function)
     try:
         yield
     finally:
-        for name in own:
+        for name in _UNREDUCED:
             delattr(strategy.extended, name)
 
 
@@ -41,7 +42,7 @@ def reducing_as_usual(strategy: tf.distribute.Strategy):
 
     A sharded weight is whole there, as it is on one device.
     """
-    replaced = {n: f for n, f in vars(strategy.extended).items() if n in _REDUCTIONS}
+    replaced = {n: f for n, f in vars(strategy.extended).items() if n in _UNREDUCED}
     for name in replaced:
         delattr(strategy.extended, name)
     try:
@@ -49,14 +50,6 @@ def reducing_as_usual(strategy: tf.distribute.Strategy):
     finally:
         for name, function in replaced.items():
             setattr(strategy.extended, name, function)
-
-
-_REDUCTIONS = (
-    "_batch_reduce_to",
-    "_reduce_to",
-    "_replica_ctx_all_reduce",
-    "_gather_to_implementation",
-)
 
 
 def be_first_replica() -> None:

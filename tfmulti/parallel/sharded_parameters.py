@@ -61,7 +61,7 @@ def gather_in_calls(model: keras.Model) -> None:
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     shards = getattr(optimizer, "tfmulti_shards", None)
     sharded = getattr(model.distribute_strategy, "tfmulti_parameters", None)
-    if shards is not None and shards.of_parameters:
+    if shards is not None and shards.shards_parameters:
         sharded = parameters.of_strategy(model.distribute_strategy)
         for layer in keras_compat.all_layers(model):
             for variable in keras_compat.own_weights(layer):
@@ -81,7 +81,7 @@ def refuse_other_optimizers(model: keras.Model) -> None:
     for optimizer in model_contents.optimizers_of(model, nested=True):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         shards = getattr(inner, "tfmulti_shards", None)
-        if shards is None or not shards.of_parameters:
+        if shards is None or not shards.shards_parameters:
             raise ValueError(
                 "Sharded weights need an optimizer that updates them where they are. Received: "
                 f"{model.name!r} with sharded weights, and {inner.name} without "

@@ -28,7 +28,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
         return False
     shards = getattr(optimizer, "tfmulti_shards", None)
-    if shards is not None and shards.of_parameters:
+    if shards is not None and shards.shards_parameters:
         # Gradients of sharded parameters are added where they are computed.
         return False
     if hasattr(optimizer, "inner_optimizer") or finite.guard_of(optimizer) is not None:

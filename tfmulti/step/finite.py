@@ -32,7 +32,7 @@ class FiniteGuard:
                 optimizer.build(trainable_variables)
         grads = list(grads)
         shards = getattr(optimizer, "tfmulti_shards", None)
-        if shards is None or not shards.is_with_owners:
+        if shards is None or not shards.has_owned_gradients:
             bad = _bad_ones(grads)
         else:
             bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0

@@ -209,10 +209,10 @@ def take_gradient(
     grads = original(tape, targets, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
-    is_left = [parameters.is_left(each) for each in flat]
-    is_summed = [variable and left for variable, left in zip(is_variable, is_left)]
+    is_unreduced = [parameters.is_unreduced(each) for each in flat]
+    is_summed = [variable and left for variable, left in zip(is_variable, is_unreduced)]
     values = [part for some in parts for part in some]
-    own = [value if is_left[place] else None for place, value in zip(owners, values)]
+    own = [value if is_unreduced[place] else None for place, value in zip(owners, values)]
     own = _without_padding(own, replica_batch)
     values = [value if mine is None else mine for value, mine in zip(values, own)]
     _local.weighed = True

@@ -93,11 +93,11 @@ def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
         received = strategy.extended.receive(value, owner, shape)
     else:
         sent = value if is_here else tf.zeros(shape, value.dtype)
-        received = _all_reduce(strategy, sent)
+        received = _collective(strategy, sent)
     return value if is_here else tf.ensure_shape(received, shape)
 
 
-def add_for(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
+def reduce_to(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
     """Returns the sum of a tensor over all workers, on its owner; something else elsewhere.
 
     Args:
@@ -106,20 +106,18 @@ def add_for(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
         owner: The number of the worker that needs the sum.
     """
     reduce_to_owners = getattr(strategy.extended, "reduce_to_owners", None)
-    return (
-        _all_reduce(strategy, value)
-        if reduce_to_owners is None
-        else reduce_to_owners([value], [owner])[0]
-    )
+    if reduce_to_owners is None:
+        return _collective(strategy, value)
+    return reduce_to_owners([value], [owner])[0]
 
 
-def add(strategy, value: tf.Tensor) -> tf.Tensor:
+def all_reduce(strategy, value: tf.Tensor) -> tf.Tensor:
     """Returns the sum of a tensor over all workers, on all of them; over MPI also in a branch."""
     own = getattr(strategy.extended, "add", None)
-    return _all_reduce(strategy, value) if own is None else own([value])[0]
+    return _collective(strategy, value) if own is None else own([value])[0]
 
 
-def _all_reduce(strategy, value):
+def _collective(strategy, value):
     # Verification computes one device's result with sharded weights, and with the norm of all.
     with keras_compat.reducing_as_usual(strategy):
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)

@@ -29,10 +29,10 @@ class ShardedParameter(keras_compat.HeldVariable):
         owner: The number of the worker that holds it.
         optimizers: Those that update it.
         reads: The latest step that reads it, and how often.
-        left: Whether its latest gradient is still to be added over workers.
+        unreduced: Whether its latest gradient is still to be added over workers.
     """
 
-    reads, left = (None, 0), False
+    reads, unreduced = (None, 0), False
 
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
@@ -143,8 +143,8 @@ def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     """Returns a parameter's whole value, with a gradient that is added for its owner.
 
     Where a step reads it more than once, where rows of a table have gradients, and where other
-    code than Keras's own may use them, the gradient is left as it is on one device, and added when
-    that of all reads is known; see `is_left`.
+    code than Keras's own may use them, the gradient is left unreduced, and added when that of all
+    reads is known; see `is_unreduced`.
 
     Call it in a replica, on every worker.
 
@@ -159,10 +159,12 @@ def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     def receive(value):
         def gradient(upstream):
             is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
-            parameter.left = is_sparse or several or not _goes_to_an_update()
-            if parameter.left:
+            model = getattr(current_replica_batch(), "model", None)
+            handed_on = model is not None and hands_on_gradients(model)
+            parameter.unreduced = is_sparse or several or not handed_on
+            if parameter.unreduced:
                 return upstream
-            added = owners.add_for(strategy, _of_rows(tf.convert_to_tensor(upstream)), owner)
+            added = owners.reduce_to(strategy, _of_rows(tf.convert_to_tensor(upstream)), owner)
             return added if is_here else tf.zeros([0], dtype)
 
         return owners.receive_from(strategy, value, owner, shape), gradient
@@ -170,10 +172,8 @@ def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     return receive(held)
 
 
-def _goes_to_an_update() -> bool:
+def hands_on_gradients(model: keras.Model) -> bool:
     """Whether Keras's own step hands gradients straight to an update of Keras's own."""
-    replica_batch = current_replica_batch()
-    model = replica_batch.model if replica_batch is not None else None
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
@@ -190,9 +190,9 @@ def drop_others(gradients, variables) -> list:
     ]
 
 
-def is_left(variable) -> bool:
+def is_unreduced(variable) -> bool:
     """Whether the gradient of a variable that a tape has returned is still to be added."""
-    return not isinstance(variable, ShardedParameter) or variable.left
+    return not isinstance(variable, ShardedParameter) or variable.unreduced
 
 
 def _of_rows(gradient):

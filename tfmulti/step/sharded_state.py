@@ -52,16 +52,16 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
             "model from a file, compile a new one so, build its optimizer, and load the weights."
         )
     parameters.refuse_several_replicas(strategy)
-    of_parameters = shard == "parameters"
-    shards = Shards(optimizer, strategy, of_parameters)
+    shards_parameters = shard == "parameters"
+    shards = Shards(optimizer, strategy, shards_parameters)
     object.__setattr__(optimizer, "tfmulti_shards", shards)
     for name, method in (("build", _build), ("update_step", _update_step)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
-    if of_parameters:
+    if shards_parameters:
         for name, method in (("apply", _apply), ("finalize_variable_values", _finalize)):
             object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
-    if shards.is_with_owners:
+    if shards.has_owned_gradients:
         keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
 
 
@@ -95,7 +95,7 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
         variables: Their variables; None for those that it was built for.
     """
     shards = getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_shards", None)
-    if shards is None or not shards.of_parameters:
+    if shards is None or not shards.shards_parameters:
         return list(gradients)
     variables = keras_compat.updated_variables(optimizer) if variables is None else variables
     return parameters.drop_others(gradients, variables)
@@ -109,7 +109,7 @@ def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf
         condition: The bool.
     """
     shards = getattr(optimizer.inner_optimizer, "tfmulti_shards", None)
-    if shards is None or not shards.of_parameters:
+    if shards is None or not shards.shards_parameters:
         return condition
     return shards.count(tf.logical_not(condition)) == 0
 
@@ -126,9 +126,9 @@ def owners_of_gradients(model, variables) -> list[int] | None:
     """
     optimizer = getattr(model, "optimizer", None)
     shards = getattr(optimizer, "tfmulti_shards", None)
-    if shards is None or not keras_compat.is_stock(type(optimizer)):
+    if shards is None or optimizer.gradient_accumulation_steps:
         return None
-    if optimizer.gradient_accumulation_steps or keras_compat.has_own_step(model, "train"):
+    if not parameters.hands_on_gradients(model):
         return None
     return shards.owners_of(variables)
 
@@ -162,28 +162,28 @@ class Shards:
     Args:
         optimizer: The optimizer.
         strategy: Its strategy, with one replica for each worker.
-        of_parameters: See below.
+        shards_parameters: Whether large weights are with their owner alone as well.
 
     Attributes:
         worker: The number of this worker.
         slots: The slots of all workers, in the order of `optimizer.variables`.
-        of_parameters: Whether large weights are with their owner alone as well.
+        shards_parameters: The argument.
         values: Reads slots outside of a step.
     """
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, strategy, of_parameters: bool):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, strategy, shards_parameters: bool):
         self._optimizer, self._strategy = optimizer, strategy
         self.worker = topology.worker_index(strategy)
         self.slots: list[slots.SlotVariable] = []
         self._owners: list[int] = []
-        self.of_parameters = of_parameters
+        self.shards_parameters = shards_parameters
         self.values = slots.OwnedValues(strategy, self._step)
         self._reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
 
     @property
-    def is_with_owners(self) -> bool:
+    def has_owned_gradients(self) -> bool:
         """Whether there are gradients that their owners alone have."""
-        return self._reduces_to_owners or self.of_parameters
+        return self._reduces_to_owners or self.shards_parameters
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
@@ -198,7 +198,7 @@ class Shards:
         sizes = [owners.bytes_of(variable) for variable in variables]
         known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
         self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy), known)
-        if self.of_parameters:
+        if self.shards_parameters:
             sharded = parameters.of_strategy(self._strategy)
             for variable, owner in zip(variables, self._owners):
                 sharded.shard(variable, owner)
@@ -310,11 +310,11 @@ class Shards:
             tf.cast(function(g) if self.owns(v) else 0.0, dtype)
             for g, v in zip(gradients, variables)
         ]
-        return owners.add(self._strategy, tf.stack(own))
+        return owners.all_reduce(self._strategy, tf.stack(own))
 
     def count(self, condition: tf.Tensor) -> tf.Tensor:
         """Returns on how many workers a bool is true."""
-        return owners.add(self._strategy, tf.cast(condition, tf.float32))
+        return owners.all_reduce(self._strategy, tf.cast(condition, tf.float32))
 
     def clip_global_norm(self, gradients, variables) -> list:
         """Scales gradients to a largest norm of all together, as Keras computes it."""

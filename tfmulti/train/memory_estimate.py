@@ -18,6 +18,7 @@ import tensorflow as tf
 from rich.table import Table
 
 from tfmulti import devices
+from tfmulti.choices import SHARDS
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.runtime import console, memory
@@ -47,7 +48,7 @@ _LOOPS = ("While", "StatelessWhile")
 _COPIES_TO_SEND = {"mpi": 1, "ring": 3}
 
 
-SHARDS_OF = ("copies", "state", "parameters")
+SHARDED = ("copies", *SHARDS)
 """What is sharded: nothing, the optimizer's state, or large weights as well."""
 _PARTS = ("process", "weights", "slots", "step", "communication", "allocator", "peak")
 
@@ -92,7 +93,7 @@ def show(config: TrainConfig) -> None:
     num_workers = config.estimate_memory
     names = ("sharded", "activations", *_PARTS)
     table = Table(*names, title=f"Memory of each of {console.count(num_workers, 'worker')}")
-    states = SHARDS_OF if num_workers > 1 else SHARDS_OF[:1]
+    states = SHARDED if num_workers > 1 else SHARDED[:1]
     kept = estimate(dataclasses.replace(config, checkpoint_activations=False))
     notes = []
     for state in states:
@@ -120,7 +121,7 @@ def _sizes(each) -> list[str]:
 
 
 def estimate(config: TrainConfig) -> dict[str, Estimate]:
-    """Returns what a worker with one replica needs, by what is sharded; see `SHARDS_OF`.
+    """Returns what a worker with one replica needs, by what is sharded; see `SHARDED`.
 
     The model is created here, its weights and slots too; no step is run.
 

@@ -1,0 +1,43 @@
+"""Programs of workers that try cases, and print a line of JSON for what each has seen."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(cases, default) -> None:
+    """Runs the program of a worker: its arguments are a folder, and names of cases.
+
+    Args:
+        cases: Functions of a strategy, the folder and a name, by name.
+        default: The one for other names.
+    """
+    import tfmulti
+
+    folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
+    strategy = tfmulti.create_strategy("multi_worker", verify="always")
+    for name in names:
+        seen = cases.get(name, default)(strategy, folder, name)
+        print(json.dumps({name: seen}), flush=True)
+
+
+def run(run_workers, program, folder, names, num_workers=2, **more) -> list[dict]:
+    """Runs such a program on workers, and returns what each worker saw of each case."""
+    outputs = run_workers(num_workers, [program, folder, ",".join(names)], **more)
+    seen = [{} for _ in range(num_workers)]
+    for found, output in zip(seen, outputs):
+        for line in output.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+    return seen
+
+
+def message_of(program) -> str:
+    """Returns the message of the error that a function raises."""
+    try:
+        program()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
