@@ -31,6 +31,7 @@ _HOMES = {
     "reduce_gradients": "step.gradients",
     "gather_optimizer_state": "step.sharded_state",
     "checkpoint_activations": "parallel.activations",
+    "pipeline": "parallel.pipeline",
     "sharded_parameters": "parallel.sharded_parameters",
     "synchronize_batch_normalization": "step.normalization",
 }

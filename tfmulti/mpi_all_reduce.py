@@ -1,4 +1,4 @@
-"""Adds tensors of all workers through MPI, or broadcasts those of one, as TensorFlow goes on.
+"""Adds tensors of all workers through MPI, or sends those of one, as TensorFlow goes on.
 
 A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
 all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
@@ -29,14 +29,18 @@ _ALIGNMENT = 64
 # A tensor above this fraction of a bucket is not worth a copy.
 _ALONE = 8
 _LOOK_S = 0.3
+# MPI moves what is being sent only while it is called.
+_PROGRESS_S = 0.0005
+_MOST_BYTES = 2**30
+_SENT = 7
 _HALF = (tf.float16, tf.bfloat16)
 
 
 class _Call:
-    """One call of MPI that is under way: a method of `MpiAllReduce`, and its array."""
+    """One call of MPI that is under way: a method of `MpiAllReduce`, and its arrays."""
 
-    def __init__(self, method, array):
-        self.method, self.array = method, array
+    def __init__(self, method, arrays):
+        self.method, self.arrays = method, arrays
         self.done = threading.Event()
         self.result, self.error = None, None
 
@@ -66,6 +70,7 @@ class MpiAllReduce:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._sending: list[tuple] = []
         # With one core, a sum and the backward pass would only take turns.
         self._overlaps = len(os.sched_getaffinity(0)) > 1
         with tf.init_scope(), tf.device("CPU:0"):
@@ -124,6 +129,32 @@ class MpiAllReduce:
         for place, value in self._by_owner(self._reduce_to, tensors, owners, own):
             sums[place] = value
         return sums
+
+    def send(self, tensors: list[tf.Tensor], to: int) -> None:
+        """Sends tensors to one worker, and waits for nothing; that one calls `receive_sent`.
+
+        Args:
+            tensors: Dense tensors.
+            to: The number of the worker.
+        """
+        method = functools.partial(self._send_to, to)
+        self._call(lambda _, *arrays: [self._begin(method, *arrays)], tensors, [])
+
+    def receive_sent(self, specs: list[tf.TensorSpec], source: int) -> list[tf.Tensor]:
+        """Returns what one worker has sent by `send`.
+
+        Args:
+            specs: The dtypes and numbers of axes of the tensors, and what is known of the shapes.
+            source: The number of the worker that sends.
+        """
+        kinds = [(spec.dtype.as_numpy_dtype, spec.shape.rank) for spec in specs]
+        method = functools.partial(self._receive_sent, source, kinds)
+        [ticket] = self._call(lambda _: [self._begin(method)], [], [])
+        results = tf.numpy_function(self._finish, [ticket], [spec.dtype for spec in specs])
+        return [
+            tf.ensure_shape(result, spec.shape)
+            for result, spec in zip(tf.nest.flatten(results), specs)
+        ]
 
     def _by_owner(self, method, tensors, owners, results) -> Iterator[tuple[int, tf.Tensor]]:
         """Calls a method of an owner and an array, for buckets of what each owner has.
@@ -207,9 +238,10 @@ class MpiAllReduce:
             self._last.assign(results[0])
         return results
 
-    def _begin(self, method, array) -> np.int64:
+    def _begin(self, method, *arrays) -> np.int64:
         number = next(self._numbers)
-        self._calls[number] = call = _Call(method, np.asarray(array, order="C"))
+        arrays = [np.asarray(array, order="C") for array in arrays]
+        self._calls[number] = call = _Call(method, arrays)
         self._work.put(call)
         return np.int64(number)
 
@@ -228,13 +260,35 @@ class MpiAllReduce:
 
     def _serve(self):
         while True:
-            call = self._work.get()
             try:
-                call.result = call.method(call.array)
+                call = self._work.get(timeout=_PROGRESS_S if self._sending else None)
+            except queue.Empty:
+                self._sending = [each for each in self._sending if not each[0].Test()]
+                continue
+            try:
+                call.result = call.method(*call.arrays)
             except Exception as error:
                 call.error = error
-            call.array = None
+            call.arrays = None
             call.done.set()
+
+    def _send_to(self, to, *arrays):
+        shapes = np.array([size for array in arrays for size in array.shape], np.int64)
+        for array in (shapes, *arrays):
+            for piece in _bytes_of(array):
+                request = self._communicator.Isend(piece, dest=to, tag=_SENT)
+                self._sending.append((request, piece))
+
+    def _receive_sent(self, source, kinds):
+        sizes = np.empty(sum(rank for _, rank in kinds), np.int64)
+        self._communicator.Recv(sizes.view(np.uint8), source=source, tag=_SENT)
+        arrays, sizes = [], iter(sizes.tolist())
+        for dtype, rank in kinds:
+            shape = [next(sizes) for _ in range(rank)]
+            arrays.append(_empty(tuple(shape), np.dtype(dtype)))
+            for piece in _bytes_of(arrays[-1]):
+                self._communicator.Recv(piece, source=source, tag=_SENT)
+        return arrays
 
     def _add(self, array):
         result = _empty(array.shape, array.dtype)
@@ -291,6 +345,12 @@ def _add_parts(parts, dtype):
     """Adds what all workers have sent of this worker's part; XLA makes one pass of it."""
     values = tf.cast(tf.bitcast(parts, dtype), tf.float32)
     return tf.bitcast(tf.cast(tf.reduce_sum(values, axis=0), dtype), tf.uint16)
+
+
+def _bytes_of(array) -> list[np.ndarray]:
+    """Cuts an array into pieces whose bytes MPI can count."""
+    flat = array.reshape(-1).view(np.uint8)
+    return [flat[begin : begin + _MOST_BYTES] for begin in range(0, flat.size, _MOST_BYTES)]
 
 
 def _empty(shape, dtype) -> np.ndarray:

@@ -8,7 +8,10 @@ and its canary in `tests/test_keras_compat.py`, which fails when upstream no lon
 from tfmulti.keras_compat.calls import COMMUNICATION as COMMUNICATION
 from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
 from tfmulti.keras_compat.calls import call_context as call_context
+from tfmulti.keras_compat.calls import is_recorded as is_recorded
 from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
+from tfmulti.keras_compat.calls import layers_of_nodes as layers_of_nodes
+from tfmulti.keras_compat.calls import next_op as next_op
 from tfmulti.keras_compat.calls import nodes_of as nodes_of
 from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
 from tfmulti.keras_compat.calls import values_of as values_of
@@ -28,6 +31,7 @@ from tfmulti.keras_compat.held import held_values as held_values
 from tfmulti.keras_compat.held import hold as hold
 from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
 from tfmulti.keras_compat.held import is_initialized as is_initialized
+from tfmulti.keras_compat.held import move_held as move_held
 from tfmulti.keras_compat.held import own_weights as own_weights
 from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position
@@ -61,6 +65,7 @@ from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_ove
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
 from tfmulti.keras_compat.patches import without_tuning as without_tuning
 from tfmulti.keras_compat.randomness import Draws as Draws
+from tfmulti.keras_compat.randomness import draws_of as draws_of
 from tfmulti.keras_compat.randomness import fixed_random_numbers as fixed_random_numbers
 from tfmulti.keras_compat.reference import be_first_replica as be_first_replica
 from tfmulti.keras_compat.reference import compiled_state as compiled_state

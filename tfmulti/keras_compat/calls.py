@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import op_def_registry
 
 from tfmulti.keras_compat import randomness, replacement
@@ -102,13 +103,22 @@ def values_of(variables) -> list:
         return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
+def next_op() -> int:
+    """Returns the number that the next operation of the default graph gets at least.
+
+    `Graph.version` does not count the placeholders of what a graph captures.
+    """
+    ops = tf.compat.v1.get_default_graph().get_operations()
+    return ops[-1]._id + 1 if ops else 0
+
+
 def unrepeatable_ops(since: int) -> list[str]:
     """Returns kinds of ops that do something else when they are run a second time.
 
     They draw random numbers from a state of their own, or assign to a variable of TensorFlow's.
 
     Args:
-        since: `version` of the default graph before the ops in question were created.
+        since: `next_op()` before the ops in question were created.
     """
     graph = tf.compat.v1.get_default_graph()
     device = tf.identity(0, name="device_of_this_replica").device
@@ -125,7 +135,7 @@ def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Va
     """Returns those of some variables that the graph being made reads; none outside of a graph.
 
     Args:
-        since: `version` of the default graph before the ops in question were created.
+        since: `next_op()` before the ops in question were created.
         variables: The variables.
     """
     if tf.executing_eagerly():
@@ -169,9 +179,24 @@ def nodes_of(model: keras.Model) -> list[tuple[list, list]] | None:
     Returns:
         Each call's input and output tensors (`KerasTensor`); None for any other model.
     """
+    nodes = _nodes(model)
+    return None if nodes is None else [(node.input_tensors, node.outputs) for node in nodes]
+
+
+def layers_of_nodes(model: keras.Model) -> list[keras.Operation]:
+    """Returns what is called in a Functional or Sequential model, in the order of `nodes_of`."""
+    return [node.operation for node in _nodes(model)]
+
+
+def _nodes(model):
     model = getattr(model, "_functional", None) or model
     if not hasattr(model, "_nodes_by_depth"):
         return None
     depths = sorted(model._nodes_by_depth, reverse=True)
     nodes = [node for depth in depths for node in model._nodes_by_depth[depth]]
-    return [(node.input_tensors, node.outputs) for node in nodes if not node.is_input]
+    return [node for node in nodes if not node.is_input]
+
+
+def is_recorded(tensors: list[tf.Tensor]) -> bool:
+    """Whether a tape watches one of some tensors, so that a gradient of it may be asked for."""
+    return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)

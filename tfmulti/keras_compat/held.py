@@ -88,19 +88,34 @@ def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy,
     """
     variable.__class__ = kind
     variable.is_here = is_here
-    if is_here:
-        return
+    if not is_here:
+        _set_value(variable, strategy, tf.zeros([0], variable._value.dtype))
+
+
+def move_held(variable: HeldVariable, strategy: tf.distribute.Strategy, value) -> None:
+    """Moves a `HeldVariable` to this worker, or away from it.
+
+    Args:
+        variable: The variable.
+        strategy: A strategy with one replica for each worker.
+        value: Its whole value if this worker is going to hold it, else None.
+    """
+    variable.is_here = value is not None
+    empty = tf.zeros([0], variable._value.dtype)
+    _set_value(variable, strategy, empty if value is None else value)
+
+
+def _set_value(variable, strategy, value):
     old = variable._value
 
     def create():
         with tf.device(strategy.extended.worker_devices[0]):
-            empty = tf.zeros([0], old.dtype)
-            return tf.Variable(empty, trainable=variable.trainable, name=variable.name)
+            return tf.Variable(value, trainable=variable.trainable, name=variable.name)
 
     # In a strategy's scope, creating a variable is a collective. The scope is the thread's.
     with futures.ThreadPoolExecutor(1) as thread:
-        empty = thread.submit(create).result()
-    variable._value = distributed_values.MirroredVariable(strategy, [empty], old.aggregation)
+        new = thread.submit(create).result()
+    variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
 
 
 def keys_of_held(original):

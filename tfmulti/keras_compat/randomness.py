@@ -350,3 +350,29 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
                 yield draws
         finally:
             draws.forget_tensors()
+
+
+@contextlib.contextmanager
+def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterator[Draws | None]:
+    """Within `fixed_random_numbers`, lets what is drawn belong to other rows.
+
+    Args:
+        rows: As in `fixed_random_numbers`; None for the same as around it. Its third value is
+            added.
+        number: How many draws come before; None for as many as there were.
+
+    Yields:
+        The `Draws`; None outside of `fixed_random_numbers`.
+    """
+    draws = getattr(getattr(_current(), "replace", None), "__self__", None)
+    if not isinstance(draws, Draws):
+        yield None
+        return
+    before = draws._rows, draws.number
+    if rows is not None:
+        draws._rows = lambda: (*rows(), *before[0]()[2:])
+    draws.number = draws.number if number is None else number
+    try:
+        yield draws
+    finally:
+        draws._rows, draws.number = before

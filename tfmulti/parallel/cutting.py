@@ -32,6 +32,10 @@ class Cut:
     Args:
         model: A built Functional or Sequential model.
         starts: Positions in the order of the model's calls at which a part begins, but the first.
+
+    Attributes:
+        parts: The parts, in their order.
+        outputs: The model's outputs, as tensors of its graph.
     """
 
     def __init__(self, model: keras.Model, starts: list[int]):
@@ -40,22 +44,42 @@ class Cut:
         is_chain = isinstance(model, keras.Sequential)
         self._input = model.inputs[0] if is_chain else model.input
         self._output = model.outputs[0] if is_chain else model.output
+        self.outputs = model.outputs
         bounds = [0, *starts, len(self._nodes)]
         self.parts = [self._part(a, b) for a, b in zip(bounds[:-1], bounds[1:])]
 
     def call(self, inputs, training=None, mask=None):
         """Runs the parts one after the other; it takes the place of the model's own `call`."""
+        values = self.values_of(inputs, mask)
+        for part in self.parts:
+            given = [values[each] for each in part.inputs]
+            results = part.model(given if len(given) > 1 else given[0], training=training)
+            values.update(zip(part.outputs, keras.tree.flatten(results)))
+        return self.packed(values)
+
+    def values_of(self, inputs, mask=None) -> dict:
+        """Returns the values of the model's inputs, with their masks, by the tensors' identities.
+
+        Args:
+            inputs: What the model is called with.
+            mask: Masks of it, or None.
+        """
         masks = [None] * len(self._model.inputs) if mask is None else keras.tree.flatten(mask)
         values = {}
         for tensor, value, its_mask in zip(self._model.inputs, self._flat(inputs), masks):
             keras_compat.set_mask(value, its_mask)
             values[id(tensor)] = value
-        for part in self.parts:
-            given = [values[each] for each in part.inputs]
-            results = part.model(given if len(given) > 1 else given[0], training=training)
-            values.update(zip(part.outputs, keras.tree.flatten(results)))
-        outputs = [values[id(tensor)] for tensor in self._model.outputs]
-        return keras.tree.pack_sequence_as(self._output, outputs)
+        return values
+
+    def packed(self, values: dict):
+        """Returns the model's outputs in their structure, from values by identity."""
+        outputs = [values[id(tensor)] for tensor in self.outputs]
+        # As Keras does, a list of one output is that output.
+        return (
+            outputs[0]
+            if isinstance(self._output, (list, tuple)) and len(outputs) == 1
+            else keras.tree.pack_sequence_as(self._output, outputs)
+        )
 
     def _flat(self, inputs):
         if isinstance(inputs, dict) and isinstance(self._input, dict):
@@ -70,6 +94,8 @@ class Cut:
         later |= {id(x) for x in self._model.outputs}
         after = {id(x): x for _, outputs in nodes for x in outputs if id(x) in later}
         part = keras.Model(list(before.values()), list(after.values()))
+        # Its layers have set the masks of its outputs; Keras would warn that they are lost.
+        part.supports_masking, part.compute_mask = True, lambda inputs, previous_mask: None
         return Part(part, tuple(before), tuple(after))
 
 
@@ -98,6 +124,78 @@ def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[in
         # Neighbouring parts may choose the same place; there is one cut then.
         starts |= {min(near, key=lambda position: _handed_on(nodes, position))} if near else set()
     return sorted(starts)
+
+
+def costly_starts(model: keras.Model, num_parts: int) -> list[int]:
+    """Returns where to cut a model so that its parts compute about as much as each other.
+
+    A layer is taken to multiply each of its weights once for each position of its output, as
+    dense layers and convolutions do; a table is looked up. Of cuts that are as even, the one
+    that hands the least on is taken.
+
+    Args:
+        model: A built Functional or Sequential model.
+        num_parts: How many parts.
+
+    Raises:
+        ValueError: If the model has fewer calls than parts.
+    """
+    nodes = keras_compat.nodes_of(model)
+    if len(nodes) < num_parts:
+        raise ValueError(
+            f"A pipeline of {num_parts} stages needs as many layers. Received: {model.name!r} "
+            f"with {len(nodes)}. Use fewer workers."
+        )
+    costs = [_cost(layer, outputs) for layer, (_, outputs) in zip(_layers(model), nodes)]
+    before = [0.0, *itertools.accumulate(costs)]
+    handed_on = [_handed_on(nodes, position) for position in range(len(nodes) + 1)]
+    # The best way to cut the first calls into so many parts: its largest cost, what it hands on,
+    # and where it cuts.
+    best = {0: (0.0, 0, [])}
+    for part in range(num_parts):
+        left = num_parts - part - 1
+        best = {
+            end: min(
+                (max(most, before[end] - before[start]), sent + handed_on[end], [*cuts, end])
+                for start, (most, sent, cuts) in best.items()
+                if start < end
+            )
+            for end in range(part + 1, len(nodes) - left + 1)
+            if left or end == len(nodes)
+        }
+    return best[len(nodes)][2][:-1]
+
+
+def starts_at(model: keras.Model, names: list[str]) -> list[int]:
+    """Returns the positions of the calls of layers, at which parts are to begin.
+
+    Args:
+        model: A built Functional or Sequential model.
+        names: Names of layers, in their order.
+
+    Raises:
+        ValueError: For another name, the first layer, or another order.
+    """
+    every = [layer.name for layer in _layers(model)]
+    starts = [every.index(name) if name in every else 0 for name in names]
+    if 0 in starts or sorted(set(starts)) != starts:
+        raise ValueError(
+            "`stages` must be names of layers at which stages begin, in the model's order, "
+            f"without the first. Received: stages={names}. The layers are {every}."
+        )
+    return starts
+
+
+def _layers(model):
+    return keras_compat.layers_of_nodes(model)
+
+
+def _cost(layer, outputs):
+    positions = math.prod(size or 1 for size in outputs[0].shape[1:-1])
+    # `keras.ops` have no weights, and a table's are looked up.
+    is_used = isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.Embedding)
+    weights = layer.count_params() if is_used else 0
+    return float(weights * positions + sum(map(_size, outputs)))
 
 
 def _handed_on(nodes, position):

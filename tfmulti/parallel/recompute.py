@@ -9,7 +9,13 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step.parameters import ShardedParameter, gather, in_replica, note_read
+from tfmulti.step.parameters import (
+    ShardedParameter,
+    gather,
+    in_replica,
+    is_stage,
+    note_read,
+)
 
 
 def recomputed(
@@ -31,6 +37,9 @@ def recomputed(
         gathered: Function that returns the sharded parameters which each run gathers. Others are
             gathered wherever they are read.
 
+    Within a stage of a pipeline, which is given its weights and may run again itself, the call is
+    run as it is.
+
     Raises:
         RuntimeError: When it is called and a second run would not do the same: it draws numbers
             from a state that is not Keras's, or assigns to a `tf.Variable`.
@@ -39,7 +48,7 @@ def recomputed(
     @functools.wraps(call)
     def run(*args, **kwargs):
         unbuilt = layer is not None and not keras_compat.is_built(layer)
-        if unbuilt or keras_compat.is_symbolic((args, kwargs)):
+        if unbuilt or keras_compat.is_symbolic((args, kwargs)) or is_stage():
             return call(*args, **kwargs)
         whole = gathered()
         if whole and not in_replica():
@@ -173,7 +182,7 @@ def _without_activations(run: _Recomputed) -> Callable:
 def _refusing_unrepeatable(run, tensors):
     if tf.executing_eagerly():
         return run.first_run(tensors)
-    since = tf.compat.v1.get_default_graph().version
+    since = keras_compat.next_op()
     outputs = run.first_run(tensors)
     found = keras_compat.unrepeatable_ops(since)
     if found:

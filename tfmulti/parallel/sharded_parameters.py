@@ -65,7 +65,7 @@ def gather_in_calls(model: keras.Model) -> None:
         sharded = parameters.of_strategy(model.distribute_strategy)
         for layer in keras_compat.all_layers(model):
             for variable in keras_compat.own_weights(layer):
-                if not _is_state(variable, layer):
+                if not parameters.is_state(variable, layer):
                     sharded.shard(variable)
     if sharded is None:
         return
@@ -95,13 +95,6 @@ def forget_values(model: keras.Model) -> None:
     for variable in model.variables:
         if isinstance(variable, parameters.ShardedParameter):
             variable.parameters.values.forget(variable)
-
-
-def _is_state(variable, layer) -> bool:
-    """Whether a layer may change a variable in its calls, as batch normalization does."""
-    changes = not keras_compat.is_stock(type(layer))
-    changes = changes or isinstance(layer, keras.layers.BatchNormalization)
-    return changes and layer.trainable and not variable.trainable
 
 
 def _units(model):

@@ -30,7 +30,7 @@ def count_once(tracker, before, replica_batch) -> None:
     number of rows of the replica.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    part = (tracker.total - before) * replica_batch.weight * num_replicas
+    part = (tracker.total - before) * tf.cast(replica_batch.weight, before.dtype) * num_replicas
     part = tf.where(replica_batch.num_real > 0, part, tf.zeros_like(part))
     tracker.total.assign(before + part)
 

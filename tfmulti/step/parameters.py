@@ -8,7 +8,10 @@ computes on one device. `tfmulti.parallel.sharded_parameters` has layers gather 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -20,6 +23,7 @@ from tfmulti.step.rows import current_replica_batch
 LARGE_BYTES = 2**14
 """Smaller weights stay on every worker: to send them takes longer than it saves memory."""
 _FLOATS = (tf.float32, tf.float64)
+_local = threading.local()
 
 
 class ShardedParameter(keras_compat.HeldVariable):
@@ -30,12 +34,19 @@ class ShardedParameter(keras_compat.HeldVariable):
         optimizers: Those that update it.
         reads: The latest step that reads it, and how often.
         unreduced: Whether its latest gradient is still to be added over workers.
+        in_stage: Whether a stage of a pipeline computes with it, on its owner alone.
     """
 
-    reads, unreduced = (None, 0), False
+    reads, unreduced, in_stage = (None, 0), False, False
 
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
+        if is_stage():
+            raise RuntimeError(
+                "A stage of a pipeline can read the weights of its own layers alone. Received: a "
+                f"read of {self.path}, which worker {self.owner} holds, in another layer's call. "
+                "Give both layers to one stage by `stages`, or share the layer, not its weight."
+            )
         if in_replica():
             note_read(self)
             return gather(self, self.held())
@@ -90,10 +101,28 @@ class Parameters:
         known = isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable)
         if known or not is_large(variable):
             return
-        strategy = self._strategy()
-        owner = self._held.index(min(self._held)) if owner is None else owner
+        self._hold(variable, self._held.index(min(self._held)) if owner is None else owner)
+
+    def place(self, variable: keras.Variable, owner: int) -> None:
+        """Gives a variable of any size to a worker, also if another one holds it; a collective.
+
+        Args:
+            variable: A weight.
+            owner: The worker that will hold it.
+        """
+        if not isinstance(variable, ShardedParameter):
+            self._hold(variable, owner)
+        elif variable.owner != owner:
+            size, strategy = owners.bytes_of(variable), self._strategy()
+            value = self.values.gathered(variable)
+            keras_compat.move_held(variable, strategy, value if owner == self.worker else None)
+            self._held[variable.owner] -= size
+            self._held[owner] += size
+            variable.owner = owner
+
+    def _hold(self, variable, owner):
         self._held[owner] += owners.bytes_of(variable)
-        keras_compat.hold(variable, ShardedParameter, strategy, owner == self.worker)
+        keras_compat.hold(variable, ShardedParameter, self._strategy(), owner == self.worker)
         variable.owner, variable.parameters = owner, self
         variable.optimizers = []
 
@@ -123,12 +152,35 @@ def is_large(variable: keras.Variable) -> bool:
     return kind in _FLOATS and owners.bytes_of(variable) >= LARGE_BYTES
 
 
+def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
+    """Whether a layer may change a variable in its calls, as batch normalization does."""
+    changes = not keras_compat.is_stock(type(layer))
+    changes = changes or isinstance(layer, keras.layers.BatchNormalization)
+    return changes and layer.trainable and not variable.trainable
+
+
 def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:
     """Returns the sharded parameters of a strategy."""
     found = getattr(strategy, "tfmulti_parameters", None)
     if found is None:
         found = strategy.tfmulti_parameters = Parameters(strategy)
     return found
+
+
+@contextlib.contextmanager
+def stage() -> Iterator[None]:
+    """Within it a stage of a pipeline runs, whose weights are given to it."""
+    previous = is_stage()
+    _local.is_stage = True
+    try:
+        yield
+    finally:
+        _local.is_stage = previous
+
+
+def is_stage() -> bool:
+    """Whether a stage of a pipeline runs; see `stage`."""
+    return getattr(_local, "is_stage", False)
 
 
 def note_read(parameter: ShardedParameter) -> None:
@@ -139,7 +191,7 @@ def note_read(parameter: ShardedParameter) -> None:
     parameter.reads = (weakref.ref(step), count + 1 if is_same else 1)
 
 
-def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
+def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = False) -> tf.Tensor:
     """Returns a parameter's whole value, with a gradient that is added for its owner.
 
     Where a step reads it more than once, where rows of a table have gradients, and where other
@@ -151,6 +203,8 @@ def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     Args:
         parameter: The parameter.
         held: What this worker holds of it.
+        for_stages: Whether stages of a pipeline use it: then each worker has a part of the
+            gradient of all workers' rows, also one that has no rows itself.
     """
     strategy, dtype = tf.distribute.get_strategy(), held.dtype
     shape, owner, is_here = parameter.shape, parameter.owner, parameter.is_here
@@ -159,17 +213,29 @@ def gather(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
     def receive(value):
         def gradient(upstream):
             is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
-            model = getattr(current_replica_batch(), "model", None)
-            handed_on = model is not None and hands_on_gradients(model)
+            handed_on = are_handed_on()
             parameter.unreduced = is_sparse or several or not handed_on
+            if parameter.in_stage and current_replica_batch() is not None:
+                # The stage's own gradient, to which this one is added, is that of all rows.
+                parameter.unreduced = False
             if parameter.unreduced:
                 return upstream
-            added = owners.reduce_to(strategy, _of_rows(tf.convert_to_tensor(upstream)), owner)
+            upstream = tf.convert_to_tensor(upstream)
+            upstream = upstream if for_stages else _of_rows(upstream)
+            if not handed_on:
+                return owners.all_reduce(strategy, upstream)
+            added = owners.reduce_to(strategy, upstream, owner)
             return added if is_here else tf.zeros([0], dtype)
 
         return owners.receive_from(strategy, value, owner, shape), gradient
 
     return receive(held)
+
+
+def are_handed_on() -> bool:
+    """Whether the step that is traced hands its gradients straight to an update."""
+    model = getattr(current_replica_batch(), "model", None)
+    return model is not None and hands_on_gradients(model)
 
 
 def hands_on_gradients(model: keras.Model) -> bool:

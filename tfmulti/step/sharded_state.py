@@ -341,7 +341,7 @@ class Shards:
             RuntimeError: For such a variable, with its name.
         """
         others = [v for v in keras_compat.updated_variables(self._optimizer) if v is not variable]
-        since = 0 if tf.executing_eagerly() else tf.compat.v1.get_default_graph().version
+        since = 0 if tf.executing_eagerly() else keras_compat.next_op()
         shared = [v for v in self._optimizer.variables if not isinstance(v, slots.SlotVariable)]
         with keras_compat.noting_assigned(shared) as changed:
             yield

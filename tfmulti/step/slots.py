@@ -114,7 +114,7 @@ class OwnedValues:
             RuntimeError: For another worker's variable whose value is not known here.
         """
         if is_gathering():
-            return self._gather(variable)
+            return self.gathered(variable)
         if self._kept.steps.get(_number_of(variable)) != self._step(variable):
             # On the owner too: a read that fails elsewhere would leave it waiting for the others.
             raise RuntimeError(
@@ -134,7 +134,7 @@ class OwnedValues:
         A script may then save the model on one worker alone.
         """
         for variable in variables:
-            self.keep_value(variable, self._gather(variable))
+            self.keep_value(variable, self.gathered(variable))
 
     def keep_value(self, variable, value):
         """Keeps the value that a variable has at this step on all workers; returns it."""
@@ -147,7 +147,8 @@ class OwnedValues:
         """Forgets a kept value, before steps that may change it."""
         self._kept.steps.pop(_number_of(variable), None)
 
-    def _gather(self, variable) -> np.ndarray:
+    def gathered(self, variable) -> np.ndarray:
+        """Returns a variable's whole value from its owner; a collective."""
         strategy, dtype = self._strategy(), tf.as_dtype(variable.dtype)
 
         def on_replica():

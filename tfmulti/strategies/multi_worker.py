@@ -101,7 +101,8 @@ def create_multi_worker(
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         all_reduce = _create_mpi_all_reduce(communicator, cluster, options.bucket_bytes)
-        for name in ("add", "broadcast", "receive", "reduce_to_owners"):
+        names = ("add", "broadcast", "receive", "receive_sent", "reduce_to_owners", "send")
+        for name in names:
             setattr(strategy.extended, name, getattr(all_reduce, name))
     return strategy
 

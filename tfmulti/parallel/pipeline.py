@@ -1,0 +1,253 @@
+"""Pipelines: the layers of a model are on several workers, and micro-batches go through them."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat, topology
+from tfmulti.parallel import schedule
+from tfmulti.parallel.cutting import Cut, costly_starts, starts_at
+from tfmulti.parallel.stages import Handover, describe, stages_of
+from tfmulti.step import current_replica_batch, parameters
+
+
+def pipeline(
+    model: keras.Model,
+    stages: int | list[str] | None = None,
+    micro_batches: int = 4,
+    checkpoint_activations: bool = False,
+) -> keras.Model:
+    """Cuts a model into stages, one for each worker, which pass micro-batches on to each other.
+
+    Each worker holds the weights of its stage alone, with their gradients and slots. The rows of
+    all workers together are cut into micro-batches; while one stage computes the second, the next
+    one computes the first. Losses, gradients and metrics are those of the whole batch. With one
+    replica in all nothing happens.
+
+    Args:
+        model: A built Functional or Sequential model, created in the strategy's scope. Created
+            within `tfmulti.sharded_parameters()`, no worker ever has the whole model.
+        stages: The number of stages, which is the number of workers; None for that. The model is
+            then cut where stages compute about as much as each other. Or the names of the layers
+            at which stages begin, without the first.
+        micro_batches: In how many parts the rows of a step pass through. The more there are, the
+            less the stages wait: of s stages and m parts, (s - 1) / (m + s - 1) of the time.
+        checkpoint_activations: Whether each stage keeps its inputs alone, and runs again for the
+            gradients of a micro-batch.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model is not Functional or Sequential, cannot be cut so, has been
+            compiled, or has synchronized batch normalization with several micro-batches; if
+            workers are not as many as stages, have several replicas, or have no MPI.
+
+    Example:
+        >>> import tfmulti
+        >>> strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+        >>> with strategy.scope():
+        ...     hidden = [keras.layers.Dense(4) for _ in range(3)]
+        ...     model = keras.Sequential([keras.Input((4,)), *hidden])
+        ...     model = tfmulti.pipeline(model, micro_batches=2)
+
+    Sources: Huang et al., 2019, "GPipe: Efficient Training of Giant Neural Networks using
+    Pipeline Parallelism".
+    """
+    strategy = model.distribute_strategy
+    _refuse_model(model, micro_batches)
+    if strategy.num_replicas_in_sync == 1:
+        return model
+    number = topology.num_workers(strategy)
+    _refuse_cluster(strategy, stages)
+    if stages is None or isinstance(stages, int):
+        starts = costly_starts(model, number)
+    else:
+        starts = starts_at(model, stages)
+    _Pipeline(model, strategy, starts, micro_batches, checkpoint_activations).install()
+    return model
+
+
+class _Pipeline:
+    """A model's call as a pass through stages."""
+
+    def __init__(self, model, strategy, starts, num_micro_batches, recomputes):
+        self._model, self._strategy = model, strategy
+        self._me = topology.worker_index(strategy)
+        self._cut = Cut(model, starts)
+        self._num_micro_batches, self._recomputes = num_micro_batches, recomputes
+        self._call, self._plans = model.call, {}
+
+    def install(self):
+        """Gives each weight to the worker of its stage, and takes the place of the model's call."""
+        sharded = parameters.of_strategy(self._strategy)
+        placed = set()
+        for owner, part in enumerate(self._cut.parts):
+            for layer in keras_compat.all_layers(part.model):
+                for weight in keras_compat.own_weights(layer):
+                    is_float = keras.backend.is_float_dtype(weight.dtype)
+                    if (
+                        id(weight) not in placed
+                        and is_float
+                        and not parameters.is_state(weight, layer)
+                    ):
+                        placed.add(id(weight))
+                        sharded.place(weight, owner)
+                        weight.in_stage = True
+        inputs, outputs = (
+            [id(x) for x in each] for each in (self._model.inputs, self._cut.outputs)
+        )
+        self._stages = stages_of(self._cut, inputs, outputs)
+        count = {}
+        for stage in self._stages:
+            for weight in stage.weights:
+                count.setdefault(id(weight), [weight, 0])[1] += 1
+        self._weights = [(weight, number > 1) for weight, number in count.values()]
+        self._model.call = self.call
+        self._model.tfmulti_pipeline = self
+
+    def call(self, inputs, training=None, mask=None, **kwargs):
+        """Passes a batch through the stages in a step; elsewhere it is the model's own call."""
+        is_step = parameters.in_replica() and current_replica_batch() is not None
+        if not is_step or keras_compat.is_symbolic(inputs):
+            return self._call(inputs, training=training, mask=mask, **kwargs)
+        values = self._cut.values_of(inputs, mask)
+        before, flat = Handover.of(list(values), values, [])
+        plan = self._plan(before, training)
+        weights = [
+            parameters.gather(each, each.held(), for_stages=True) if is_shared else each.held()
+            for each, is_shared in self._weights
+        ]
+        for each, is_shared in self._weights:
+            if is_shared:
+                parameters.note_read(each)
+        outputs = self._passed(plan, before, flat, weights)
+        values, losses = plan.outputs.values(outputs)
+        for loss in losses:
+            keras.layers.Layer.add_loss(self._model, tf.reduce_mean(loss))
+        return self._cut.packed(values)
+
+    def _plan(self, before, training):
+        context = keras_compat.call_context()
+        with keras_compat.draws_of() as draws:
+            key = (before, training, draws is None)
+        if key not in self._plans:
+            with context():
+                self._plans[key] = describe(self._stages, before, training)
+        whole = training and any(
+            isinstance(each, keras.layers.BatchNormalization) and each.synchronized
+            for each in keras_compat.all_layers(self._model)
+        )
+        return schedule.Plan(
+            self._strategy,
+            self._stages,
+            self._plans[key],
+            1 if whole else self._num_micro_batches,
+            self._recomputes,
+            training,
+            context,
+        )
+
+    def _passed(self, plan, before, flat, weights):
+        batch, number = current_replica_batch(), len(flat)
+        num_rows = tf.where(batch.num_real > 0, tf.shape(flat[0])[0], 0)
+        wants_inputs = keras_compat.is_recorded(_floats(before, flat))
+        places = {id(each): place for place, (each, _) in enumerate(self._weights)}
+        mine = [places[id(each)] for each in self._stages[self._me].weights]
+        one = None
+
+        @tf.custom_gradient
+        def compute(*tensors):
+            nonlocal one
+            tensors = [tf.stop_gradient(each) for each in tensors]
+            own = [tensors[number + place] for place in mine]
+            one = schedule.Pass(plan, self._me, num_rows, wants_inputs)
+            results = one.forward(tensors[:number], own)
+
+            def gradient(*upstream):
+                upstream = [tf.convert_to_tensor(each) for each in _floats(plan.outputs, upstream)]
+                of_inputs, of_weights = one.backward(upstream)
+                found, of_weights = iter(of_inputs), dict(zip(mine, of_weights))
+                of_inputs = [
+                    next(found) if is_float and wants_inputs else None
+                    for is_float in before.is_float
+                ]
+                return [*of_inputs, *self._of_weights(plan, of_weights)]
+
+            return results, gradient
+
+        results = compute(*flat, *weights)
+        schedule.updated_everywhere(plan, one, self._me)
+        return results
+
+    def _of_weights(self, plan, gradients):
+        for place, (weight, is_shared) in enumerate(self._weights):
+            own = gradients.get(place)
+            if not is_shared:
+                yield schedule.whole_or_held(plan, weight, own)
+            else:
+                yield tf.zeros(weight.shape, weight.dtype) if own is None else own
+
+
+def _weights_of(model):
+    """Yields the numbers that a model's layers learn or are given, without what calls change."""
+    for layer in keras_compat.all_layers(model):
+        for weight in keras_compat.own_weights(layer):
+            is_float = keras.backend.is_float_dtype(weight.dtype)
+            if is_float and not parameters.is_state(weight, layer):
+                yield weight
+
+
+def _floats(handover, flat):
+    return [each for each, is_float in zip(flat, handover.is_float) if is_float]
+
+
+def _refuse_model(model, micro_batches):
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(
+            "`micro_batches` must be a whole number of at least 1. "
+            f"Received: micro_batches={micro_batches!r}. Use 4 for each stage."
+        )
+    if not model.built or keras_compat.nodes_of(model) is None:
+        raise ValueError(
+            "`pipeline` needs a built Functional or Sequential model, whose graph it cuts. "
+            f"Received: {model.name!r}, a {type(model).__name__} that "
+            f"{'is neither' if model.built else 'has not been built'}. Give it an `Input`; "
+            "for a subclassed model use shard='parameters'."
+        )
+    if getattr(model, "optimizer", None) is not None:
+        raise ValueError(
+            "`pipeline` must be called before `compile`. Received: "
+            f"{model.name!r}, which is compiled. Call it first."
+        )
+    together = [
+        layer.name
+        for layer in keras_compat.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+    if together and micro_batches > 1:
+        raise ValueError(
+            "Synchronized batch normalization needs the rows of the whole batch at once. "
+            f"Received: {', '.join(together)}, micro_batches={micro_batches}. Use "
+            "micro_batches=1, synchronized=False for the statistics of each micro-batch, or "
+            "keras.layers.GroupNormalization."
+        )
+
+
+def _refuse_cluster(strategy, stages):
+    number = topology.num_workers(strategy)
+    parameters.refuse_several_replicas(strategy)
+    asked = stages if isinstance(stages, int) else number if stages is None else len(stages) + 1
+    if asked != number:
+        raise ValueError(
+            "`stages` must be as many as workers. "
+            f"Received: {asked} stages, {number} workers. Start {asked} workers: "
+            f"python -m tfmulti.launch --num_workers {asked} --mpi."
+        )
+    if getattr(strategy.extended, "send", None) is None:
+        raise ValueError(
+            "`pipeline` needs MPI, by which one worker sends to another. Received: "
+            f"communication {strategy.communication}. Start the workers with python -m "
+            "tfmulti.launch --mpi, after pip install tfmulti[mpi]."
+        )

@@ -1,0 +1,296 @@
+"""One pass of a batch through the stages of a pipeline, forwards and back, over MPI.
+
+The rows of all workers are put together on the first stage's worker, and cut into micro-batches,
+which go from stage to stage (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965). Each
+worker gets the outputs of its own rows from the last stage, and computes its loss of them. Its
+gradient goes the same way back.
+
+All workers make their calls of MPI in the order of this module. Sending waits for nothing, so
+that no two workers wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.parallel.stages import Described, Handover, Stage
+from tfmulti.step import owners, parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call of the model passes through the stages; the same on all workers.
+
+    Attributes:
+        strategy: A strategy with one replica for each worker, over MPI.
+        stages: The stages; each worker has the one of its own number.
+        described: What each stage does.
+        num_micro_batches: The number of micro-batches.
+        recomputes: Whether a stage keeps its inputs alone, and runs again for gradients.
+        training: As in a layer's call.
+        context: Function that makes the context in which the model was called.
+    """
+
+    strategy: tf.distribute.Strategy
+    stages: list[Stage]
+    described: list[Described]
+    num_micro_batches: int
+    recomputes: bool
+    training: bool | None
+    context: Callable
+
+    @property
+    def outputs(self) -> Handover:
+        """What the last stage hands on."""
+        return self.described[-1].after
+
+
+class Pass:
+    """A pass of a batch through the stages.
+
+    Args:
+        plan: The plan.
+        me: The number of this worker, and of its stage.
+        num_rows: The rows of this worker; 0 where it only has a padding row.
+        wants_inputs: Whether gradients with respect to the inputs are asked for.
+    """
+
+    def __init__(self, plan: Plan, me: int, num_rows: tf.Tensor, wants_inputs: bool):
+        self._plan, self._me, self._wants_inputs = plan, me, wants_inputs
+        self._stage, self._described = plan.stages[me], plan.described[me]
+        self._number, self._mpi = len(plan.stages), plan.strategy.extended
+        self._is_first, self._is_last = me == 0, me == len(plan.stages) - 1
+        self._num_rows = num_rows
+        self._counts = self._mpi.add([tf.one_hot(me, self._number, dtype=tf.int32) * num_rows])[0]
+        self._ends = tf.cumsum(self._counts)
+        self._total = self._ends[-1]
+        self._kept: list = []
+        self.updates: list[tf.Tensor] = []
+
+    def forward(self, flat, weights) -> list[tf.Tensor]:
+        """Returns the outputs of this worker's rows.
+
+        Args:
+            flat: The inputs of this worker's rows, with their masks.
+            weights: The values of its stage's weights.
+        """
+        state = list(zip(self._described.updated, keras_compat.values_of(self._described.updated)))
+        given = self._collect(flat, 0, self._described.before if self._is_first else None)
+        done = []
+        for place in range(self._plan.num_micro_batches):
+            taken = (
+                self._micro_batch(given, place)
+                if self._is_first
+                else self._mpi.receive_sent(self._described.before.specs, self._me - 1)
+            )
+            outputs, state = self._run(place, taken, weights, state)
+            if self._is_last:
+                done.append(outputs)
+            else:
+                self._mpi.send(outputs, self._me + 1)
+        self.updates = [value for _, value in state]
+        results = self._spread(_joined(done), self._number - 1, self._plan.outputs.specs, least=1)
+        # A worker that has a padding row alone gets some row for it.
+        last = tf.shape(results[0])[0] - 1
+        rows = tf.minimum(tf.range(tf.shape(flat[0])[0]), last)
+        return [tf.gather(result, rows) for result in results]
+
+    def backward(self, upstream) -> tuple[list, list]:
+        """Returns the gradients of this worker's inputs, and of its stage's weights.
+
+        Args:
+            upstream: Gradients of what `forward` has returned, of those that are numbers.
+        """
+        last = self._number - 1
+        mine = [gradient[: self._num_rows] for gradient in upstream]
+        specs = _floats(self._plan.outputs, self._plan.outputs.specs)
+        given = self._collect(mine, last, specs if self._is_last else None)
+        weights, inputs = None, []
+        for place in reversed(range(self._plan.num_micro_batches)):
+            after = self._described.after
+            gradients = (
+                [each[slice(*self._bounds(place))] for each in given]
+                if self._is_last
+                else self._mpi.receive_sent(_floats(after, after.specs), self._me + 1)
+            )
+            of_inputs, of_weights = self._gradients(place, gradients)
+            weights = of_weights if weights is None else _added(weights, of_weights)
+            if self._is_first:
+                begin, end = self._bounds(place)
+                inputs.insert(0, [each[: end - begin] for each in of_inputs])
+            else:
+                self._mpi.send(of_inputs, self._me - 1)
+        if self._wants_inputs:
+            first = self._plan.described[0].before
+            inputs = self._spread(_joined(inputs), 0, _floats(first, first.specs), least=0)
+            size = tf.shape(upstream[0])[0] - self._num_rows
+            inputs = [_padded(each, size) for each in inputs]
+        return inputs, weights
+
+    def _run(self, place, taken, weights, state):
+        """Computes this worker's stage on one micro-batch, and keeps what its gradient needs."""
+        before, after = self._described.before, self._described.after
+        taken = [tf.identity(each) for each in taken]
+        sources = [*_floats(before, taken), *weights]
+        if self._plan.recomputes:
+            flat, new = self._computed(place, taken, weights, state)
+            self._kept.append((None, taken, weights, state))
+        else:
+            with tf.GradientTape() as tape:
+                tape.watch(sources)
+                flat, new = self._computed(place, taken, weights, state)
+            self._kept.append((tape, sources, _floats(after, flat), None))
+        return flat, new
+
+    def _computed(self, place, taken, weights, state):
+        begin, end = self._bounds(place)
+        drawn = sum(each.num_draws for each in self._plan.described[: self._me])
+        with keras_compat.draws_of() as draws:
+            number = draws.number + drawn if draws is not None else None
+        rows = lambda: (begin, tf.shape(taken[0])[0])
+        with keras_compat.draws_of(rows, number), self._plan.context():
+            _, flat, new = self._stage.run(
+                self._described.before, taken, weights, state, self._plan.training
+            )
+        if self._is_last:
+            # A micro-batch without rows has had some row in their place.
+            flat = [each[: end - begin] for each in flat]
+        return flat, new
+
+    def _gradients(self, place, upstream):
+        tape, *kept = self._kept[place]
+        if tape is None:
+            tape, kept = self._computed_again(place, upstream, *kept)
+        sources, outputs, _ = kept
+        found = tape.gradient(
+            outputs, sources, output_gradients=upstream, unconnected_gradients="zero"
+        )
+        number = len(_floats(self._described.before, self._described.before.specs))
+        return [tf.convert_to_tensor(each) for each in found[:number]], found[number:]
+
+    def _computed_again(self, place, upstream, taken, weights, state):
+        # Otherwise TensorFlow would find that it has computed this, and keep that.
+        with tf.control_dependencies(upstream):
+            taken, weights = [tf.identity(x) for x in taken], [tf.identity(x) for x in weights]
+            state = [(variable, tf.identity(value)) for variable, value in state]
+        sources = [*_floats(self._described.before, taken), *weights]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            flat, _ = self._computed(place, taken, weights, state)
+        return tape, (sources, _floats(self._described.after, flat), None)
+
+    def _bounds(self, place):
+        number = self._plan.num_micro_batches
+        return place * self._total // number, (place + 1) * self._total // number
+
+    def _micro_batch(self, flat, place):
+        begin, end = self._bounds(place)
+        # One without rows gets some row, whose outputs are dropped.
+        begin = tf.minimum(begin, self._total - 1)
+        return [each[begin : tf.maximum(end, begin + 1)] for each in flat]
+
+    def _collect(self, mine, worker, specs) -> list[tf.Tensor]:
+        """Returns the rows of all workers on one of them, in the order of workers.
+
+        Args:
+            mine: This worker's tensors.
+            worker: The number of the worker that gets them.
+            specs: What they are, a `Handover` or specs, on that worker; None on the others.
+        """
+        if specs is None:
+            self._mpi.send([each[: self._num_rows] for each in mine], worker)
+            return []
+        specs = specs.specs if isinstance(specs, Handover) else specs
+        own = [each[: self._num_rows] for each in mine]
+        parts = [
+            own if other == worker else self._mpi.receive_sent(specs, other)
+            for other in range(self._number)
+        ]
+        return _joined(parts)
+
+    def _spread(self, flat, worker, specs, least) -> list[tf.Tensor]:
+        """Returns this worker's rows of tensors that one worker has.
+
+        Args:
+            flat: The tensors, on that worker.
+            worker: Its number.
+            specs: What they are.
+            least: How many rows a worker gets at least.
+        """
+        if self._me != worker:
+            return self._mpi.receive_sent(specs, worker)
+        mine = None
+        for other in range(self._number):
+            begin = tf.minimum(self._ends[other] - self._counts[other], self._total - least)
+            end = tf.maximum(self._ends[other], begin + least)
+            part = [each[begin:end] for each in flat]
+            if other == self._me:
+                mine = part
+            else:
+                self._mpi.send(part, other)
+        return mine
+
+
+def updated_everywhere(plan: Plan, one: Pass, me: int) -> None:
+    """Writes what stages have updated, on all workers.
+
+    Args:
+        plan: The plan.
+        one: The pass of this worker.
+        me: The number of this worker.
+    """
+    pairs = [(place, v) for place, each in enumerate(plan.described) for v in each.updated]
+    own = dict(zip(map(id, plan.described[me].updated), one.updates))
+    values = [
+        own[id(variable)] if place == me else tf.zeros(variable.shape, variable.dtype)
+        for place, variable in pairs
+    ]
+    for place, value in owners.from_owners(plan.strategy, values, [place for place, _ in pairs]):
+        values[place] = value
+    for (_, variable), value in zip(pairs, values):
+        variable.assign(value)
+
+
+def whole_or_held(plan: Plan, weight, gradient) -> tf.Tensor:
+    """Returns the gradient of a stage's weight as the step uses it.
+
+    Keras's own step updates it on its owner, and needs it there alone; other steps get it on all.
+
+    Args:
+        plan: The plan.
+        weight: The weight.
+        gradient: Its gradient on its owner; None elsewhere.
+    """
+    weight.unreduced = False
+    if parameters.are_handed_on():
+        return tf.zeros([0], weight.dtype) if gradient is None else gradient
+    whole = tf.zeros([0], weight.dtype) if gradient is None else tf.convert_to_tensor(gradient)
+    return owners.receive_from(plan.strategy, whole, weight.owner, weight.shape)
+
+
+def _floats(handover: Handover, flat) -> list:
+    return [each for each, is_float in zip(flat, handover.is_float) if is_float]
+
+
+def _joined(parts) -> list[tf.Tensor]:
+    """Concatenates the rows of several lists of tensors."""
+    return [tf.concat(each, axis=0) for each in zip(*parts)]
+
+
+def _padded(rows, number):
+    return tf.concat([rows, tf.zeros([number, *rows.shape[1:]], rows.dtype)], axis=0)
+
+
+def _added(some, others) -> list:
+    return [_sum(a, b) for a, b in zip(some, others)]
+
+
+def _sum(a, b):
+    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
+        values, rows = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, rows, a.dense_shape)
+    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)

@@ -1,0 +1,199 @@
+"""The stages of a pipeline: parts of a model as functions of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.parallel.cutting import Cut, Part
+from tfmulti.step import as_current, parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Handover:
+    """What is handed on before or after a stage: values, then their masks, then added losses.
+
+    An added loss is handed on as a vector with an entry for each row.
+
+    Attributes:
+        tensors: Identities of the model's tensors whose values are handed on.
+        has_mask: Which of them have a mask.
+        num_losses: The number of added losses.
+        specs: The dtype and the shape of each tensor, of any number of rows.
+    """
+
+    tensors: tuple[int, ...]
+    has_mask: tuple[bool, ...]
+    num_losses: int
+    specs: tuple[tf.TensorSpec, ...]
+
+    @classmethod
+    def of(cls, tensors, values: dict, losses: list) -> tuple[Handover, list]:
+        """Returns what describes values and losses, and all that is handed on, as a flat list.
+
+        Args:
+            tensors: Identities of the model's tensors.
+            values: Their values by identity.
+            losses: Vectors with an entry for each row.
+        """
+        chosen = [values[each] for each in tensors]
+        masks = [keras_compat.mask_of(value) for value in chosen]
+        flat = [*chosen, *(mask for mask in masks if mask is not None), *losses]
+        specs = [tf.TensorSpec([None, *value.shape[1:]], value.dtype) for value in flat]
+        has_mask = tuple(mask is not None for mask in masks)
+        return cls(tuple(tensors), has_mask, len(losses), tuple(specs)), flat
+
+    def values(self, flat) -> tuple[dict, list]:
+        """Returns the values by identity, with their masks, and the losses."""
+        flat = list(flat)
+        values = {each: tf.identity(flat.pop(0)) for each in self.tensors}
+        for each, has_mask in zip(self.tensors, self.has_mask):
+            if has_mask:
+                keras_compat.set_mask(values[each], flat.pop(0))
+        return values, flat
+
+    @property
+    def is_float(self) -> list[bool]:
+        """Which of the tensors have gradients."""
+        return [spec.dtype.is_floating or spec.dtype.is_complex for spec in self.specs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What tracing a stage has shown.
+
+    Attributes:
+        before: What it takes.
+        after: What it hands on.
+        updated: The variables that it updates.
+        num_draws: How many random tensors it draws, where that is counted.
+    """
+
+    before: Handover
+    after: Handover
+    updated: tuple[keras.Variable, ...]
+    num_draws: int
+
+
+class Stage:
+    """A part of a model that one worker computes.
+
+    Args:
+        part: The part.
+        handed_on: Identities of the tensors that it hands on.
+
+    Attributes:
+        weights: The weights that are given to it.
+    """
+
+    def __init__(self, part: Part, handed_on: tuple[int, ...]):
+        self._part, self._handed_on = part, handed_on
+        self.weights = [
+            each for each in part.model.variables if isinstance(each, parameters.ShardedParameter)
+        ]
+
+    def run(self, before: Handover, flat, weights, state, training):
+        """Computes the stage on some rows.
+
+        Args:
+            before: Describes `flat`.
+            flat: What the stage before has handed on.
+            weights: Values of `weights`.
+            state: Pairs of a variable and its value, for variables that stages update.
+            training: As in a layer's call.
+
+        Returns:
+            The `Handover` after the stage, its tensors, and the state after it.
+        """
+        values, losses = before.values(flat)
+        given = [values[each] for each in self._part.inputs]
+        scope = keras_compat.RecordingScope([*zip(self.weights, weights), *state])
+        with as_current(None), parameters.stage(), _own_statistics(self._part.model), scope:
+            results = self._part.model(given if len(given) > 1 else given[0], training=training)
+        values.update(zip(self._part.outputs, keras.tree.flatten(results)))
+        rows = tf.shape(given[0])[:1]
+        losses += [tf.fill(rows, loss) for loss in scope.losses]
+        after, flat = Handover.of(self._handed_on, values, losses)
+        known = dict((id(variable), (variable, value)) for variable, value in state)
+        for variable in scope.updated.values():
+            known[id(variable)] = variable, scope.get_current_value(variable)
+        return after, flat, list(known.values())
+
+
+def stages_of(cut: Cut, inputs: list[int], outputs: list[int]) -> list[Stage]:
+    """Returns the stages of a model in parts.
+
+    Args:
+        cut: The model in parts.
+        inputs: Identities of the model's inputs.
+        outputs: Identities of its outputs.
+    """
+    stages, known = [], list(inputs)
+    for place, part in enumerate(cut.parts):
+        later = {each for other in cut.parts[place + 1 :] for each in other.inputs} | set(outputs)
+        known += [each for each in part.outputs if each not in known]
+        is_last = place == len(cut.parts) - 1
+        stages.append(Stage(part, tuple(outputs if is_last else [x for x in known if x in later])))
+    return stages
+
+
+def describe(stages: list[Stage], before: Handover, training) -> list[Described]:
+    """Traces all stages one after the other, and returns what each one does.
+
+    Nothing of it runs. Every worker knows by it what the others will send.
+
+    Args:
+        stages: The stages.
+        before: What the first one takes.
+        training: As in a layer's call.
+    """
+    found: list[Described] = []
+
+    def trace(*flat):
+        taken, flat, state = before, list(flat), []
+        with keras_compat.draws_of() as draws:
+            for stage in stages:
+                drawn = draws.number if draws is not None else 0
+                weights = [tf.zeros(each.shape, each.dtype) for each in stage.weights]
+                after, flat, state = stage.run(taken, flat, weights, state, training)
+                _refuse_without_rows(after)
+                known = {id(variable) for each in found for variable in each.updated}
+                new = tuple(variable for variable, _ in state if id(variable) not in known)
+                number = draws.number - drawn if draws is not None else 0
+                found.append(Described(taken, after, new, number))
+                taken = after
+        return tf.constant(0)
+
+    tf.function(trace, autograph=False).get_concrete_function(*before.specs)
+    return found
+
+
+def _refuse_without_rows(after):
+    for spec in after.specs:
+        if spec.shape.rank is None or spec.shape.rank == 0:
+            raise ValueError(
+                "What a stage of a pipeline hands on must have an axis of rows. Received: a tensor "
+                f"of shape {spec.shape}. Choose other `stages`, so that it stays within one."
+            )
+
+
+@contextlib.contextmanager
+def _own_statistics(model) -> Iterator[None]:
+    """Has batch normalization use the rows that it gets: those of one micro-batch."""
+    layers = [
+        each
+        for each in keras_compat.all_layers(model)
+        if isinstance(each, keras.layers.BatchNormalization) and each.synchronized
+    ]
+    for layer in layers:
+        layer.synchronized = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.synchronized = True
