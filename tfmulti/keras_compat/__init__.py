@@ -84,7 +84,9 @@ from tfmulti.keras_compat.reference import write_handle as write_handle
 from tfmulti.keras_compat.replacement import Replacement as Replacement
 from tfmulti.keras_compat.replacement import note_strategy as note_strategy
 from tfmulti.keras_compat.seeds import global_seed_state as global_seed_state
+from tfmulti.keras_compat.seeds import is_seed_state as is_seed_state
 from tfmulti.keras_compat.seeds import prepare_global_seeds as prepare_global_seeds
+from tfmulti.keras_compat.seeds import random_stream as random_stream
 from tfmulti.keras_compat.seeds import set_global_seed_state as set_global_seed_state
 from tfmulti.keras_compat.steps import accumulators as accumulators
 from tfmulti.keras_compat.steps import after_updates as after_updates

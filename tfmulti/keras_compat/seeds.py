@@ -98,8 +98,28 @@ def share_global_seeds(original):
     return global_seed_generator
 
 
+@contextlib.contextmanager
+def random_stream(number: int) -> Iterator[None]:
+    """Within it, a replica draws from another random stream of its own.
+
+    Args:
+        number: The number of the stream; 0 for the one outside of the context.
+    """
+    previous = getattr(_local, "stream", 0)
+    _local.stream = number
+    try:
+        yield
+    finally:
+        _local.stream = previous
+
+
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return variable.name == "seed_generator_state"
+
+
 def vary_seeds(original):
-    """Gives each replica a random stream of its own.
+    """Gives each replica a random stream of its own, and more by `random_stream`.
 
     The state stays the same everywhere, so that what is saved is what one device would save.
     """
@@ -112,6 +132,8 @@ def vary_seeds(original):
         if context is None or context.num_replicas_in_sync == 1:
             return seed
         replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
+        number = getattr(_local, "stream", 0) * context.num_replicas_in_sync
+        replica += tf.cast(tf.constant(number), seed.dtype)
         step = tf.cast(tf.constant(_SEED_STEP, tf.int64), seed.dtype)
         return seed + tf.stack([replica * step, tf.zeros_like(replica)])
 

@@ -87,12 +87,15 @@ class Pass:
                 if self._is_first
                 else self._mpi.receive_sent(self._described.before.specs, self._me - 1)
             )
-            outputs, state = self._run(place, taken, weights, state)
+            outputs, after = self._run(place, taken, weights, state)
+            state = [
+                old if keras_compat.is_seed_state(old[0]) else new for old, new in zip(state, after)
+            ]
             if self._is_last:
                 done.append(outputs)
             else:
                 self._mpi.send(outputs, self._me + 1)
-        self.updates = [value for _, value in state]
+        self.updates = [value for _, value in after]
         results = self._spread(_joined(done), self._number - 1, self._plan.outputs.specs, least=1)
         # A worker that has a padding row alone gets some row for it.
         last = tf.shape(results[0])[0] - 1
@@ -152,7 +155,9 @@ class Pass:
         with keras_compat.draws_of() as draws:
             number = draws.number + drawn if draws is not None else None
         rows = lambda: (begin, tf.shape(taken[0])[0])
-        with keras_compat.draws_of(rows, number), self._plan.context():
+        # Each micro-batch has random numbers of its own, as each replica has.
+        own = keras_compat.draws_of(rows, number), keras_compat.random_stream(place)
+        with own[0], own[1], self._plan.context():
             _, flat, new = self._stage.run(
                 self._described.before, taken, weights, state, self._plan.training
             )
