@@ -23,7 +23,7 @@ ORDER = [
     "devices",
     "keras_compat",
     "topology",
-    "mpi_all_reduce",
+    "mpi",
     "step",
     "verification",
     "parallel",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmulti import mpi_all_reduce
 from tfmulti.cluster import mpi, resolve_cluster
+from tfmulti.mpi import all_reduce
 
 SCRIPT = Path(__file__).parent / "multi_worker" / "mpi_worker.py"
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
@@ -53,7 +53,7 @@ def values():
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 4 * 2**20])
 @pytest.mark.parametrize("eager", [True, False])
 def test_sums_have_the_values_and_shapes_of_what_was_sent(bucket_bytes, eager):
-    sender = mpi_all_reduce.MpiAllReduce(Communicator(), lambda: None, bucket_bytes)
+    sender = all_reduce.MpiAllReduce(Communicator(), lambda: None, bucket_bytes)
     add = sender.add if eager else tf.function(sender.add)
     for _ in range(2):
         for added, value in zip(add(values()), values()):
@@ -63,16 +63,16 @@ def test_sums_have_the_values_and_shapes_of_what_was_sent(bucket_bytes, eager):
 
 def test_small_tensors_are_packed_and_large_ones_go_alone_the_last_first():
     communicator = Communicator()
-    mpi_all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=400_000).add(values())
+    all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=400_000).add(values())
     assert communicator.sent == [200_000, 4 * (12 + 1 + 7 + 4)]
     communicator.sent.clear()
-    mpi_all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=1).add(values())
+    all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=1).add(values())
     assert communicator.sent == [4 * 4, 4 * 7, 200_000, 4, 4 * 12]
 
 
 def test_large_tensors_go_in_pieces_where_that_is_asked_for():
     communicator = Communicator()
-    sender = mpi_all_reduce.MpiAllReduce(communicator, lambda: None, 1, piece_bytes=80_000)
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None, 1, piece_bytes=80_000)
     for added, value in zip(sender.add(values()), values()):
         np.testing.assert_array_equal(added, value * 2)
     assert communicator.sent == [16, 28, 80_000, 80_000, 40_000, 4, 48]
@@ -81,7 +81,7 @@ def test_large_tensors_go_in_pieces_where_that_is_asked_for():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
     communicator = Communicator()
-    sender = mpi_all_reduce.MpiAllReduce(communicator, lambda: None)
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None)
     # The other worker sends the first half of what this one does.
     value = tf.cast(tf.tile(tf.random.normal([51], seed=1), [2]), dtype)
     [added] = tf.function(sender.add)([value])
@@ -91,14 +91,14 @@ def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
 
 
 def test_odd_numbers_of_halves_are_filled_up():
-    sender = mpi_all_reduce.MpiAllReduce(Communicator(), lambda: None)
+    sender = all_reduce.MpiAllReduce(Communicator(), lambda: None)
     [added] = sender.add([tf.ones([1], tf.bfloat16)])
     assert added.shape == (1,)
     assert float(added[0]) == 2
 
 
 def test_integers_are_added():
-    sender = mpi_all_reduce.MpiAllReduce(Communicator(), lambda: None)
+    sender = all_reduce.MpiAllReduce(Communicator(), lambda: None)
     [added] = sender.add([tf.constant([1, 2**40], tf.int64)])
     np.testing.assert_array_equal(added, [2, 2**41])
 
@@ -109,7 +109,7 @@ def test_whoever_waits_asks_whether_the_others_are_there():
     def check():
         raise RuntimeError("worker 1 does not answer heartbeats")
 
-    sender = mpi_all_reduce.MpiAllReduce(Communicator(hold=never), check)
+    sender = all_reduce.MpiAllReduce(Communicator(hold=never), check)
     with pytest.raises(tf.errors.OpError, match="does not answer heartbeats"):
         tf.function(sender.add)([tf.ones([2])])
     never.set()
@@ -120,7 +120,7 @@ def test_an_error_of_mpi_reaches_the_step():
         def Allreduce(self, array, result):  # noqa: N802
             raise OSError("no route")
 
-    sender = mpi_all_reduce.MpiAllReduce(Broken(), lambda: None)
+    sender = all_reduce.MpiAllReduce(Broken(), lambda: None)
     with pytest.raises(tf.errors.OpError, match="Broken pipe to another worker: no route"):
         tf.function(sender.add)([tf.ones([2])])
 

@@ -21,16 +21,17 @@ def pipeline(
     """Cuts a model into stages, one for each worker, which pass micro-batches on to each other.
 
     Each worker holds the weights of its stage alone, with their gradients and slots. The rows of
-    all workers together are cut into micro-batches; while one stage computes the second, the next
-    one computes the first. Losses, gradients and metrics are those of the whole batch. With one
+    the stages' workers together are cut into micro-batches; while one stage computes the second,
+    the next one computes the first. Losses, gradients and metrics are those of the whole batch.
+    With more workers than stages there are copies of the stages, which share the rows. With one
     replica in all nothing happens.
 
     Args:
         model: A built Functional or Sequential model, created in the strategy's scope. Created
             within `tfmulti.sharded_parameters()`, no worker ever has the whole model.
-        stages: The number of stages, which is the number of workers; None for that. The model is
-            then cut where stages compute about as much as each other. Or the names of the layers
-            at which stages begin, without the first.
+        stages: The number of stages, of which the number of workers is a multiple; None for the
+            number of workers. The model is then cut where stages compute about as much as each
+            other. Or the names of the layers at which stages begin, without the first.
         micro_batches: In how many parts the rows of a step pass through. The more there are, the
             less the stages wait: of s stages and m parts, (s - 1) / (m + s - 1) of the time.
         checkpoint_activations: Whether each stage keeps its inputs alone, and runs again for the
@@ -42,7 +43,7 @@ def pipeline(
     Raises:
         ValueError: If the model is not Functional or Sequential, cannot be cut so, has been
             compiled, or has synchronized batch normalization with several micro-batches; if
-            workers are not as many as stages, have several replicas, or have no MPI.
+            workers are no multiple of stages, have several replicas, or have no MPI.
 
     Example:
         >>> import tfmulti
@@ -59,12 +60,9 @@ def pipeline(
     _refuse_model(model, micro_batches)
     if strategy.num_replicas_in_sync == 1:
         return model
-    number = topology.num_workers(strategy)
-    _refuse_cluster(strategy, stages)
-    if stages is None or isinstance(stages, int):
-        starts = costly_starts(model, number)
-    else:
-        starts = starts_at(model, stages)
+    number = _number_of_stages(strategy, stages)
+    is_named = stages is not None and not isinstance(stages, int)
+    starts = starts_at(model, stages) if is_named else costly_starts(model, number)
     _Pipeline(model, strategy, starts, micro_batches, checkpoint_activations).install()
     return model
 
@@ -74,7 +72,7 @@ class _Pipeline:
 
     def __init__(self, model, strategy, starts, num_micro_batches, recomputes):
         self._model, self._strategy = model, strategy
-        self._me = topology.worker_index(strategy)
+        self._worker = topology.worker_index(strategy)
         self._cut = Cut(model, starts)
         self._num_micro_batches, self._recomputes = num_micro_batches, recomputes
         self._call, self._plans = model.call, {}
@@ -82,22 +80,11 @@ class _Pipeline:
     def install(self):
         """Gives each weight to the worker of its stage, and takes the place of the model's call."""
         sharded = parameters.of_strategy(self._strategy)
-        placed = set()
-        for owner, part in enumerate(self._cut.parts):
-            for layer in keras_compat.all_layers(part.model):
-                for weight in keras_compat.own_weights(layer):
-                    is_float = keras.backend.is_float_dtype(weight.dtype)
-                    if (
-                        id(weight) not in placed
-                        and is_float
-                        and not parameters.is_state(weight, layer)
-                    ):
-                        placed.add(id(weight))
-                        sharded.place(weight, owner)
-                        weight.in_stage = True
-        inputs, outputs = (
-            [id(x) for x in each] for each in (self._model.inputs, self._cut.outputs)
-        )
+        for stage, part in enumerate(self._cut.parts):
+            for weight in _weights_of(part.model):
+                if getattr(weight, "stages", None) is None:
+                    sharded.place(weight, stage, len(self._cut.parts))
+        inputs, outputs = [id(x) for x in self._model.inputs], [id(x) for x in self._cut.outputs]
         self._stages = stages_of(self._cut, inputs, outputs)
         count = {}
         for stage in self._stages:
@@ -141,6 +128,7 @@ class _Pipeline:
         )
         return schedule.Plan(
             self._strategy,
+            self._worker,
             self._stages,
             self._plans[key],
             1 if whole else self._num_micro_batches,
@@ -154,7 +142,7 @@ class _Pipeline:
         num_rows = tf.where(batch.num_real > 0, tf.shape(flat[0])[0], 0)
         wants_inputs = keras_compat.is_recorded(_floats(before, flat))
         places = {id(each): place for place, (each, _) in enumerate(self._weights)}
-        mine = [places[id(each)] for each in self._stages[self._me].weights]
+        mine = [places[id(each)] for each in self._stages[plan.me].weights]
         one = None
 
         @tf.custom_gradient
@@ -162,13 +150,16 @@ class _Pipeline:
             nonlocal one
             tensors = [tf.stop_gradient(each) for each in tensors]
             own = [tensors[number + place] for place in mine]
-            one = schedule.Pass(plan, self._me, num_rows, wants_inputs)
+            one = schedule.Pass(plan, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in _floats(plan.outputs, upstream)]
                 of_inputs, of_weights = one.backward(upstream)
                 found, of_weights = iter(of_inputs), dict(zip(mine, of_weights))
+                own = [place for place in of_weights if not self._weights[place][1]]
+                added = one.of_copies([of_weights[place] for place in own])
+                of_weights.update(zip(own, added))
                 of_inputs = [
                     next(found) if is_float and wants_inputs else None
                     for is_float in before.is_float
@@ -178,7 +169,7 @@ class _Pipeline:
             return results, gradient
 
         results = compute(*flat, *weights)
-        schedule.updated_everywhere(plan, one, self._me)
+        schedule.updated_everywhere(plan, one)
         return results
 
     def _of_weights(self, plan, gradients):
@@ -235,15 +226,15 @@ def _refuse_model(model, micro_batches):
         )
 
 
-def _refuse_cluster(strategy, stages):
-    number = topology.num_workers(strategy)
+def _number_of_stages(strategy, stages) -> int:
+    workers = topology.num_workers(strategy)
     parameters.refuse_several_replicas(strategy)
-    asked = stages if isinstance(stages, int) else number if stages is None else len(stages) + 1
-    if asked != number:
+    number = stages if isinstance(stages, int) else workers if stages is None else len(stages) + 1
+    if number < 2 or workers % number:
         raise ValueError(
-            "`stages` must be as many as workers. "
-            f"Received: {asked} stages, {number} workers. Start {asked} workers: "
-            f"python -m tfmulti.launch --num_workers {asked} --mpi."
+            "`stages` must be two or more, and the number of workers a multiple of them. "
+            f"Received: {number} stages, {workers} workers. Start {max(number, 2)} workers, or "
+            f"twice as many: python -m tfmulti.launch --num_workers {max(number, 2)} --mpi."
         )
     if getattr(strategy.extended, "send", None) is None:
         raise ValueError(
@@ -251,3 +242,4 @@ def _refuse_cluster(strategy, stages):
             f"communication {strategy.communication}. Start the workers with python -m "
             "tfmulti.launch --mpi, after pip install tfmulti[mpi]."
         )
+    return number

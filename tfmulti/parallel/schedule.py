@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
 from tfmulti.parallel.stages import Described, Handover, Stage
 from tfmulti.step import owners, parameters
 
@@ -27,7 +27,8 @@ class Plan:
 
     Attributes:
         strategy: A strategy with one replica for each worker, over MPI.
-        stages: The stages; each worker has the one of its own number.
+        worker: The number of this worker.
+        stages: The stages; worker i has stage `i % len(stages)`.
         described: What each stage does.
         num_micro_batches: The number of micro-batches.
         recomputes: Whether a stage keeps its inputs alone, and runs again for gradients.
@@ -36,12 +37,23 @@ class Plan:
     """
 
     strategy: tf.distribute.Strategy
+    worker: int
     stages: list[Stage]
     described: list[Described]
     num_micro_batches: int
     recomputes: bool
     training: bool | None
     context: Callable
+
+    @property
+    def me(self) -> int:
+        """The number of this worker's stage."""
+        return self.worker % len(self.stages)
+
+    @property
+    def copies(self) -> list[int]:
+        """The workers that have the same stage as this one, in copies of the stages."""
+        return list(range(self.me, topology.num_workers(self.strategy), len(self.stages)))
 
     @property
     def outputs(self) -> Handover:
@@ -54,18 +66,25 @@ class Pass:
 
     Args:
         plan: The plan.
-        me: The number of this worker, and of its stage.
         num_rows: The rows of this worker; 0 where it only has a padding row.
         wants_inputs: Whether gradients with respect to the inputs are asked for.
     """
 
-    def __init__(self, plan: Plan, me: int, num_rows: tf.Tensor, wants_inputs: bool):
-        self._plan, self._me, self._wants_inputs = plan, me, wants_inputs
-        self._stage, self._described = plan.stages[me], plan.described[me]
+    def __init__(self, plan: Plan, num_rows: tf.Tensor, wants_inputs: bool):
+        self._plan, self._me, self._wants_inputs = plan, plan.me, wants_inputs
+        self._stage, self._described = plan.stages[plan.me], plan.described[plan.me]
         self._number, self._mpi = len(plan.stages), plan.strategy.extended
-        self._is_first, self._is_last = me == 0, me == len(plan.stages) - 1
-        self._num_rows = num_rows
-        self._counts = self._mpi.add([tf.one_hot(me, self._number, dtype=tf.int32) * num_rows])[0]
+        self._is_first, self._is_last = plan.me == 0, plan.me == self._number - 1
+        self._has_rows, self._first_worker = num_rows > 0, plan.worker - plan.me
+        own = tf.one_hot(plan.worker, topology.num_workers(plan.strategy), dtype=tf.int32)
+        counts = self._mpi.add([own * num_rows])[0]
+        # Rows of the copies of the stages before this one.
+        self._before = tf.reduce_sum(counts[: self._first_worker])
+        counts = counts[self._first_worker :][: self._number]
+        # A copy of the stages without rows computes a padding row, of which nothing comes.
+        padding = tf.cast(tf.reduce_sum(counts) == 0, tf.int32)
+        self._counts = counts + padding * tf.one_hot(0, self._number, dtype=tf.int32)
+        self._num_rows = self._counts[plan.me]
         self._ends = tf.cumsum(self._counts)
         self._total = self._ends[-1]
         self._kept: list = []
@@ -85,7 +104,7 @@ class Pass:
             taken = (
                 self._micro_batch(given, place)
                 if self._is_first
-                else self._mpi.receive_sent(self._described.before.specs, self._me - 1)
+                else self._receive(self._described.before.specs, self._me - 1)
             )
             outputs, after = self._run(place, taken, weights, state)
             state = [
@@ -94,7 +113,7 @@ class Pass:
             if self._is_last:
                 done.append(outputs)
             else:
-                self._mpi.send(outputs, self._me + 1)
+                self._send(outputs, self._me + 1)
         self.updates = [value for _, value in after]
         results = self._spread(_joined(done), self._number - 1, self._plan.outputs.specs, least=1)
         # A worker that has a padding row alone gets some row for it.
@@ -103,13 +122,13 @@ class Pass:
         return [tf.gather(result, rows) for result in results]
 
     def backward(self, upstream) -> tuple[list, list]:
-        """Returns the gradients of this worker's inputs, and of its stage's weights.
+        """Returns the gradients of this worker's inputs, and of its stage's weights in this copy.
 
         Args:
             upstream: Gradients of what `forward` has returned, of those that are numbers.
         """
         last = self._number - 1
-        mine = [gradient[: self._num_rows] for gradient in upstream]
+        mine = [tf.where(self._has_rows, each, tf.zeros_like(each)) for each in upstream]
         specs = _floats(self._plan.outputs, self._plan.outputs.specs)
         given = self._collect(mine, last, specs if self._is_last else None)
         weights, inputs = None, []
@@ -118,7 +137,7 @@ class Pass:
             gradients = (
                 [each[slice(*self._bounds(place))] for each in given]
                 if self._is_last
-                else self._mpi.receive_sent(_floats(after, after.specs), self._me + 1)
+                else self._receive(_floats(after, after.specs), self._me + 1)
             )
             of_inputs, of_weights = self._gradients(place, gradients)
             weights = of_weights if weights is None else _added(weights, of_weights)
@@ -126,13 +145,29 @@ class Pass:
                 begin, end = self._bounds(place)
                 inputs.insert(0, [each[: end - begin] for each in of_inputs])
             else:
-                self._mpi.send(of_inputs, self._me - 1)
+                self._send(of_inputs, self._me - 1)
         if self._wants_inputs:
             first = self._plan.described[0].before
             inputs = self._spread(_joined(inputs), 0, _floats(first, first.specs), least=0)
             size = tf.shape(upstream[0])[0] - self._num_rows
             inputs = [_padded(each, size) for each in inputs]
         return inputs, weights
+
+    def of_copies(self, gradients) -> list:
+        """Adds gradients of the stage's weights over the copies of the stage."""
+        if len(self._plan.copies) == 1 or not gradients:
+            return gradients
+        dense = [tf.convert_to_tensor(each) for each in gradients]
+        # MPI adds no halves.
+        sent = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in dense]
+        added = self._mpi.add_among(sent, self._plan.copies)
+        return [tf.cast(new, old.dtype) for new, old in zip(added, dense)]
+
+    def _send(self, flat, stage):
+        self._mpi.send(flat, self._first_worker + stage)
+
+    def _receive(self, specs, stage):
+        return self._mpi.receive_sent(specs, self._first_worker + stage)
 
     def _run(self, place, taken, weights, state):
         """Computes this worker's stage on one micro-batch, and keeps what its gradient needs."""
@@ -154,7 +189,10 @@ class Pass:
         drawn = sum(each.num_draws for each in self._plan.described[: self._me])
         with keras_compat.draws_of() as draws:
             number = draws.number + drawn if draws is not None else None
-        rows = lambda: (begin, tf.shape(taken[0])[0])
+
+        def rows():
+            return self._before + begin, tf.shape(taken[0])[0]
+
         # Each micro-batch has random numbers of its own, as each replica has.
         own = keras_compat.draws_of(rows, number), keras_compat.random_stream(place)
         with own[0], own[1], self._plan.context():
@@ -199,21 +237,20 @@ class Pass:
         return [each[begin : tf.maximum(end, begin + 1)] for each in flat]
 
     def _collect(self, mine, worker, specs) -> list[tf.Tensor]:
-        """Returns the rows of all workers on one of them, in the order of workers.
+        """Returns the rows of all stages' workers on one of them, in the order of stages.
 
         Args:
             mine: This worker's tensors.
-            worker: The number of the worker that gets them.
+            worker: The number of the stage that gets them.
             specs: What they are, a `Handover` or specs, on that worker; None on the others.
         """
         if specs is None:
-            self._mpi.send([each[: self._num_rows] for each in mine], worker)
+            self._send([each[: self._num_rows] for each in mine], worker)
             return []
         specs = specs.specs if isinstance(specs, Handover) else specs
         own = [each[: self._num_rows] for each in mine]
         parts = [
-            own if other == worker else self._mpi.receive_sent(specs, other)
-            for other in range(self._number)
+            own if other == worker else self._receive(specs, other) for other in range(self._number)
         ]
         return _joined(parts)
 
@@ -222,12 +259,12 @@ class Pass:
 
         Args:
             flat: The tensors, on that worker.
-            worker: Its number.
+            worker: The number of its stage.
             specs: What they are.
             least: How many rows a worker gets at least.
         """
         if self._me != worker:
-            return self._mpi.receive_sent(specs, worker)
+            return self._receive(specs, worker)
         mine = None
         for other in range(self._number):
             begin = tf.minimum(self._ends[other] - self._counts[other], self._total - least)
@@ -236,27 +273,30 @@ class Pass:
             if other == self._me:
                 mine = part
             else:
-                self._mpi.send(part, other)
+                self._send(part, other)
         return mine
 
 
-def updated_everywhere(plan: Plan, one: Pass, me: int) -> None:
-    """Writes what stages have updated, on all workers.
+def updated_everywhere(plan: Plan, one: Pass) -> None:
+    """Writes what the stages have updated, on all workers of the same copy of the stages.
 
     Args:
         plan: The plan.
         one: The pass of this worker.
-        me: The number of this worker.
     """
-    pairs = [(place, v) for place, each in enumerate(plan.described) for v in each.updated]
-    own = dict(zip(map(id, plan.described[me].updated), one.updates))
+    pairs = [(stage, v) for stage, each in enumerate(plan.described) for v in each.updated]
+    own = dict(zip(map(id, plan.described[plan.me].updated), one.updates))
     values = [
-        own[id(variable)] if place == me else tf.zeros(variable.shape, variable.dtype)
-        for place, variable in pairs
+        own[id(variable)] if stage == plan.me else tf.zeros(variable.shape, variable.dtype)
+        for stage, variable in pairs
     ]
-    for place, value in owners.from_owners(plan.strategy, values, [place for place, _ in pairs]):
-        values[place] = value
-    for (_, variable), value in zip(pairs, values):
+    received = list(values)
+    for first in range(0, topology.num_workers(plan.strategy), len(plan.stages)):
+        sources = [first + stage for stage, _ in pairs]
+        for place, value in owners.from_owners(plan.strategy, values, sources):
+            if first == plan.worker - plan.me:
+                received[place] = value
+    for (_, variable), value in zip(pairs, received):
         variable.assign(value)
 
 

@@ -34,10 +34,12 @@ class ShardedParameter(keras_compat.HeldVariable):
         optimizers: Those that update it.
         reads: The latest step that reads it, and how often.
         unreduced: Whether its latest gradient is still to be added over workers.
-        in_stage: Whether a stage of a pipeline computes with it, on its owner alone.
+        stages: The number of stages of the pipeline in which it is, None for none. Its stage
+            alone computes with it. With several copies of the stages each copy has an owner, of
+            which the first is `owner`.
     """
 
-    reads, unreduced, in_stage = (None, 0), False, False
+    reads, unreduced, stages = (None, 0), False, None
 
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
@@ -101,28 +103,31 @@ class Parameters:
         known = isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable)
         if known or not is_large(variable):
             return
-        self._hold(variable, self._held.index(min(self._held)) if owner is None else owner)
+        owner = self._held.index(min(self._held)) if owner is None else owner
+        self._hold(variable, owner, owner == self.worker)
 
-    def place(self, variable: keras.Variable, owner: int) -> None:
-        """Gives a variable of any size to a worker, also if another one holds it; a collective.
+    def place(self, variable: keras.Variable, stage: int, stages: int) -> None:
+        """Gives a variable of any size to a stage of a pipeline; a collective.
 
         Args:
-            variable: A weight.
-            owner: The worker that will hold it.
+            variable: A weight, which another worker may hold.
+            stage: The number of the stage.
+            stages: The number of stages. Worker i has stage `i % stages`.
         """
+        is_here = self.worker % stages == stage
         if not isinstance(variable, ShardedParameter):
-            self._hold(variable, owner)
-        elif variable.owner != owner:
-            size, strategy = owners.bytes_of(variable), self._strategy()
+            self._hold(variable, stage, is_here)
+        elif variable.owner != stage or stages < len(self._held):
             value = self.values.gathered(variable)
-            keras_compat.move_held(variable, strategy, value if owner == self.worker else None)
-            self._held[variable.owner] -= size
-            self._held[owner] += size
-            variable.owner = owner
+            keras_compat.move_held(variable, self._strategy(), value if is_here else None)
+            self._held[variable.owner] -= owners.bytes_of(variable)
+            self._held[stage] += owners.bytes_of(variable)
+            variable.owner = stage
+        variable.stages = stages
 
-    def _hold(self, variable, owner):
+    def _hold(self, variable, owner, is_here):
         self._held[owner] += owners.bytes_of(variable)
-        keras_compat.hold(variable, ShardedParameter, self._strategy(), owner == self.worker)
+        keras_compat.hold(variable, ShardedParameter, self._strategy(), is_here)
         variable.owner, variable.parameters = owner, self
         variable.optimizers = []
 
@@ -215,17 +220,19 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
             is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
             handed_on = are_handed_on()
             parameter.unreduced = is_sparse or several or not handed_on
-            if parameter.in_stage and current_replica_batch() is not None:
+            if parameter.stages and current_replica_batch() is not None:
                 # The stage's own gradient, to which this one is added, is that of all rows.
                 parameter.unreduced = False
             if parameter.unreduced:
                 return upstream
             upstream = tf.convert_to_tensor(upstream)
             upstream = upstream if for_stages else _of_rows(upstream)
-            if not handed_on:
-                return owners.all_reduce(strategy, upstream)
-            added = owners.reduce_to(strategy, upstream, owner)
-            return added if is_here else tf.zeros([0], dtype)
+            has_copies = parameter.stages not in (None, topology.num_workers(strategy))
+            if has_copies or not handed_on:
+                added = owners.all_reduce(strategy, upstream)
+            else:
+                added = owners.reduce_to(strategy, upstream, owner)
+            return added if is_here or not handed_on else tf.zeros([0], dtype)
 
         return owners.receive_from(strategy, value, owner, shape), gradient
 

@@ -204,6 +204,10 @@ class Shards:
                 sharded.shard(variable, owner)
                 if isinstance(variable, parameters.ShardedParameter):
                     variable.optimizers.append(self._optimizer)
+        self._is_here = [
+            getattr(variable, "is_here", owner == self.worker)
+            for variable, owner in zip(variables, self._owners)
+        ]
         with futures.ThreadPoolExecutor(1) as thread:
             thread.submit(self._build, variables).result()
         self._tell(variables)
@@ -257,8 +261,9 @@ class Shards:
                 optimizer, shape=shape, initializer=initializer, dtype=dtype, name=name
             )
         with keras.name_scope(optimizer.name):
+            owner, is_here = self._owners[place], self._is_here[place]
             slot = slots.SlotVariable(
-                self, self._owners[place], shape, initializer, dtype, name, with_weight
+                self, owner, is_here, shape, initializer, dtype, name, with_weight
             )
         keras_compat.track_variable(optimizer, slot)
         self.slots.append(slot)
@@ -285,7 +290,7 @@ class Shards:
 
     def owns(self, variable) -> bool:
         """Whether this worker updates a variable."""
-        return self._owner(variable) == self.worker
+        return self._is_here[keras_compat.variable_index(self._optimizer, variable)]
 
     def owners_of(self, variables) -> list[int] | None:
         """Returns the owner of each variable; None if sums cannot be made for owners alone."""
@@ -307,7 +312,7 @@ class Shards:
         exact = any(g is not None and g.dtype == tf.float64 for g in gradients)
         dtype = tf.float64 if exact else tf.float32
         own = [
-            tf.cast(function(g) if self.owns(v) else 0.0, dtype)
+            tf.cast(function(g) if self._owner(v) == self.worker else 0.0, dtype)
             for g, v in zip(gradients, variables)
         ]
         return owners.all_reduce(self._strategy, tf.stack(own))

@@ -38,6 +38,7 @@ class SlotVariable(keras.Variable):
     Args:
         shards: The shards of the optimizer.
         owner: The number of the worker that keeps it.
+        is_here: Whether this worker keeps it.
         shape: Its shape.
         initializer: Its initializer.
         dtype: Its dtype.
@@ -47,9 +48,17 @@ class SlotVariable(keras.Variable):
     """
 
     def __init__(
-        self, shards: Shards, owner: int, shape, initializer, dtype, name: str, with_weight=False
+        self,
+        shards: Shards,
+        owner: int,
+        is_here: bool,
+        shape,
+        initializer,
+        dtype,
+        name: str,
+        with_weight=False,
     ):
-        self.owner, self.is_here, self._shards = owner, owner == shards.worker, shards
+        self.owner, self.is_here, self._shards = owner, is_here, shards
         self._with_weight = with_weight
         self._whole = tf.TensorShape(shape)
         initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])

@@ -16,7 +16,7 @@ from tfmulti import cluster as cluster_lib
 from tfmulti import keras_compat, rendezvous
 from tfmulti.cluster import environment, mpi, network, peer_errors
 from tfmulti.cluster.task import Cluster
-from tfmulti.mpi_all_reduce import CACHED_PIECE_BYTES, MpiAllReduce
+from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
@@ -101,8 +101,7 @@ def create_multi_worker(
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         all_reduce = _create_mpi_all_reduce(communicator, cluster, options.bucket_bytes)
-        names = ("add", "broadcast", "receive", "receive_sent", "reduce_to_owners", "send")
-        for name in names:
+        for name in MPI_CALLS:
             setattr(strategy.extended, name, getattr(all_reduce, name))
     return strategy
 

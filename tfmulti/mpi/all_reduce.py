@@ -20,18 +20,24 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.mpi.buffers import bytes_of, empty, fill_buckets, of_rank, pack, unpack
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
 """Piece size for workers of one host, which add in shared memory: such pieces fit the cache."""
-# TensorFlow takes over an array without a copy where it begins at a multiple of this.
-_ALIGNMENT = 64
-# A tensor above this fraction of a bucket is not worth a copy.
-_ALONE = 8
+MPI_CALLS = (
+    "add",
+    "add_among",
+    "broadcast",
+    "receive",
+    "receive_sent",
+    "reduce_to_owners",
+    "send",
+)
+"""The methods of `MpiAllReduce` that a strategy over MPI has."""
 _LOOK_S = 0.3
 # MPI moves what is being sent only while it is called.
 _PROGRESS_S = 0.0005
-_MOST_BYTES = 2**30
 _SENT = 7
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -71,6 +77,7 @@ class MpiAllReduce:
         self._numbers = itertools.count(1)
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._sending: list[tuple] = []
+        self._groups: dict[tuple[int, ...], object] = {}
         # With one core, a sum and the backward pass would only take turns.
         self._overlaps = len(os.sched_getaffinity(0)) > 1
         with tf.init_scope(), tf.device("CPU:0"):
@@ -85,10 +92,10 @@ class MpiAllReduce:
             tensors: Dense tensors, of the same shapes on all workers.
         """
         sums: list = [None] * len(tensors)
-        buckets = _fill_buckets(tensors, self._bucket_bytes)
-        packed = [_pack([tensors[place] for place in bucket]) for bucket in buckets]
+        buckets = fill_buckets(tensors, self._bucket_bytes)
+        packed = [pack([tensors[place] for place in bucket]) for bucket in buckets]
         for bucket, added in zip(buckets, self._add_packed(packed)):
-            for place, part in zip(bucket, _unpack(added, [tensors[p] for p in bucket])):
+            for place, part in zip(bucket, unpack(added, [tensors[p] for p in bucket])):
                 sums[place] = part
         return sums
 
@@ -156,6 +163,22 @@ class MpiAllReduce:
             for result, spec in zip(tf.nest.flatten(results), specs)
         ]
 
+    def add_among(self, tensors: list[tf.Tensor], workers: list[int]) -> list[tf.Tensor]:
+        """Returns the sums over some workers, which alone call it.
+
+        Args:
+            tensors: Dense tensors of at least 32 bits, of the same shapes on these workers.
+            workers: Their numbers.
+        """
+        sums = list(tensors)
+        buckets = fill_buckets(tensors, self._bucket_bytes)
+        packed = [pack([tensors[place] for place in bucket]) for bucket in buckets]
+        method = functools.partial(self._add_among, tuple(workers))
+        for bucket, added in zip(buckets, self._send([method] * len(packed), packed)):
+            for place, part in zip(bucket, unpack(added, [tensors[p] for p in bucket])):
+                sums[place] = tf.ensure_shape(part, tensors[place].shape)
+        return sums
+
     def _by_owner(self, method, tensors, owners, results) -> Iterator[tuple[int, tf.Tensor]]:
         """Calls a method of an owner and an array, for buckets of what each owner has.
 
@@ -165,14 +188,14 @@ class MpiAllReduce:
         buckets = [
             (owner, [own[i] for i in bucket])
             for owner, own in enumerate(places)
-            for bucket in _fill_buckets([tensors[i] for i in own], self._bucket_bytes)
+            for bucket in fill_buckets([tensors[i] for i in own], self._bucket_bytes)
         ]
         methods = [functools.partial(method, owner) for owner, _ in buckets]
-        packed = [_pack([tensors[i] for i in bucket]) for _, bucket in buckets]
+        packed = [pack([tensors[i] for i in bucket]) for _, bucket in buckets]
         for (owner, bucket), value in zip(buckets, self._send(methods, packed)):
             if owner in results:
                 value = tf.reshape(value, [-1]) if len(bucket) > 1 else value
-                for place, part in zip(bucket, _unpack(value, [tensors[i] for i in bucket])):
+                for place, part in zip(bucket, unpack(value, [tensors[i] for i in bucket])):
                     yield place, tf.ensure_shape(part, tensors[place].shape)
 
     def _add_packed(self, packed) -> list[tf.Tensor]:
@@ -223,7 +246,7 @@ class MpiAllReduce:
                     for ticket, tensor in zip(tickets, tensors)
                 ]
         ranks = [tensor.shape.rank if rank is None else rank for tensor in tensors]
-        return [_of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
+        return [of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
 
     def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
         """Calls a function that returns a number first, after all such calls before it."""
@@ -275,7 +298,7 @@ class MpiAllReduce:
     def _send_to(self, to, *arrays):
         shapes = np.array([size for array in arrays for size in array.shape], np.int64)
         for array in (shapes, *arrays):
-            for piece in _bytes_of(array):
+            for piece in bytes_of(array):
                 request = self._communicator.Isend(piece, dest=to, tag=_SENT)
                 self._sending.append((request, piece))
 
@@ -285,24 +308,30 @@ class MpiAllReduce:
         arrays, sizes = [], iter(sizes.tolist())
         for dtype, rank in kinds:
             shape = [next(sizes) for _ in range(rank)]
-            arrays.append(_empty(tuple(shape), np.dtype(dtype)))
-            for piece in _bytes_of(arrays[-1]):
+            arrays.append(empty(tuple(shape), np.dtype(dtype)))
+            for piece in bytes_of(arrays[-1]):
                 self._communicator.Recv(piece, source=source, tag=_SENT)
         return arrays
 
-    def _add(self, array):
-        result = _empty(array.shape, array.dtype)
+    def _add(self, array, communicator=None):
+        result = empty(array.shape, array.dtype)
         for sent, received in zip(self._pieces(array), self._pieces(result)):
-            self._communicator.Allreduce(sent, received)
+            (communicator or self._communicator).Allreduce(sent, received)
         return result
 
+    def _add_among(self, workers, array):
+        if workers not in self._groups:
+            group = self._communicator.group.Incl(workers)
+            self._groups[workers] = self._communicator.Create_group(group)
+        return self._add(array, self._groups[workers])
+
     def _exchange(self, array):
-        result = _empty(array.shape, array.dtype)
+        result = empty(array.shape, array.dtype)
         self._communicator.Alltoall(array, result)
         return result
 
     def _gather(self, array):
-        result = _empty((self._size, *array.shape), array.dtype)
+        result = empty((self._size, *array.shape), array.dtype)
         self._communicator.Allgather(array, result)
         return result.reshape(-1)
 
@@ -312,7 +341,7 @@ class MpiAllReduce:
     def _receive_shaped(self, owner, shape, array):
         """Broadcasts the owner's array as bytes, since MPI knows not every dtype."""
         is_own = owner == self._communicator.rank
-        whole = array if is_own else _empty(shape, array.dtype)
+        whole = array if is_own else empty(shape, array.dtype)
         for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
             self._communicator.Bcast(piece, root=owner)
         # The owner has no use for a copy of its own.
@@ -321,7 +350,7 @@ class MpiAllReduce:
     def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""
         is_own = owner == self._communicator.rank
-        result = _empty(array.shape, array.dtype) if is_own else np.zeros([0] * array.ndim, "int8")
+        result = empty(array.shape, array.dtype) if is_own else np.zeros([0] * array.ndim, "int8")
         received = self._pieces(result) if is_own else itertools.repeat(None)
         for sent, part in zip(self._pieces(array), received):
             self._communicator.Reduce(sent, part, root=owner)
@@ -334,59 +363,8 @@ class MpiAllReduce:
         return [flat[begin : begin + step] for begin in range(0, flat.size, step)]
 
 
-def _of_rank(tensor, rank) -> tf.Tensor:
-    if not tf.executing_eagerly():
-        tensor.set_shape([None] * rank)
-    return tensor
-
-
 @tf.function(jit_compile=True)
 def _add_parts(parts, dtype):
     """Adds what all workers have sent of this worker's part; XLA makes one pass of it."""
     values = tf.cast(tf.bitcast(parts, dtype), tf.float32)
     return tf.bitcast(tf.cast(tf.reduce_sum(values, axis=0), dtype), tf.uint16)
-
-
-def _bytes_of(array) -> list[np.ndarray]:
-    """Cuts an array into pieces whose bytes MPI can count."""
-    flat = array.reshape(-1).view(np.uint8)
-    return [flat[begin : begin + _MOST_BYTES] for begin in range(0, flat.size, _MOST_BYTES)]
-
-
-def _empty(shape, dtype) -> np.ndarray:
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return memory[begin : begin + size].view(dtype).reshape(shape)
-
-
-def _fill_buckets(tensors, most_bytes: int) -> list[list[int]]:
-    """Returns places of tensors that are sent together, the last first: they are there first."""
-    buckets: list[list[int]] = []
-    filling: dict[tf.DType, tuple[list[int], int]] = {}
-    for place in reversed(range(len(tensors))):
-        tensor = tensors[place]
-        size = tensor.shape.num_elements()
-        size = most_bytes if size is None else size * tensor.dtype.size
-        if size * _ALONE >= most_bytes:
-            buckets.append([place])
-            continue
-        bucket, have = filling.pop(tensor.dtype, ([], 0))
-        if have + size > most_bytes:
-            buckets.append(bucket)
-            bucket, have = [], 0
-        filling[tensor.dtype] = ([*bucket, place], have + size)
-    return buckets + [bucket for bucket, _ in filling.values()]
-
-
-def _pack(tensors):
-    if len(tensors) == 1:
-        return tensors[0]
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-
-
-def _unpack(packed, originals):
-    if len(originals) == 1:
-        return [packed]
-    parts = tf.split(packed, [tensor.shape.num_elements() for tensor in originals])
-    return [tf.reshape(part, original.shape) for part, original in zip(parts, originals)]

@@ -1,0 +1,1 @@
+"""Tensors of all workers, added and sent by MPI."""
