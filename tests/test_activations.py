@@ -350,6 +350,14 @@ def test_parts_are_cut_where_little_is_handed_on():
     assert len(cutting.Cut(model, starts).parts) == 4
 
 
+def test_a_list_of_one_output_is_that_output_also_in_parts():
+    model = keras.Sequential([keras.Input((6,)), *(layers.Dense(6) for _ in range(5))])
+    model = keras.Model(model.inputs, model.outputs)
+    rows = np.ones((3, 6), "float32")
+    expected = model(rows)
+    np.testing.assert_array_equal(tfmulti.checkpoint_activations(model)(rows), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("xla", [False, True])
 def test_a_stack_of_blocks_needs_less_than_half_of_the_memory(xla):

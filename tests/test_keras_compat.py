@@ -987,3 +987,36 @@ def test_canary_keras_computes_activations_from_another_state():
     assert gradients(strategy) < 1e-6
     with without("core.remat"):
         assert gradients(strategy) > 1e-2
+
+
+def test_canary_a_graph_does_not_count_what_it_captures():
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def trace():
+        variable.read_value()
+        # Otherwise `Graph.version` would serve.
+        assert tf.compat.v1.get_default_graph().version < keras_compat.next_op()
+
+    trace()
+
+
+def test_canary_a_tape_tells_whether_it_watches():
+    tensor = tf.constant(1.0)
+    assert not keras_compat.is_recorded([]) and not keras_compat.is_recorded([tensor])
+    with tf.GradientTape() as tape:
+        assert not keras_compat.is_recorded([tensor])
+        tape.watch(tensor)
+        assert keras_compat.is_recorded([tensor])
+
+
+def test_canary_the_state_of_a_generator_has_its_name():
+    assert keras_compat.is_seed_state(keras.random.SeedGenerator(1).state)
+    assert not keras_compat.is_seed_state(keras.Variable(1.0, name="state"))
+
+
+def test_canary_calls_of_a_model_have_layers():
+    hidden = [keras.layers.Dense(2, name=name) for name in "abc"]
+    model = keras.Sequential([keras.Input((2,)), *hidden])
+    assert keras_compat.layers_of_nodes(model) == hidden
+    assert len(keras_compat.nodes_of(model)) == 3

@@ -25,11 +25,15 @@ def _error_of(folder: Path, index: int) -> str:
     return found[-1] if found else ""
 
 
-def lost(number, victim):
+SHARDED = ("--shard", "parameters")
+STAGES = ("--pipeline_stages", "2")
+
+
+def lost(number, victim, flags=()):
     """A worker is killed or frozen; the other names it, and the launcher ends."""
 
     def scenario(folder: Path):
-        with _started(folder, *HEALTHY) as launcher:
+        with _started(folder, *HEALTHY, *flags) as launcher:
             launcher.wait_for("Epoch 3/")
             expect("mpi (MPI has started the job)" in launcher.text, launcher.text)
             pids = [find_worker(folder / "run", index) for index in range(2)]
@@ -65,6 +69,10 @@ def bad_record(folder: Path):
 SCENARIOS = {
     "a worker is killed, over MPI": lost(signal.SIGKILL, 1),
     "the chief is killed, over MPI": lost(signal.SIGKILL, 0),
+    "a worker is killed, sharded parameters": lost(signal.SIGKILL, 1, SHARDED),
+    "a worker is killed, in a pipeline": lost(signal.SIGKILL, 1, STAGES),
+    "the chief is killed, in a pipeline": lost(signal.SIGKILL, 0, STAGES),
+    "a worker is frozen, in a pipeline": lost(signal.SIGSTOP, 1, STAGES),
     "a worker is frozen, over MPI": lost(signal.SIGSTOP, 1),
     "the chief is frozen, over MPI": lost(signal.SIGSTOP, 0),
     "an exception in one pipeline, over MPI": bad_record,

@@ -18,6 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute import values as distributed_values
@@ -65,6 +66,7 @@ READ = (
     (keras.Variable, "_maybe_autocast", ("value",)),
     (keras.Variable, "_direct_assign", ("value",)),
     (distributed_values, "MirroredVariable", None),
+    (pywrap_tfe, "TFE_Py_TapeSetShouldRecordBackprop", None),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
     (

@@ -99,6 +99,7 @@ class _Pipeline:
         is_step = parameters.in_replica() and current_replica_batch() is not None
         if not is_step or keras_compat.is_symbolic(inputs):
             return self._call(inputs, training=training, mask=mask, **kwargs)
+        _refuse_inputs(keras.tree.flatten(inputs))
         values = self._cut.values_of(inputs, mask)
         before, flat = Handover.of(list(values), values, [])
         plan = self._plan(before, training)
@@ -155,7 +156,7 @@ class _Pipeline:
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in _floats(plan.outputs, upstream)]
-                of_inputs, of_weights = one.backward(upstream)
+                of_inputs, of_weights = one.backward(_differentiated_once(upstream))
                 found, of_weights = iter(of_inputs), dict(zip(mine, of_weights))
                 own = [place for place in of_weights if not self._weights[place][1]]
                 added = one.of_copies([of_weights[place] for place in own])
@@ -188,6 +189,23 @@ def _weights_of(model):
             is_float = keras.backend.is_float_dtype(weight.dtype)
             if is_float and not parameters.is_state(weight, layer):
                 yield weight
+
+
+@tf.custom_gradient
+def _once(*tensors):
+    def gradient(*upstream):
+        raise RuntimeError(
+            "A pipeline has first derivatives alone. Received: a gradient of a gradient that "
+            "passed through its stages, as for a penalty on gradients. Use shard='parameters' "
+            "without tfmulti.pipeline."
+        )
+
+    return [tf.identity(tensor) for tensor in tensors], gradient
+
+
+def _differentiated_once(tensors):
+    """Has a second derivative, which MPI's calls would leave out in silence, be an error."""
+    return list(_once(*tensors)) if tensors else []
 
 
 def _floats(handover, flat):
@@ -224,6 +242,16 @@ def _refuse_model(model, micro_batches):
             "micro_batches=1, synchronized=False for the statistics of each micro-batch, or "
             "keras.layers.GroupNormalization."
         )
+
+
+def _refuse_inputs(flat):
+    for value in flat:
+        if not isinstance(value, tf.Tensor) or value.dtype == tf.string:
+            raise ValueError(
+                "Workers of a pipeline send dense numbers to each other. Received: a "
+                f"{getattr(value, 'dtype', '')} {type(value).__name__} as an input of the model. "
+                "Turn it into a dense tensor of numbers in the dataset."
+            )
 
 
 def _number_of_stages(strategy, stages) -> int:

@@ -100,6 +100,15 @@ class TrainConfig:
     shard: str | None = setting(
         None, "Keep the optimizer's slots, or large weights too, on one worker each.", SHARDS
     )
+    pipeline_stages: int | None = setting(
+        None,
+        "Cut the model into this many stages, on a worker each; the number of workers is a "
+        "multiple of it.",
+        at_least=2,
+    )
+    micro_batches: int = setting(
+        4, "In how many parts the rows of a step pass through a pipeline.", at_least=1
+    )
     start_timeout: float | None = setting(
         None,
         "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
@@ -164,6 +173,12 @@ class TrainConfig:
                     f"per_replica_batch_size={self.per_replica_batch_size}. "
                     "Use --per_replica_batch_size auto, or leave --memory_limit out."
                 )
+        if self.pipeline_stages and self.shard == "state":
+            raise ValueError(
+                "`pipeline_stages` keeps weights and slots with the worker of their stage. "
+                f"Received: pipeline_stages={self.pipeline_stages}, shard='state'. "
+                "Leave --shard out."
+            )
         if self.tf_config and self.strategy not in ("auto", "multi_worker"):
             raise ValueError(
                 "`tf_config` can be used with multi_worker and auto only. "
@@ -182,6 +197,11 @@ class TrainConfig:
                 f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
                 "Use --strategy mirrored."
             )
+
+    @property
+    def sharded(self) -> str | None:
+        """What is sharded: a pipeline's weights lie with the workers of their stages."""
+        return "parameters" if self.pipeline_stages else self.shard
 
     def resolve_global_batch_size(self, num_replicas: int) -> int:
         """Returns the examples per step over all replicas.

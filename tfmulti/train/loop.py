@@ -56,7 +56,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         audit=config.audit_shards,
     )
     test = distribute_eval(test_split, strategy, global_batch_size)
-    sharded = sharded_parameters() if config.shard == "parameters" else contextlib.nullcontext()
+    sharded = sharded_parameters() if config.sharded == "parameters" else contextlib.nullcontext()
     with strategy.scope(), sharded:
         model = create_model(config.model, train_split)
         base_rate = compile_model(model, config, train)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmulti.data.datasets import resolve_function
 from tfmulti.parallel.activations import checkpoint_activations
+from tfmulti.parallel.pipeline import pipeline
 from tfmulti.step.optimizer import DistributedOptimizer, distribute_optimizers
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
@@ -161,7 +162,10 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
     Raises:
         ValueError: For optimizer settings of a model that is compiled already.
     """
-    if config.checkpoint_activations:
+    if config.pipeline_stages:
+        stages, again = config.pipeline_stages, config.checkpoint_activations
+        pipeline(model, stages, config.micro_batches, checkpoint_activations=again)
+    elif config.checkpoint_activations:
         checkpoint_activations(model)
     if model.compiled:
         given = [name for name in _OPTIMIZER_FLAGS if getattr(config, name) != _default(name)]
@@ -171,13 +175,13 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
                 f"{given[0]}={getattr(config, given[0])!r}, and --model {config.model} is "
                 f"compiled. Leave --{given[0]} out, or return the model uncompiled."
             )
-        distribute_optimizers(model, config.compression, config.shard)
+        distribute_optimizers(model, config.compression, config.sharded)
         return None
     model.compile(
         optimizer=DistributedOptimizer(
             _create_optimizer(config, train),
             compression=config.compression,
-            shard=config.shard,
+            shard=config.sharded,
         ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=None if config.remainder == "pad" else ["accuracy"],

@@ -149,11 +149,16 @@ def summarize_run(
         weight_bytes=sum(
             owners.bytes_of(v) for v in model.variables if getattr(v, "is_here", True)
         ),
-        updated_bytes=max(
-            owners.bytes_of_each(model.trainable_variables, num_workers if config.shard else 1)
-        ),
-        shard=config.shard if num_workers > 1 else None,
+        updated_bytes=_updated_bytes(config, num_workers, model.trainable_variables),
+        shard=config.sharded if num_workers > 1 else None,
     )
+
+
+def _updated_bytes(config, num_workers, variables) -> int:
+    """Returns the bytes of the weights that a worker updates, the largest of what each has."""
+    if config.pipeline_stages:
+        return sum(owners.bytes_of(v) for v in variables if getattr(v, "is_here", True))
+    return max(owners.bytes_of_each(variables, num_workers if config.sharded else 1))
 
 
 def _final_rate(config, plan, model, base) -> float | None:

@@ -1,0 +1,303 @@
+"""One worker trains a pipeline: `python pipeline_worker.py FOLDER CASES`.
+
+Prints a line of JSON with what each case saw. A case trains a model with copies of it, and one in
+stages, in the same process, in float64.
+"""
+
+import contextlib
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import cases
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmulti
+from tfmulti import topology
+from tfmulti.step.parameters import ShardedParameter
+
+layers, optimizers = keras.layers, keras.optimizers
+ROWS, WIDTH, TOKENS = 33, 64, 12
+random = np.random.RandomState(0)
+NUMBERS, CLASSES = random.rand(ROWS, WIDTH), random.randint(0, 3, ROWS)
+# Rows of several lengths, padded with zeros.
+WORDS = random.randint(1, 50, (ROWS, TOKENS)) * (np.arange(TOKENS) < random.randint(3, 13, (33, 1)))
+
+
+def chain(*hidden):
+    return keras.Sequential([keras.Input((WIDTH,)), *hidden, layers.Dense(3)])
+
+
+def dense():
+    return chain(layers.Dense(96, "tanh"), layers.Dense(80, "relu"), layers.Dense(64))
+
+
+def skips():
+    """A value that passes a whole stage, an input that the last one takes, a shared layer."""
+    given, shared = keras.Input((WIDTH,)), layers.Dense(32, "tanh", name="shared")
+    one = shared(given)
+    two = layers.Add()([layers.Dense(32, "relu")(one), one])
+    two = layers.Concatenate()([layers.Dense(WIDTH, name="late")(two), one, given])
+    return keras.Model(given, layers.Dense(3)(shared(layers.Dense(WIDTH)(two))))
+
+
+def attention():
+    given = keras.Input((TOKENS,), dtype="int32")
+    one = layers.Embedding(50, 16, mask_zero=True)(given)
+    two = layers.LayerNormalization()(
+        layers.Add()([one, layers.MultiHeadAttention(2, 8)(one, one)])
+    )
+    two = layers.Add()([two, layers.MultiHeadAttention(2, 8)(two, two)])
+    return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
+
+
+def recurrent():
+    hidden = [layers.LSTM(16, return_sequences=True), layers.GRU(8)]
+    table = layers.Embedding(50, 16, mask_zero=True)
+    return keras.Sequential([keras.Input((TOKENS,)), table, *hidden, layers.Dense(3)])
+
+
+def convolutions():
+    hidden = [layers.Conv2D(4, 3, activation="relu"), layers.Conv2D(8, 3), layers.Flatten()]
+    return chain(layers.Reshape((8, 8, 1)), *hidden)
+
+
+def penalties():
+    square = keras.regularizers.L2(0.01)
+    return chain(
+        layers.Dense(32, "tanh", kernel_regularizer=square),
+        layers.Dense(32, activity_regularizer=square),
+        layers.Dense(16, bias_regularizer=square),
+    )
+
+
+def normalized(synchronized=False):
+    hidden = [layers.Dense(32), layers.BatchNormalization(synchronized=synchronized)]
+    more = [layers.Dense(16), layers.BatchNormalization(synchronized=synchronized)]
+    return chain(*hidden, layers.ReLU(), *more)
+
+
+def several():
+    """Two inputs and two outputs."""
+    numbers, words = keras.Input((WIDTH,), name="a"), keras.Input((TOKENS,), name="b")
+    one = layers.Dense(16, "relu")(numbers)
+    two = layers.GlobalAveragePooling1D()(layers.Embedding(50, 16)(words))
+    two = layers.Dense(16)(layers.Add()([one, two]))
+    outputs = {"class": layers.Dense(3, name="class")(two), "sum": layers.Dense(1, name="sum")(one)}
+    return keras.Model({"a": numbers, "b": words}, outputs)
+
+
+class OwnStep(keras.Model):
+    """Clips by the norm of all gradients, which are on several workers, by hand."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class OnNeighbors(keras.Model):
+    """Trains on inputs that were moved along the gradient of the loss."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            total = tf.reduce_sum(losses)
+        x = x + 0.1 * tf.sign(tape.gradient(total, x))
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def stepping(kind):
+    model = dense()
+    return kind(model.inputs, model.outputs)
+
+
+def clipped():
+    return optimizers.AdamW(1e-3, global_clipnorm=0.1)
+
+
+def accumulated():
+    return optimizers.Adam(1e-3, gradient_accumulation_steps=2)
+
+
+def scaled():
+    return optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
+
+
+# Each has `model`, and `optimizer`, `pipeline` and `compile` where they are not the usual ones.
+TRAINED = {
+    "dense": {"model": dense},
+    "skips": {"model": skips},
+    "attention": {"model": attention, "x": WORDS},
+    "recurrent": {"model": recurrent, "x": WORDS},
+    "convolutions": {"model": convolutions},
+    "penalties": {"model": penalties},
+    "several": {"model": several, "x": {"a": NUMBERS, "b": WORDS}},
+    "one micro-batch": {"model": dense, "pipeline": {"micro_batches": 1}},
+    "more micro-batches than rows": {"model": dense, "pipeline": {"micro_batches": 40}},
+    "few rows": {"model": dense, "global_batch_size": 5},
+    "recomputed": {"model": attention, "x": WORDS, "pipeline": {"checkpoint_activations": True}},
+    "named": {"model": skips, "pipeline": {"stages": ["late"]}},
+    "clipped": {"model": dense, "optimizer": clipped},
+    "accumulated": {"model": dense, "optimizer": accumulated},
+    "scaled": {"model": dense, "optimizer": scaled},
+    "eager": {"model": dense, "compile": {"run_eagerly": True}},
+    "several steps": {"model": dense, "compile": {"steps_per_execution": 2}},
+    "own step": {"model": lambda: stepping(OwnStep)},
+    "gradients of inputs": {"model": lambda: stepping(OnNeighbors)},
+    "normalized": {
+        "model": normalized,
+        "copies": lambda: normalized(synchronized=True),
+        "pipeline": {"micro_batches": 1},
+    },
+}
+
+
+def create(strategy, case, way, seed=1):
+    """Creates a model with copies of it, or in stages; created in parts, or as a whole."""
+    keras.utils.set_random_seed(seed)
+    in_parts = way == "created in parts"
+    with strategy.scope(), tfmulti.sharded_parameters() if in_parts else contextlib.nullcontext():
+        model = case.get("copies", case["model"])() if way == "copies" else case["model"]()
+        if way != "copies":
+            number = int(os.environ.get("STAGES", topology.num_workers(strategy)))
+            settings = {"stages": number, "micro_batches": 3, **case.get("pipeline", {})}
+            model = tfmulti.pipeline(model, **settings)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            tfmulti.DistributedOptimizer(
+                case.get("optimizer", lambda: optimizers.SGD(0.1, momentum=0.9))(),
+                shard=None if way == "copies" else "parameters",
+            ),
+            {"class": loss, "sum": "mse"} if isinstance(case.get("x"), dict) else loss,
+            metrics=None if isinstance(case.get("x"), dict) else ["accuracy"],
+            **case.get("compile", {}),
+        )
+    return model
+
+
+def batches(strategy, case):
+    x = case.get("x", NUMBERS)
+    y = {"class": CLASSES, "sum": NUMBERS[:, :1]} if isinstance(x, dict) else CLASSES
+    size = case.get("global_batch_size", 16)
+    return tfmulti.distribute_train((x, y), strategy, size, seed=3)
+
+
+def apart(one, other):
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def trained(strategy, folder, name):
+    """How far a model in stages is from copies of it."""
+    keras.config.set_floatx("float64")
+    case, seen = TRAINED[name], {"weights": [], "history": [], "held": []}
+    copies = create(strategy, case, "copies")
+    expected = copies.fit(batches(strategy, case), epochs=2, verbose=0).history
+    for way in ("created in parts", "created as a whole")[: 2 if name == "dense" else 1]:
+        model = create(strategy, case, way)
+        found = model.fit(batches(strategy, case), epochs=2, verbose=0).history
+        seen["weights"].append(apart(copies, model))
+        apart_in = [abs(a - b) for key in expected for a, b in zip(expected[key], found[key])]
+        seen["history"].append(max(apart_in))
+        held = [v for v in model.variables if isinstance(v, ShardedParameter)]
+        seen["held"].append([len(held), sum(v.is_here for v in held)])
+    seen["total"] = len(model.trainable_variables)
+    return seen
+
+
+def life(strategy, folder, name):
+    """Evaluates, predicts, saves, and resumes in stages and from copies."""
+    keras.config.set_floatx("float64")
+    case, seen = TRAINED["dense"], {}
+
+    def fitted(way, where, epochs=2, seed=1):
+        model, data = create(strategy, case, way, seed), batches(strategy, case)
+        checkpoint = tfmulti.callbacks.Checkpoint(folder / where, data)
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[checkpoint])
+        return model
+
+    whole, copies = fitted("stages", "whole", 4), fitted("copies", "copies")
+    stages = fitted("stages", "stages")
+    rows = tfmulti.distribute_eval((NUMBERS, CLASSES), strategy, 16)
+    pairs = zip(copies.evaluate(rows, verbose=0), stages.evaluate(rows, verbose=0))
+    seen["evaluate"] = max(abs(a - b) for a, b in pairs)
+    predictions = [each.predict(NUMBERS, verbose=0) for each in (copies, stages)]
+    seen["predict"] = float(np.abs(predictions[0] - predictions[1]).max())
+    if topology.is_chief(strategy):
+        stages.save(folder / "model.keras")
+        loaded = keras.models.load_model(folder / "model.keras")
+        seen["file"] = float(np.abs(np.asarray(loaded(NUMBERS)) - predictions[0]).max())
+    for where in ("stages", "copies"):
+        seen[f"resumed from {where}"] = apart(whole, fitted("stages", where, 4, seed=9))
+    return seen
+
+
+def chosen_differences(strategy, folder, name):
+    """Dropout and local batch normalization: what is told to differ, and still verified."""
+    keras.config.set_floatx("float64")
+    noisy = {"model": lambda: chain(layers.Dense(32), layers.Dropout(0.5), layers.Dense(16))}
+    model = create(strategy, noisy, "stages")
+    before = [v.numpy().tolist() for v in model.variables if v.name == "seed_generator_state"]
+    model.fit(batches(strategy, noisy), epochs=1, verbose=0)
+    after = [v.numpy().tolist() for v in model.variables if v.name == "seed_generator_state"]
+    case = {"model": normalized}
+    plain = create(strategy, case, "stages")
+    recomputed = create(strategy, case | {"pipeline": {"checkpoint_activations": True}}, "stages")
+    for each in (plain, recomputed):
+        each.fit(batches(strategy, case), epochs=2, verbose=0)
+    moving = [v for v in plain.non_trainable_variables if "moving" in v.name]
+    return {
+        "seeds": [before, after],
+        "recomputed": apart(plain, recomputed),
+        "moving": [float(np.abs(v.numpy()).sum()) for v in moving],
+    }
+
+
+class Subclassed(keras.Model):
+    def call(self, inputs):
+        return inputs
+
+
+def refusals(strategy, folder, name):
+    def needs(function):
+        with strategy.scope():
+            return cases.message_of(function)
+
+    def wrong_optimizer():
+        model = tfmulti.pipeline(dense())
+        model.compile(tfmulti.DistributedOptimizer(optimizers.SGD(0.1)), "mse")
+        model.fit(NUMBERS, CLASSES, verbose=0)
+
+    def compiled():
+        model = dense()
+        model.compile("sgd", "mse")
+        tfmulti.pipeline(model)
+
+    return {
+        "stages": needs(lambda: tfmulti.pipeline(dense(), stages=5)),
+        "names": needs(lambda: tfmulti.pipeline(dense(), stages=["nothing"])),
+        "micro_batches": needs(lambda: tfmulti.pipeline(dense(), micro_batches=0)),
+        "synchronized": needs(lambda: tfmulti.pipeline(normalized(synchronized=True))),
+        "subclassed": needs(lambda: tfmulti.pipeline(Subclassed())),
+        "compiled": needs(compiled),
+        "optimizer": needs(wrong_optimizer),
+    }
+
+
+CASES = {"life": life, "chosen differences": chosen_differences, "refusals": refusals}
+
+if __name__ == "__main__":
+    cases.main(CASES, default=trained)

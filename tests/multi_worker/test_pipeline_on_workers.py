@@ -1,0 +1,108 @@
+"""Pipelines on workers: one device's result, each worker with its stage alone."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import cases
+import pipeline_worker as worker
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+needs_mpi = pytest.mark.skipif(
+    not MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
+)
+FAST = ("dense", "attention", "refusals")
+SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
+
+
+def run(run_workers, folder, names, **more):
+    """What each worker saw of each case."""
+    program = HERE / "pipeline_worker.py"
+    return cases.run(run_workers, program, folder, names, options=["--mpi"], **more)
+
+
+@pytest.fixture(scope="module", name="fast")
+def fast_fixture(run_workers, tmp_path_factory):
+    return run(run_workers, tmp_path_factory.mktemp("pipeline"), FAST)
+
+
+@pytest.fixture(scope="module", name="slow")
+def slow_fixture(run_workers, tmp_path_factory):
+    seen = [{}, {}]
+    names = (*SLOW, "life", "chosen differences")
+    for start in range(0, len(names), 6):
+        folder = tmp_path_factory.mktemp("pipeline")
+        for found, new in zip(seen, run(run_workers, folder, names[start : start + 6])):
+            found.update(new)
+    return seen
+
+
+def assert_exact(seen, name):
+    for each in (worker_seen[name] for worker_seen in seen):
+        assert max(each["weights"]) < 1e-12 and max(each["history"]) < 1e-12
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", [name for name in FAST if name in worker.TRAINED])
+def test_stages_give_the_result_of_copies(fast, name):
+    assert_exact(fast, name)
+
+
+@needs_mpi
+def test_each_worker_holds_the_weights_of_its_stage_alone(fast):
+    for one, other in zip(*(each["dense"]["held"] for each in fast)):
+        assert one[0] == other[0] == fast[0]["dense"]["total"]
+        assert 0 < one[1] < one[0] and one[1] + other[1] == one[0]
+
+
+@needs_mpi
+def test_what_cannot_be_cut_is_told(fast):
+    told = fast[0]["refusals"]
+    assert "Received: 5 stages, 2 workers" in told["stages"]
+    assert "Received: stages=['nothing']" in told["names"]
+    assert "Received: micro_batches=0" in told["micro_batches"]
+    assert "Use micro_batches=1" in told["synchronized"]
+    assert "use shard='parameters'" in told["subclassed"]
+    assert "must be called before `compile`" in told["compiled"]
+    assert "shard='parameters'" in told["optimizer"]
+
+
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.parametrize("name", SLOW)
+def test_every_model_and_setting_gives_the_result_of_copies(slow, name):
+    assert_exact(slow, name)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_evaluates_predicts_saves_and_resumes(slow):
+    for each in (worker_seen["life"] for worker_seen in slow):
+        assert max(each.values()) < 1e-12, each
+        assert each["resumed from stages"] == 0.0
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
+    one, other = (worker_seen["chosen differences"] for worker_seen in slow)
+    before, after = one["seeds"]
+    # As many draws as on one device: three steps of one dropout.
+    assert [new[1] - old[1] for old, new in zip(before, after)] == [3]
+    assert one["recomputed"] < 1e-12
+    assert one["moving"] == other["moving"] and min(one["moving"]) > 0
+
+
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.parametrize("stages", [2, 4])
+def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages):
+    names = ["dense", "few rows", "skips", "clipped", "penalties"]
+    environ = {"STAGES": str(stages)}
+    seen = run(run_workers, tmp_path, names, num_workers=4, env=environ)
+    for name in names:
+        assert_exact(seen, name)
