@@ -57,7 +57,7 @@ class _Device:
 
 
 def _create_sleeping_layer(device: _Device, forward_s: float, backward_s: float, name: str):
-    """Returns a layer that sleeps for so many seconds for each row, and returns what it is given."""
+    """Returns a layer that returns what it is given, after so many seconds for each row."""
     import keras
     import tensorflow as tf
 
@@ -107,7 +107,7 @@ def _create_model(task: Task, micro_batches: int, strategy, device: _Device):
 
 
 def _train(task: Task, micro_batches: int, strategy) -> dict:
-    """Trains, and returns seconds of each step, and of each step those of this worker's sleep."""
+    """Trains, and returns the seconds of each step, and how many of them this worker slept."""
     import keras
     import numpy as np
 
@@ -126,11 +126,7 @@ def _train(task: Task, micro_batches: int, strategy) -> dict:
     data = tfmulti.distribute_train((rows, rows), strategy, task.rows)
     model.fit(data, epochs=1, verbose=0, callbacks=[Clock()])
     seconds = [end - begin for begin, end in zip(ends[:-1], ends[1:])]
-    return {
-        "micro_batches": micro_batches,
-        "seconds": seconds[WARM_UP_STEPS - 1 :],
-        "busy": busy[WARM_UP_STEPS:],
-    }
+    return {"seconds": seconds[WARM_UP_STEPS - 1 :], "busy": busy[WARM_UP_STEPS:]}
 
 
 def main() -> None:
@@ -139,7 +135,7 @@ def main() -> None:
 
     task = Task(**json.loads(sys.argv[1]))
     strategy = tfmulti.create_strategy("multi_worker", verify="never")
-    print(json.dumps([_train(task, number, strategy) for number in task.micro_batches]))
+    print(json.dumps({each: _train(task, each, strategy) for each in task.micro_batches}))
 
 
 if __name__ == "__main__":
