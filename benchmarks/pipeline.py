@@ -59,9 +59,9 @@ def measured_idle(seen: Sequence[dict]) -> Idle:
     Args:
         seen: Of each stage `seconds` of its steps, and `busy`, how many of them it slept.
 
-    >>> stage = {"seconds": [2.0, 1.25, 1.0], "busy": [1.0, 1.0, 1.0]}
+    >>> stage = {"seconds": [4.0, 2.0, 1.0], "busy": [1.0, 1.0, 1.0]}
     >>> measured_idle([stage, stage])
-    Idle(seconds=1.25, fraction=0.2, least=0.0, most=0.5)
+    Idle(seconds=2.0, fraction=0.5, least=0.0, most=0.75)
     """
     seconds = [max(each) for each in zip(*(stage["seconds"] for stage in seen))]
     busy = [statistics.fmean(each) for each in zip(*(stage["busy"] for stage in seen))]
@@ -88,8 +88,9 @@ def idle_table(measured: dict[tuple[int, int], Idle], seconds: float) -> Table:
         measured: What was measured, by stages and micro-batches.
         seconds: How long a stage sleeps in a step.
     """
-    columns = ("stages", "micro-batches", "step, s", "more, ms", "idle", "of steps", "theory")
-    table = Table(*columns, "off by", title=f"stages that sleep for {seconds:g} s of a step")
+    columns = ("stages", "parts", "step, s", "more, ms", "idle", "least to most", "theory")
+    title = f"stages that sleep for {seconds:g} s of a step, by the number of micro-batches"
+    table = Table(*columns, "off by", title=title)
     for (stages, micro_batches), idle in measured.items():
         theory = predicted_idle(stages, micro_batches)
         table.add_row(
@@ -98,7 +99,7 @@ def idle_table(measured: dict[tuple[int, int], Idle], seconds: float) -> Table:
             f"{idle.seconds:.3f}",
             f"{1e3 * (idle.seconds - seconds / (1.0 - theory)):.0f}",
             f"{idle.fraction:.3f}",
-            f"{idle.least:.2f}-{idle.most:.2f}",
+            f"{idle.least:.2f} to {idle.most:.2f}",
             f"{theory:.3f}",
             f"{idle.fraction / theory - 1.0:+.1%}",
         )
