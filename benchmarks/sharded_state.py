@@ -9,14 +9,12 @@ programs that use it meanwhile are counted too.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.launched import run_on_workers
 
 _WORKER = """
 import contextlib, json, sys, time
@@ -92,18 +90,12 @@ def measure(
         of the step in the middle, of the slowest worker; `slots`, the bytes of all of Adam's;
         `sent`, the bytes that went over loopback in a step, all of them where `by_tcp` is set.
     """
-    mpi = ["--mpi"] if communication == "mpi" else []
-    launch = [sys.executable, "-m", "tfmulti.launch", f"--num_workers={num_workers}", *mpi]
-    launch += ["--all_output", "--allocator=default", "--", sys.executable, "-c", _WORKER]
-    done = subprocess.run(
-        [*launch, str(layers), str(units), *([shard] if shard else [])],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(_TCP if by_tcp else {})},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+    seen = run_on_workers(
+        ["-c", _WORKER, str(layers), str(units), *([shard] if shard else [])],
+        num_workers,
+        ["--mpi"] if communication == "mpi" else [],
+        _TCP if by_tcp else None,
     )
-    lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
-    seen = [json.loads(line) for line in lines if line.startswith("{")]
     return {name: max(each[name] for each in seen) for name in seen[0]}
 
 

@@ -7,11 +7,16 @@ import json
 import os
 import platform
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import keras
 import numpy as np
 from absl import flags
+from keras import layers
 
 import tfmulti
 
@@ -21,6 +26,8 @@ SETUPS = {
     "two logical CPUs": ("--strategy=mirrored", "--logical_cpus=2"),
     "two workers": ("--strategy=multi_worker",),
 }
+_STATUS = "/proc/self/status"
+_LOOK_S = 0.005
 _DEFINE = {
     bool: flags.DEFINE_bool,
     int: flags.DEFINE_integer,
@@ -72,6 +79,19 @@ class Settings:
     )
     seed: int = flag(0, "Seed of data that is made, weights, order and randomness.")
     workdir: str = flag("", "Folder for what the run leaves; by default nothing is kept.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSettings(Settings):
+    """The flags of experiments whose model does not fit into one worker's memory."""
+
+    unused = ("logical_cpus", "dtype_policy", "dataset", "workdir")
+
+    epochs: int = flag(2, "Passes over the data.")
+    global_batch_size: int = flag(16, "Examples per step over all replicas.")
+    layers: int = flag(12, "Hidden layers.")
+    width: int = flag(2048, "Width of the hidden layers.")
+    memory_mb: int = flag(0, "Megabytes that training may take; 0 for no limit.")
 
 
 def parse(settings: type, argv: list[str] | None = None):
@@ -140,9 +160,83 @@ def keep(settings, metrics: dict, weights: list[np.ndarray]) -> None:
     (folder / RESULT).write_text(json.dumps(result, indent=2) + "\n")
 
 
+def read_status(name: str) -> int:
+    """Returns bytes that the kernel tells of this process, such as `VmRSS` or `VmHWM`."""
+    with open(_STATUS) as status:
+        [size] = [int(line.split()[1]) for line in status if line.startswith(f"{name}:")]
+    return size * 1024
+
+
+def limit_memory(settings: DenseSettings, advice: str) -> None:
+    """Ends the process when it takes more memory than the settings allow, as a cgroup does.
+
+    Args:
+        settings: The run's flags.
+        advice: What to do then.
+    """
+    if not settings.memory_mb:
+        return
+    begin = read_status("VmRSS")
+
+    def watch():
+        while read_status("VmRSS") - begin <= settings.memory_mb * 10**6:
+            time.sleep(_LOOK_S)
+        print(
+            "error: training must fit into memory. Received: a worker that needs more than "
+            f"--memory_mb={settings.memory_mb}. {advice}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run_a_small_step(strategy) -> None:
+    """Makes TensorFlow's threads and MPI's buffers be there, which belong to no model."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = np.zeros((16, 8), "float32")
+    model.fit(tfmulti.distribute_train((rows, rows[:, :1]), strategy, 16), verbose=0)
+
+
+def create_dense(settings: DenseSettings) -> keras.Model:
+    """Returns dense layers of the same width."""
+    keras.utils.set_random_seed(settings.seed)
+    hidden = [layers.Dense(settings.width, activation="tanh") for _ in range(settings.layers)]
+    return keras.Sequential([keras.Input((settings.width,)), *hidden, layers.Dense(1)])
+
+
+def train_within_memory(
+    settings: DenseSettings, create_model: Callable[..., keras.Model], advice: str
+) -> dict[str, float]:
+    """Trains, and returns the last loss and the megabytes that the worker took.
+
+    Args:
+        settings: The run's flags.
+        create_model: Function of the settings and the strategy, that returns a compiled model.
+        advice: What to do where memory does not suffice; the process ends with 1 then.
+    """
+    strategy = tfmulti.create_strategy(settings.strategy)
+    run_a_small_step(strategy)
+    begin = read_status("VmRSS")
+    limit_memory(settings, advice)
+    model = create_model(settings, strategy)
+    random = np.random.default_rng(settings.seed)
+    x = random.normal(size=(8 * settings.global_batch_size, settings.width)).astype("float32")
+    data = tfmulti.distribute_train((x, x[:, :1]), strategy, settings.global_batch_size)
+    history = model.fit(data, epochs=settings.epochs, verbose=verbose())
+    taken = (read_status("VmHWM") - begin) / 1e6
+    return {
+        "loss": history.history["loss"][-1],
+        "weights_mb": 4e-6 * model.count_params(),
+        "taken_mb": taken,
+    }
+
+
 def hardware() -> str:
     """Returns one line on the processor, the GPUs and the versions of this machine."""
-    import keras
     import tensorflow as tf
 
     model = platform.processor() or platform.machine()

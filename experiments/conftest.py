@@ -1,6 +1,9 @@
 """Logical CPUs for the smoke tests, and the float32 policy after each."""
 
 import os
+import re
+import subprocess
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -8,6 +11,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+LAUNCH = [sys.executable, "-m", "tfmulti.launch", "--allocator=default"]
+# What is freed is given back at once, and TensorFlow keeps no copies of weights.
+LITTLE_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 
 def pytest_configure(config):
@@ -41,3 +48,26 @@ def ends_alike():
         return one
 
     return check
+
+
+@pytest.fixture
+def run_within_memory():
+    """Runs an experiment whose last line tells numbers, where memory is short.
+
+    Returns the ended process, and of each worker that told numbers what they are.
+    """
+
+    def run(name, *flags, workers=()):
+        program = [sys.executable, "-m", f"experiments.{name}.experiment", "--epochs=1", *flags]
+        done = subprocess.run(
+            [*([*LAUNCH, *workers, "--"] if workers else ()), *program],
+            env={**os.environ, **LITTLE_MEMORY},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = [line for line in done.stdout.splitlines() if "taken_mb" in line]
+        numbers = [re.findall(r"(\w+): ([\d.e+]+)", line) for line in lines]
+        return done, [{name: float(value) for name, value in each} for each in numbers]
+
+    return run

@@ -8,7 +8,16 @@ import pytest
 from test_bench import run_bench, series_of
 
 from benchmarks import __main__ as command
-from benchmarks import kinds, monitors, peers, projection, ratios, socket_copy, tables
+from benchmarks import (
+    kinds,
+    monitors,
+    peers,
+    pipeline,
+    projection,
+    ratios,
+    socket_copy,
+    tables,
+)
 from benchmarks.kinds import BenchmarksConfig
 from tfmulti.bench import results, schedule, setups
 
@@ -153,6 +162,37 @@ def test_the_rounds_of_the_monitors_cancel_a_drift():
     assert (found["ratio"], found["p10"], found["p90"]) == (1.0, 1.0, 1.0)
     assert found["standard_error"] == 0.0
     assert found["noise"] == pytest.approx((3.0 + 3 / 11) / 2)
+
+
+def test_stages_are_idle_for_what_they_do_not_sleep_of_the_longest_step():
+    short = {"seconds": [1.0, 1.2, 2.0], "busy": [0.9, 0.9, 0.9]}
+    long = {"seconds": [1.0, 1.25, 2.0], "busy": [1.1, 1.1, 1.1]}
+    idle = pipeline.measured_idle([short, long])
+    assert idle.seconds == 1.25
+    assert (idle.fraction, idle.least, idle.most) == pytest.approx((0.2, 0.0, 0.5))
+    theory = {(s, m): pipeline.predicted_idle(s, m) for s in (1, 2, 4) for m in (1, 4)}
+    assert theory == {
+        (1, 1): 0,
+        (1, 4): 0,
+        (2, 1): 1 / 2,
+        (2, 4): 1 / 5,
+        (4, 1): 3 / 4,
+        (4, 4): 3 / 7,
+    }
+    [row] = zip(*(column.cells for column in pipeline.idle_table({(2, 4): idle}, 1.0).columns))
+    assert row[:-1] == ("2", "4", "1.250", "0", "0.200", "0.00 to 0.50", "0.200")
+    assert pipeline.describe_ratios([1.5]) == "1.50 (1.50 to 1.50 in 1 pair)"
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_measured():
+    flags = ["--stages=2", "--micro_batches=2", "--seconds=0.1", "--steps=2", "--rounds=1"]
+    flags += ["--layers=1", "--units=16", "--rows=16"]
+    line = [sys.executable, "-m", "benchmarks.pipeline", *flags]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "stages that sleep for 0.1 s of a step" in done.stdout
+    assert "in 1 pair)" in done.stdout
 
 
 @pytest.mark.slow

@@ -1,0 +1,157 @@
+"""Prints how long the stages of a pipeline wait for each other, beside the theory.
+
+`python -m benchmarks.pipeline [--stages 2 4] [--micro_batches 1 2 4 8] [--seconds 1] [--steps 8]`
+
+Stages sleep in place of computing, so that a machine with few cores can have many; the time of a
+step that they do not sleep is idle. Of s stages and m micro-batches it is (s - 1) / (m + s - 1).
+`--rounds` pairs of runs follow, of a model that computes: in two stages, and in one process that
+has the cores of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launched import run_on_workers
+from benchmarks.pipeline_worker import Task
+
+_WORKER = ["-m", "benchmarks.pipeline_worker"]
+_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """What steps of a pipeline have taken.
+
+    Attributes:
+        seconds: Of a step, the median.
+        fraction: What part of it stages were idle: that of the median step, on average of stages.
+        least: The same of the step with the least.
+        most: Of the step with the most.
+    """
+
+    seconds: float
+    fraction: float
+    least: float
+    most: float
+
+
+def predicted_idle(stages: int, micro_batches: int) -> float:
+    """Returns what part of a step the stages of a pipeline wait for each other.
+
+    >>> predicted_idle(2, 4)
+    0.2
+    """
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def measured_idle(seen: Sequence[dict]) -> Idle:
+    """Returns what part of a step the stages did not sleep.
+
+    Args:
+        seen: Of each stage `seconds` of its steps, and `busy`, how many of them it slept.
+
+    >>> stage = {"seconds": [4.0, 2.0, 1.0], "busy": [1.0, 1.0, 1.0]}
+    >>> measured_idle([stage, stage])
+    Idle(seconds=2.0, fraction=0.5, least=0.0, most=0.75)
+    """
+    seconds = [max(each) for each in zip(*(stage["seconds"] for stage in seen))]
+    busy = [statistics.fmean(each) for each in zip(*(stage["busy"] for stage in seen))]
+    fractions = [1.0 - part / whole for part, whole in zip(busy, seconds)]
+    median = statistics.median(seconds)
+    fraction = 1.0 - statistics.median(busy) / median
+    return Idle(median, fraction, min(fractions), max(fractions))
+
+
+def run(task: Task) -> dict[int, list[dict]]:
+    """Returns by the number of micro-batches what each stage saw of its steps."""
+    # With one worker there is no MPI.
+    flags = ["--mpi"] if task.stages > 1 else []
+    workers = run_on_workers([*_WORKER, json.dumps(dataclasses.asdict(task))], task.stages, flags)
+    return {m: [worker[str(m)] for worker in workers] for m in task.micro_batches}
+
+
+def idle_table(measured: dict[tuple[int, int], Idle], seconds: float) -> Table:
+    """Returns the table of stages that sleep.
+
+    More is what a step takes beyond that of stages which wait for each other alone.
+
+    Args:
+        measured: What was measured, by stages and micro-batches.
+        seconds: How long a stage sleeps in a step.
+    """
+    columns = ("stages", "parts", "step, s", "more, ms", "idle", "least to most", "theory")
+    title = f"stages that sleep for {seconds:g} s of a step, by the number of micro-batches"
+    table = Table(*columns, "off by", title=title)
+    for (stages, micro_batches), idle in measured.items():
+        theory = predicted_idle(stages, micro_batches)
+        table.add_row(
+            str(stages),
+            str(micro_batches),
+            f"{idle.seconds:.3f}",
+            f"{1e3 * (idle.seconds - seconds / (1.0 - theory)):.0f}",
+            f"{idle.fraction:.3f}",
+            f"{idle.least:.2f} to {idle.most:.2f}",
+            f"{theory:.3f}",
+            f"{idle.fraction / theory - 1.0:+.1%}",
+        )
+    return table
+
+
+def describe_ratios(ratios: Sequence[float]) -> str:
+    """Returns the median of ratios, the least and the most, and the standard error of their mean.
+
+    >>> describe_ratios([1.0, 1.2, 1.1, 1.3])
+    '1.15 (1.00 to 1.30 in 4 pairs, standard error 0.06)'
+    """
+    text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f} "
+    text += f"in {len(ratios)} pair{'s' if len(ratios) > 1 else ''}"
+    if len(ratios) > 1:
+        text += f", standard error {statistics.stdev(ratios) / math.sqrt(len(ratios)):.2f}"
+    return f"{text})"
+
+
+def computing_ratios(task: Task, rounds: int) -> list[float]:
+    """Returns, of pairs of runs, the seconds of a step of a pipeline over those of one process."""
+    [micro_batches] = task.micro_batches
+    alone = dataclasses.replace(task, stages=1, layers=task.layers * task.stages)
+    ratios = []
+    for number in range(rounds):
+        # Each is the first as often as the other.
+        pair = (task, alone) if number % 2 else (alone, task)
+        seconds = {each.stages: measured_idle(run(each)[micro_batches]).seconds for each in pair}
+        ratios.append(seconds[task.stages] / seconds[1])
+    return ratios
+
+
+def main() -> None:
+    """Measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--seconds", type=float, default=1.0)
+    defaults = {"steps": 8, "rounds": 4, "layers": 4, "units": 1024, "rows": 1024}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    measured, sleeping = {}, (tuple(given.micro_batches), given.steps, _ROWS, given.seconds)
+    for stages in given.stages:
+        for micro_batches, seen in run(Task(stages, *sleeping)).items():
+            measured[stages, micro_batches] = measured_idle(seen)
+    Console().print(idle_table(measured, given.seconds))
+    if given.rounds:
+        task = Task(2, (4,), given.steps, given.rows, 0.0, given.layers, given.units)
+        ratios = describe_ratios(computing_ratios(task, given.rounds))
+        print(f"step of 2 stages that compute, over that of one process on all cores: {ratios}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A model of which each worker has one half of the layers."""
