@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import parameters, sharded_state, sparse_gradients, weighting
+from tfmulti.step import local_steps, parameters, sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -197,6 +197,9 @@ def take_gradient(
     is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
     if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
         _of_inputs.add(replica_batch.model)
+    if _is_local(replica_batch, output_gradients, is_variable):
+        grads = original(tape, target, flat, **kwargs)
+        return tf.nest.pack_sequence_as(sources, _without_padding(grads, replica_batch))
     if (
         output_gradients is not None
         or replica_batch is None
@@ -231,6 +234,13 @@ def take_gradient(
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
     ]
     return tf.nest.pack_sequence_as(sources, grads)
+
+
+def _is_local(replica_batch, output_gradients, is_variable) -> bool:
+    """Whether gradients are those of a worker's own step: one without rows has none."""
+    if output_gradients is not None or replica_batch is None or not all(is_variable):
+        return False
+    return local_steps.in_local_step()
 
 
 def reduce_values(grads, kinds, compression, owners=None) -> list:

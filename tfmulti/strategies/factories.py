@@ -15,7 +15,14 @@ from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.parallel import recompute
-from tfmulti.step import accumulation, gradients, losses, sharded_state, whole_batch
+from tfmulti.step import (
+    accumulation,
+    gradients,
+    local_steps,
+    losses,
+    sharded_state,
+    whole_batch,
+)
 from tfmulti.step.optimizer import distribute_loaded
 from tfmulti.strategies import checks, coordination, predict_on_batch, stock_callbacks
 from tfmulti.strategies.base import (
@@ -132,8 +139,15 @@ def create_strategy(
 
 def _before_call(model, name, data):
     coordination.compare_call(model.distribute_strategy, name)
+    local_steps.synchronize(model)
     checks.look_for_scope(model, name, data)
     checks.before_call(model, name, data)
+
+
+def _settle(model):
+    """Makes all workers hold the same, before code outside of steps reads the model."""
+    local_steps.synchronize(model)
+    accumulation.settle_own(model)
 
 
 def _warn_of_others(name, cluster):
@@ -167,7 +181,7 @@ def _repair_keras():
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_made_outside,
         regularization_loss=losses.regularization_loss,
-        settle=accumulation.settle_own,
+        settle=_settle,
         take_gradient=take,
         on_all=sharded_state.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
