@@ -44,7 +44,7 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
         callbacks: The callbacks of this `fit`.
         metrics: Whether to copy the metrics' states, which matter only within an epoch.
     """
-    local_steps.synchronize(model)
+    local_steps.average_weights(model)
     accumulation.settle(model, model_contents.optimizers_of(model, nested=True))
     variables = named_variables(model)
     if metrics:

@@ -50,8 +50,8 @@ from tfmulti.keras_compat.names import own_losses as own_losses
 from tfmulti.keras_compat.names import random_layers as random_layers
 from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
 from tfmulti.keras_compat.names import set_mask as set_mask
-from tfmulti.keras_compat.names import stateful_layers as stateful_layers
 from tfmulti.keras_compat.names import slots_of as slots_of
+from tfmulti.keras_compat.names import stateful_layers as stateful_layers
 from tfmulti.keras_compat.names import states_from_rows as states_from_rows
 from tfmulti.keras_compat.names import step_of as step_of
 from tfmulti.keras_compat.names import sums_activity_penalty as sums_activity_penalty

@@ -13,6 +13,7 @@ A worker whose part of a batch is empty leaves its weights as they are in that s
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -209,7 +210,7 @@ def average_of(model: keras.Model) -> Average:
     return found
 
 
-def synchronize(model: keras.Model) -> None:
+def average_weights(model: keras.Model) -> None:
     """Gives every worker the mean weights and slots, if local steps were taken since the last one.
 
     `fit`, `evaluate`, `predict` and `callbacks.Checkpoint` do so themselves. Call it on every
@@ -221,17 +222,17 @@ def synchronize(model: keras.Model) -> None:
 
     Example:
     >>> model = keras.Sequential([keras.layers.Dense(1)])
-    >>> synchronize(model)
+    >>> average_weights(model)
     """
     average = getattr(model, "tfmulti_average", None)
     if average is not None:
         average.settle()
 
 
-def is_synchronized(model: keras.Model) -> bool:
-    """Whether all workers hold the same weights: no local steps were taken since the average."""
+def num_pending(model: keras.Model) -> int:
+    """Returns the local steps since the last average; 0 if all workers hold the same weights."""
     average = getattr(model, "tfmulti_average", None)
-    return average is None or not int(average.pending.numpy())
+    return 0 if average is None else int(average.pending.numpy())
 
 
 class Average:
@@ -259,7 +260,7 @@ class Average:
         """Averages if steps are pending on any worker; a collective outside of steps."""
         known = [id(variable) for variable in averaged_variables(self._model)]
         if self._settle is None or known != self._known:
-            self._settle, self._known = tf.function(self._settle_pending), known
+            self._settle, self._known = tf.function(self._settle_pending, autograph=False), known
         self._settle()
 
     def _settle_pending(self):
@@ -273,7 +274,7 @@ class Average:
 
     def _average(self):
         variables = averaged_variables(self._model)
-        self._strategy.run(lambda: _average_here(variables, self._strategy))
+        self._strategy.run(functools.partial(_average_here, variables, self._strategy))
         self.pending.assign(0)
         return tf.constant(True)
 

@@ -63,12 +63,8 @@ class _ForKeras:
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
         several = self.num_replicas_in_sync > 1
-        if several and kind in ("train", "test"):
-            _refuse_jit_compile(model, self.num_replicas_in_sync)
-        if several and kind == "train":
-            checks.refuse_made_outside(model)
-            if not self.distribute_optimizers:
-                _refuse_bare(model)
+        if several:
+            self._refuse(kind, model)
         is_local = kind == "train" and several and local_steps.steps_of(model) > 1
         if is_local:
             fn = local_steps.on_own_rows(fn, self)
@@ -92,6 +88,15 @@ class _ForKeras:
         if kind in ("train", "test"):
             self._logs = _weak(outputs)
         return outputs
+
+    def _refuse(self, kind, model):
+        """Raises ValueError for a step that several replicas cannot run."""
+        if kind in ("train", "test"):
+            _refuse_jit_compile(model, self.num_replicas_in_sync)
+        if kind == "train":
+            checks.refuse_made_outside(model)
+            if not self.distribute_optimizers:
+                _refuse_bare(model)
 
     def reduce(self, reduce_op, value, axis):
         """Reduces as usual, except a step's logs with `axis=0`, which it reduces locally.

@@ -139,14 +139,19 @@ def create_strategy(
 
 def _before_call(model, name, data):
     coordination.compare_call(model.distribute_strategy, name)
-    local_steps.synchronize(model)
+    local_steps.average_weights(model)
     checks.look_for_scope(model, name, data)
     checks.before_call(model, name, data)
 
 
+def _before_batch(model, name, data):
+    if name == "test_on_batch":
+        local_steps.average_weights(model)
+
+
 def _settle(model):
     """Makes all workers hold the same, before code outside of steps reads the model."""
-    local_steps.synchronize(model)
+    local_steps.average_weights(model)
     accumulation.settle_own(model)
 
 
@@ -161,8 +166,10 @@ def _repair_keras():
         accumulate=accumulation.accumulate,
         agree=coordination.agree_on_stopping,
         average_loss=losses.average_loss,
+        before_batch=_before_batch,
         before_call=_before_call,
         before_pass=coordination.before_pass,
+        before_saving=checks.before_saving,
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
         compare_variable=coordination.compare_variable,

@@ -100,6 +100,12 @@ class TrainConfig:
     shard: str | None = setting(
         None, "Keep the optimizer's slots, or large weights too, on one worker each.", SHARDS
     )
+    synchronize_every: int = setting(
+        1,
+        "Steps that each worker takes by itself before workers average weights, for slow "
+        "networks; 1 adds gradients in every step.",
+        at_least=1,
+    )
     start_timeout: float | None = setting(
         None,
         "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
@@ -182,6 +188,22 @@ class TrainConfig:
                 f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
                 "Use --strategy mirrored."
             )
+
+        if self.synchronize_every > 1:
+            self._check_local_steps()
+
+    def _check_local_steps(self):
+        others = (
+            ("shard", self.shard, "all weights and slots on every worker"),
+            ("compression", self.compression, "no compression: no gradients are sent"),
+            ("dtype_policy", self.dtype_policy, "no loss scaling, as mixed_float16 has it"),
+        )
+        for name, value, needs in others:
+            if value not in (None, "float32", "mixed_bfloat16"):
+                raise ValueError(
+                    f"`synchronize_every` above 1 needs {needs}. Received: synchronize_every="
+                    f"{self.synchronize_every}, {name}={value!r}. Leave one of them out."
+                )
 
     def resolve_global_batch_size(self, num_replicas: int) -> int:
         """Returns the examples per step over all replicas.
