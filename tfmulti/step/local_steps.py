@@ -136,7 +136,7 @@ def in_local_step() -> bool:
 
 def states_to_keep(model: keras.Model) -> list[tf.Variable]:
     """Returns what a padding row would change in layers; an empty step puts it back."""
-    return [variable.value for variable in keras_compat.states_from_rows(model, True, True)]
+    return [variable.value for variable in _states_of(model)]
 
 
 def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
@@ -273,8 +273,9 @@ class Average:
         tf.cond(pending > 0, self._average, lambda: tf.constant(False))
 
     def _average(self):
-        variables = averaged_variables(self._model)
-        self._strategy.run(functools.partial(_average_here, variables, self._strategy))
+        exact = {id(state) for state in _states_of(self._model)}
+        some = [(v, _sent_as(v, id(v) in exact)) for v in averaged_variables(self._model)]
+        self._strategy.run(functools.partial(_average_here, some, self._strategy))
         self.pending.assign(0)
         return tf.constant(True)
 
@@ -291,18 +292,27 @@ def averaged_variables(model: keras.Model) -> list[keras.Variable]:
         variables += keras_compat.updated_variables(optimizer)
     for optimizer in built:
         variables += keras_compat.slots_of(optimizer)
-    variables += keras_compat.states_from_rows(model, True, True)
+    variables += _states_of(model)
     variables = {id(v): v for v in variables if keras.backend.is_float_dtype(v.dtype)}
     return list(variables.values())
 
 
+def _states_of(model) -> list[keras.Variable]:
+    return keras_compat.states_from_rows(model, every=True, synchronized=True)
+
+
 def _average_here(variables, strategy):
-    """Averages in a replica, some megabytes at a time."""
+    """Averages in a replica, some megabytes at a time.
+
+    Args:
+        variables: Variables, each with the dtype in which it is added.
+        strategy: The strategy.
+    """
     before = []
-    for some in _rounds(variables):
+    for some, dtype in _rounds(variables):
         with tf.control_dependencies(before):
             # What a variable reads has no device, by which a reduction knows where its sum goes.
-            values = [tf.identity(tf.cast(v.value, _sent_as(v))) for v in some]
+            values = [tf.identity(tf.cast(variable.value, dtype)) for variable in some]
         context = tf.distribute.get_replica_context()
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
         before = list(sums)
@@ -311,29 +321,28 @@ def _average_here(variables, strategy):
             variable.assign(tf.cast(mean, variable.dtype))
 
 
-def _sent_as(variable) -> str:
+def _sent_as(variable, is_state) -> str:
     """Returns the dtype in which a variable is added.
 
-    Scalars and states, which are small and often the same on all workers, keep their bits: in
-    float32 the mean of three equal numbers can differ from them.
+    Scalars and states of layers, which are small and often the same on all workers, keep their
+    bits: in float32 the mean of three equal numbers can differ from them.
     """
     dtype = keras.backend.standardize_dtype(variable.dtype)
-    small = not variable.shape or not getattr(variable, "trainable", True)
-    if small:
+    if is_state or not variable.shape:
         return "float64"
     return dtype if dtype in _FLOATS else "float32"
 
 
-def _rounds(variables) -> list[list]:
+def _rounds(variables) -> list[tuple[list, str]]:
     """Cuts variables into lists of one dtype and some megabytes, in their order."""
     rounds = []
-    for dtype in dict.fromkeys(_sent_as(variable) for variable in variables):
+    for dtype in dict.fromkeys(dtype for _, dtype in variables):
         have = _ROUND_BYTES
-        for variable in [v for v in variables if _sent_as(v) == dtype]:
+        for variable in [v for v, sent_as in variables if sent_as == dtype]:
             size = owners.bytes_of(variable)
             if have + size > _ROUND_BYTES:
-                rounds.append([])
+                rounds.append(([], dtype))
                 have = 0
-            rounds[-1].append(variable)
+            rounds[-1][0].append(variable)
             have += size
     return rounds
