@@ -175,7 +175,8 @@ def _outputs(commands) -> list[str]:
 
 
 def _spread(values, form) -> str:
-    return f"{min(values):{form}} to {max(values):{form}}"
+    ends = dict.fromkeys(f"{end(values):{form}}" for end in (min, max))
+    return " to ".join(ends)
 
 
 def _print(rounds, where):

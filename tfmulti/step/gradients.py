@@ -197,16 +197,15 @@ def take_gradient(
     is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
     if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
         _of_inputs.add(replica_batch.model)
-    if _is_local(replica_batch, output_gradients, is_variable):
-        grads = original(tape, target, flat, **kwargs)
-        return tf.nest.pack_sequence_as(sources, _without_padding(grads, replica_batch))
     if (
         output_gradients is not None
         or replica_batch is None
         or not topology.is_one_of_several_replicas()
         or not any(is_variable)
     ):
-        return original(tape, target, sources, output_gradients, **kwargs)
+        grads = original(tape, target, sources, output_gradients, **kwargs)
+        is_whole = output_gradients is None and all(is_variable)
+        return _of_own_rows(grads, replica_batch) if is_whole else grads
     targets = [_as_tensor(each) for each in tf.nest.flatten(target)]
     roots = [weighting.initial_gradient(each, replica_batch) for each in targets]
     grads = original(tape, targets, flat, roots, **kwargs)
@@ -236,11 +235,12 @@ def take_gradient(
     return tf.nest.pack_sequence_as(sources, grads)
 
 
-def _is_local(replica_batch, output_gradients, is_variable) -> bool:
-    """Whether gradients are those of a worker's own step: one without rows has none."""
-    if output_gradients is not None or replica_batch is None or not all(is_variable):
-        return False
-    return local_steps.in_local_step()
+def _of_own_rows(grads, replica_batch):
+    """Returns the gradients of a step that a worker takes by itself; 0 if it has no rows."""
+    if replica_batch is None or not local_steps.in_local_step():
+        return grads
+    values = _without_padding(tf.nest.flatten(grads), replica_batch)
+    return tf.nest.pack_sequence_as(grads, values)
 
 
 def reduce_values(grads, kinds, compression, owners=None) -> list:
