@@ -205,6 +205,7 @@ class OwnStep(keras.Model):
         super().__init__()
         self.one = keras.layers.Dense(8, activation="tanh", dtype="float64")
         self.two = keras.layers.Dense(1, dtype="float64")
+        self.mean = tf.reduce_mean
 
     def call(self, x):
         return self.two(self.one(x))
@@ -213,7 +214,7 @@ class OwnStep(keras.Model):
         x, y = data
         for layer in (self.one, self.two):
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(tf.square(y - self(x, training=True)))
+                loss = self.mean(tf.square(y - self(x, training=True))[:, 0])
             variables = layer.trainable_variables
             gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.5)
             self.optimizer.apply(gradients, variables)
@@ -234,8 +235,14 @@ def own_model(optimizer):
     return model
 
 
-def own_reference(num_workers=2, every=4):
-    """What the step of the user's own gives, by TensorFlow without a strategy."""
+def own_reference(num_workers=2, every=4, by_number=False):
+    """What the step of the user's own gives, by TensorFlow without a strategy.
+
+    Args:
+        num_workers: The workers.
+        every: Steps between two averages.
+        by_number: Whether losses are divided by the size of a full batch of all workers.
+    """
     models = [own_model(optimizers.SGD(0.3, momentum=0.9)) for _ in range(num_workers)]
     plan = ShardPlan(ROWS, BATCH, num_workers, seed=SEED)
     (x, y), pending = numbers(), 0
@@ -243,6 +250,9 @@ def own_reference(num_workers=2, every=4):
         for step in range(plan.steps_per_epoch):
             for number, model in enumerate(models):
                 own, _ = plan.replica_batch(epoch, step, number)
+                if by_number:
+                    number_here = plan.count(epoch, step)
+                    model.mean = lambda each, n=number_here: tf.reduce_mean(each) * n / BATCH
                 if len(own):
                     model.train_step((tf.constant(x[own]), tf.constant(y[own])))
             pending += 1
@@ -252,17 +262,29 @@ def own_reference(num_workers=2, every=4):
     return [np.array(v) for v in floats(models[0])]
 
 
+def by_number(losses):
+    """TensorFlow's own idiom for losses under a strategy."""
+    return tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
+
+
 def own_steps(strategy, folder, name):
-    """A step of the user's own: in a graph, several in one call, and eagerly."""
+    """A step of the user's own: in a graph, several in one call, eagerly, with TensorFlow's sum."""
     seen = {}
-    for how in ({}, {"steps_per_execution": 2}, {"run_eagerly": True}):
+    hows = {
+        "graph": {},
+        "several": {"steps_per_execution": 2},
+        "eager": {"run_eagerly": True},
+        "by number": {},
+    }
+    for name, how in hows.items():
         with strategy.scope():
             optimizer = optimizers.SGD(0.3, momentum=0.9)
             model = own_model(tfmulti.DistributedOptimizer(optimizer, synchronize_every=4))
             model.compile(optimizer, **how)
+            model.mean = by_number if name == "by number" else tf.reduce_mean
         data = tfmulti.distribute_train(numbers(), strategy, BATCH, seed=SEED)
         model.fit(data, epochs=EPOCHS, verbose=0)
-        seen[str(how)] = [np.array(v).tolist() for v in floats(model)]
+        seen[name] = [np.array(v).tolist() for v in floats(model)]
     return seen
 
 
@@ -274,7 +296,14 @@ def alike(strategy, folder, name):
         models.append(create(tfmulti.DistributedOptimizer(OPTIMIZERS["adam"]())))
     for model in models:
         model.fit(data_of(strategy), epochs=2, verbose=0)
-    seen = {"same": same(*models), "counts": not hasattr(models[0], "tfmulti_average")}
+    padded, uneven = (build(strategy, "adam", 2) for _ in range(2))
+    for model, remainder in ((padded, "pad"), (uneven, "uneven")):
+        x, y = rows()
+        data = (x, y, np.ones(ROWS, "float32"))
+        data = tfmulti.distribute_train(data, strategy, BATCH, seed=SEED, remainder=remainder)
+        model.fit(data, epochs=2, verbose=0)
+    seen = {"padded": same(padded, uneven)}
+    seen |= {"same": same(*models), "counts": not hasattr(models[0], "tfmulti_average")}
     with strategy.scope():
         drop = keras.layers.Dropout(0.5, seed=1)
         model = keras.Sequential([keras.Input((64,)), drop, keras.layers.Dense(1)])

@@ -1,5 +1,7 @@
 """Local steps on workers: what one device computes of each worker's rows, averaged by NumPy."""
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 import tfmulti
+from tfmulti.train import loop
+from tfmulti.train.config import TrainConfig
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -76,6 +80,7 @@ def test_workers_train_apart_and_average(fast):
 def test_one_step_is_what_it_was_and_each_worker_draws_its_own_numbers(fast):
     _, seen = fast
     one, other = (each["alike"] for each in seen)
+    assert one["padded"] and other["padded"]
     assert one["same"] and other["same"] and one["counts"] and other["counts"]
     assert 8 < sum(one["mask"]) < 56 and one["mask"] != other["mask"]
 
@@ -101,9 +106,10 @@ def test_every_optimizer_trains_apart(slow, case):
 @pytest.mark.slow
 def test_steps_of_the_users_own(slow):
     _, seen = slow
-    expected = worker.own_reference()
+    references = {False: worker.own_reference(), True: worker.own_reference(by_number=True)}
     for each in seen:
         for how, found in each["own steps"].items():
+            expected = references[how == "by number"]
             for mine, theirs in zip(found, expected, strict=True):
                 np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12, err_msg=how)
 
@@ -162,6 +168,32 @@ def test_over_mpi(run_workers, tmp_path):
         assert_is_local(tmp_path, seen, name)
     assert all(each["life"]["resumes"] for each in seen)
     assert [each["skips"]["skipped"] for each in seen] == [2, 2]
+
+
+@pytest.mark.slow
+def test_the_command_line(run_workers, tmp_path):
+    """Workers end with the same weights, which is not what one device learns, but as good."""
+    flags = ["--epochs=3", "--optimizer=momentum", "--checkpoint_steps=5"]
+    command = ["-m", "tfmulti.train", *flags]
+    local = ["--strategy=multi_worker", "--synchronize_every=4", f"--workdir={tmp_path}"]
+    texts = run_workers(2, [*command, *local])
+    result = json.loads((tmp_path / "result.json").read_text())
+    digests = {digest for text in texts for digest in re.findall(r"sha256=([0-9a-f]{64})", text)}
+    assert digests == {result["weights_sha256"]}
+    assert result["metrics"]["val_accuracy"] > 0.9
+    one = TrainConfig(strategy="one_device", optimizer="momentum", epochs=3)
+    expected = loop.train_and_evaluate(one, print_fn=lambda line: None)
+    assert abs(result["metrics"]["loss"] - expected["metrics"]["loss"]) > 1e-4
+    assert result["metrics"]["val_loss"] < 2 * expected["metrics"]["val_loss"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"shard": "state"}, {"compression": "bfloat16"}, {"dtype_policy": "mixed_float16"}]
+)
+def test_flags_that_do_not_go_together_are_told(setting):
+    with pytest.raises(ValueError, match="`synchronize_every` above 1 needs.*Received: .*Leave"):
+        TrainConfig(strategy="multi_worker", synchronize_every=2, **setting)
+    assert TrainConfig(dtype_policy="mixed_bfloat16", synchronize_every=2).synchronize_every == 2
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, None])

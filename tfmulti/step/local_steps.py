@@ -247,7 +247,7 @@ class Average:
 
     def __init__(self, model: keras.Model):
         self._model, self._strategy = model, model.distribute_strategy
-        self._settle, self._known = None, ()
+        self._settle, self._known = None, []
         with tf.init_scope(), tf.device("CPU:0"):
             self.pending = tf.Variable(0, trainable=False, dtype=tf.int32, name="tfmulti_pending")
 
@@ -258,9 +258,12 @@ class Average:
 
     def settle(self) -> None:
         """Averages if steps are pending on any worker; a collective outside of steps."""
-        known = [id(variable) for variable in averaged_variables(self._model)]
-        if self._settle is None or known != self._known:
-            self._settle, self._known = tf.function(self._settle_pending, autograph=False), known
+        variables = averaged_variables(self._model)
+        # Traced again with other variables, on all workers alike; those known are kept, since
+        # another one could have the id of one that is gone.
+        if self._settle is None or list(map(id, variables)) != list(map(id, self._known)):
+            self._settle = tf.function(self._settle_pending, autograph=False)
+            self._known = variables
         self._settle()
 
     def _settle_pending(self):
