@@ -198,6 +198,45 @@ def life(strategy, folder, name):
     return seen
 
 
+def dice_model(optimizer):
+    keras.utils.set_random_seed(1)
+    dense = keras.layers.Dense(3, activation="sigmoid", dtype="float64")
+    model = keras.Sequential([keras.Input((5,)), dense])
+    # A number for the batch, which is not a mean over rows.
+    model.compile(optimizer, keras.losses.Dice(dtype="float64"))
+    return model
+
+
+def dice_rows():
+    x, y = rows()
+    return x / 20, np.eye(3)[y]
+
+
+def dice(strategy, folder, name):
+    """A loss of the whole batch, which is here that of the worker's rows."""
+    with strategy.scope():
+        optimizer = optimizers.SGD(0.5, momentum=0.9)
+        model = dice_model(tfmulti.DistributedOptimizer(optimizer, synchronize_every=2))
+    data = tfmulti.distribute_train(dice_rows(), strategy, BATCH, seed=SEED)
+    model.fit(data, epochs=EPOCHS, verbose=0)
+    return [np.array(v).tolist() for v in floats(model)]
+
+
+def dice_reference():
+    models = [dice_model(optimizers.SGD(0.5, momentum=0.9)) for _ in range(2)]
+    plan = ShardPlan(ROWS, BATCH, 2, seed=SEED)
+    x, y = dice_rows()
+    for epoch in range(EPOCHS):
+        for step in range(plan.steps_per_epoch):
+            for number, model in enumerate(models):
+                own, _ = plan.replica_batch(epoch, step, number)
+                if len(own):
+                    model.train_on_batch(x[own], y[own])
+            if step % 2 or step + 1 == plan.steps_per_epoch:
+                average(models)
+    return [np.array(v) for v in floats(models[0])]
+
+
 class OwnStep(keras.Model):
     """A step of the user's own, which clips by itself, and updates two parts with an optimizer."""
 
@@ -216,7 +255,7 @@ class OwnStep(keras.Model):
             with tf.GradientTape() as tape:
                 loss = self.mean(tf.square(y - self(x, training=True))[:, 0])
             variables = layer.trainable_variables
-            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.5)
+            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.2)
             self.optimizer.apply(gradients, variables)
         return {"loss": loss}
 
@@ -235,13 +274,13 @@ def own_model(optimizer):
     return model
 
 
-def own_reference(num_workers=2, every=4, by_number=False):
+def own_reference(how, num_workers=2, every=4):
     """What the step of the user's own gives, by TensorFlow without a strategy.
 
     Args:
+        how: How losses are averaged, as in `own_steps`.
         num_workers: The workers.
         every: Steps between two averages.
-        by_number: Whether losses are divided by the size of a full batch of all workers.
     """
     models = [own_model(optimizers.SGD(0.3, momentum=0.9)) for _ in range(num_workers)]
     plan = ShardPlan(ROWS, BATCH, num_workers, seed=SEED)
@@ -250,9 +289,12 @@ def own_reference(num_workers=2, every=4, by_number=False):
         for step in range(plan.steps_per_epoch):
             for number, model in enumerate(models):
                 own, _ = plan.replica_batch(epoch, step, number)
-                if by_number:
-                    number_here = plan.count(epoch, step)
-                    model.mean = lambda each, n=number_here: tf.reduce_mean(each) * n / BATCH
+                if how == "by number":
+                    full = plan.count(epoch, step) / BATCH
+                    model.mean = lambda each, full=full: tf.reduce_mean(each) * full
+                elif how == "gathered":
+                    root = np.sqrt(len(own))
+                    model.mean = lambda each, root=root: tf.reduce_sum(each) / root
                 if len(own):
                     model.train_step((tf.constant(x[own]), tf.constant(y[own])))
             pending += 1
@@ -267,21 +309,31 @@ def by_number(losses):
     return tf.nn.compute_average_loss(losses, global_batch_size=BATCH)
 
 
+def gathered(losses):
+    """A loss that depends on how many rows there are."""
+    losses = tfmulti.gather_batch(losses)
+    return tf.reduce_sum(losses) / tf.sqrt(tf.cast(tf.shape(losses)[0], losses.dtype))
+
+
+MEANS = {"by number": by_number, "gathered": gathered}
+
+
 def own_steps(strategy, folder, name):
-    """A step of the user's own: in a graph, several in one call, eagerly, with TensorFlow's sum."""
+    """A step of the user's own: in a graph, several in one call, eagerly, with other means."""
     seen = {}
     hows = {
         "graph": {},
         "several": {"steps_per_execution": 2},
         "eager": {"run_eagerly": True},
         "by number": {},
+        "gathered": {},
     }
     for name, how in hows.items():
         with strategy.scope():
             optimizer = optimizers.SGD(0.3, momentum=0.9)
             model = own_model(tfmulti.DistributedOptimizer(optimizer, synchronize_every=4))
             model.compile(optimizer, **how)
-            model.mean = by_number if name == "by number" else tf.reduce_mean
+            model.mean = MEANS.get(name, tf.reduce_mean)
         data = tfmulti.distribute_train(numbers(), strategy, BATCH, seed=SEED)
         model.fit(data, epochs=EPOCHS, verbose=0)
         seen[name] = [np.array(v).tolist() for v in floats(model)]
@@ -393,6 +445,7 @@ def refusals(strategy, folder, name):
 CASES = {
     "life": life,
     "own steps": own_steps,
+    "dice": dice,
     "alike": alike,
     "skips": skips,
     "refusals": refusals,

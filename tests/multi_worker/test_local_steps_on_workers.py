@@ -38,7 +38,7 @@ def fast_fixture(run_workers, tmp_path_factory):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    return folder, run(run_workers, folder, (*SLOW, "own steps", "skips"))
+    return folder, run(run_workers, folder, (*SLOW, "own steps", "dice", "skips"))
 
 
 @pytest.fixture(scope="module", name="life")
@@ -106,12 +106,19 @@ def test_every_optimizer_trains_apart(slow, case):
 @pytest.mark.slow
 def test_steps_of_the_users_own(slow):
     _, seen = slow
-    references = {False: worker.own_reference(), True: worker.own_reference(by_number=True)}
     for each in seen:
         for how, found in each["own steps"].items():
-            expected = references[how == "by number"]
+            expected = worker.own_reference(how)
             for mine, theirs in zip(found, expected, strict=True):
                 np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12, err_msg=how)
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_whole_batch_is_that_of_the_workers_rows(slow):
+    _, seen = slow
+    for each in seen:
+        for mine, theirs in zip(each["dice"], worker.dice_reference(), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
