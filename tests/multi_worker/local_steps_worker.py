@@ -5,6 +5,7 @@ strategy: a model for each worker, which are averaged by NumPy.
 """
 
 import contextlib
+import functools
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -69,11 +70,9 @@ def state_of(model):
 
 
 def floats(model):
-    return [
-        v
-        for v in [*model.weights, *model.optimizer.variables]
-        if v is not model.optimizer.iterations and "learning_rate" not in v.path
-    ]
+    own = getattr(model, "pair", [model.optimizer])
+    found = [*model.weights, *(v for optimizer in own for v in optimizer.variables)]
+    return [v for v in found if v.path.split("/")[-1] not in ("iteration", "learning_rate")]
 
 
 def average(models):
@@ -251,12 +250,13 @@ class OwnStep(keras.Model):
 
     def train_step(self, data):
         x, y = data
-        for layer in (self.one, self.two):
+        pair = getattr(self, "pair", [self.optimizer] * 2)
+        for layer, optimizer in zip((self.one, self.two), pair):
             with tf.GradientTape() as tape:
                 loss = self.mean(tf.square(y - self(x, training=True))[:, 0])
             variables = layer.trainable_variables
             gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.2)
-            self.optimizer.apply(gradients, variables)
+            optimizer.apply(gradients, variables)
         return {"loss": loss}
 
 
@@ -274,6 +274,17 @@ def own_model(optimizer):
     return model
 
 
+def two_optimizers(optimizer, wrap=lambda optimizer: optimizer):
+    """A model with an optimizer for each layer, beside an idle one that `compile()` makes."""
+    model = own_model(optimizer)
+    model.compile()
+    model.pair = [optimizers.SGD(0.3, momentum=0.9), optimizers.Adam(0.01)]
+    model.pair = [wrap(each) for each in model.pair]
+    for layer, each in zip((model.one, model.two), model.pair):
+        each.build(layer.trainable_variables)
+    return model
+
+
 def own_reference(how, num_workers=2, every=4):
     """What the step of the user's own gives, by TensorFlow without a strategy.
 
@@ -282,7 +293,8 @@ def own_reference(how, num_workers=2, every=4):
         num_workers: The workers.
         every: Steps between two averages.
     """
-    models = [own_model(optimizers.SGD(0.3, momentum=0.9)) for _ in range(num_workers)]
+    create_model = two_optimizers if how == "two" else own_model
+    models = [create_model(optimizers.SGD(0.3, momentum=0.9)) for _ in range(num_workers)]
     plan = ShardPlan(ROWS, BATCH, num_workers, seed=SEED)
     (x, y), pending = numbers(), 0
     for epoch in range(EPOCHS):
@@ -297,6 +309,9 @@ def own_reference(how, num_workers=2, every=4):
                     model.mean = lambda each, root=root: tf.reduce_sum(each) / root
                 if len(own):
                     model.train_step((tf.constant(x[own]), tf.constant(y[own])))
+                else:
+                    for optimizer in getattr(model, "pair", [model.optimizer]):
+                        no_step(optimizer)
             pending += 1
             if pending == every or step + 1 == plan.steps_per_epoch:
                 average(models)
@@ -327,12 +342,16 @@ def own_steps(strategy, folder, name):
         "eager": {"run_eagerly": True},
         "by number": {},
         "gathered": {},
+        "two": {},
     }
     for name, how in hows.items():
         with strategy.scope():
             optimizer = optimizers.SGD(0.3, momentum=0.9)
             model = own_model(tfmulti.DistributedOptimizer(optimizer, synchronize_every=4))
             model.compile(optimizer, **how)
+            if name == "two":
+                local = functools.partial(tfmulti.DistributedOptimizer, synchronize_every=4)
+                model = two_optimizers(optimizers.SGD(0.3), local)
             model.mean = MEANS.get(name, tf.reduce_mean)
         data = tfmulti.distribute_train(numbers(), strategy, BATCH, seed=SEED)
         model.fit(data, epochs=EPOCHS, verbose=0)

@@ -84,7 +84,7 @@ def steps_of(model: keras.Model | None) -> int:
     """
     if model is None or keras_compat.in_separate_traces():
         return 1
-    optimizers = model_contents.optimizers_of(model)
+    optimizers = _in_use(model)
     inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
     numbers = [getattr(each, "tfmulti_synchronize_every", 1) for each in inner]
     if len(set(numbers)) > 1:
@@ -98,6 +98,16 @@ def steps_of(model: keras.Model | None) -> int:
         for optimizer in optimizers:
             _refuse_loss_scaling(optimizer, number)
     return number
+
+
+def _in_use(model) -> list:
+    """Returns a model's optimizers, without the one that `compile()` gives a model with others."""
+    found = model_contents.optimizers_of(model)
+    compiled = getattr(model, "optimizer", None)
+    parts = [compiled, getattr(compiled, "inner_optimizer", None)]
+    if any(getattr(part, "tfmulti_distributed", False) for part in parts):
+        return found
+    return [each for each in found if each is not compiled] or found
 
 
 def _pairs(optimizers, numbers) -> str:
