@@ -20,6 +20,7 @@ import tfmulti
 from tfmulti import keras_compat
 from tfmulti.keras_compat import TABLE, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
+from tfmulti.step import local_steps
 
 
 def stock(num_replicas=2):
@@ -492,6 +493,20 @@ def test_canary_calls_are_not_looked_at(name):
         call()
     with without(f"Model.{name}"):
         call()
+
+
+@pytest.mark.parametrize("name", ["save", "save_weights"])
+def test_canary_a_model_is_saved_between_averages(name, tmp_path):
+    model = compiled(ours(), keras.optimizers.SGD, [keras.Input((4,)), keras.layers.Dense(2)])
+    # A worker's step by itself, which is not averaged yet.
+    local_steps.average_of(model).pending.assign(1)
+    path = tmp_path / ("model.keras" if name == "save" else "model.weights.h5")
+    with pytest.raises(RuntimeError, match="1 local steps since the last average"):
+        getattr(model, name)(path)
+    assert not path.exists()
+    with without(f"Model.{name}"):
+        getattr(model, name)(path)
+    assert path.exists()
 
 
 @pytest.mark.slow

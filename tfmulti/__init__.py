@@ -30,6 +30,7 @@ _HOMES = {
     "no_sync": "step.gradients",
     "reduce_gradients": "step.gradients",
     "gather_optimizer_state": "step.sharded_state",
+    "average_weights": "step.local_steps",
     "checkpoint_activations": "parallel.activations",
     "pipeline": "parallel.pipeline",
     "sharded_parameters": "parallel.sharded_parameters",

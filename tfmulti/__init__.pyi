@@ -15,6 +15,7 @@ from tfmulti.step.gathering import local_rows as local_rows
 from tfmulti.step.gradients import DistributedGradientTape as DistributedGradientTape
 from tfmulti.step.gradients import no_sync as no_sync
 from tfmulti.step.gradients import reduce_gradients as reduce_gradients
+from tfmulti.step.local_steps import average_weights as average_weights
 from tfmulti.step.normalization import (
     synchronize_batch_normalization as synchronize_batch_normalization,
 )

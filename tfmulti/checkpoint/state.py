@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.checkpoint.generations import CheckpointError, Generation, load
-from tfmulti.step import accumulation, model_contents, slots
+from tfmulti.step import accumulation, local_steps, model_contents, slots
 
 # The state of callbacks that stop training, lower the rate or keep the best weights.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
@@ -44,6 +44,7 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
         callbacks: The callbacks of this `fit`.
         metrics: Whether to copy the metrics' states, which matter only within an epoch.
     """
+    local_steps.average_weights(model)
     accumulation.settle(model, model_contents.optimizers_of(model, nested=True))
     variables = named_variables(model)
     if metrics:

@@ -54,6 +54,7 @@ from tfmulti.keras_compat.names import own_losses as own_losses
 from tfmulti.keras_compat.names import random_layers as random_layers
 from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
 from tfmulti.keras_compat.names import set_mask as set_mask
+from tfmulti.keras_compat.names import slots_of as slots_of
 from tfmulti.keras_compat.names import stateful_layers as stateful_layers
 from tfmulti.keras_compat.names import states_from_rows as states_from_rows
 from tfmulti.keras_compat.names import step_of as step_of
@@ -72,6 +73,7 @@ from tfmulti.keras_compat.reference import compiled_state as compiled_state
 from tfmulti.keras_compat.reference import container_of as container_of
 from tfmulti.keras_compat.reference import handle_key as handle_key
 from tfmulti.keras_compat.reference import handles_of as handles_of
+from tfmulti.keras_compat.reference import in_separate_traces as in_separate_traces
 from tfmulti.keras_compat.reference import operations_of as operations_of
 from tfmulti.keras_compat.reference import predict_step_of as predict_step_of
 from tfmulti.keras_compat.reference import read_handle as read_handle

@@ -105,6 +105,21 @@ def before_calls(name: str):
     return make
 
 
+def before_saving(original, look):
+    """Lets a model be looked at before it is saved.
+
+    Args:
+        original: `Model.save` or `Model.save_weights`.
+        look: Function of the model.
+    """
+
+    def save(self, *args, **kwargs):
+        look(self)
+        return original(self, *args, **kwargs)
+
+    return save
+
+
 def predict_on_batch_by(original, predict):
     """Has `predict_on_batch` done by a function where there are several replicas.
 

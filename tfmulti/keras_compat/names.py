@@ -61,7 +61,9 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
     return None, None
 
 
-def states_from_rows(model: keras.Model, every: bool = False) -> list[keras.Variable]:
+def states_from_rows(
+    model: keras.Model, every: bool = False, synchronized: bool = False
+) -> list[keras.Variable]:
     """Returns floating states that layers keep on each replica by themselves.
 
     Those of Keras's own layers are left out, but for batch normalization: they say nothing of
@@ -71,12 +73,14 @@ def states_from_rows(model: keras.Model, every: bool = False) -> list[keras.Vari
         model: The model.
         every: Whether to take in those of all of Keras's layers, which a replica without a row
             cannot compute by itself.
+        synchronized: Whether to take in those of synchronized batch normalization.
     """
     found = []
     for layer in model._flatten_layers():
         stock = type(layer).__module__.startswith("keras.")
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
-        if getattr(layer, "synchronized", False) or (normalizes and not layer.trainable):
+        apart = synchronized or not getattr(layer, "synchronized", False)
+        if not apart or (normalizes and not layer.trainable):
             continue
         if normalizes or not stock or every:
             found += layer._non_trainable_variables
@@ -275,6 +279,12 @@ def set_initial_epoch(model: keras.Model, epoch: int) -> None:
 def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """The layers that draw random numbers in training."""
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The variables of an optimizer, but for its count of steps and its learning rate."""
+    apart = [optimizer._iterations, getattr(optimizer, "_learning_rate", None)]
+    return [v for v in optimizer.variables if not any(v is each for each in apart)]
 
 
 def updated_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

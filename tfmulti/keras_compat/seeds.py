@@ -129,7 +129,10 @@ def vary_seeds(original):
         if getattr(_local, "seeds", None) is not None:
             _local.seeds.add(seed.ref())
         context = tf.distribute.get_replica_context()
-        if context is None or context.num_replicas_in_sync == 1:
+        if context is None:
+            return seed
+        is_apart = getattr(context.strategy, "takes_local_step", False)
+        if context.num_replicas_in_sync == 1 and not is_apart:
             return seed
         replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
         number = getattr(_local, "stream", 0) * context.num_replicas_in_sync

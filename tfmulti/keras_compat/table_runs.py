@@ -110,9 +110,21 @@ _CALLS = (
             hooks.before_calls(name),
             "a step on a batch that is not verified",
             "test_canary_calls_are_not_looked_at",
+            needs=("before_batch",),
             arguments=("x",),
         )
         for name in ("train_on_batch", "test_on_batch")
+    ),
+    *(
+        model_entry(
+            name,
+            hooks.before_saving,
+            "a file of one worker's own weights, between two averages of local steps",
+            "test_canary_a_model_is_saved_between_averages",
+            needs=("before_saving",),
+            arguments=("filepath",),
+        )
+        for name in ("save", "save_weights")
     ),
     Replacement(
         keras.callbacks.CallbackList,

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import topology
+from tfmulti.step import local_steps
 
 
 class FiniteGuard:
@@ -37,12 +38,13 @@ class FiniteGuard:
         else:
             bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0
 
+        bad = local_steps.is_on_any(bad)
+
         def leave_out():
             self._count(bad, optimizer)
 
         def go_on():
-            with keras_compat.held_values():
-                type(optimizer).apply(optimizer, grads, trainable_variables)
+            local_steps.update(optimizer, grads, trainable_variables)
 
         tf.cond(tf.reduce_any(bad), _as_branch(leave_out), _as_branch(go_on))
 
@@ -87,7 +89,7 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
 def update_of(optimizer: keras.optimizers.Optimizer):
     """Returns the function that applies reduced gradients: the guard's, or the class's own."""
     guard = getattr(optimizer, "tfmulti_guard", None)
-    return type(optimizer).apply if guard is None else guard.apply
+    return local_steps.update if guard is None else guard.apply
 
 
 def _as_branch(function):

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import parameters, sharded_state, sparse_gradients, weighting
+from tfmulti.step import local_steps, parameters, sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -203,7 +203,9 @@ def take_gradient(
         or not topology.is_one_of_several_replicas()
         or not any(is_variable)
     ):
-        return original(tape, target, sources, output_gradients, **kwargs)
+        grads = original(tape, target, sources, output_gradients, **kwargs)
+        is_whole = output_gradients is None and all(is_variable)
+        return _of_own_rows(grads, replica_batch) if is_whole else grads
     targets = [_as_tensor(each) for each in tf.nest.flatten(target)]
     roots = [weighting.initial_gradient(each, replica_batch) for each in targets]
     grads = original(tape, targets, flat, roots, **kwargs)
@@ -231,6 +233,14 @@ def take_gradient(
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
     ]
     return tf.nest.pack_sequence_as(sources, grads)
+
+
+def _of_own_rows(grads, replica_batch):
+    """Returns the gradients of a step that a worker takes by itself; 0 if it has no rows."""
+    if replica_batch is None or not local_steps.in_local_step():
+        return grads
+    values = _without_padding(tf.nest.flatten(grads), replica_batch)
+    return tf.nest.pack_sequence_as(grads, values)
 
 
 def reduce_values(grads, kinds, compression, owners=None) -> list:

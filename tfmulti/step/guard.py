@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
+from tfmulti.step import local_steps
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.rows import ReplicaBatch, as_current
@@ -62,7 +63,10 @@ def _predict(fn, data, replica_batch):
 def _learn(fn, data, replica_batch, kind):
     trackers = logs_lib.output_losses(replica_batch) if replica_batch.may_be_empty else []
     metrics = _metric_states(replica_batch.model, trackers) if replica_batch.may_be_empty else []
-    states = _states_from_rows(replica_batch) if kind == "train" else []
+    is_local = kind == "train" and local_steps.steps_of(replica_batch.model) > 1
+    states = _states_from_rows(replica_batch) if kind == "train" and not is_local else []
+    if is_local and replica_batch.may_be_empty:
+        metrics += local_steps.states_to_keep(replica_batch.model)
     before = [variable.read_value() for variable in [*metrics, *states]]
     totals = [tracker.total.value.read_value() for tracker in trackers]
     logs_lib.forget_results()

@@ -14,7 +14,7 @@ import threading
 import tensorflow as tf
 
 from tfmulti import step, topology
-from tfmulti.step import weighting
+from tfmulti.step import local_steps, weighting
 
 _local = threading.local()
 
@@ -71,7 +71,9 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
     loss = average(per_example_loss, sample_weight, global_batch_size)
     if global_batch_size is None:
         return _undivided(loss)
-    replica_batch = _distributed_batch()
+    # A worker's own step has its rows, not those that the number stands for.
+    is_own = local_steps.in_local_step()
+    replica_batch = step.current_replica_batch() if is_own else _distributed_batch()
     return (
         loss
         if replica_batch is None

@@ -9,7 +9,7 @@ import keras
 
 from tfmulti import keras_compat
 from tfmulti.choices import COMPRESSIONS, SHARDS
-from tfmulti.step import finite, gradients, model_contents, sharded_state
+from tfmulti.step import finite, gradients, local_steps, model_contents, sharded_state
 
 
 def DistributedOptimizer(
@@ -17,6 +17,7 @@ def DistributedOptimizer(
     *,
     compression: str | None = None,
     shard: str | None = None,
+    synchronize_every: int = 1,
 ) -> keras.optimizers.Optimizer:
     """Marks a Keras optimizer as distributed, and sets the precision in which gradients are sent.
 
@@ -40,13 +41,17 @@ def DistributedOptimizer(
             https://arxiv.org/abs/1910.02054): of N workers each holds 1/N of them.
             `"parameters"` to keep large weights so as well (stage 3); see `sharded_parameters`.
             Workers need one replica each. None keeps everything everywhere.
+        synchronize_every: How many steps each worker takes by itself before the workers average
+            weights and slots (local SGD, Stich, 2019, https://arxiv.org/abs/1805.09767), for slow
+            networks; the result differs from that of one device. 1 adds gradients in every step.
+            Workers need one replica each.
 
     Returns:
         The same optimizer; for a name or a configuration, a new one.
 
     Raises:
         ValueError: If it is not a Keras 3 optimizer, the compression or what to shard is
-            unknown, or the state cannot be sharded.
+            unknown, or the state cannot be sharded; if workers cannot take steps by themselves.
 
     Example:
     >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
@@ -65,6 +70,9 @@ def DistributedOptimizer(
             "Gradients of sharded parameters are sent in full precision. Received: "
             f"shard='parameters', compression={compression!r}. Leave compression out."
         )
+    _check_local_steps(synchronize_every, compression, shard)
+    if synchronize_every > 1:
+        local_steps.take_local_steps(optimizer, synchronize_every)
     if compression is not None:
         object.__setattr__(optimizer, "tfmulti_compression", compression)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -89,6 +97,22 @@ def check_shard(shard) -> None:
         )
 
 
+def _check_local_steps(synchronize_every, compression, shard) -> None:
+    local_steps.check_steps(synchronize_every)
+    if synchronize_every > 1 and shard is not None:
+        raise ValueError(
+            "`synchronize_every` above 1 needs all weights and slots on every worker. "
+            f"Received: synchronize_every={synchronize_every}, shard={shard!r}. "
+            "Leave one of them out."
+        )
+    if synchronize_every > 1 and compression is not None:
+        raise ValueError(
+            "`synchronize_every` above 1 sends no gradients that could be compressed. "
+            f"Received: synchronize_every={synchronize_every}, compression={compression!r}. "
+            "Leave compression out."
+        )
+
+
 def _get(optimizer) -> keras.optimizers.Optimizer:
     found = optimizer
     if isinstance(optimizer, str | dict):
@@ -103,11 +127,16 @@ def _get(optimizer) -> keras.optimizers.Optimizer:
 
 
 def distribute_optimizers(
-    model: keras.Model, compression: str | None = None, shard: str | None = None
+    model: keras.Model,
+    compression: str | None = None,
+    shard: str | None = None,
+    synchronize_every: int = 1,
 ) -> None:
     """Makes every optimizer that a model holds distributed, such as the two of a GAN."""
     for optimizer in model_contents.optimizers_of(model):
-        DistributedOptimizer(optimizer, compression=compression, shard=shard)
+        DistributedOptimizer(
+            optimizer, compression=compression, shard=shard, synchronize_every=synchronize_every
+        )
 
 
 def distribute_loaded(model: keras.Model) -> None:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step, topology
-from tfmulti.step import gradients, iterators, model_contents
+from tfmulti.step import gradients, iterators, local_steps, model_contents
 from tfmulti.strategies import checks
 
 
@@ -41,6 +41,8 @@ class _ForKeras:
     seconds_verified = 0.0
     # True while verification makes every replica compute like one device.
     counts_one_replica = False
+    # True while a worker's own step is traced, which computes like one device too.
+    takes_local_step = False
     # Whether unwrapped optimizers are accepted.
     distribute_optimizers = True
     # The generator of random operations without a seed, for the threads of all replicas.
@@ -61,12 +63,11 @@ class _ForKeras:
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
         several = self.num_replicas_in_sync > 1
-        if several and kind in ("train", "test"):
-            _refuse_jit_compile(model, self.num_replicas_in_sync)
-        if several and kind == "train":
-            checks.refuse_made_outside(model)
-            if not self.distribute_optimizers:
-                _refuse_bare(model)
+        if several:
+            self._refuse(kind, model)
+        is_local = kind == "train" and several and local_steps.steps_of(model) > 1
+        if is_local:
+            fn = local_steps.on_own_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
             fn = step.guard(fn, kind, model, padded=self.marks_padding)
             several_here = topology.num_local_replicas(self) > 1
@@ -82,9 +83,20 @@ class _ForKeras:
             if "regroup had different lengths" not in str(error):
                 raise
             raise _unlike_replicas(error) from error
+        if is_local:
+            local_steps.count_step(model)
         if kind in ("train", "test"):
             self._logs = _weak(outputs)
         return outputs
+
+    def _refuse(self, kind, model):
+        """Raises ValueError for a step that several replicas cannot run."""
+        if kind in ("train", "test"):
+            _refuse_jit_compile(model, self.num_replicas_in_sync)
+        if kind == "train":
+            checks.refuse_made_outside(model)
+            if not self.distribute_optimizers:
+                _refuse_bare(model)
 
     def reduce(self, reduce_op, value, axis):
         """Reduces as usual, except a step's logs with `axis=0`, which it reduces locally.

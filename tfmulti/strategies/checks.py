@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, verification
 from tfmulti.parallel import sharded_parameters
-from tfmulti.step import sparse_gradients, whole_batch
+from tfmulti.step import local_steps, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
 from tfmulti.verification import Feed, Workers
 from tfmulti.verification.own import local_normalization
@@ -147,6 +147,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
         sharded_parameters.forget_values(model)
     if name == "fit":
         _warn_of_local_normalization(model)
+        _warn_of_local_steps(model)
     feed = _feed(look, iterator)
     verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit" and validates:
@@ -165,6 +166,39 @@ def _warn_of_local_normalization(model):
             "result call tfmulti.synchronize_batch_normalization(model) before compile.",
             stacklevel=2,
         )
+
+
+def _warn_of_local_steps(model):
+    """Says once for each model that its workers train apart, as its optimizer was told to."""
+    number = local_steps.steps_of(model)
+    if number > 1 and not getattr(model, "tfmulti_told_of_local_steps", False):
+        object.__setattr__(model, "tfmulti_told_of_local_steps", True)
+        warnings.warn(
+            f"With synchronize_every={number} each worker takes {number} steps with its own rows "
+            "before weights and slots are averaged, so the result differs from that of one device. "
+            "What one device would compute from the whole batch, such as synchronized batch "
+            "statistics and gather_batch, is computed from the worker's rows. For the same result "
+            "use synchronize_every=1.",
+            stacklevel=2,
+        )
+
+
+def before_saving(model: keras.Model) -> None:
+    """Averages a model after local steps where all workers save it; refuses it elsewhere.
+
+    Raises:
+        RuntimeError: Where this worker alone may save, and others hold different weights.
+    """
+    if not local_steps.num_pending(model):
+        return
+    if not slots.is_gathering():
+        raise RuntimeError(
+            "A model must be saved when all workers hold the same weights. Received: "
+            f"{local_steps.num_pending(model)} local steps since the last average. Save it at the "
+            "end of an epoch or after `fit`, in callbacks.Checkpoint or ModelCheckpoint, or call "
+            "tfmulti.average_weights(model) on every worker first."
+        )
+    local_steps.average_weights(model)
 
 
 def before_call(model: keras.Model, name: str, data) -> None:

@@ -15,7 +15,14 @@ from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.parallel import recompute
-from tfmulti.step import accumulation, gradients, losses, sharded_state, whole_batch
+from tfmulti.step import (
+    accumulation,
+    gradients,
+    local_steps,
+    losses,
+    sharded_state,
+    whole_batch,
+)
 from tfmulti.step.optimizer import distribute_loaded
 from tfmulti.strategies import checks, coordination, predict_on_batch, stock_callbacks
 from tfmulti.strategies.base import (
@@ -132,8 +139,20 @@ def create_strategy(
 
 def _before_call(model, name, data):
     coordination.compare_call(model.distribute_strategy, name)
+    local_steps.average_weights(model)
     checks.look_for_scope(model, name, data)
     checks.before_call(model, name, data)
+
+
+def _before_batch(model, name, data):
+    if name == "test_on_batch":
+        local_steps.average_weights(model)
+
+
+def _settle(model):
+    """Makes all workers hold the same, before code outside of steps reads the model."""
+    local_steps.average_weights(model)
+    accumulation.settle_own(model)
 
 
 def _warn_of_others(name, cluster):
@@ -147,8 +166,10 @@ def _repair_keras():
         accumulate=accumulation.accumulate,
         agree=coordination.agree_on_stopping,
         average_loss=losses.average_loss,
+        before_batch=_before_batch,
         before_call=_before_call,
         before_pass=coordination.before_pass,
+        before_saving=checks.before_saving,
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
         compare_variable=coordination.compare_variable,
@@ -167,7 +188,7 @@ def _repair_keras():
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_made_outside,
         regularization_loss=losses.regularization_loss,
-        settle=accumulation.settle_own,
+        settle=_settle,
         take_gradient=take,
         on_all=sharded_state.is_on_all,
         update_metric_function=whole_batch.update_metric_function,

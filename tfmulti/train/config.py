@@ -109,6 +109,12 @@ class TrainConfig:
     micro_batches: int = setting(
         4, "In how many parts the rows of a step pass through a pipeline.", at_least=1
     )
+    synchronize_every: int = setting(
+        1,
+        "Steps that each worker takes by itself before workers average weights, for slow "
+        "networks; 1 adds gradients in every step.",
+        at_least=1,
+    )
     start_timeout: float | None = setting(
         None,
         "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
@@ -173,12 +179,6 @@ class TrainConfig:
                     f"per_replica_batch_size={self.per_replica_batch_size}. "
                     "Use --per_replica_batch_size auto, or leave --memory_limit out."
                 )
-        if self.pipeline_stages and self.shard == "state":
-            raise ValueError(
-                "`pipeline_stages` keeps weights and slots with the worker of their stage. "
-                f"Received: pipeline_stages={self.pipeline_stages}, shard='state'. "
-                "Leave --shard out."
-            )
         if self.tf_config and self.strategy not in ("auto", "multi_worker"):
             raise ValueError(
                 "`tf_config` can be used with multi_worker and auto only. "
@@ -197,6 +197,31 @@ class TrainConfig:
                 f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
                 "Use --strategy mirrored."
             )
+
+        self._check_techniques()
+
+    def _check_techniques(self):
+        if self.pipeline_stages and self.shard == "state":
+            raise ValueError(
+                "`pipeline_stages` keeps weights and slots with the worker of their stage. "
+                f"Received: pipeline_stages={self.pipeline_stages}, shard='state'. "
+                "Leave --shard out."
+            )
+        if self.synchronize_every > 1:
+            self._check_local_steps()
+
+    def _check_local_steps(self):
+        others = (
+            ("shard", self.sharded, "all weights and slots on every worker"),
+            ("compression", self.compression, "no compression: no gradients are sent"),
+            ("dtype_policy", self.dtype_policy, "no loss scaling, as mixed_float16 has it"),
+        )
+        for name, value, needs in others:
+            if value not in (None, "float32", "mixed_bfloat16"):
+                raise ValueError(
+                    f"`synchronize_every` above 1 needs {needs}. Received: synchronize_every="
+                    f"{self.synchronize_every}, {name}={value!r}. Leave one of them out."
+                )
 
     @property
     def sharded(self) -> str | None:

@@ -175,13 +175,14 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
                 f"{given[0]}={getattr(config, given[0])!r}, and --model {config.model} is "
                 f"compiled. Leave --{given[0]} out, or return the model uncompiled."
             )
-        distribute_optimizers(model, config.compression, config.sharded)
+        distribute_optimizers(model, config.compression, config.sharded, config.synchronize_every)
         return None
     model.compile(
         optimizer=DistributedOptimizer(
             _create_optimizer(config, train),
             compression=config.compression,
             shard=config.sharded,
+            synchronize_every=config.synchronize_every,
         ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=None if config.remainder == "pad" else ["accuracy"],

@@ -65,6 +65,21 @@ def sharded(maker, shard="state", **more):
     return create
 
 
+def in_every_step(maker):
+    """As `classifier`, with the steps between two averages that mean no local steps."""
+
+    def create(wrap):
+        def wrap_optimizer(optimizer):
+            optimizer = wrap(optimizer)
+            if getattr(optimizer, "tfmulti_distributed", False):
+                tfmulti.DistributedOptimizer(optimizer, synchronize_every=1)
+            return optimizer
+
+        return classifier(maker)(wrap_optimizer)
+
+    return create
+
+
 def wide():
     return keras.layers.Dense(96, activation="tanh")
 
@@ -87,10 +102,15 @@ SHARDED_PARAMETERS = {
         0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3
     ),
 }
+EVERY_STEP = {"synchronize_every=1, AdamW, clipped": SHARDED["sharded state, AdamW, clipped"]}
 GUARANTEES = [
     *(
         Guarantee(name, classifier(maker), data=common.plain, num_rows=43, rows="A1")
         for name, maker in MAKERS.items()
+    ),
+    *(
+        Guarantee(name, in_every_step(maker), data=common.plain, num_rows=43)
+        for name, maker in EVERY_STEP.items()
     ),
     *(
         Guarantee(name, sharded(maker), data=common.plain, num_rows=43)

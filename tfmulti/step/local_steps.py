@@ -1,0 +1,361 @@
+"""Local steps: workers take k steps by themselves, and then average their weights (local SGD).
+
+A local step is what one device computes from the worker's own rows: nothing is reduced, neither
+gradients nor batch statistics nor what a loss divides by. Only the logs are still those of all
+workers. After k steps all weights, the slots of optimizers and the moving statistics of layers
+become their means over the workers (Stich, 2019, https://arxiv.org/abs/1805.09767). They do so
+too before anything outside of training steps uses them: at the end of an epoch, in `evaluate` and
+`predict`, and in checkpoints.
+
+A worker whose part of a batch is empty leaves its weights as they are in that step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat, topology
+from tfmulti.step import model_contents, owners
+from tfmulti.step.rows import current_replica_batch
+
+# Averaged together: so much memory is needed beside the variables.
+_ROUND_BYTES = 64 * 2**20
+_FLOATS = ("float32", "float64")
+
+
+def check_steps(synchronize_every) -> None:
+    """Raises ValueError if the number of steps is not a whole number from 1 on."""
+    whole = isinstance(synchronize_every, int) and not isinstance(synchronize_every, bool)
+    if not whole or synchronize_every < 1:
+        raise ValueError(
+            "`synchronize_every` must be a whole number of at least 1. "
+            f"Received: synchronize_every={synchronize_every!r}. "
+            "Use 1 to add gradients in every step, 8 to average weights after every 8 steps."
+        )
+
+
+def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: int) -> None:
+    """Makes training with an optimizer average weights after so many steps of each worker.
+
+    Args:
+        optimizer: The optimizer.
+        synchronize_every: The steps between two averages, at least 2.
+
+    Raises:
+        ValueError: If a worker has several replicas, or the optimizer scales its loss.
+    """
+    strategy = keras_compat.strategy_of(optimizer)
+    if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
+        return
+    if topology.num_local_replicas(strategy) > 1:
+        raise ValueError(
+            "`synchronize_every` needs workers with one replica each. Received: synchronize_every="
+            f"{synchronize_every}, {topology.num_local_replicas(strategy)} replicas in this "
+            "process, which need no network. Use synchronize_every=1, or start one worker for "
+            "each device: python -m tfmulti.launch --num_workers N."
+        )
+    _refuse_loss_scaling(optimizer, synchronize_every)
+    object.__setattr__(optimizer, "tfmulti_synchronize_every", synchronize_every)
+
+
+def _refuse_loss_scaling(optimizer, synchronize_every):
+    if hasattr(optimizer, "inner_optimizer"):
+        raise ValueError(
+            "`synchronize_every` needs an optimizer that does not scale its loss: workers would "
+            f"scale it apart. Received: synchronize_every={synchronize_every}, "
+            f"{type(optimizer).__name__}. Use the policy mixed_bfloat16, or `loss_scale_factor`."
+        )
+
+
+def steps_of(model: keras.Model | None) -> int:
+    """Returns the steps between two averages of a model's weights; 1 without local steps.
+
+    Verification compares steps that add gradients with one device: within it this is 1.
+
+    Args:
+        model: The model that is trained, or None.
+
+    Raises:
+        ValueError: If the optimizers of the model differ in it, or one of them scales its loss.
+    """
+    if model is None or keras_compat.in_separate_traces():
+        return 1
+    optimizers = _in_use(model)
+    inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
+    numbers = [getattr(each, "tfmulti_synchronize_every", 1) for each in inner]
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            "`synchronize_every` must be the same for all optimizers of a model, whose weights "
+            f"are averaged together. Received: {_pairs(inner, numbers)}. "
+            "Wrap each with tfmulti.DistributedOptimizer(optimizer, synchronize_every=...)."
+        )
+    number = max(numbers, default=1)
+    if number > 1:
+        for optimizer in optimizers:
+            _refuse_loss_scaling(optimizer, number)
+    return number
+
+
+def _in_use(model) -> list:
+    """Returns a model's optimizers, without the one that `compile()` gives a model with others."""
+    found = model_contents.optimizers_of(model)
+    compiled = getattr(model, "optimizer", None)
+    parts = [compiled, getattr(compiled, "inner_optimizer", None)]
+    if any(getattr(part, "tfmulti_distributed", False) for part in parts):
+        return found
+    return [each for each in found if each is not compiled] or found
+
+
+def _pairs(optimizers, numbers) -> str:
+    return ", ".join(f"{type(o).__name__} with {number}" for o, number in zip(optimizers, numbers))
+
+
+def on_own_rows(fn, strategy):
+    """Returns a step that computes what one device computes from the rows of this replica.
+
+    Args:
+        fn: The step, a function of one batch.
+        strategy: A strategy with one replica for each worker.
+    """
+
+    def step(data):
+        with _as_one_device(strategy):
+            return fn(data)
+
+    return step
+
+
+@contextlib.contextmanager
+def _as_one_device(strategy):
+    with keras_compat.reducing_nothing(strategy):
+        strategy.counts_one_replica = strategy.takes_local_step = True
+        try:
+            yield
+        finally:
+            strategy.counts_one_replica = strategy.takes_local_step = False
+
+
+def in_local_step() -> bool:
+    """Whether this thread traces a step that a worker takes by itself."""
+    return getattr(tf.distribute.get_strategy(), "takes_local_step", False)
+
+
+def states_to_keep(model: keras.Model) -> list[tf.Variable]:
+    """Returns what a padding row would change in layers; an empty step puts it back."""
+    return [variable.value for variable in _states_of(model)]
+
+
+def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
+    """Applies an optimizer's class's own update; without rows a local step only counts it.
+
+    Gradients of an empty part of a batch are 0. They are added to what is accumulated; else
+    momentum and weight decay would move weights without a row.
+
+    Args:
+        optimizer: The optimizer.
+        grads: The gradients.
+        variables: Their variables, or None for those that it was built for.
+    """
+
+    def apply():
+        with keras_compat.held_values():
+            type(optimizer).apply(optimizer, grads, variables)
+        return tf.constant(True)
+
+    def count():
+        optimizer.iterations.assign_add(1)
+        return tf.constant(True)
+
+    every, here = getattr(optimizer, "tfmulti_synchronize_every", 1), in_local_step()
+    if every > 1 and not here and not keras_compat.in_separate_traces():
+        _refuse_own_loop(every)
+    batch = current_replica_batch()
+    if not here or batch is None or not batch.may_be_empty or _accumulates(optimizer):
+        apply()
+        return
+    if not optimizer.built and variables is not None:
+        optimizer.build(variables)
+    tf.cond(batch.num_real > 0, apply, count)
+
+
+def _accumulates(optimizer) -> bool:
+    return bool(optimizer.gradient_accumulation_steps)
+
+
+def _refuse_own_loop(every):
+    raise ValueError(
+        "`synchronize_every` needs model.fit or model.train_on_batch, which count the steps of a "
+        f"model. Received: synchronize_every={every}, and an update in a loop of your own. "
+        "Train with fit, or leave synchronize_every out."
+    )
+
+
+def is_on_any(condition: tf.Tensor) -> tf.Tensor:
+    """Returns, for each bool of a vector, whether it is true on a worker, within a local step."""
+    if not in_local_step():
+        return condition
+    strategy = tf.distribute.get_strategy()
+    return owners.all_reduce(strategy, tf.cast(condition, tf.float32)) > 0
+
+
+def count_step(model: keras.Model) -> None:
+    """Counts a local step of a model, and averages if it is time; called after each step.
+
+    Args:
+        model: The model that is trained.
+    """
+    average_of(model).count_step(steps_of(model))
+
+
+def average_of(model: keras.Model) -> Average:
+    """Returns what averages a model over workers; it is made at the first local step."""
+    found = getattr(model, "tfmulti_average", None)
+    if found is None:
+        found = Average(model)
+        object.__setattr__(model, "tfmulti_average", found)
+    return found
+
+
+def average_weights(model: keras.Model) -> None:
+    """Gives every worker the mean weights and slots, if local steps were taken since the last one.
+
+    `fit`, `evaluate`, `predict` and `callbacks.Checkpoint` do so themselves. Call it on every
+    worker after `train_on_batch`, before one worker saves the model. Without local steps nothing
+    happens.
+
+    Args:
+        model: The model.
+
+    Example:
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> average_weights(model)
+    """
+    average = getattr(model, "tfmulti_average", None)
+    if average is not None:
+        average.settle()
+
+
+def num_pending(model: keras.Model) -> int:
+    """Returns the local steps since the last average; 0 if all workers hold the same weights."""
+    average = getattr(model, "tfmulti_average", None)
+    return 0 if average is None else int(average.pending.numpy())
+
+
+class Average:
+    """Averages a model over workers, and counts the steps since then.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        pending: The local steps since the last average, the same on all workers.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model, self._strategy = model, model.distribute_strategy
+        self._settle, self._known = None, []
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.pending = tf.Variable(0, trainable=False, dtype=tf.int32, name="tfmulti_pending")
+
+    def count_step(self, every: int) -> None:
+        """Counts a step, and averages if it is the last one of so many; across replicas."""
+        pending = self.pending.assign_add(1)
+        tf.cond(pending >= every, self._average, lambda: tf.constant(False))
+
+    def settle(self) -> None:
+        """Averages if steps are pending on any worker; a collective outside of steps."""
+        variables = averaged_variables(self._model)
+        # Traced again with other variables, on all workers alike; those known are kept, since
+        # another one could have the id of one that is gone.
+        if self._settle is None or list(map(id, variables)) != list(map(id, self._known)):
+            self._settle = tf.function(self._settle_pending, autograph=False)
+            self._known = variables
+        self._settle()
+
+    def _settle_pending(self):
+        def count():
+            own = tf.cast(self.pending.read_value(), tf.float32)
+            return owners.all_reduce(self._strategy, own)
+
+        pending = self._strategy.run(count)
+        pending = self._strategy.experimental_local_results(pending)[0]
+        tf.cond(pending > 0, self._average, lambda: tf.constant(False))
+
+    def _average(self):
+        exact = {id(state) for state in _states_of(self._model)}
+        some = [(v, _sent_as(v, id(v) in exact)) for v in averaged_variables(self._model)]
+        self._strategy.run(functools.partial(_average_here, some, self._strategy))
+        self.pending.assign(0)
+        return tf.constant(True)
+
+
+def averaged_variables(model: keras.Model) -> list[keras.Variable]:
+    """Returns what is averaged: weights that are trained, slots, and floating states of layers.
+
+    Rates and counters are the same on all workers, and so are weights that are frozen.
+    """
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    built = [optimizer for optimizer in optimizers if optimizer.built]
+    variables = list(model.trainable_variables)
+    for optimizer in built:
+        variables += keras_compat.updated_variables(optimizer)
+    for optimizer in built:
+        variables += keras_compat.slots_of(optimizer)
+    variables += _states_of(model)
+    variables = {id(v): v for v in variables if keras.backend.is_float_dtype(v.dtype)}
+    return list(variables.values())
+
+
+def _states_of(model) -> list[keras.Variable]:
+    return keras_compat.states_from_rows(model, every=True, synchronized=True)
+
+
+def _average_here(variables, strategy):
+    """Averages in a replica, some megabytes at a time.
+
+    Args:
+        variables: Variables, each with the dtype in which it is added.
+        strategy: The strategy.
+    """
+    before = []
+    for some, dtype in _rounds(variables):
+        with tf.control_dependencies(before):
+            # What a variable reads has no device, by which a reduction knows where its sum goes.
+            values = [tf.identity(tf.cast(variable.value, dtype)) for variable in some]
+        context = tf.distribute.get_replica_context()
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+        before = list(sums)
+        for variable, total in zip(some, sums):
+            mean = total / tf.cast(strategy.num_replicas_in_sync, total.dtype)
+            variable.assign(tf.cast(mean, variable.dtype))
+
+
+def _sent_as(variable, is_state) -> str:
+    """Returns the dtype in which a variable is added.
+
+    Scalars and states of layers, which are small and often the same on all workers, keep their
+    bits: in float32 the mean of three equal numbers can differ from them.
+    """
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if is_state or not variable.shape:
+        return "float64"
+    return dtype if dtype in _FLOATS else "float32"
+
+
+def _rounds(variables) -> list[tuple[list, str]]:
+    """Cuts variables into lists of one dtype and some megabytes, in their order."""
+    rounds = []
+    for dtype in dict.fromkeys(dtype for _, dtype in variables):
+        have = _ROUND_BYTES
+        for variable in [v for v, sent_as in variables if sent_as == dtype]:
+            size = owners.bytes_of(variable)
+            if have + size > _ROUND_BYTES:
+                rounds.append(([], dtype))
+                have = 0
+            rounds[-1][0].append(variable)
+            have += size
+    return rounds
