@@ -65,6 +65,24 @@ def tf_configs(num_workers: int) -> list[str]:
     ]
 
 
+def tf_configs_with_servers(num_workers: int, num_ps: int) -> list[str]:
+    """Returns the TF_CONFIG of a chief, of workers and of parameter servers, as JSON.
+
+    >>> [json.loads(config)["task"]["type"] for config in tf_configs_with_servers(2, 1)]
+    ['chief', 'worker', 'worker', 'ps']
+    """
+    counts = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    ports = iter(free_ports(sum(counts.values())))
+    cluster = {
+        kind: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for kind, count in counts.items()
+    }
+    return [
+        json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        for kind, count in counts.items()
+        for index in range(count)
+    ]
+
+
 def run_workers(
     command: Sequence[str], num_workers: int, *, env: Mapping[str, str] | None = None, **limits
 ) -> list[Finished]:

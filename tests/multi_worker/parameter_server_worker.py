@@ -1,0 +1,170 @@
+"""A job with parameter servers: `python parameter_server_worker.py FOLDER CASE ...`.
+
+The chief leaves `CASE.json` in the folder: what it saw. Each task leaves its process id.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+
+import tfmulti
+from tfmulti.sharding import epoch_order
+
+NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 8, 3
+STEPS = 6
+# Two parts of 256 KiB and more.
+IDS, COLUMNS = 70_000, 2
+
+
+def rows(count=NUM_ROWS):
+    rng = np.random.RandomState(0)
+    x = rng.randn(count, 4).astype("float32")
+    return x, x @ rng.randn(4, 1).astype("float32"), np.linspace(0.5, 2, count).astype("float32")
+
+
+def build():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(5, "tanh", kernel_regularizer="l2")]
+        + [keras.layers.Dense(1)]
+    )
+    decay = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
+    optimizer = keras.optimizers.Adam(decay, global_clipnorm=0.5, weight_decay=0.01)
+    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"])
+    return model
+
+
+def values_of(variables):
+    return [np.asarray(variable.numpy()).ravel().tolist() for variable in variables]
+
+
+def state_of(model):
+    optimizer = [v for v in model.optimizer.variables if "learning_rate" not in v.path]
+    return {"weights": values_of(model.weights), "optimizer": values_of(optimizer)}
+
+
+def run(model, data=None, batch_size=BATCH_SIZE, epochs=EPOCHS, **settings):
+    data = rows() if data is None else data
+    settings = {"verbose": 0, **settings}
+    return tfmulti.train_async(model, data, batch_size=batch_size, epochs=epochs, **settings)
+
+
+def synchronous(strategy, folder):
+    """The result of one device, with schedules, clipping, penalties and sample weights."""
+    with strategy.scope():
+        model = build()
+    history = run(model, max_staleness=0, validation_data=rows(21))
+    alone = build()
+    expected = {}
+    for epoch in range(EPOCHS):
+        x, y, weights = (part[epoch_order(NUM_ROWS, 0, epoch)] for part in rows())
+        fit = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
+        logs = alone.fit(x, y, sample_weight=weights, validation_data=rows(21), **fit).history
+        for name, found in logs.items():
+            expected.setdefault(name, []).extend(found)
+    return {
+        "history": history.history,
+        "state": state_of(model),
+        "expected": {"history": expected, "state": state_of(alone)},
+    }
+
+
+class SumOfPredictions(keras.losses.Loss):
+    """The sum of predictions: each example adds one to the gradient of its row."""
+
+    def __init__(self):
+        super().__init__(reduction="sum")
+
+    def call(self, y_true, y_pred):
+        return y_pred
+
+
+def build_counting(rate=1.0):
+    """A table whose rows count how often their example was trained on, downwards."""
+    ids = keras.Input((), dtype="int32")
+    table = keras.layers.Embedding(IDS, COLUMNS, embeddings_initializer="zeros", name="table")
+    model = keras.Model(ids, keras.ops.sum(table(ids), -1))
+    model.compile(keras.optimizers.SGD(rate), SumOfPredictions())
+    return model
+
+
+def ids(count=301):
+    return np.random.RandomState(0).permutation(IDS)[:count].astype("int32")
+
+
+def counts_of(model):
+    """How often each example was trained on, and whether any other row has changed."""
+    table = -model.get_layer("table").embeddings.numpy()[:, 0]
+    mine = table[ids()]
+    return {"least": float(mine.min()), "most": float(mine.max()), "sum": float(table.sum())}
+
+
+def counted(strategy, folder):
+    with strategy.scope():
+        model = build_counting()
+    history = run(model, (ids(), np.zeros(301, "float32")))
+    layer = model.get_layer("table")
+    model.save(folder / "counted.keras")
+    loaded = keras.models.load_model(folder / "counted.keras", compile=False)
+    same = loaded.get_layer("table").embeddings.numpy() == layer.embeddings.numpy()
+    return {
+        "counts": counts_of(model),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "history": history.history,
+        "workers": history.steps_by_worker,
+        "parts": [part.shape[0] for part in layer.embeddings.parts],
+        "places": [part.value.device for part in layer.embeddings.parts],
+        "loads": bool(same.all()),
+    }
+
+
+def bounded(strategy, folder):
+    with strategy.scope():
+        model = build_counting()
+    history = run(model, (ids(), np.zeros(301, "float32")), max_staleness=1)
+    return {"history": history.history, "counts": counts_of(model)}
+
+
+def refused(strategy, folder):
+    with strategy.scope():
+        model = build()
+    backup = keras.callbacks.BackupAndRestore(folder / "backup")
+    calls = {
+        "fit": lambda: model.fit(*rows()),
+        "evaluate": lambda: model.evaluate(*rows()),
+        "predict": lambda: model.predict(rows()[0]),
+        "callback": lambda: run(model, callbacks=[backup]),
+        "staleness": lambda: run(model, max_staleness=-1),
+        "batch_size": lambda: tfmulti.train_async(model, rows()),
+        "strategy": lambda: run(build()),
+    }
+    errors = {}
+    for name, call in calls.items():
+        try:
+            call()
+            errors[name] = None
+        except ValueError as error:
+            errors[name] = str(error)
+    return errors
+
+
+CASES = {each.__name__: each for each in (synchronous, counted, bounded, refused)}
+
+
+def main(folder, *names):
+    folder = Path(folder)
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    (folder / f"{task['type']}_{task['index']}.pid").write_text(str(os.getpid()))
+    strategy = tfmulti.create_strategy("parameter_server")
+    for name in names:
+        (folder / f"{name}.json").write_text(json.dumps(CASES[name](strategy, folder)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
