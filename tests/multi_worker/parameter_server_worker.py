@@ -154,7 +154,70 @@ def refused(strategy, folder):
     return errors
 
 
-CASES = {each.__name__: each for each in (synchronous, counted, bounded, refused)}
+class Marks(keras.callbacks.Callback):
+    """Makes a file after some steps, and stops once a file is there."""
+
+    def __init__(self, folder, steps=20):
+        super().__init__()
+        self._folder, self._steps, self._done = folder, steps, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._done += 1
+        if self._done == self._steps:
+            (self._folder / "under_way").touch()
+
+    def on_epoch_end(self, epoch, logs=None):
+        if (self._folder / "enough").exists():
+            self.model.stop_training = True
+
+
+def killed_worker(strategy, folder):
+    """Trains until a worker that was killed is back, and counts."""
+    with strategy.scope():
+        model = build_counting()
+    lines = []
+
+    def tell(line):
+        lines.append(line)
+        if "is back" in line:
+            (folder / "enough").touch()
+
+    data = (ids(), np.zeros(301, "float32"))
+    history = run(model, data, epochs=500, callbacks=[Marks(folder)], print_fn=tell)
+    return {
+        "counts": counts_of(model),
+        "epochs": len(history.epoch),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "workers": history.steps_by_worker,
+        "lines": lines,
+    }
+
+
+def resumed(strategy, folder):
+    """Trains two epochs with checkpoints within; the first start waits to be killed."""
+    with strategy.scope():
+        model = build_counting()
+    saver = tfmulti.callbacks.Checkpoint(
+        folder / "checkpoints", data := distributed(strategy), every_steps=10
+    )
+    again = (folder / "checkpoints").exists()
+    epochs = 2 if again else 500
+    history = run(model, data, None, epochs, callbacks=[saver, Marks(folder)])
+    return {
+        "counts": counts_of(model),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "resumed": saver.resumed_step,
+        "epochs": history.epoch,
+    }
+
+
+def distributed(strategy):
+    return tfmulti.distribute_train((ids(), np.zeros(301, "float32")), strategy, BATCH_SIZE)
+
+
+CASES = {
+    each.__name__: each for each in (synchronous, counted, bounded, refused, killed_worker, resumed)
+}
 
 
 def main(folder, *names):

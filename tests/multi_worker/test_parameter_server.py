@@ -1,7 +1,12 @@
 """Parameter servers: a chief, workers and servers as real processes."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +24,46 @@ def launch(arguments, *options, num_workers=2, num_ps=2):
     command += [f"--num_ps={num_ps}", *options, "--", sys.executable, *map(str, arguments)]
     [done] = processes.run_together(command, [{}], timeout_s=200)
     return done
+
+
+class Job:
+    """A job that runs while a test looks on; all of it is ended with the test."""
+
+    def __init__(self, folder, case, *options, num_ps=2):
+        self._folder = folder
+        command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", f"--num_ps={num_ps}"]
+        command += [f"--log_dir={folder / 'logs'}", *options, "--", sys.executable, str(PROGRAM)]
+        self.process = subprocess.Popen(
+            [*command, str(folder), case], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def kill(self, task):
+        """Kills a task once training is under way."""
+        while not (self._folder / "under_way").exists():
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+        os.kill(int((self._folder / f"{task}.pid").read_text()), signal.SIGKILL)
+
+    def finish(self):
+        """Returns the exit code, what the launcher told, and what the chief saw."""
+        _, told = self.process.communicate(timeout=200)
+        found = [json.loads(path.read_text()) for path in self._folder.glob("*.json")]
+        return self.process.returncode, told, found[0] if found else None
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a job."""
+    with contextlib.ExitStack() as stack:
+
+        def start_job(case, *options, **settings):
+            job = Job(tmp_path, case, *options, **settings)
+            # Its supervisors end all tasks when the launcher is gone.
+            stack.callback(job.process.wait)
+            stack.callback(job.process.kill)
+            return job
+
+        yield start_job
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +120,75 @@ def test_what_cannot_work_says_what_to_do(found):
     assert errors["staleness"].startswith("`max_staleness`")
     assert errors["batch_size"].startswith("`batch_size`")
     assert "model.fit" in errors["strategy"]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_comes_back_and_nothing_is_lost_or_counted_twice(start):
+    job = start("killed_worker", "--max_restarts=1")
+    job.kill("worker_0")
+    code, told, case = job.finish()
+    assert code == 0, told
+    assert "worker 0 was ended by SIGKILL" in told and "of all workers" not in told
+    assert any("worker 0" in line and "no example is left out" in line for line in case["lines"])
+    assert any(line.startswith("worker 0 is back") for line in case["lines"])
+    epochs = case["epochs"]
+    assert case["counts"] == {"least": epochs, "most": epochs, "sum": 301.0 * epochs}
+    assert case["iterations"] == 38 * epochs == sum(case["workers"].values())
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_a_worker_that_is_not_restarted(start, tmp_path):
+    job = start("killed_worker")
+    job.kill("worker_1")
+    (tmp_path / "enough").touch()
+    code, told, case = job.finish()
+    assert code == 0 and "the job goes on with 1 left" in told
+    assert case["counts"]["least"] == case["counts"]["most"] == case["epochs"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_ends_the_job_by_its_name(start, tmp_path):
+    job = start("resumed")
+    job.kill("ps_1")
+    code, told, _ = job.finish()
+    assert code == 128 + signal.SIGKILL and "ps 1 was ended by SIGKILL" in told
+    chief = (tmp_path / "logs" / "chief.log").read_text()
+    assert "Each parameter server must be there" in chief and "ps 1 (127.0.0.1" in chief
+
+
+@pytest.mark.slow
+def test_a_job_resumes_after_a_server_was_killed(start):
+    job = start("resumed", "--max_restarts=1")
+    job.kill("ps_1")
+    code, told, case = job.finish()
+    assert code == 0, told
+    assert case["resumed"] >= 10 and case["resumed"] % 10 == 0
+    assert case["counts"] == {"least": 2, "most": 2, "sum": 602.0}
+    assert case["iterations"] == 38 * 2 and case["epochs"] == [0, 1]
+
+
+@pytest.mark.slow
+def test_workers_and_servers_do_not_wait_for_a_chief_that_is_gone(tmp_path):
+    configs = processes.tf_configs_with_servers(2, 1)
+    chief, *others = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(tmp_path), "killed_worker"],
+            env={**os.environ, "TF_CONFIG": config},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for config in configs
+    ]
+    try:
+        while not (tmp_path / "under_way").exists():
+            assert chief.poll() is None, chief.communicate()
+            time.sleep(0.02)
+        chief.kill()
+        for process in others:
+            _, text = process.communicate(timeout=60)
+            assert process.returncode == 144
+            assert "serves the chief, and ends with it" in text
+    finally:
+        for process in (chief, *others):
+            process.kill()
+            process.wait()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -73,10 +75,12 @@ class RemoteRuns:
 
     def __enter__(self):
         self._monitor.start()
+        tf.get_logger().addFilter(_leave_out)
         return self
 
     def __exit__(self, *_):
         self._monitor.stop()
+        tf.get_logger().removeFilter(_leave_out)
 
     @property
     def under_way(self) -> int:
@@ -166,7 +170,7 @@ class RemoteRuns:
             try:
                 self._step.apply(gradients, changes)
             except tf.errors.OpError as error:
-                raise self._explain(error) from error
+                self._raise(error)
             self._bound.apply(number)
             for answer in answers:
                 self.metrics = self._add(self.metrics, answer.metrics)
@@ -204,12 +208,20 @@ class RemoteRuns:
                 self._monitor.check()
                 continue
             if error is not None:
-                raise self._explain(error) from error
+                self._raise(error)
             return number, answer
 
-    def _explain(self, error):
+    def _raise(self, error) -> NoReturn:
         lost = find_lost_server(error, self._strategy.cluster)
-        return error if lost is None else lost
+        if lost is not None:
+            # The error has pages, and says less.
+            raise lost from None
+        raise error
+
+
+def _leave_out(record: logging.LogRecord) -> bool:
+    """Leaves out what TensorFlow's coordinator logs of a lost worker: the monitor tells it."""
+    return record.module != "cluster_coordinator"
 
 
 def _some_rows(batch, start, stop):
