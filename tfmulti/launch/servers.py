@@ -53,7 +53,8 @@ class _Watch:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._group.kill()
         self._job.next_event(0.0)
-        first = None if self._signalled else self._first or logs.first_failure(self._ended)
+        good = self._signalled or any(x.index == _CHIEF and not x.returncode for x in self._ended)
+        first = None if good else self._first or logs.first_failure(self._ended)
         return self._job.outcome_of(self._ended, first, self._signalled)
 
     @property
@@ -107,8 +108,10 @@ class _Watch:
         self._group.send(signal.SIGTERM)
 
     def _goes_on(self, ended) -> bool:
-        others = any(each in self._running or each in self._due for each in self._workers)
-        return self._is_lost_worker(ended) and others
+        # A worker that has ended well was told by the chief that all is done.
+        well = {each.index for each in self._ended if not each.returncode}
+        going = self._running | set(self._due) | well
+        return self._is_lost_worker(ended) and any(each in going for each in self._workers)
 
     def _start_due(self):
         for index in [each for each, when in self._due.items() if time.monotonic() >= when]:

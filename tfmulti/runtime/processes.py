@@ -216,6 +216,7 @@ def _read(file) -> str:
 # The prefix of the names of this package's threads.
 OWN_THREADS = "tfmulti"
 _THREADS_S = 5.0
+_is_ending = False
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -226,11 +227,18 @@ def end_process(exit_code: int) -> NoReturn:
     handlers, and waits for threads: for those of this package until they are done, for others
     some seconds.
     """
+    global _is_ending
+    _is_ending = True
     wait_for_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def is_ending() -> bool:
+    """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
+    return _is_ending
 
 
 def wait_for_threads() -> None:

@@ -24,17 +24,21 @@ from tfmulti import keras_compat
 from tfmulti.cluster import Cluster, environment, network
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
-from tfmulti.runtime import command_line
+from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
 _LOOK_S = 1.0
 # A connection that is refused so often in a row is that of a task that has gone.
 _LOOKS = 3
 _LAST_S = 30.0
+_GOODBYE_S = 5.0
 _CONNECT_S = 2.0
 # TensorFlow numbers the Python functions of a process in the order in which they are made.
 _SAY_GOODBYE, _WHO = "pyfunc_0", "pyfunc_1"
-_SERVER = re.compile(r"/job:ps/replica:0/task:(\d+)")
+_FROM_SERVER = re.compile(r"GRPC error information from remote target /job:ps/replica:0/task:(\d+)")
+_UNAVAILABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
+# What the chief hears of a worker that was started again before it was missed.
+_UNKNOWN_TO_WORKER = "Unable to find the relevant tensor remote_handle"
 
 
 class ServerLost(RuntimeError):
@@ -77,7 +81,18 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         """What sends steps to workers, and sends them again where a worker has gone."""
         if self._coordinator is None:
             self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
+            _keep(self._coordinator)
         return self._coordinator
+
+
+def _keep(value) -> None:
+    """Keeps an object to the end of the process, and beyond Python's own shutdown.
+
+    The destructor of a coordinator waits for a lost worker to come back, without end.
+    """
+    threading.Thread(
+        target=lambda value: threading.Event().wait(), args=(value,), daemon=True
+    ).start()
 
 
 def create_parameter_server(
@@ -262,9 +277,17 @@ def find_lost_server(error: BaseException, cluster: Cluster) -> ServerLost | Non
         for index, address in enumerate(cluster.spec[SERVER_TYPE])
         if not is_reachable(address)
     ]
-    if not gone and isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError):
-        gone = [f"ps {index}" for index in sorted(set(_SERVER.findall(str(error))))]
+    if not gone and isinstance(error, _UNAVAILABLE):
+        # One that was started again has nothing of what it had.
+        gone = [f"ps {index}" for index in sorted(set(_FROM_SERVER.findall(str(error))))]
     return lost_error(gone) if gone else None
+
+
+def is_lost_worker(error: BaseException) -> bool:
+    """Whether an error means that a worker has gone with the answer that it had computed."""
+    if "/job:worker" not in str(error):
+        return False
+    return isinstance(error, _UNAVAILABLE) or _UNKNOWN_TO_WORKER in str(error)
 
 
 def lost_error(names: Iterable[str]) -> ServerLost:
@@ -290,7 +313,15 @@ def _end_with(strategy) -> None:
 
     def end():
         if not failed:
-            say_goodbye(strategy)
+            thread = threading.Thread(target=say_goodbye, args=(strategy,), daemon=True)
+            thread.start()
+            thread.join(_GOODBYE_S)
+            if thread.is_alive() and not processes.is_ending():
+                # While TensorFlow waits for a lost worker to come back, nothing can be sent, and
+                # Python's shutdown waits too. The others see that the chief has gone.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
 
     sys.excepthook = hook
     strategy.failed = failed

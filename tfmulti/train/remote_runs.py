@@ -17,10 +17,11 @@ from tfmulti.parallel.remote_step import Answer, RemoteStep
 from tfmulti.parallel.staleness import StalenessBound
 from tfmulti.sharding import replica_slice
 from tfmulti.strategies.coordination import CoordinationRequests
-from tfmulti.strategies.parameter_server import find_lost_server
+from tfmulti.strategies.parameter_server import find_lost_server, is_lost_worker
 from tfmulti.strategies.task_monitor import TaskMonitor
 
 _LOOK_S = 0.5
+_MOST_RETRIES = 100
 
 
 class SettledRequests(CoordinationRequests):
@@ -66,7 +67,8 @@ class RemoteRuns:
         self._held: dict[int, Answer] = {}
         self._processes: dict[int, int] = {}
         self._monitor = TaskMonitor(strategy.cluster)
-        self._number = 0
+        self._sent: dict[int, tuple] = {}
+        self._retries = 0
         self.staleness: list[int] = []
         self.steps_by_worker: collections.Counter = collections.Counter()
         self.metrics: list[np.ndarray] = []
@@ -120,7 +122,7 @@ class RemoteRuns:
             if waiting == self._strategy.num_workers + 1:
                 states = self._add(states, self._next_answer()[1])
                 waiting -= 1
-            self._send(number, self._step.schedule_test(self._strategy.coordinator, batch))
+            self._send(number, self._step.schedule_test, batch)
             waiting += 1
         for _ in range(waiting):
             states = self._add(states, self._next_answer()[1])
@@ -131,7 +133,7 @@ class RemoteRuns:
         while self.under_way >= self._limit:
             self._take_one(around)
         self._bound.begin(number)
-        self._send(number, self._step.schedule(self._strategy.coordinator, batch, number))
+        self._send(number, self._step.schedule, batch, number)
 
     def _train_together(self, batch, number, around):
         """Sends each worker its part of a batch, and applies the sum of their gradients."""
@@ -140,9 +142,7 @@ class RemoteRuns:
         ranges = [(start, stop) for start, stop in ranges if stop > start]
         self._bound.begin(number)
         for part, (start, stop) in enumerate(ranges):
-            some = _some_rows(batch, start, stop)
-            wait = self._step.schedule(self._strategy.coordinator, some, number, part)
-            self._send(part, wait)
+            self._send(part, self._step.schedule, _some_rows(batch, start, stop), number, part)
         answers = dict(self._next_answer() for _ in ranges)
         self._apply(number, [answers[part] for part in range(len(ranges))], around)
 
@@ -189,7 +189,10 @@ class RemoteRuns:
         pairs = zip(states, more, self._step.first_metrics)
         return [np.asarray(state + (new - first)) for state, new, first in pairs]
 
-    def _send(self, number, wait):
+    def _send(self, number, schedule, *arguments):
+        wait = schedule(self._strategy.coordinator, *arguments)
+        self._sent[number] = (schedule, *arguments)
+
         def work():
             try:
                 self._answers.put((number, wait(), None))
@@ -207,9 +210,16 @@ class RemoteRuns:
             except queue.Empty:
                 self._monitor.check()
                 continue
-            if error is not None:
+            if error is None:
+                del self._sent[number]
+                self._retries = 0
+                return number, answer
+            self._retries += 1
+            if not is_lost_worker(error) or self._retries > _MOST_RETRIES:
                 self._raise(error)
-            return number, answer
+            # The coordinator sends a step again until it is computed, but a worker can be lost
+            # between that and the sending of its answer.
+            self._send(number, *self._sent[number])
 
     def _raise(self, error) -> NoReturn:
         lost = find_lost_server(error, self._strategy.cluster)
