@@ -131,9 +131,26 @@ def bounded(strategy, folder):
     return {"history": history.history, "counts": counts_of(model)}
 
 
+class Largest(keras.metrics.Metric):
+    """The largest prediction: no sum over batches."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(keras.ops.abs(y_pred))))
+
+    def result(self):
+        return self.most.value
+
+
 def refused(strategy, folder):
     with strategy.scope():
         model = build()
+        summed = build_counting()
+        largest = build()
+        largest.compile("sgd", "mse", metrics=[Largest()])
     backup = keras.callbacks.BackupAndRestore(folder / "backup")
     calls = {
         "fit": lambda: model.fit(*rows()),
@@ -142,6 +159,8 @@ def refused(strategy, folder):
         "callback": lambda: run(model, callbacks=[backup]),
         "staleness": lambda: run(model, max_staleness=-1),
         "batch_size": lambda: tfmulti.train_async(model, rows()),
+        "split": lambda: run(summed, (ids(), np.zeros(301, "float32")), max_staleness=0),
+        "metric": lambda: run(largest),
         "strategy": lambda: run(build()),
     }
     errors = {}

@@ -120,6 +120,8 @@ def test_what_cannot_work_says_what_to_do(found):
     assert errors["staleness"].startswith("`max_staleness`")
     assert errors["batch_size"].startswith("`batch_size`")
     assert "model.fit" in errors["strategy"]
+    assert "mean over their rows" in errors["split"] and "table" in errors["split"]
+    assert "largest/most" in errors["metric"]
 
 
 @pytest.mark.slow

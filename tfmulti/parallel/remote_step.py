@@ -74,6 +74,7 @@ class RemoteStep:
         self._test = tf.function(self._test_on, input_signature=[element_spec])
         self._apply = tf.function(self._apply_now, reduce_retracing=True)
         self._results = tf.function(self._results_of)
+        self._here = None
 
     def schedule(self, coordinator, batch, step: int, part: int = 0) -> Callable[[], Answer]:
         """Sends a step to a worker; returns a function that waits for its answer.
@@ -92,6 +93,19 @@ class RemoteStep:
         """Sends a step of evaluation; the function returned gives the metrics' states."""
         remote = coordinator.schedule(self._test, args=(batch,))
         return lambda: remote.fetch()
+
+    def compute_here(self, batch) -> Answer:
+        """Computes the first step of training in this process, and changes nothing."""
+        if self._here is None:
+            self._here = tf.function(self._compute, reduce_retracing=True)
+        zero = tf.constant(0, tf.int64)
+        found = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
+        rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+        return self._answer((0, (0, 0), rows, *found))
+
+    def name_of(self, gradient: int) -> str:
+        """Returns the path of the weight of a gradient."""
+        return self._variables[gradient].path
 
     def apply(self, gradients: Sequence, changes: Sequence[np.ndarray]) -> None:
         """Makes an update of gradients, and changes the other states."""
@@ -129,19 +143,22 @@ class RemoteStep:
         updates = self._updates.read_value()
         with tf.control_dependencies([updates]):
             who = self._who()
-            seeds = [_seed_of(v, step, part) for v in self._seeds]
-            before = [tf.identity(v.value) for v in self._states]
-            known = [*zip(self._seeds, seeds), *zip(self._states, before)]
-            known += zip(self._metrics, map(tf.constant, self.first_metrics))
-            with keras.StatelessScope(state_mapping=known) as scope:
-                weights = _show(scope, self._weights)
-                gradients = self._run_step(batch)
-                after = [_value_in(scope, v) for v in self._states]
-                metrics = [_value_in(scope, v) for v in self._metrics]
-            self._refuse_other_writes(scope, weights)
+            gradients, changes, metrics = self._compute(batch, step, part)
         rows = tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
-        changes = [_change(new, old) for new, old in zip(after, before)]
         return updates, who, rows, gradients, changes, metrics
+
+    def _compute(self, batch, step, part):
+        seeds = [_seed_of(v, step, part) for v in self._seeds]
+        before = [tf.identity(v.value) for v in self._states]
+        known = [*zip(self._seeds, seeds), *zip(self._states, before)]
+        known += zip(self._metrics, map(tf.constant, self.first_metrics))
+        with keras.StatelessScope(state_mapping=known) as scope:
+            weights = _show(scope, self._weights)
+            gradients = self._run_step(batch)
+            after = [_value_in(scope, v) for v in self._states]
+            metrics = [_value_in(scope, v) for v in self._metrics]
+        self._refuse_other_writes(scope, weights)
+        return gradients, [_change(new, old) for new, old in zip(after, before)], metrics
 
     def _run_step(self, batch) -> list:
         """Runs `train_step`, and takes the gradients that it gives to the optimizer."""

@@ -105,6 +105,7 @@ def create_strategy(
     if name == "parameter_server":
         strategy = create_parameter_server(cluster, start_timeout)
         strategy.why = f"{name}: {_sizes(cluster)} ({reason})"
+        strategy.verify = verify
         return _noted(strategy)
     if name == "tpu":
         strategy = create_tpu()

@@ -66,6 +66,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     marks_padding = False
     why = ""
     verify = "never"
+    # Whether an error ends the chief.
+    has_failed = False
 
     def __init__(self, resolver, cluster: Cluster):
         super().__init__(resolver)
@@ -301,18 +303,15 @@ def lost_error(names: Iterable[str]) -> ServerLost:
 
 def _end_with(strategy) -> None:
     """Ends workers and servers when this process ends in good order; they see other ends."""
-    failed = []
+    _chiefs.append(strategy)
     previous = sys.excepthook
 
     def hook(kind, error, traceback):
-        failed.append(error)
         previous(kind, error, traceback)
-        if isinstance(error, ServerLost | WorkersLost):
-            command_line.end_process(environment.PEER_LOST)
-        command_line.end_process(command_line.ERROR)
+        command_line.end_process(end_chief(error))
 
     def end():
-        if not failed:
+        if not strategy.has_failed:
             thread = threading.Thread(target=say_goodbye, args=(strategy,), daemon=True)
             thread.start()
             thread.join(_GOODBYE_S)
@@ -324,5 +323,25 @@ def _end_with(strategy) -> None:
                 os._exit(0)
 
     sys.excepthook = hook
-    strategy.failed = failed
     atexit.register(end)
+
+
+_chiefs: list[ParameterServerStrategy] = []
+
+
+def end_chief(error: BaseException) -> int | None:
+    """Has the workers and servers not be told of a good end, after an error.
+
+    Args:
+        error: The error that ends this process.
+
+    Returns:
+        The exit code: 144 where another task was lost, else 1. None if this process is no chief.
+    """
+    for strategy in _chiefs:
+        strategy.has_failed = True
+    if not _chiefs:
+        return None
+    if isinstance(error, ServerLost | WorkersLost):
+        return environment.PEER_LOST
+    return command_line.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED

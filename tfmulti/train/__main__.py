@@ -51,9 +51,24 @@ def _end_interrupted(config) -> int:
     return command_line.INTERRUPTED
 
 
+_WITH_CLUSTER = ("auto", "multi_worker", "parameter_server")
+
+
+def _find_task(config, **settings):
+    servers = config.strategy != "multi_worker"
+    return cluster.resolve_cluster(config.tf_config, servers=servers, **settings)
+
+
 def _end(error, config, with_traceback) -> int:
     """Prints the error, reports it to the others if it is local, and returns the exit code."""
     peer = None
+    if "tfmulti.strategies.parameter_server" in sys.modules:
+        from tfmulti.strategies import parameter_server
+
+        code = parameter_server.end_chief(error)
+        if code is not None:
+            command_line.show_error(error, with_traceback)
+            return code
     if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
         from tfmulti.strategies.multi_worker import end_worker
 
@@ -63,9 +78,7 @@ def _end(error, config, with_traceback) -> int:
 
 
 def _train(config: TrainConfig, verbose: bool) -> int:
-    task = None
-    if config.strategy in ("auto", "multi_worker"):
-        task = cluster.resolve_cluster(config.tf_config)
+    task = _find_task(config) if config.strategy in _WITH_CLUSTER else None
     if config.workdir and (task is None or task.is_chief):
         files.check_folder(config.workdir, "workdir")
     command_line.import_tensorflow(verbose=verbose)

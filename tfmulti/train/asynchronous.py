@@ -14,7 +14,7 @@ from tfmulti import keras_compat
 from tfmulti.cluster import environment
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.epochs import EpochDataset
-from tfmulti.parallel import remote_step, staleness
+from tfmulti.parallel import remote_step, split_check, staleness
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.strategies.coordination import LauncherHeartbeat
 from tfmulti.strategies.parameter_server import who_computes
@@ -85,6 +85,8 @@ def train_async(
     remote_step.build(model, _first_batch(train))
     strategy.requests = requests = SettledRequests()
     step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
+    if strategy.verify != "never" and train.steps_left():
+        split_check.check(step, next_batch(train), max_staleness == 0 and strategy.num_workers > 1)
     heart = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([LauncherHeartbeat(heart)] if heart else []), *callbacks],
@@ -228,6 +230,11 @@ def _first_batch(train):
         train.element_spec,
     )
     return specs
+
+
+def next_batch(train: EpochDataset):
+    """Returns the batch that training will begin with, without counting it as taken."""
+    return iter(train).look()
 
 
 def _any_rows(element_spec):
