@@ -42,7 +42,7 @@ class Settings(common.Settings):
     epochs: int = common.flag(3, "Passes over the data.")
     global_batch_size: int = common.flag(64, "Examples of a step.")
     learning_rate: float = common.flag(0.01, "Adam's learning rate.")
-    examples: int = common.flag(9600, "Examples to make up.")
+    examples: int = common.flag(6400, "Examples to make up.")
     rows: int = common.flag(50_000, "Rows of the embedding, of 16 columns.")
     slow: float = common.flag(0.75, "Part of the time in which worker 1 is stopped.")
     mode: str = common.flag("", "Train in this mode, as a task of a job.", ("", *MODES))
