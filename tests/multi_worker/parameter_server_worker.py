@@ -12,6 +12,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfmulti
 from tfmulti.sharding import epoch_order
@@ -131,6 +132,48 @@ def bounded(strategy, folder):
     return {"history": history.history, "counts": counts_of(model)}
 
 
+class Own(keras.Model):
+    """A step of its own, with batch normalization, dropout and a state that counts rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalize = keras.layers.BatchNormalization(momentum=0.5)
+        self.drop, self.dense = keras.layers.Dropout(0.5), keras.layers.Dense(1)
+        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        return self.dense(self.drop(self.normalize(inputs, training=training), training=training))
+
+    def train_step(self, data):
+        x, y = data
+        rows = keras.ops.cast(keras.ops.shape(x)[0], "float32")
+        self.seen.assign_add(rows)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        drawn = self.drop(keras.ops.ones((64,)), training=True)
+        mask = keras.ops.sum(drawn * keras.ops.sqrt(keras.ops.arange(64.0)))
+        return {"own": loss, "mask": mask}
+
+
+def own_step(strategy, folder):
+    with strategy.scope():
+        model = Own()
+        model.compile(keras.optimizers.Adam(0.05), "mse")
+    masks = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: masks.append(logs))
+    x = rows(301)[0] + 3.0
+    history = run(model, (x, x[:, :1]), callbacks=[note])
+    return {
+        "own": history.history["own"],
+        "masks": [logs["mask"] for logs in masks],
+        "seen": float(model.seen.numpy()),
+        "mean": model.normalize.moving_mean.numpy().tolist(),
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
+
+
 class Largest(keras.metrics.Metric):
     """The largest prediction: no sum over batches."""
 
@@ -235,7 +278,8 @@ def distributed(strategy):
 
 
 CASES = {
-    each.__name__: each for each in (synchronous, counted, bounded, refused, killed_worker, resumed)
+    each.__name__: each
+    for each in (synchronous, counted, bounded, own_step, refused, killed_worker, resumed)
 }
 
 

@@ -69,8 +69,9 @@ def start(tmp_path):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the chief saw in cases that train in one job, one after the other."""
-    folder, names = tmp_path_factory.mktemp("servers"), ("synchronous", "counted", "bounded")
-    done = launch([PROGRAM, folder, *names, "refused"], "--all_output")
+    folder = tmp_path_factory.mktemp("servers")
+    names = ("synchronous", "counted", "bounded", "own_step", "refused")
+    done = launch([PROGRAM, folder, *names], "--all_output")
     assert done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
@@ -109,6 +110,16 @@ def test_staleness_is_measured_and_bounded(found):
         assert 0 <= mean <= most and 0 <= p95 <= most
     assert max(bounded["history"]["staleness_max"]) <= 1
     assert bounded["counts"]["least"] == bounded["counts"]["most"] == EPOCHS
+
+
+def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
+    case = found["own_step"]
+    assert case["iterations"] == len(case["masks"]) == 38 * EPOCHS
+    # No change of a state is lost, and each step draws numbers of its own.
+    assert case["seen"] == 301.0 * EPOCHS
+    assert len(set(case["masks"])) == len(case["masks"])
+    assert len(case["own"]) == EPOCHS and all(np.isfinite(case["own"]))
+    np.testing.assert_allclose(case["mean"], 3.0, atol=1.0)
 
 
 def test_what_cannot_work_says_what_to_do(found):

@@ -35,6 +35,7 @@ class Answer:
         gradients: For each variable an array; a pair (rows of a table, their numbers); or None.
         changes: For each state other than weights, by how much it has changed.
         metrics: The metrics' states of these rows alone.
+        logs: What else `train_step` returned, by name.
     """
 
     updates: int
@@ -44,6 +45,7 @@ class Answer:
     gradients: list
     changes: list[np.ndarray]
     metrics: list[np.ndarray]
+    logs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class RemoteStep:
@@ -133,19 +135,21 @@ class RemoteStep:
         return int(self._updates.numpy())
 
     def _answer(self, found) -> Answer:
-        updates, who, rows, gradients, changes, metrics = found
+        updates, who, rows, gradients, changes, metrics, logs = found
         gradients, given = iter(gradients), []
         for present in self._sparse:
             given.append(None if present is None else next(gradients))
-        return Answer(int(updates), int(who[0]), int(who[1]), int(rows), given, changes, metrics)
+        return Answer(
+            int(updates), int(who[0]), int(who[1]), int(rows), given, changes, metrics, logs
+        )
 
     def _train_on(self, batch, step, part):
         updates = self._updates.read_value()
         with tf.control_dependencies([updates]):
             who = self._who()
-            gradients, changes, metrics = self._compute(batch, step, part)
+            computed = self._compute(batch, step, part)
         rows = tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
-        return updates, who, rows, gradients, changes, metrics
+        return updates, who, rows, *computed
 
     def _compute(self, batch, step, part):
         seeds = [_seed_of(v, step, part) for v in self._seeds]
@@ -154,14 +158,15 @@ class RemoteStep:
         known += zip(self._metrics, map(tf.constant, self.first_metrics))
         with keras.StatelessScope(state_mapping=known) as scope:
             weights = _show(scope, self._weights)
-            gradients = self._run_step(batch)
+            gradients, logs = self._run_step(batch)
             after = [_value_in(scope, v) for v in self._states]
             metrics = [_value_in(scope, v) for v in self._metrics]
         self._refuse_other_writes(scope, weights)
-        return gradients, [_change(new, old) for new, old in zip(after, before)], metrics
+        changes = [_change(new, old) for new, old in zip(after, before)]
+        return gradients, changes, metrics, logs
 
-    def _run_step(self, batch) -> list:
-        """Runs `train_step`, and takes the gradients that it gives to the optimizer."""
+    def _run_step(self, batch) -> tuple[list, dict]:
+        """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
         given: list = []
 
         def take(grads, trainable_variables=None):
@@ -172,7 +177,9 @@ class RemoteStep:
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
                 stack.enter_context(_with_attribute(optimizer, "apply", take))
-            self.model.train_step(batch)
+            logs = self.model.train_step(batch) or {}
+        known = self.model.get_metrics_result()
+        logs = {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in known}
         if len(given) != 1 or len(optimizers) != 1:
             raise ValueError(
                 "With parameter servers a `train_step` must give gradients to one optimizer, once. "
@@ -181,11 +188,12 @@ class RemoteStep:
             )
         gradients, self._variables = given[0]
         self._sparse = [None if g is None else isinstance(g, tf.IndexedSlices) for g in gradients]
-        return [
+        gradients = [
             (g.values, g.indices) if isinstance(g, tf.IndexedSlices) else g
             for g in gradients
             if g is not None
         ]
+        return gradients, logs
 
     def _refuse_other_writes(self, scope, weights):
         """Raises for weights that a step sets by itself: their changes would be lost."""
@@ -274,6 +282,15 @@ def add_gradients(answers: Sequence[Answer]) -> tuple[list, list[np.ndarray]]:
         _weighted_sum(parts, weights) for parts in zip(*(answer.changes for answer in answers))
     ]
     return gradients, changes
+
+
+def mean_logs(answers: Sequence[Answer]) -> dict[str, float]:
+    """Returns the logs of a step that are no metrics: the mean over its parts, by their rows."""
+    total = sum(answer.rows for answer in answers)
+    return {
+        name: _plain(sum(np.asarray(a.logs[name]) * (a.rows / total) for a in answers))
+        for name in answers[0].logs
+    }
 
 
 def _add_gradient(parts, weights):

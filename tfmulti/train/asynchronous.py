@@ -150,7 +150,8 @@ class _Epochs:
             self._apply,
         )
         self._step.put_metrics(runs.metrics)
-        return self._step.results(runs.metrics) | staleness.summarize(runs.staleness).logs()
+        logs = self._step.results(runs.metrics) | runs.logs
+        return logs | staleness.summarize(runs.staleness).logs()
 
     def _may_go_on(self, sent) -> bool:
         if self._model.stop_training:
@@ -164,7 +165,7 @@ class _Epochs:
         if not self._runs.under_way and (self._requests.is_asked or self._every):
             # A checkpoint may copy them now.
             self._step.put_metrics(self._runs.metrics)
-        logs = self._step.results(self._runs.metrics)
+        logs = self._step.results(self._runs.metrics) | self._runs.logs
         self._callbacks.on_train_batch_end(self._batch, logs)
         self._batch += 1
 

@@ -58,6 +58,7 @@ class RemoteRuns:
         staleness: The staleness of each step of this epoch.
         steps_by_worker: Steps, or parts of steps, that each worker has computed.
         metrics: The metrics' states over the steps of this epoch.
+        logs: What else the last step has logged.
     """
 
     def __init__(self, strategy, step: RemoteStep, max_staleness: int | None, tell):
@@ -72,6 +73,7 @@ class RemoteRuns:
         self.staleness: list[int] = []
         self.steps_by_worker: collections.Counter = collections.Counter()
         self.metrics: list[np.ndarray] = []
+        self.logs: dict[str, float] = {}
         most = strategy.num_workers + 1
         self._limit = most if self._bound.limit is None else min(most, self._bound.limit)
 
@@ -172,6 +174,7 @@ class RemoteRuns:
             except tf.errors.OpError as error:
                 self._raise(error)
             self._bound.apply(number)
+            self.logs = remote_step.mean_logs(answers)
             for answer in answers:
                 self.metrics = self._add(self.metrics, answer.metrics)
                 self._note(answer)
