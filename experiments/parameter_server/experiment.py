@@ -195,7 +195,6 @@ def draw(runs: dict[str, dict], batch_size: int, path: Path) -> None:
         right.plot(np.arange(1, len(losses) + 1) * batch_size, losses, label=name)
     left.set_xlabel("seconds of training")
     right.set_xlabel("examples")
-    left.set_yscale("log")
     left.set_ylabel(f"loss, mean of {_WINDOW} steps")
     for axis in (left, right):
         axis.grid(True, alpha=0.3)

@@ -205,3 +205,33 @@ def test_workers_and_servers_do_not_wait_for_a_chief_that_is_gone(tmp_path):
         for process in (chief, *others):
             process.kill()
             process.wait()
+
+
+@pytest.mark.slow
+def test_the_command_line_saves_after_sigterm_and_resumes(tmp_path):
+    work = tmp_path / "run"
+    command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--num_ps=1", "--"]
+    command += [sys.executable, "-m", "tfmulti.train", "--strategy=parameter_server"]
+    command += ["--model=mlp", f"--workdir={work}", "--checkpoint_steps=4", "--max_staleness=2"]
+    first = subprocess.Popen([*command, "--epochs=300"], stdout=subprocess.PIPE, text=True)
+    try:
+        while not list(work.glob("checkpoints/step_*")):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.02)
+        first.send_signal(signal.SIGTERM)
+        text, _ = first.communicate(timeout=100)
+    finally:
+        first.kill()
+        first.wait()
+    assert first.returncode == 128 + signal.SIGTERM and "SIGTERM: saved step" in text
+    told = work / "history.csv"
+    epochs = 1 + len(told.read_text().splitlines()) if told.exists() else 1
+    [done] = processes.run_together([*command, f"--epochs={epochs}"], [{}], timeout_s=200)
+    assert done.returncode == 0 and "resumed at step" in done.stdout, done.stdout + done.stderr
+    result = json.loads((work / "result.json").read_text())
+    assert result["steps"] == 23 * epochs and result["num_workers"] == 2
+    assert result["metrics"]["staleness_max"] <= 2
+    header, *lines = (work / "history.csv").read_text().splitlines()
+    assert "staleness_p95" in header and len(lines) == epochs
+    events = [path.read_bytes() for path in work.glob("logs/train/events*")]
+    assert any(b"epoch_staleness_mean" in each for each in events)
