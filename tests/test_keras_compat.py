@@ -1035,3 +1035,29 @@ def test_canary_calls_of_a_model_have_layers():
     model = keras.Sequential([keras.Input((2,)), *hidden])
     assert keras_compat.layers_of_nodes(model) == hidden
     assert len(keras_compat.nodes_of(model)) == 3
+
+
+class _Servers:
+    """The scope of one device that takes itself for that of two servers."""
+
+    has_parameter_servers, num_servers = True, 2
+
+
+def test_canary_embeddings_on_servers_are_read_whole(monkeypatch):
+    def lookups(entry):
+        ours(1)
+        strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+        for name in ("has_parameter_servers", "num_servers"):
+            monkeypatch.setattr(strategy, name, getattr(_Servers, name), raising=False)
+        with contextlib.ExitStack() as stack:
+            if entry:
+                stack.enter_context(without("Embedding.build"))
+            with strategy.scope():
+                layer = keras.layers.Embedding(40, 3)
+                layer.build()
+        ids = tf.constant([1, 2])
+        graph = tf.function(lambda: layer(ids)).get_concrete_function().graph
+        return {operation.type for operation in graph.get_operations()}
+
+    assert "ReadVariableOp" in lookups(True) and "ResourceGather" not in lookups(True)
+    assert "ReadVariableOp" not in lookups(False) and "ResourceGather" in lookups(False)

@@ -25,6 +25,7 @@ _HOMES = {
     "load_dataset": "data.datasets",
     "TrainConfig": "train.config",
     "train_and_evaluate": "train.loop",
+    "train_async": "train.asynchronous",
     "notebook_launch": "notebook",
     "DistributedGradientTape": "step.gradients",
     "no_sync": "step.gradients",

@@ -24,6 +24,7 @@ from tfmulti.step.sharded_state import gather_optimizer_state as gather_optimize
 from tfmulti.step.whole_batch import WholeBatchLoss as WholeBatchLoss
 from tfmulti.step.whole_batch import WholeBatchMetric as WholeBatchMetric
 from tfmulti.strategies import create_strategy as create_strategy
+from tfmulti.train.asynchronous import train_async as train_async
 from tfmulti.train.config import TrainConfig as TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate as scale_learning_rate
 from tfmulti.train.loop import train_and_evaluate as train_and_evaluate

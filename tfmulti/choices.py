@@ -1,7 +1,7 @@
 """The valid choices of flags and arguments."""
 
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "tpu")
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 COMMUNICATIONS = ("auto", "ring", "nccl", "mpi")
 COMPRESSIONS = ("bfloat16", "float16")
 SHARDS = ("state", "parameters")

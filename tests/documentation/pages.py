@@ -7,6 +7,7 @@ A block's words stand in an HTML comment on the line before it:
     <!-- test: checked only: why --> it is read and checked, not run
     <!-- test: together -->         the commands of a shell block run at the same time
     <!-- test: file NAME -->        the block is written to a file for those after it
+    <!-- test: program NAME -->     ... and a Python block is run by their commands alone
 
     <!-- test: hidden file NAME     ... and one that readers do not see
     code
@@ -60,7 +61,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        found = re.fullmatch(r"(?:hidden )?file (\S+)", self.words)
+        found = re.fullmatch(r"(?:hidden file|file|program) (\S+)", self.words)
         return found[1] if found else None
 
 

@@ -45,6 +45,8 @@ def run_python(page: str, folder: Path) -> None:
     for block in _prepare(page, folder):
         if block.language != "python" or block.is_checked_only or "hidden" in block.words:
             continue
+        if block.words.startswith("program"):
+            continue
         if block.words.startswith(("alone", "workers")):
             number = block.words.removeprefix("workers ") if "workers" in block.words else None
             _run_script(block, block.text, folder, number)

@@ -52,6 +52,7 @@ class Checkpoint(keras.callbacks.Callback):
         saved: The steps, counted since the run began, that this `fit` has saved.
         resumed_step: Steps of the run before this `fit`.
         resumed_position: The position in the data then, (epoch, step); None if unknown.
+        every_steps: Steps between checkpoints; None for none within an epoch.
 
     Raises:
         ValueError: For invalid numbers, or checkpoints within an epoch without `dataset`.
@@ -77,7 +78,7 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         resuming.check_arguments(dataset, every_steps, every_minutes, keep)
         self._folder, self._dataset = Path(folder), dataset
-        self._every_steps, self._every_minutes = every_steps, every_minutes
+        self.every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
         self._writer = resuming.Writer(print_fn)
         self._epoch = self._step = self._unsaved = 0
@@ -149,7 +150,7 @@ class Checkpoint(keras.callbacks.Callback):
         told = self._requests.receive()
         if self._dataset is None:
             return
-        every = self._every_steps
+        every = self.every_steps
         due = every is not None and before // every != self._step // every
         if due or told:
             self._save(self._epoch, begun=True, within_epoch=True)

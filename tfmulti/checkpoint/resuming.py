@@ -78,9 +78,12 @@ def _check_data(before, now):
 
 
 def is_within_fit(frame, model: keras.Model) -> bool:
-    """Whether a frame of the main thread is within `fit` of a model."""
+    """Whether a frame of the main thread is within `fit`, or `train_async`, of a model."""
     while frame is not None:
-        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+        name, names = frame.f_code.co_name, frame.f_locals
+        if name == "fit" and names.get("self") is model:
+            return True
+        if name == "train_async" and names.get("model") is model:
             return True
         frame = frame.f_back
     return False

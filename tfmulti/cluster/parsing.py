@@ -2,6 +2,7 @@
 
 The rules are those of `tf.distribute.MultiWorkerMirroredStrategy`; see
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras
+and, where parameter servers are allowed, of `tf.distribute.ParameterServerStrategy`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from tfmulti.cluster.errors import ClusterError, show, suggest, tf_config_error
 from tfmulti.cluster.network import address_fault, split_address
-from tfmulti.cluster.task import TRAINING_TYPES, Cluster
+from tfmulti.cluster.task import SERVER_TYPE, TRAINING_TYPES, Cluster
 
 ENVIRONMENT = "the environment variable TF_CONFIG"
 TASK_TYPES = ("chief", "worker", "evaluator")
@@ -28,15 +29,18 @@ _EXAMPLE = (
 Fail = Callable[..., ClusterError]
 
 
-def from_tf_config(config: str | Mapping[str, Any], *, source: str = ENVIRONMENT) -> Cluster:
+def from_tf_config(
+    config: str | Mapping[str, Any], *, source: str = ENVIRONMENT, servers: bool = False
+) -> Cluster:
     """Parses and checks a `TF_CONFIG`.
 
     Args:
         config: the JSON text, or what it would parse to.
         source: where it came from, for the messages.
+        servers: whether parameter servers, tasks of type `"ps"`, are allowed.
 
     Returns:
-        The cluster, with the types in the order chief, worker, evaluator.
+        The cluster, with the types in the order chief, worker, evaluator, ps.
 
     Raises:
         ClusterError: for the first mistake that is found.
@@ -61,10 +65,12 @@ def from_tf_config(config: str | Mapping[str, Any], *, source: str = ENVIRONMENT
             advice = f"{suggest(key, _KEYS)}Write {_EXAMPLE}."
             raise fail(f"TF_CONFIG[{show(key)}]", rule, received=show(key), advice=advice)
     _check_has(fields, _KEYS, "TF_CONFIG", f"Write {_EXAMPLE}.", fail)
-    spec = _parse_spec(fields["cluster"], fail)
+    allowed = (*TASK_TYPES, SERVER_TYPE) if servers else TASK_TYPES
+    spec = _parse_spec(fields["cluster"], allowed, fail)
     # Kubeflow and Vertex AI write it, and start the tasks one after the other.
     late = fields.get("environment") == "cloud"
-    return Cluster(spec, *_parse_task(fields["task"], spec, fail), names_come_late=late)
+    trains = (*TRAINING_TYPES, SERVER_TYPE) if servers else TRAINING_TYPES
+    return Cluster(spec, *_parse_task(fields["task"], spec, trains, fail), names_come_late=late)
 
 
 def parse_index(value: object) -> int | None:
@@ -126,19 +132,20 @@ def _check_has(fields: Mapping, keys: tuple[str, ...], place: str, advice: str, 
             raise fail(place, rule, received=show(fields), advice=f"{hint}{advice}")
 
 
-def _parse_spec(value: object, fail: Fail) -> dict[str, tuple[str, ...]]:
+def _parse_spec(value: object, allowed: tuple[str, ...], fail: Fail) -> dict[str, tuple[str, ...]]:
     place = 'TF_CONFIG["cluster"]'
     advice = 'Write addresses by task type, as {"worker": ["10.0.0.1:12345", "10.0.0.2:12345"]}.'
     _check_object(value, place, advice, fail)
     for task_type in value:
-        _check_spec_type(task_type, f"{place}[{show(task_type)}]", fail)
+        if task_type not in allowed:
+            raise _spec_type_error(task_type, f"{place}[{show(task_type)}]", fail)
     if not any(task_type in value for task_type in TRAINING_TYPES):
         rule = 'must have a "worker" or a "chief" task'
         raise fail(place, rule, received=show(value), advice=advice)
     seen: dict[tuple[str, int], str] = {}
     spec = {
         task_type: _parse_addresses(value[task_type], f'{place}["{task_type}"]', seen, fail)
-        for task_type in TASK_TYPES
+        for task_type in allowed
         if task_type in value
     }
     if len(spec.get("chief", ())) > 1:
@@ -151,19 +158,20 @@ def _parse_spec(value: object, fail: Fail) -> dict[str, tuple[str, ...]]:
     return spec
 
 
-def _check_spec_type(task_type: object, place: str, fail: Fail) -> None:
-    if task_type in TASK_TYPES:
-        return
-    if task_type == "ps":
+def _spec_type_error(task_type: object, place: str, fail: Fail) -> ClusterError:
+    if task_type == SERVER_TYPE:
         rule = "must not be there: multi_worker trains without parameter servers"
-        advice = 'Remove "ps"; every "worker" keeps a copy of the variables.'
+        advice = (
+            'Remove "ps": every "worker" keeps a copy of the variables; or choose the strategy '
+            "parameter_server."
+        )
     elif task_type == "master":
         rule = "is an old name that TensorFlow 2 does not train with"
         advice = 'Write "chief" in its place, in `cluster` and in `task`.'
     else:
         rule = 'is an unknown task type; the types are "chief", "worker" and "evaluator"'
         advice = f'{suggest(task_type, TASK_TYPES)}Write "worker" for a task that trains.'
-    raise fail(place, rule, received=show(task_type), advice=advice)
+    return fail(place, rule, received=show(task_type), advice=advice)
 
 
 def _parse_addresses(
@@ -189,13 +197,15 @@ def _parse_addresses(
     return tuple(value)
 
 
-def _parse_task(value: object, spec: Mapping[str, tuple[str, ...]], fail: Fail) -> tuple[str, int]:
+def _parse_task(
+    value: object, spec: Mapping[str, tuple[str, ...]], trains: tuple[str, ...], fail: Fail
+) -> tuple[str, int]:
     place = 'TF_CONFIG["task"]'
     advice = 'Write which task this process is, as {"type": "worker", "index": 0}.'
     _check_object(value, place, advice, fail)
     _check_has(value, ("type", "index"), place, advice, fail)
     task_type = value["type"]
-    _check_task_type(task_type, f'{place}["type"]', spec, fail)
+    _check_task_type(task_type, f'{place}["type"]', spec, trains, fail)
     index = parse_index(value["index"])
     count = len(spec[task_type])
     if index is None or index >= count:
@@ -210,8 +220,10 @@ def _parse_task(value: object, spec: Mapping[str, tuple[str, ...]], fail: Fail) 
     return task_type, index
 
 
-def _check_task_type(task_type: object, place: str, spec: Mapping, fail: Fail) -> None:
-    mine = [name for name in TRAINING_TYPES if name in spec]
+def _check_task_type(
+    task_type: object, place: str, spec: Mapping, trains: tuple[str, ...], fail: Fail
+) -> None:
+    mine = [name for name in trains if name in spec]
     if task_type in mine:
         return
     advice = f"Write one of those that the cluster has: {show(mine)}."

@@ -24,6 +24,7 @@ def resolve_cluster(
     check_network: bool = True,
     network_timeout: float = 5.0,
     resolve_host: Callable[[str], object] = network.resolve_host,
+    servers: bool = False,
 ) -> Cluster | None:
     """Reads the cluster of this process and checks it, before TensorFlow is imported.
 
@@ -42,6 +43,7 @@ def resolve_cluster(
             False once the strategy is built: from then on this process holds the port itself.
         network_timeout: seconds that looking all hosts up may take.
         resolve_host: looks one host name up, raising `OSError` where it has no address.
+        servers: whether a `TF_CONFIG` may name parameter servers, for `"parameter_server"`.
 
     Returns:
         The cluster; None only where no `tf_config` is given, the environment has no
@@ -77,7 +79,7 @@ def resolve_cluster(
             asked = _ask_task(path, task_type, task_index, environ)
             path = path / f"{asked['type']}_{asked['index']}.json"
         config, source = _read_file(path), f"the file {path}"
-    cluster = from_tf_config(config, source=source)
+    cluster = from_tf_config(config, source=source, servers=servers)
     _check_asked(cluster, asked, source)
     if check_network:
         _check_network(cluster, source, network_timeout, resolve_host)

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 #: The task types that train together, in the order in which workers are counted.
 TRAINING_TYPES = ("chief", "worker")
+#: The task type that keeps variables for the others, and trains nothing itself.
+SERVER_TYPE = "ps"
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Cluster:
 
     Attributes:
         spec: task type -> the addresses of its tasks, by index.
-        task_type: the type of this task, `"chief"` or `"worker"`.
+        task_type: the type of this task, `"chief"` or `"worker"`; or `"ps"`, a parameter server.
         task_index: the index of this task among those of its type.
         source: who told of it: `"TF_CONFIG"`, or the scheduler's name. Clusters are equal without.
         visible_gpus: what CUDA_VISIBLE_DEVICES must become for this task to have GPUs of its own
@@ -60,6 +62,11 @@ class Cluster:
             for task_type in TRAINING_TYPES
             for index in range(len(self.spec.get(task_type, ())))
         )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers keep the variables."""
+        return bool(self.spec.get(SERVER_TYPE))
 
     @property
     def num_workers(self) -> int:

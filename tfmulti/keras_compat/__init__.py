@@ -90,6 +90,9 @@ from tfmulti.keras_compat.seeds import is_seed_state as is_seed_state
 from tfmulti.keras_compat.seeds import prepare_global_seeds as prepare_global_seeds
 from tfmulti.keras_compat.seeds import random_stream as random_stream
 from tfmulti.keras_compat.seeds import set_global_seed_state as set_global_seed_state
+from tfmulti.keras_compat.servers import build_model as build_model
+from tfmulti.keras_compat.servers import place_variables as place_variables
+from tfmulti.keras_compat.servers import take_initial_epoch as take_initial_epoch
 from tfmulti.keras_compat.steps import accumulators as accumulators
 from tfmulti.keras_compat.steps import after_updates as after_updates
 from tfmulti.keras_compat.steps import clip_global_norm_by as clip_global_norm_by

@@ -18,9 +18,11 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
+from keras.src.trainers import trainer as base_trainer
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
+from tensorflow.python.distribute import parameter_server_strategy_v2 as servers_strategy
 from tensorflow.python.distribute import values as distributed_values
 
 from tfmulti.keras_compat import table_runs, table_steps
@@ -74,6 +76,13 @@ READ = (
         "_get_variable_creator_initial_value",
         ("replica_id", "device", "primary_var"),
     ),
+    (
+        servers_strategy.ParameterServerStrategyV2Extended,
+        "_create_variable_round_robin",
+        ("next_creator",),
+    ),
+    (servers_strategy.ParameterServerStrategyV2Extended, "_variable_count", None),
+    (base_trainer.Trainer, "_initial_epoch", None),
 )
 # Where each private name lives, and the arguments that it is used with.
 NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE if not each.adds), *READ)

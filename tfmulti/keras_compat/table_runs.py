@@ -13,7 +13,7 @@ from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
 
-from tfmulti.keras_compat import calls, coordination, hooks, patches, replacement, steps
+from tfmulti.keras_compat import calls, coordination, hooks, patches, replacement, servers, steps
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -231,6 +231,20 @@ _REMAT = (
     ),
 )
 
+_SERVERS = (
+    Replacement(
+        keras.layers.Embedding,
+        "build",
+        servers.build_tables,
+        servers.in_scope_of_servers,
+        "tables of which every worker receives every row in each step, and \"'ShardedVariable' "
+        "object has no attribute 'handle'\" where TensorFlow cuts them",
+        "test_canary_embeddings_on_servers_are_read_whole",
+        ("build_table",),
+        ("input_shape",),
+    ),
+)
+
 _FOR_A_TIME = (
     temporary_entry(
         keras.layers.Layer,
@@ -276,4 +290,4 @@ _FOR_A_TIME = (
 )
 
 
-ENTRIES = (*_OPTIMIZERS, *_NUMBERS, *_CALLS, *_DATA, *_REMAT, *_FOR_A_TIME)
+ENTRIES = (*_OPTIMIZERS, *_NUMBERS, *_CALLS, *_DATA, *_REMAT, *_SERVERS, *_FOR_A_TIME)

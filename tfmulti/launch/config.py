@@ -22,6 +22,12 @@ class LaunchConfig:
     """
 
     num_workers: int | None = setting(None, "Workers to start on this machine.", at_least=1)
+    num_ps: int = setting(
+        0,
+        "Parameter servers to start beside the workers, and a chief: for --strategy "
+        "parameter_server.",
+        at_least=0,
+    )
     max_restarts: int = setting(
         0, "Maximum number of restarts after a failure; preemptions do not count.", at_least=0
     )
@@ -72,6 +78,12 @@ class LaunchConfig:
                 "`mpi` needs num_workers, on this machine. "
                 f"Received: mpi={self.mpi}, hosts={self.hosts}. "
                 "Start a job on several hosts with mpiexec, without this launcher."
+            )
+        if self.num_ps and (self.hosts is not None or self.mpi):
+            raise ValueError(
+                "`num_ps` needs num_workers, on this machine, without MPI. "
+                f"Received: num_ps={self.num_ps}, hosts={self.hosts}, mpi={self.mpi}. "
+                "On several hosts start each task with its own TF_CONFIG."
             )
         if self.host_index is not None and self.hosts is None:
             raise ValueError(

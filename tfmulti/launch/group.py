@@ -65,6 +65,20 @@ class Group:
     def __exit__(self, *_):
         self.kill()
 
+    def start_again(self, index: int, heading: str, more: Mapping[str, str]) -> None:
+        """Starts a worker that has ended once more.
+
+        Args:
+            index: Its index.
+            heading: A line for its log.
+            more: Variables to set besides those of its first start.
+        """
+        self._heading = heading
+        variables = {**os.environ, **self._environments[index], **more}
+        place = list(self._environments).index(index)
+        old, self._workers[place] = self._workers[place], self._start(index, variables)
+        os.close(old.life)
+
     def send(self, number: int) -> None:
         """Sends a signal to each worker that still runs."""
         for worker in self._workers:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tfmulti.cluster import environment
-from tfmulti.launch import logs, placement
+from tfmulti.launch import logs, placement, servers
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Ended, Log, open_logs
@@ -93,7 +93,9 @@ class Job:
             ValueError: For a hosts file that cannot be used.
         """
         first_start = placement.tf_configs_here(self.config)
-        names = {index: f"worker {index}" for index in first_start}
+        self._names = names = {
+            index: placement.task_name(config) for index, config in first_start.items()
+        }
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
         code = None
@@ -155,13 +157,16 @@ class Job:
                 for index, variables in environments.items():
                     variables |= manager.variables(index)
             group = Group(self.command, environments, self._logs, self._events, heading)
-            return self._watch(stack.enter_context(group))
+            stack.enter_context(group)
+            if self.config.num_ps:
+                return servers.watch(self, group)
+            return self._watch(group)
 
     def _watch(self, group) -> Outcome:
         ended: list[Ended] = []
         first, signalled, failed_at, kill_at = None, None, None, None
         while len(ended) < len(group):
-            event = self._next_event(_LOOK_S)
+            event = self.next_event(_LOOK_S)
             if isinstance(event, Ended):
                 ended.append(event)
             elif event is not None:
@@ -180,11 +185,11 @@ class Job:
                     group.send(signal.SIGTERM)
             if kill_at is not None and now >= kill_at:
                 group.kill()
-        self._next_event(0.0)
+        self.next_event(0.0)
         first = None if signalled else first or logs.first_failure(ended)
         return Outcome(ended, first, signalled)
 
-    def _next_event(self, wait_s):
+    def next_event(self, wait_s):
         """Returns the next event, or None; shows new output of the workers while it waits."""
         try:
             return self._events.get(timeout=wait_s) if wait_s else None
@@ -193,6 +198,46 @@ class Job:
         finally:
             for log in self._logs.values():
                 log.show_new()
+
+    @property
+    def restarts(self) -> int:
+        """Restarts so far, of all workers or of one."""
+        return self._restarts
+
+    @property
+    def permanent(self) -> tuple[int, ...]:
+        """Exit codes after which a worker is not restarted alone."""
+        return _PERMANENT
+
+    @property
+    def cause_s(self) -> float:
+        """Seconds to wait for the cause where tasks say that they have lost another."""
+        return CAUSE_S
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a task."""
+        return self._names[index]
+
+    def outcome_of(self, ended, first, signalled) -> Outcome:
+        """Returns the outcome of a start."""
+        return Outcome(ended, first, signalled)
+
+    def delay_of_one(self, ended: Ended) -> float | None:
+        """Returns the seconds until one worker is restarted alone; None where it is not."""
+        preempted = ended.exit_code == environment.PREEMPTED
+        if not preempted:
+            if self._counted >= self.config.max_restarts:
+                return None
+            self._counted += 1
+        self._restarts += 1
+        why = "preempted, not counted" if preempted else f"of {self.config.max_restarts}"
+        count = self._restarts if preempted else self._counted
+        name = self._names[ended.index]
+        self.print_fn(
+            f"{name} {ended.describe()}. Restart {count} ({why}) of {name} in {FIRST_DELAY_S:g} s; "
+            "the others go on"
+        )
+        return FIRST_DELAY_S
 
     def _delay_of_restart(self, first) -> float | None:
         """Returns the seconds until the restart; None where there is none. Counts it."""
@@ -216,7 +261,7 @@ class Job:
         """Waits; returns the signal that came meanwhile, or None."""
         limit = time.monotonic() + seconds
         while (left := limit - time.monotonic()) > 0:
-            event = self._next_event(left)
+            event = self.next_event(left)
             if isinstance(event, int):
                 return event
         return None
@@ -227,20 +272,20 @@ class Job:
             return
         running = sorted(set(self._logs) - {each.index for each in ended})
         if running:
-            names = ", ".join(f"worker {index}" for index in running)
+            names = ", ".join(self._names[index] for index in running)
             self.print_fn(f"No worker has failed on its own; still running: {names}")
 
     def _tell_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:
             for each in ended[: ended.index(first)]:
-                self.print_fn(f"worker {each.index} ended early, with exit code {each.returncode}")
+                name = self._names[each.index]
+                self.print_fn(f"{name} ended early, with exit code {each.returncode}")
         log = self._logs[first.index]
         log.show_rest()
-        self.print_fn(f"worker {first.index} {first.describe()} (log: {log.path})")
+        name = self._names[first.index]
+        self.print_fn(f"{name} {first.describe()} (log: {log.path})")
         if first.returncode == -signal.SIGKILL:
             self.print_fn("Unless somebody killed it, this host ran out of memory: see dmesg.")
         words = logs.log_tail(log.since_start())
         if words:
-            self.print_fn(
-                "\n".join(f"[worker {first.index}] {line}" for line in words.splitlines())
-            )
+            self.print_fn("\n".join(f"[{name}] {line}" for line in words.splitlines()))

@@ -26,6 +26,9 @@ def tf_configs_here(
     Raises:
         ValueError: For a hosts file that cannot be read, or that has no line for this host.
     """
+    if config.num_ps:
+        configs = processes.tf_configs_with_servers(config.num_workers, config.num_ps)
+        return dict(enumerate(configs))
     if config.hosts is None:
         return dict(enumerate(processes.tf_configs(config.num_workers)))
     hosts = read_hosts(config.hosts, config.base_port)
@@ -36,6 +39,16 @@ def tf_configs_here(
         index: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
         for index in range(first, first + len(hosts[here]))
     }
+
+
+def task_name(tf_config: str) -> str:
+    """Returns the name of a task, as `worker 1`; a chief has no number.
+
+    >>> task_name('{"task": {"type": "chief", "index": 0}}')
+    'chief'
+    """
+    task = json.loads(tf_config)["task"]
+    return task["type"] if task["type"] == "chief" else f"{task['type']} {task['index']}"
 
 
 def read_hosts(path: str, base_port: int) -> list[list[str]]:

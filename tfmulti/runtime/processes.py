@@ -65,6 +65,24 @@ def tf_configs(num_workers: int) -> list[str]:
     ]
 
 
+def tf_configs_with_servers(num_workers: int, num_ps: int) -> list[str]:
+    """Returns the TF_CONFIG of a chief, of workers and of parameter servers, as JSON.
+
+    >>> [json.loads(config)["task"]["type"] for config in tf_configs_with_servers(2, 1)]
+    ['chief', 'worker', 'worker', 'ps']
+    """
+    counts = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    ports = iter(free_ports(sum(counts.values())))
+    cluster = {
+        kind: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for kind, count in counts.items()
+    }
+    return [
+        json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+        for kind, count in counts.items()
+        for index in range(count)
+    ]
+
+
 def run_workers(
     command: Sequence[str], num_workers: int, *, env: Mapping[str, str] | None = None, **limits
 ) -> list[Finished]:
@@ -198,6 +216,7 @@ def _read(file) -> str:
 # The prefix of the names of this package's threads.
 OWN_THREADS = "tfmulti"
 _THREADS_S = 5.0
+_is_ending = False
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -208,11 +227,18 @@ def end_process(exit_code: int) -> NoReturn:
     handlers, and waits for threads: for those of this package until they are done, for others
     some seconds.
     """
+    global _is_ending
+    _is_ending = True
     wait_for_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def is_ending() -> bool:
+    """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
+    return _is_ending
 
 
 def wait_for_threads() -> None:

@@ -62,6 +62,28 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
         )
 
 
+_INSTEAD = {
+    "fit": "Call tfmulti.train_async(model, data, batch_size=64, epochs=3), say.",
+    "evaluate": "Give validation_data to tfmulti.train_async.",
+    "predict": "Call model(x), or save the model and load it on one device.",
+}
+
+
+def refuse_calls_on_servers(model: keras.Model, name: str) -> None:
+    """Raises ValueError for `fit`, `evaluate` and `predict` with parameter servers.
+
+    Args:
+        model: The model whose method was called.
+        name: The name of the method.
+    """
+    if getattr(model.distribute_strategy, "has_parameter_servers", False):
+        raise ValueError(
+            f"`{name}` cannot train or compute on the workers of parameter servers: its steps wait "
+            f"for one another. Received: a call of {name} on {model.name!r}, which was created in "
+            f'the scope of create_strategy("parameter_server"). {_INSTEAD[name]}'
+        )
+
+
 def refuse_keras_distribution() -> None:
     """Raises ValueError if a `keras.distribution` is set, which TensorFlow's backend ignores."""
     distribution = keras.distribution.distribution()

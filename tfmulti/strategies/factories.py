@@ -14,7 +14,8 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
-from tfmulti.parallel import recompute
+from tfmulti.cluster.task import SERVER_TYPE
+from tfmulti.parallel import partitioned, recompute
 from tfmulti.step import (
     accumulation,
     gradients,
@@ -33,6 +34,7 @@ from tfmulti.strategies.base import (
 )
 from tfmulti.strategies.coordination import CoordinationRequests
 from tfmulti.strategies.multi_worker import CommunicationOptions, Timeouts, create_multi_worker
+from tfmulti.strategies.parameter_server import create_parameter_server
 
 
 def create_strategy(
@@ -54,9 +56,10 @@ def create_strategy(
     Args:
         name: `"one_device"`, `"mirrored"` (all local GPUs; without a GPU two logical
             CPUs), `"multi_worker"` (the cluster of TF_CONFIG, or of the scheduler: see
-            `resolve_cluster`), `"tpu"`, or `"auto"`: a TPU if there is one, else a cluster in
-            the environment, else several GPUs, else one device. The log shows the choice and
-            the reason.
+            `resolve_cluster`), `"parameter_server"` (a cluster of TF_CONFIG with a chief,
+            workers and servers; see `train_async`), `"tpu"`, or `"auto"`: a TPU if there is one,
+            else a cluster in the environment, else several GPUs, else one device. The log shows
+            the choice and the reason.
         devices: TensorFlow's names, such as `["GPU:0", "GPU:1"]`; for `one_device` and
             `mirrored`.
         logical_cpus: Number of logical CPUs to split this machine's CPU into; 0 does not split
@@ -97,12 +100,7 @@ def create_strategy(
     check_strategy_arguments(name, devices, logical_cpus, communication)
     check_verify(verify)
     _repair_keras()
-    cluster, reason = None, "as requested"
-    blank = not os.environ.get("TF_CONFIG", "absent").strip()
-    if name in ("auto", "multi_worker") or blank:
-        cluster = cluster_lib.resolve_cluster(tf_config)
-    if cluster is not None and cluster.visible_gpus is not None:
-        devices_lib.see_gpus(cluster.visible_gpus)
+    cluster, reason = _find_cluster(name, tf_config), "as requested"
     if name == "auto":
         name, reason = _choose(cluster, devices, logical_cpus)
     elif cluster is not None:
@@ -111,6 +109,11 @@ def create_strategy(
     devices_lib.grow_gpu_memory()
     if logical_cpus:
         devices_lib.set_logical_cpus(logical_cpus)
+    if name == "parameter_server":
+        strategy = create_parameter_server(cluster, start_timeout)
+        strategy.why = f"{name}: {_sizes(cluster)} ({reason})"
+        strategy.verify = verify
+        return _noted(strategy)
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
@@ -131,13 +134,35 @@ def create_strategy(
     if name == "multi_worker":
         strategy.why += f", over {strategy.communication}"
     keras_compat.own_launchers(strategy)
-    keras_compat.note_strategy(strategy)
     checks.note_strategy(strategy)
+    return _noted(strategy)
+
+
+def _noted(strategy):
+    keras_compat.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
 
 
+def _find_cluster(name, tf_config):
+    """Returns the cluster that a strategy needs, and has its process see its own GPUs only."""
+    cluster = None
+    blank = not os.environ.get("TF_CONFIG", "absent").strip()
+    if name in ("auto", "multi_worker", "parameter_server") or blank:
+        servers = name in ("auto", "parameter_server")
+        cluster = cluster_lib.resolve_cluster(tf_config, servers=servers)
+    if cluster is not None and cluster.visible_gpus is not None:
+        devices_lib.see_gpus(cluster.visible_gpus)
+    return cluster
+
+
+def _sizes(cluster) -> str:
+    kinds = ("chief", "worker", SERVER_TYPE)
+    return ", ".join(f"{len(cluster.spec[kind])} {kind}" for kind in kinds)
+
+
 def _before_call(model, name, data):
+    checks.refuse_calls_on_servers(model, name)
     coordination.compare_call(model.distribute_strategy, name)
     local_steps.average_weights(model)
     checks.look_for_scope(model, name, data)
@@ -170,6 +195,7 @@ def _repair_keras():
         before_call=_before_call,
         before_pass=coordination.before_pass,
         before_saving=checks.before_saving,
+        build_table=partitioned.build,
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
         compare_variable=coordination.compare_variable,
@@ -209,7 +235,7 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
             f"`communication` must be one of {', '.join(COMMUNICATIONS)}. "
             f"Received: communication={communication!r}. Use 'auto' to have it chosen."
         )
-    if devices is not None and name in ("multi_worker", "tpu"):
+    if devices is not None and name in ("multi_worker", "parameter_server", "tpu"):
         raise ValueError(
             "`devices` can be used with one_device, mirrored and auto only. "
             f"Received: devices={devices}, name={name!r}. "
@@ -237,6 +263,8 @@ def _choose(cluster, devices, logical_cpus) -> tuple[str, str]:
         name, why = ("mirrored" if len(devices) > 1 else "one_device"), f"devices={devices}"
     elif devices_lib.has_tpu() or cluster_lib.tpu_in_environment():
         name, why = "tpu", "there is a TPU"
+    elif cluster is not None and cluster.has_servers:
+        name, why = "parameter_server", _origin(cluster)
     elif cluster is not None and (cluster.num_workers > 1 or cluster.source == "TF_CONFIG"):
         name, why = "multi_worker", _origin(cluster)
     elif num_gpus > 1 or logical_cpus > 1:

@@ -33,10 +33,11 @@ def main(argv: list[str] | None = None) -> int:
 def _end_interrupted(config) -> int:
     """Prints what was saved, and reports to the other workers why this one ends."""
     print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
-    if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
+    _end_servers(KeyboardInterrupt())
+    task = _find_worker(config)
+    if task is not None:
         from tfmulti.strategies.multi_worker import end_worker
 
-        task = cluster.resolve_cluster(config.tf_config, check_network=False)
         end_worker(RuntimeError("interrupted by Ctrl-C"), task)
     command_line.wait_for_threads()
     folder = Path(config.workdir) / checkpoint.FOLDER if config.workdir else None
@@ -51,21 +52,48 @@ def _end_interrupted(config) -> int:
     return command_line.INTERRUPTED
 
 
+_WITH_CLUSTER = ("auto", "multi_worker", "parameter_server")
+
+
+def _find_task(config, **settings):
+    servers = config.strategy != "multi_worker"
+    return cluster.resolve_cluster(config.tf_config, servers=servers, **settings)
+
+
+def _find_worker(config):
+    """Returns this worker of `multi_worker` once TensorFlow is there, else None."""
+    if "tensorflow" not in sys.modules or config.strategy not in ("auto", "multi_worker"):
+        return None
+    task = _find_task(config, check_network=False)
+    return None if task is None or task.has_servers else task
+
+
+def _end_servers(error) -> int | None:
+    """Returns the exit code of the chief of parameter servers; None in another process."""
+    if "tfmulti.strategies.parameter_server" not in sys.modules:
+        return None
+    from tfmulti.strategies import parameter_server
+
+    return parameter_server.end_chief(error)
+
+
 def _end(error, config, with_traceback) -> int:
     """Prints the error, reports it to the others if it is local, and returns the exit code."""
-    peer = None
-    if "tensorflow" in sys.modules and config.strategy in ("auto", "multi_worker"):
+    code = _end_servers(error)
+    if code is not None:
+        command_line.show_error(error, with_traceback)
+        return code
+    peer, task = None, _find_worker(config)
+    if task is not None:
         from tfmulti.strategies.multi_worker import end_worker
 
-        peer = end_worker(error, cluster.resolve_cluster(config.tf_config, check_network=False))
+        peer = end_worker(error, task)
     command_line.show_error(error, with_traceback, None if peer is None else peer.text)
     return command_line.ERROR if peer is None else peer.exit_code
 
 
 def _train(config: TrainConfig, verbose: bool) -> int:
-    task = None
-    if config.strategy in ("auto", "multi_worker"):
-        task = cluster.resolve_cluster(config.tf_config)
+    task = _find_task(config) if config.strategy in _WITH_CLUSTER else None
     if config.workdir and (task is None or task.is_chief):
         files.check_folder(config.workdir, "workdir")
     command_line.import_tensorflow(verbose=verbose)

@@ -23,6 +23,17 @@ from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS
 
+_NOT_ON_SERVERS = (
+    "audit_shards",
+    "checkpoint_activations",
+    "compression",
+    "estimate_memory",
+    "logical_cpus",
+    "monitor",
+    "shard",
+    "steps_per_execution",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -155,6 +166,12 @@ class TrainConfig:
         VERIFY,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
+    max_staleness: int | None = setting(
+        None,
+        "With parameter_server: the largest number of updates that others make between reading "
+        "weights and applying a gradient; by default any, 0 for synchronous steps.",
+        at_least=0,
+    )
 
     def __post_init__(self):
         check_settings(self)
@@ -179,9 +196,9 @@ class TrainConfig:
                     f"per_replica_batch_size={self.per_replica_batch_size}. "
                     "Use --per_replica_batch_size auto, or leave --memory_limit out."
                 )
-        if self.tf_config and self.strategy not in ("auto", "multi_worker"):
+        if self.tf_config and self.strategy not in ("auto", "multi_worker", "parameter_server"):
             raise ValueError(
-                "`tf_config` can be used with multi_worker and auto only. "
+                "`tf_config` can be used with multi_worker, parameter_server and auto only. "
                 f"Received: tf_config={self.tf_config!r}, strategy={self.strategy!r}. "
                 "Use --strategy multi_worker, or leave --tf_config out."
             )
@@ -196,6 +213,29 @@ class TrainConfig:
                 "`logical_cpus` above 1 needs mirrored, multi_worker or auto. "
                 f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
                 "Use --strategy mirrored."
+            )
+        self._check_servers()
+
+    def _check_servers(self):
+        """Raises ValueError for what steps on parameter servers' workers do not know."""
+        if self.strategy != "parameter_server":
+            if self.max_staleness is not None:
+                raise ValueError(
+                    "`max_staleness` can be used with parameter_server only. Received: "
+                    f"max_staleness={self.max_staleness}, strategy={self.strategy!r}. "
+                    "Use --strategy parameter_server, or leave --max_staleness out."
+                )
+            return
+        fields = self.__dataclass_fields__
+        given = [n for n in _NOT_ON_SERVERS if getattr(self, n) != fields[n].default]
+        if self.remainder not in ("uneven", "drop"):
+            given.append("remainder")
+        if given or self.per_replica_batch_size:
+            name = (given or ["per_replica_batch_size"])[0]
+            raise ValueError(
+                f"`{name}` cannot be used with parameter_server. "
+                f"Received: {name}={getattr(self, name)!r}. "
+                f"Leave --{name} out, or use --strategy multi_worker."
             )
 
         self._check_techniques()

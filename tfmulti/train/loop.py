@@ -16,6 +16,7 @@ from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.parallel.sharded_parameters import sharded_parameters
 from tfmulti.strategies import create_strategy
+from tfmulti.train.asynchronous import train_async
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
@@ -66,15 +67,9 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     worker.show_numbers(numbers)
     throughput = callbacks.Throughput(train, print_fn=worker.print_fn_of_monitors(config))
     began = time.perf_counter()
+    chosen = [throughput, *worker.create_callbacks(train, config)]
     try:
-        history = model.fit(
-            train,
-            validation_data=test,
-            epochs=config.epochs,
-            shuffle=False,
-            verbose=0,
-            callbacks=[throughput, *worker.create_callbacks(train, config)],
-        )
+        history = _fit(model, train, test, config, chosen, worker.print_fn)
     finally:
         worker.close()
     seconds = time.perf_counter() - began
@@ -85,6 +80,14 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     result["weights_sha256"] = digest_weights(model)
     worker.finish(model, result)
     return result
+
+
+def _fit(model, train, test, config, chosen, print_fn):
+    settings = {"validation_data": test, "epochs": config.epochs, "verbose": 0, "callbacks": chosen}
+    if getattr(model.distribute_strategy, "has_parameter_servers", False):
+        staleness = config.max_staleness
+        return train_async(model, train, max_staleness=staleness, print_fn=print_fn, **settings)
+    return model.fit(train, shuffle=False, **settings)
 
 
 def _create_strategy(config):
@@ -103,8 +106,10 @@ def _describe(numbers, worker, throughput, history, seconds) -> dict:
     measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
     return {
         "strategy": type(worker.strategy).__name__,
-        "num_workers": worker.num_workers,
-        "num_replicas": worker.strategy.num_replicas_in_sync,
+        "num_workers": getattr(worker.strategy, "num_workers", worker.num_workers),
+        "num_replicas": getattr(
+            worker.strategy, "num_workers", worker.strategy.num_replicas_in_sync
+        ),
         "global_batch_size": numbers.global_batch_size,
         "per_replica_batch_size": numbers.per_replica_batch_size,
         "learning_rate": numbers.learning_rate,

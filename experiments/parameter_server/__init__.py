@@ -1,0 +1,1 @@
+"""Parameter servers with a slow worker."""

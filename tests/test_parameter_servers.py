@@ -1,0 +1,154 @@
+"""Parts of training with parameter servers that need no cluster."""
+
+import itertools
+import json
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+from tfmulti.cluster import ClusterError, resolve_cluster
+from tfmulti.launch.config import LaunchConfig
+from tfmulti.parallel import partitioned
+from tfmulti.parallel.remote_step import Answer, add_gradients
+from tfmulti.parallel.staleness import StalenessBound, summarize
+from tfmulti.runtime import processes
+from tfmulti.train.config import TrainConfig
+
+
+def simulate(bound, workers, seed, steps=400):
+    """Workers that compute for random times, one of them slow; returns the staleness of each."""
+    chance, limit = random.Random(seed), StalenessBound(bound)
+    reading, held, staleness = {}, [], []
+    numbers = itertools.count()
+    while len(staleness) < steps:
+        while len(limit) < min(workers + 1, bound + 1):
+            number = next(numbers)
+            limit.begin(number)
+            reading[number] = limit.updates
+        computing = [number for number in reading if number not in held]
+        if computing:
+            # The first one is computed by the slow worker.
+            slow = chance.random() < 0.05 or len(computing) == 1
+            held.append(computing[0] if slow else chance.choice(computing[1:]))
+        ready = [number for number in held if limit.may_apply(number)]
+        assert ready or computing, "all wait for one another"
+        for number in ready[:1]:
+            held.remove(number)
+            staleness.append(limit.updates - reading.pop(number))
+            limit.apply(number)
+    return staleness
+
+
+@pytest.mark.parametrize("bound", [1, 2, 5])
+def test_no_step_is_staler_than_the_bound_and_nobody_waits_for_ever(bound):
+    found = [simulate(bound, workers=4, seed=seed) for seed in range(20)]
+    assert max(map(max, found)) <= bound
+    # It is reached: a smaller bound would be another rule.
+    assert max(map(max, found)) == bound
+
+
+def test_without_a_bound_any_step_may_be_applied():
+    limit = StalenessBound(None)
+    for number in range(5):
+        limit.begin(number)
+    assert all(limit.may_apply(number) for number in range(5)) and limit.limit is None
+
+
+def test_the_summary_of_staleness():
+    summary = summarize([0] * 19 + [10])
+    assert (summary.mean, summary.largest) == (0.5, 10)
+    assert summary.p95 == pytest.approx(np.percentile([0] * 19 + [10], 95))
+
+
+def test_gradients_of_parts_are_weighted_by_their_rows():
+    def answer(rows, dense, ids):
+        sparse = (np.full((len(ids), 2), dense, "float32"), np.array(ids))
+        return Answer(0, 0, 0, rows, [np.float32([dense]), sparse, None], [np.float32([dense])], [])
+
+    gradients, changes = add_gradients([answer(3, 1.0, [0, 1]), answer(1, 5.0, [1])])
+    assert gradients[0] == changes[0] == 0.75 * 1 + 0.25 * 5
+    np.testing.assert_allclose(gradients[1][0][:, 0], [0.75, 0.75, 1.25])
+    assert gradients[1][1].tolist() == [0, 1, 1] and gradients[2] is None
+
+
+@pytest.mark.parametrize("cuts", [(10,), (4, 6), (1, 5, 4)])
+def test_rows_are_looked_up_in_the_parts_of_a_table(cuts):
+    table = np.random.RandomState(0).rand(10, 3).astype("float32")
+    edges = np.cumsum([0, *cuts])
+    parts = [tf.Variable(table[a:b]) for a, b in zip(edges, edges[1:])]
+    ids = tf.constant([[3, 9, 0], [3, 4, 5]])
+    with tf.GradientTape() as tape:
+        found = partitioned.look_up(parts, ids)
+        loss = tf.reduce_sum(found)
+    np.testing.assert_array_equal(found, table[ids.numpy()])
+    counts = [tf.convert_to_tensor(g).numpy()[:, 0] for g in tape.gradient(loss, parts)]
+    np.testing.assert_array_equal(np.concatenate(counts), [1, 0, 0, 2, 1, 1, 0, 0, 0, 1])
+
+
+def test_a_row_beyond_the_table_is_an_error():
+    parts = [tf.zeros([2, 1]), tf.zeros([2, 1])]
+    with pytest.raises(tf.errors.InvalidArgumentError, match="input_dim"):
+        partitioned.look_up(parts, tf.constant([1, 4]))
+
+
+def spec(*kinds):
+    return {kind: [f"127.0.0.1:{port}"] for port, kind in enumerate(kinds, 20000)}
+
+
+def test_servers_are_part_of_the_cluster_where_they_are_allowed():
+    config = {"cluster": spec("chief", "worker", "ps"), "task": {"type": "ps", "index": 0}}
+    cluster = resolve_cluster(config, servers=True, check_network=False)
+    assert cluster.has_servers and cluster.task_type == "ps" and not cluster.is_chief
+    with pytest.raises(ClusterError, match="parameter_server"):
+        resolve_cluster(config, check_network=False)
+
+
+@pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
+def test_a_cluster_without_one_of_the_roles_is_refused(missing):
+    kinds = [kind for kind in ("chief", "worker", "ps") if kind != missing]
+    config = {"cluster": spec(*kinds), "task": {"type": kinds[0], "index": 0}}
+    with pytest.raises(ValueError, match=f"and no {missing}"):
+        tfmulti.create_strategy("parameter_server", tf_config=config)
+
+
+def test_no_cluster_is_refused(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(RuntimeError, match="--num_ps"):
+        tfmulti.create_strategy("parameter_server")
+
+
+def test_tasks_that_do_not_start_are_named(monkeypatch):
+    config = json.loads(processes.tf_configs_with_servers(1, 1)[0])
+    with pytest.raises(RuntimeError, match="nothing from worker 0 .*, ps 0 "):
+        tfmulti.create_strategy("parameter_server", tf_config=config, start_timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_staleness": 1}, "parameter_server only"),
+        ({"strategy": "parameter_server", "shard": "state"}, "`shard` cannot be used"),
+        ({"strategy": "parameter_server", "remainder": "pad"}, "`remainder` cannot be used"),
+        ({"strategy": "parameter_server", "per_replica_batch_size": 4}, "`per_replica_batch_size`"),
+        ({"strategy": "parameter_server", "max_staleness": -1}, "`max_staleness` must be at least"),
+    ],
+)
+def test_settings_that_servers_do_not_know_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**settings)
+
+
+def test_the_launcher_starts_servers_on_this_machine_only():
+    with pytest.raises(ValueError, match="`num_ps`"):
+        LaunchConfig(hosts="hosts.txt", num_ps=1)
+
+
+def test_a_model_of_another_strategy_is_trained_by_fit():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="model.fit"):
+        tfmulti.train_async(model, (np.zeros((4, 1)), np.zeros(4)), batch_size=2)

@@ -1,0 +1,195 @@
+"""Embeddings on parameter servers: looked up where they are, and large ones cut into parts.
+
+Keras's layer multiplies and gathers from the whole table, which every worker would then receive in
+each step. Here each server looks up its own rows, and only these travel; so do their gradients.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+SMALLEST_PART_BYTES = 256 * 1024
+"""A table is cut into parts of at least so many bytes, as `MinSizePartitioner` of TensorFlow."""
+
+_DRAWN_WHOLE_BYTES = 2**30
+
+
+def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
+    """Builds an embedding whose rows are looked up on the servers.
+
+    Args:
+        original: Keras's own `build`.
+        layer: The layer.
+        input_shape: As `build` takes it.
+    """
+    if layer.built:
+        return
+    plain = type(layer) is keras.layers.Embedding
+    if not plain or layer.lora_rank or layer.quantization_mode:
+        original(layer, input_shape)
+        return
+    parts = 1 if layer.embeddings_constraint else _number_of_parts(layer)
+    if parts == 1:
+        original(layer, input_shape)
+        tables = [layer.embeddings]
+    else:
+        tables = _create_parts(layer, parts)
+        layer.built = True
+        object.__setattr__(layer, "_embeddings", PartitionedTable(tables))
+        object.__setattr__(layer, "save_own_variables", lambda store: _save(layer, store))
+        object.__setattr__(layer, "load_own_variables", lambda store: _load(layer, store))
+    object.__setattr__(layer, "call", lambda inputs: _call(layer, tables, inputs))
+
+
+class PartitionedTable:
+    """The whole table of a layer, `layer.embeddings`, whose rows are on several servers.
+
+    Attributes:
+        parts: The variables that have its rows, in order.
+    """
+
+    def __init__(self, parts: list[keras.Variable]):
+        self.parts = parts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the whole table."""
+        return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its values."""
+        return self.parts[0].dtype
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The whole table, in this process."""
+        return tf.concat([tf.convert_to_tensor(part) for part in self.parts], 0)
+
+    def numpy(self) -> np.ndarray:
+        """Returns the whole table."""
+        return np.concatenate([keras.ops.convert_to_numpy(part) for part in self.parts])
+
+    def assign(self, values) -> None:
+        """Sets all rows."""
+        for part, (start, stop) in zip(self.parts, _ranges_of(self.parts)):
+            part.assign(values[start:stop])
+
+
+def ranges(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Returns the rows of each part: as many, or one more in the first ones.
+
+    >>> ranges(7, 3)
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    size, longer = divmod(rows, parts)
+    starts = [part * size + min(part, longer) for part in range(parts + 1)]
+    return list(zip(starts, starts[1:]))
+
+
+def _ranges_of(parts):
+    ends = np.cumsum([part.shape[0] for part in parts]).tolist()
+    return list(zip([0, *ends], ends))
+
+
+def _number_of_parts(layer) -> int:
+    strategy = tf.distribute.get_strategy()
+    size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
+    most = min(strategy.num_servers, layer.input_dim)
+    return max(1, min(most, size // SMALLEST_PART_BYTES))
+
+
+def _create_parts(layer, parts) -> list[keras.Variable]:
+    shape = (layer.input_dim, layer.output_dim)
+    dtype = layer.variable_dtype
+    size = np.prod(shape, dtype=np.int64) * tf.as_dtype(dtype).size
+    # Drawn as on one device. Larger tables draw each part for itself: nobody has room for all.
+    whole = _Whole(layer, shape, dtype, parts) if size <= _DRAWN_WHOLE_BYTES else None
+    tables = []
+    for number, (start, stop) in enumerate(ranges(layer.input_dim, parts)):
+        initializer = layer.embeddings_initializer
+        if whole is not None:
+            initializer = whole.rows(start, stop)
+        elif isinstance(initializer, keras.initializers.Initializer):
+            initializer = initializer.clone()
+        tables.append(
+            layer.add_weight(
+                shape=(stop - start, layer.output_dim),
+                initializer=initializer,
+                name=f"embeddings_{number}",
+                regularizer=layer.embeddings_regularizer,
+                trainable=True,
+            )
+        )
+    return tables
+
+
+class _Whole:
+    """The first values of a whole table, until all parts have theirs."""
+
+    def __init__(self, layer, shape, dtype, parts):
+        self._draw = lambda: layer.embeddings_initializer(shape, dtype=dtype)
+        self._values, self._left = None, parts
+
+    def rows(self, start, stop):
+        """Returns an initializer of some rows."""
+
+        def draw(shape, dtype=None):
+            # Keras may build a layer within a graph, and create its variables later.
+            with tf.init_scope():
+                if self._values is None:
+                    self._values = self._draw()
+                values = self._values[start:stop]
+            self._left -= 1
+            if not self._left:
+                self._values = None
+            return values
+
+        return draw
+
+
+def _call(layer, tables, inputs):
+    if keras.backend.is_keras_tensor(inputs):
+        return keras.ops.cast(keras.ops.take(tables[0], inputs, axis=0), layer.compute_dtype)
+    ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    rows = look_up([table.value for table in tables], ids)
+    return tf.cast(rows, layer.compute_dtype)
+
+
+def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a table that is cut into parts.
+
+    Args:
+        tables: The parts: variables, or tensors.
+        ids: Numbers of rows, of any shape.
+
+    Returns:
+        The rows, of shape `(*ids.shape, columns)`.
+    """
+    if len(tables) == 1:
+        return tf.gather(tables[0], ids)
+    flat = tf.reshape(ids, [-1])
+    places, found = [], []
+    for table, (start, stop) in zip(tables, _ranges_of(tables)):
+        mine = tf.where((flat >= start) & (flat < stop))[:, 0]
+        places.append(tf.cast(mine, tf.int32))
+        found.append(tf.gather(table, tf.gather(flat, mine) - start))
+    # A row that is in no part would be missing here, and be zeros without an error.
+    inside = tf.debugging.assert_equal(
+        sum(tf.size(place) for place in places),
+        tf.size(flat),
+        "`inputs` of an Embedding must be from 0 to input_dim - 1.",
+    )
+    with tf.control_dependencies([inside] if inside is not None else []):
+        rows = tf.dynamic_stitch(places, found)
+    return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
+
+
+def _save(layer, store):
+    store["0"] = layer._embeddings.numpy()
+
+
+def _load(layer, store):
+    layer._embeddings.assign(np.asarray(store["0"]))

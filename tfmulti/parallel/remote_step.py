@@ -1,0 +1,343 @@
+"""A model's steps as functions that a worker computes, and the update that the chief makes of one.
+
+A worker reads the weights from the servers, runs `train_step` up to the optimizer, and answers with
+the gradients and with how the other states have changed. It changes nothing, so a step that a lost
+worker had begun can be computed again by another. The chief applies what comes, one step after the
+other: so no update is lost between a reading and a writing, and each counts once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.step import model_contents
+
+# Random numbers of a step: apart from those of other steps, and of its other parts.
+_DRAWS_OF_STEP, _DRAWS_OF_PART = 4096, 1_000_003
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a worker answers to a step of training, as NumPy arrays.
+
+    Attributes:
+        updates: Updates that had been made when it read the weights.
+        worker: Its number.
+        process: The id of its process: another one after a restart.
+        rows: Rows of its batch.
+        gradients: For each variable an array; a pair (rows of a table, their numbers); or None.
+        changes: For each state other than weights, by how much it has changed.
+        metrics: The metrics' states of these rows alone.
+        logs: What else `train_step` returned, by name.
+    """
+
+    updates: int
+    worker: int
+    process: int
+    rows: int
+    gradients: list
+    changes: list[np.ndarray]
+    metrics: list[np.ndarray]
+    logs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+class RemoteStep:
+    """The steps of one model.
+
+    Args:
+        model: A compiled model, built in the scope of the strategy.
+        element_spec: The spec of a batch.
+        who: Function that returns the number and the process of the worker, within a step.
+
+    Raises:
+        ValueError: For a model whose step cannot be computed so.
+    """
+
+    def __init__(self, model: keras.Model, element_spec, who: Callable):
+        self.model, self._who = model, who
+        with model.distribute_strategy.scope():
+            self._updates = tf.Variable(0, trainable=False, dtype=tf.int64, name="tfmulti_updates")
+        seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
+        self._states = [v for v in model.non_trainable_variables if not _is_seed(v)]
+        self._seeds, self._metrics = seeds, list(model.metrics_variables)
+        self._weights = list(model.trainable_variables)
+        self._variables: list[keras.Variable] = []
+        self._sparse: list[bool] = []
+        self.first_metrics = self._reset_metrics()
+        number = tf.TensorSpec([], tf.int64)
+        self._train = tf.function(self._train_on, input_signature=[element_spec, number, number])
+        self._test = tf.function(self._test_on, input_signature=[element_spec])
+        self._apply = tf.function(self._apply_now, reduce_retracing=True)
+        self._results = tf.function(self._results_of)
+        self._here = None
+
+    def schedule(self, coordinator, batch, step: int, part: int = 0) -> Callable[[], Answer]:
+        """Sends a step to a worker; returns a function that waits for its answer.
+
+        Args:
+            coordinator: The strategy's coordinator.
+            batch: The rows.
+            step: The number of the step since training began, from 0.
+            part: The number of the part of the step's batch.
+        """
+        numbers = [tf.constant(each, tf.int64) for each in (step, part)]
+        remote = coordinator.schedule(self._train, args=(batch, *numbers))
+        return lambda: self._answer(remote.fetch())
+
+    def schedule_test(self, coordinator, batch) -> Callable[[], list[np.ndarray]]:
+        """Sends a step of evaluation; the function returned gives the metrics' states."""
+        remote = coordinator.schedule(self._test, args=(batch,))
+        return lambda: remote.fetch()
+
+    def compute_here(self, batch) -> Answer:
+        """Computes the first step of training in this process, and changes nothing."""
+        if self._here is None:
+            self._here = tf.function(self._compute, reduce_retracing=True)
+        zero = tf.constant(0, tf.int64)
+        found = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
+        rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+        return self._answer((0, (0, 0), rows, *found))
+
+    def name_of(self, gradient: int) -> str:
+        """Returns the path of the weight of a gradient."""
+        return self._variables[gradient].path
+
+    def apply(self, gradients: Sequence, changes: Sequence[np.ndarray]) -> None:
+        """Makes an update of gradients, and changes the other states."""
+        given = [
+            tuple(map(tf.convert_to_tensor, each))
+            if isinstance(each, tuple)
+            else tf.convert_to_tensor(each)
+            for each in gradients
+            if each is not None
+        ]
+        self._apply(given, [tf.convert_to_tensor(each) for each in changes])
+
+    def results(self, metrics: Sequence[np.ndarray]) -> dict[str, float]:
+        """Returns the metrics by name, from their states."""
+        found = self._results([tf.convert_to_tensor(each) for each in metrics])
+        return {name: _plain(value) for name, value in found.items()}
+
+    def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
+        """Sets the model's own metrics, which others read after an epoch."""
+        for variable, value in zip(self._metrics, metrics):
+            variable.assign(value)
+
+    def updates(self) -> int:
+        """Returns the number of updates on the servers."""
+        return int(self._updates.numpy())
+
+    def _answer(self, found) -> Answer:
+        updates, who, rows, gradients, changes, metrics, logs = found
+        gradients, given = iter(gradients), []
+        for present in self._sparse:
+            given.append(None if present is None else next(gradients))
+        return Answer(
+            int(updates), int(who[0]), int(who[1]), int(rows), given, changes, metrics, logs
+        )
+
+    def _train_on(self, batch, step, part):
+        updates = self._updates.read_value()
+        with tf.control_dependencies([updates]):
+            who = self._who()
+            computed = self._compute(batch, step, part)
+        rows = tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
+        return updates, who, rows, *computed
+
+    def _compute(self, batch, step, part):
+        seeds = [_seed_of(v, step, part) for v in self._seeds]
+        before = [tf.identity(v.value) for v in self._states]
+        known = [*zip(self._seeds, seeds), *zip(self._states, before)]
+        known += zip(self._metrics, map(tf.constant, self.first_metrics))
+        with keras.StatelessScope(state_mapping=known) as scope:
+            weights = _show(scope, self._weights)
+            gradients, logs = self._run_step(batch)
+            after = [_value_in(scope, v) for v in self._states]
+            metrics = [_value_in(scope, v) for v in self._metrics]
+        self._refuse_other_writes(scope, weights)
+        changes = [_change(new, old) for new, old in zip(after, before)]
+        return gradients, changes, metrics, logs
+
+    def _run_step(self, batch) -> tuple[list, dict]:
+        """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
+        given: list = []
+
+        def take(grads, trainable_variables=None):
+            variables = trainable_variables or self.model.trainable_variables
+            given.append((list(grads), list(variables)))
+
+        optimizers = model_contents.optimizers_of(self.model)
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                stack.enter_context(_with_attribute(optimizer, "apply", take))
+            logs = self.model.train_step(batch) or {}
+        known = self.model.get_metrics_result()
+        logs = {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in known}
+        if len(given) != 1 or len(optimizers) != 1:
+            raise ValueError(
+                "With parameter servers a `train_step` must give gradients to one optimizer, once. "
+                f"Received: {len(optimizers)} optimizers, given gradients {len(given)} times. Use "
+                "one optimizer and one update in a step, or the strategy multi_worker."
+            )
+        gradients, self._variables = given[0]
+        self._sparse = [None if g is None else isinstance(g, tf.IndexedSlices) for g in gradients]
+        gradients = [
+            (g.values, g.indices) if isinstance(g, tf.IndexedSlices) else g
+            for g in gradients
+            if g is not None
+        ]
+        return gradients, logs
+
+    def _refuse_other_writes(self, scope, weights):
+        """Raises for weights that a step sets by itself: their changes would be lost."""
+        written = [v for v in self._weights if scope.get_current_value(v) is not weights[id(v)]]
+        if written:
+            raise ValueError(
+                "With parameter servers a `train_step` must change weights by its optimizer only. "
+                f"Received: a step that assigns {written[0].path}. Use the strategy multi_worker, "
+                "or make that weight one that is not trainable."
+            )
+
+    def _test_on(self, batch):
+        known = list(zip(self._metrics, map(tf.constant, self.first_metrics)))
+        with keras.StatelessScope(state_mapping=known) as scope:
+            _show(scope, [*self._weights, *self._states, *self._seeds])
+            self.model.test_step(batch)
+            return [_value_in(scope, v) for v in self._metrics]
+
+    def _apply_now(self, gradients, changes):
+        gradients = iter(gradients)
+        given = []
+        for sparse, variable in zip(self._sparse, self._variables):
+            each = None if sparse is None else next(gradients)
+            given.append(tf.IndexedSlices(*each, tf.shape(variable)) if sparse else each)
+        self.model.optimizer.apply(given, self._variables)
+        for variable, change in zip(self._states, changes):
+            if variable.dtype == "bool":
+                variable.value.assign(change)
+            else:
+                variable.value.assign_add(change)
+        self._updates.assign_add(1)
+
+    def _results_of(self, metrics):
+        with keras.StatelessScope(state_mapping=list(zip(self._metrics, metrics))):
+            return self.model.get_metrics_result()
+
+    def _reset_metrics(self) -> list[np.ndarray]:
+        with keras.StatelessScope() as scope:
+            self.model.reset_metrics()
+            values = [_value_in(scope, v) for v in self._metrics]
+        return [np.asarray(keras.ops.convert_to_numpy(value)) for value in values]
+
+
+@contextlib.contextmanager
+def _with_attribute(owner, name, value):
+    have = vars(owner).get(name)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        if have is None:
+            object.__delattr__(owner, name)
+        else:
+            object.__setattr__(owner, name, have)
+
+
+def build(model: keras.Model, batch) -> None:
+    """Creates all variables of a compiled model on the servers.
+
+    Raises:
+        ValueError: For a model that is not compiled with an optimizer.
+    """
+    if not model.compiled or model.optimizer is None:
+        raise ValueError(
+            "A model must be compiled with an optimizer before it is trained. "
+            f"Received: {model.name!r}, which is not. Call model.compile(optimizer, loss) in the "
+            "strategy's scope."
+        )
+    with model.distribute_strategy.scope():
+        keras_compat.build_model(model, batch)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+
+def add_gradients(answers: Sequence[Answer]) -> tuple[list, list[np.ndarray]]:
+    """Returns the gradients and changes of a batch, from those of its parts.
+
+    Each part's are means over its rows; see `tfmulti.step.weighting`.
+    """
+    total = sum(answer.rows for answer in answers)
+    weights = [np.float64(answer.rows / total) for answer in answers]
+    gradients = [
+        _add_gradient(parts, weights) for parts in zip(*(answer.gradients for answer in answers))
+    ]
+    changes = [
+        _weighted_sum(parts, weights) for parts in zip(*(answer.changes for answer in answers))
+    ]
+    return gradients, changes
+
+
+def mean_logs(answers: Sequence[Answer]) -> dict[str, float]:
+    """Returns the logs of a step that are no metrics: the mean over its parts, by their rows."""
+    total = sum(answer.rows for answer in answers)
+    return {
+        name: _plain(sum(np.asarray(a.logs[name]) * (a.rows / total) for a in answers))
+        for name in answers[0].logs
+    }
+
+
+def _add_gradient(parts, weights):
+    if parts[0] is None:
+        return None
+    if isinstance(parts[0], tuple):
+        values = [part[0] * part[0].dtype.type(w) for part, w in zip(parts, weights)]
+        return np.concatenate(values), np.concatenate([part[1] for part in parts])
+    return _weighted_sum(parts, weights)
+
+
+def _weighted_sum(parts, weights):
+    if parts[0].dtype.kind not in "fcV":
+        # Counters and flags: the same in each part.
+        return parts[0]
+    return sum(part * part.dtype.type(w) for part, w in zip(parts, weights))
+
+
+def _is_seed(variable) -> bool:
+    return "seed_generator_state" in variable.path
+
+
+def _seed_of(variable, step, part) -> tf.Tensor:
+    """Returns the state of a generator for a step: a step that is done again draws the same."""
+    offset = tf.stack([part * _DRAWS_OF_PART, step * _DRAWS_OF_STEP])
+    return variable.value.read_value() + tf.cast(offset, variable.value.dtype)
+
+
+def _show(scope, variables) -> dict[int, tf.Variable]:
+    """Makes variables known in a scope as they are, and returns them.
+
+    Keras asks the scope for them. A tape must see how they are read, and a table is not read whole.
+    """
+    found = {id(variable): variable.value for variable in variables}
+    scope.state_mapping.update(found)
+    return found
+
+
+def _value_in(scope, variable) -> tf.Tensor:
+    value = scope.get_current_value(variable)
+    return tf.convert_to_tensor(variable.value if value is None else value)
+
+
+def _change(new, old) -> tf.Tensor:
+    return new if new.dtype == tf.bool else new - old
+
+
+def _plain(value):
+    value = np.asarray(value)
+    return float(value) if value.ndim == 0 else value

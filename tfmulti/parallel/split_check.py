@@ -1,0 +1,106 @@
+"""Whether a model's steps may be split, and its metrics added, before anything is trained."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.parallel.remote_step import RemoteStep, add_gradients
+
+_MOST_ROWS = 48
+_TOLERANCE = 1e-3
+
+
+def check(step: RemoteStep, batch, splits: bool) -> None:
+    """Computes some rows whole and in two parts, and compares.
+
+    Args:
+        step: The model's steps.
+        batch: A batch.
+        splits: Whether workers take parts of batches, whose gradients are added.
+
+    Raises:
+        ValueError: If the sum of the parts is not the whole: for a loss that is no mean over rows
+            where batches are split, and for metrics whose states cannot be added.
+    """
+    model = step.model
+    batch = _some_rows(batch, slice(0, _MOST_ROWS))
+    rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+    if rows < 2 or keras_compat.random_layers(model):
+        return
+    first = rows // 3 or 1
+    whole = step.compute_here(batch)
+    ranges = (slice(0, first), slice(first, rows))
+    parts = [step.compute_here(_some_rows(batch, each)) for each in ranges]
+    if keras_compat.local_statistics(model):
+        if splits:
+            warnings.warn(
+                "Batch normalization normalizes each worker's rows by themselves, so the result "
+                "differs from that of one device. For the same result use layer normalization.",
+                stacklevel=3,
+            )
+        return
+    _compare_metrics(step, whole, parts)
+    if splits:
+        _compare_gradients(step, whole, parts)
+
+
+def _compare_metrics(step, whole, parts):
+    first = step.first_metrics
+    for number, (state, begin) in enumerate(zip(whole.metrics, first)):
+        added = begin + sum(part.metrics[number] - begin for part in parts)
+        if not _are_close(state, added):
+            path = step.model.metrics_variables[number].path
+            raise ValueError(
+                "With parameter servers a metric's states over several batches must be the sum of "
+                f"those over each. Received: {path}, which is {_show(state)} over {whole.rows} "
+                f"rows, and {_show(added)} over two parts of them. Use metrics that add up, such "
+                "as keras.metrics.Mean, or compute it in a callback."
+            )
+
+
+def _compare_gradients(step, whole, parts):
+    added, _ = add_gradients(parts)
+    for number, (one, other) in enumerate(zip(whole.gradients, added)):
+        if one is None:
+            continue
+        one, other = _dense_sum(one), _dense_sum(other)
+        if not _are_close(one, other):
+            raise ValueError(
+                "With `max_staleness=0` batches are split over workers, and a loss must be a mean "
+                f"over their rows. Received: for {step.name_of(number)} a gradient of "
+                f"{_show(one)} over {whole.rows} rows, and {_show(other)} over two parts of them. "
+                "Use a loss that is a mean over rows (reduction='sum_over_batch_size', without a "
+                "mask), or leave max_staleness out: then each batch goes to one worker."
+            )
+
+
+def _some_rows(batch, which):
+    return tf.nest.map_structure(lambda rows: rows[which], batch)
+
+
+def _dense_sum(gradient):
+    """Returns a gradient; of one for some rows of a table, each row once, in order."""
+    if not isinstance(gradient, tuple):
+        return gradient
+    values, ids = gradient
+    unique, places = np.unique(ids, return_inverse=True)
+    added = np.zeros((len(unique), *values.shape[1:]), values.dtype)
+    np.add.at(added, places.ravel(), values)
+    return added
+
+
+def _are_close(one, other) -> bool:
+    one, other = np.asarray(one), np.asarray(other)
+    if one.dtype.kind not in "fc":
+        return bool(np.array_equal(one, other))
+    size = max(float(np.max(np.abs(one), initial=0)), float(np.max(np.abs(other), initial=0)))
+    return bool(np.max(np.abs(one - other), initial=0) <= _TOLERANCE * size + 1e-7)
+
+
+def _show(values) -> str:
+    values = np.asarray(values).ravel()
+    return f"{values[np.argmax(np.abs(values))]:.4g}" if values.size else "nothing"

@@ -1,0 +1,109 @@
+"""Bounded staleness: which gradient may be applied next, and how stale those were that were.
+
+The staleness of a step is the number of updates that others made between its reading of the
+weights and the application of its gradient. Pure arithmetic; no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+class StalenessBound:
+    """The steps under way, and which of them may be applied without one getting too stale.
+
+    A step that began when `v` updates had been made must be applied before `v + bound` others are
+    made since. The oldest step may always be applied. A younger one may, if after it each older
+    one can still be applied in its turn, the oldest first. With at most `bound + 1` steps under
+    way this can always be met, so nobody waits forever. (A limit on the steps under way alone is
+    no bound: while a slow worker computes one step, a fast one can make any number of updates.)
+
+    Args:
+        bound: The largest staleness; None for none.
+
+    Example:
+        >>> steps = StalenessBound(1)
+        >>> steps.begin("slow"), steps.begin("fast")
+        (None, None)
+        >>> steps.may_apply("fast")
+        True
+        >>> steps.apply("fast")
+        1
+        >>> steps.begin("next")
+        >>> steps.may_apply("next"), steps.may_apply("slow")
+        (False, True)
+    """
+
+    def __init__(self, bound: int | None):
+        self.bound = bound
+        self.updates = 0
+        self._began: dict[object, int] = {}
+
+    def __len__(self):
+        return len(self._began)
+
+    @property
+    def limit(self) -> int | None:
+        """The largest number of steps under way; None for any."""
+        return None if self.bound is None else self.bound + 1
+
+    def begin(self, step) -> None:
+        """Notes a step that may read the weights from now on."""
+        self._began[step] = self.updates
+
+    def may_apply(self, step) -> bool:
+        """Whether a step may be applied now."""
+        if self.bound is None:
+            return True
+        for place, (other, began) in enumerate(self._began.items()):
+            if other == step:
+                return True
+            if began + self.bound < self.updates + 1 + place:
+                return False
+        raise KeyError(step)
+
+    def apply(self, step) -> int:
+        """Notes that a step has been applied; returns the number of updates so far."""
+        del self._began[step]
+        self.updates += 1
+        return self.updates
+
+
+@dataclasses.dataclass(frozen=True)
+class StalenessSummary:
+    """The staleness of an epoch's steps.
+
+    Attributes:
+        mean: The mean.
+        p95: The 95th percentile.
+        largest: The largest.
+    """
+
+    mean: float
+    p95: float
+    largest: int
+
+    def logs(self) -> dict[str, float]:
+        """Returns them by the names that they have in the history."""
+        return {
+            "staleness_mean": self.mean,
+            "staleness_p95": self.p95,
+            "staleness_max": float(self.largest),
+        }
+
+
+def summarize(staleness: list[int]) -> StalenessSummary:
+    """Returns the summary of the staleness of each step.
+
+    Example:
+        >>> summarize([0, 1, 1, 2]).mean
+        1.0
+    """
+    if not staleness:
+        return StalenessSummary(0.0, 0.0, 0)
+    values = np.asarray(staleness)
+    return StalenessSummary(
+        float(values.mean()), float(np.percentile(values, 95)), int(values.max())
+    )

@@ -1,0 +1,347 @@
+"""Training with parameter servers: the chief's strategy, and what workers and servers do.
+
+The chief runs the program. A worker or a server runs it as far as `create_strategy`, which serves
+the chief there and ends the process when the chief is done, or has gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.cluster import Cluster, environment, network
+from tfmulti.cluster.task import SERVER_TYPE
+from tfmulti.rendezvous import find_timeout
+from tfmulti.runtime import command_line, processes
+
+_RPC_LAYER = "grpc"
+_LOOK_S = 1.0
+# A connection that is refused so often in a row is that of a task that has gone.
+_LOOKS = 3
+_LAST_S = 30.0
+_GOODBYE_S = 5.0
+_CONNECT_S = 2.0
+# TensorFlow numbers the Python functions of a process in the order in which they are made.
+_SAY_GOODBYE, _WHO = "pyfunc_0", "pyfunc_1"
+_FROM_SERVER = re.compile(r"GRPC error information from remote target /job:ps/replica:0/task:(\d+)")
+_UNAVAILABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
+# What the chief hears of a worker that was started again before it was missed.
+_UNKNOWN_TO_WORKER = "Unable to find the relevant tensor remote_handle"
+
+
+class ServerLost(RuntimeError):
+    """A parameter server has gone, and with it a part of the model."""
+
+
+class WorkersLost(RuntimeError):
+    """No worker is left to compute a step."""
+
+
+class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
+    """Variables on servers, steps on workers; `tfmulti.train_async` trains under it.
+
+    Each variable is placed on the server that has the fewest bytes so far; an optimizer's slots
+    are where their variable is. Large embeddings are cut into parts, one for each server.
+
+    Attributes:
+        cluster: The cluster, seen from the chief.
+        num_servers: Parameter servers.
+        num_workers: Workers.
+        bytes_on_servers: Bytes of the variables that were placed on each server, without slots.
+    """
+
+    has_parameter_servers = True
+    marks_padding = False
+    why = ""
+    verify = "never"
+    # Whether an error ends the chief.
+    has_failed = False
+
+    def __init__(self, resolver, cluster: Cluster):
+        super().__init__(resolver)
+        self.cluster = cluster
+        self.num_servers = len(cluster.spec[SERVER_TYPE])
+        self.num_workers = len(cluster.spec["worker"])
+        self.bytes_on_servers = [0] * self.num_servers
+        self._coordinator = None
+        keras_compat.place_variables(self, self.bytes_on_servers)
+
+    @property
+    def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
+        """What sends steps to workers, and sends them again where a worker has gone."""
+        if self._coordinator is None:
+            self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
+            _keep(self._coordinator)
+        return self._coordinator
+
+
+def _keep(value) -> None:
+    """Keeps an object to the end of the process, and beyond Python's own shutdown.
+
+    The destructor of a coordinator waits for a lost worker to come back, without end.
+    """
+    threading.Thread(
+        target=lambda value: threading.Event().wait(), args=(value,), daemon=True
+    ).start()
+
+
+def create_parameter_server(
+    cluster: Cluster | None, start_timeout: float | None = None
+) -> ParameterServerStrategy:
+    """Creates the chief's strategy; a worker and a server serve it instead, and never return."""
+    _check_cluster(cluster)
+    timeout_s = find_timeout(start_timeout)
+    if cluster.task_type != "chief":
+        serve(cluster, timeout_s)
+    network.warn_of_public_addresses(cluster)
+    _wait_for_tasks(cluster, timeout_s)
+    spec = {kind: list(cluster.spec[kind]) for kind in ("chief", "worker", SERVER_TYPE)}
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer=_RPC_LAYER
+    )
+    try:
+        strategy = ParameterServerStrategy(resolver, cluster)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            "`parameter_server` must be created before TensorFlow is used in this process, and "
+            f"once. Received: {error} Call create_strategy first, or restart the process."
+        ) from error
+    _end_with(strategy)
+    return strategy
+
+
+def _check_cluster(cluster):
+    if cluster is None:
+        raise RuntimeError(
+            "`parameter_server` needs a cluster in TF_CONFIG with a chief, workers and servers. "
+            "Received: no TF_CONFIG in the environment, and no `tf_config`. Start it with "
+            "python -m tfmulti.launch --num_workers 2 --num_ps 1, or set TF_CONFIG for each task."
+        )
+    missing = [kind for kind in ("chief", "worker", SERVER_TYPE) if not cluster.spec.get(kind)]
+    if missing:
+        has = ", ".join(f"{len(tasks)} {kind}" for kind, tasks in cluster.spec.items())
+        raise ValueError(
+            "`parameter_server` needs a chief, at least one worker and at least one ps in "
+            f"TF_CONFIG. Received: a cluster with {has}, and no {missing[0]}. "
+            f'Add the address of a "{missing[0]}" task, for a process of its own.'
+        )
+
+
+def task_names(cluster: Cluster) -> dict[str, str]:
+    """Returns the addresses of the workers and the servers by their names, such as `ps 0`."""
+    return {
+        f"{kind} {index}": address
+        for kind in ("worker", SERVER_TYPE)
+        for index, address in enumerate(cluster.spec[kind])
+    }
+
+
+def is_reachable(address: str) -> bool:
+    """Whether something listens at an address."""
+    try:
+        with socket.create_connection(network.split_address(address), timeout=_CONNECT_S):
+            return True
+    except OSError:
+        return False
+
+
+def _wait_for_tasks(cluster, timeout_s):
+    """Waits until all tasks listen: TensorFlow would wait for them without end or name."""
+    until = time.monotonic() + timeout_s
+    missing = task_names(cluster)
+    while missing:
+        missing = {name: each for name, each in missing.items() if not is_reachable(each)}
+        if missing and time.monotonic() >= until:
+            names = ", ".join(f"{name} ({address})" for name, address in missing.items())
+            raise RuntimeError(
+                "All workers and servers must start within `start_timeout`. "
+                f"Received: nothing from {names} in {timeout_s:g} s. "
+                "Look at their logs, or give more time: --start_timeout."
+            )
+        time.sleep(0.05 if missing else 0.0)
+
+
+def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
+    """Serves the chief, as a worker or a server, until it is done; then ends this process.
+
+    The exit code is the one that the chief says, 0 at a good end; 144 where the chief has gone
+    or does not start; 143 after SIGTERM, once the chief needs this task no longer.
+
+    Args:
+        cluster: The cluster, seen from this task.
+        timeout_s: Seconds to wait for the chief.
+    """
+    told, preempted = threading.Event(), threading.Event()
+    code = [0]
+
+    def goodbye(number):
+        code[0] = int(number)
+        told.set()
+        return np.int64(0)
+
+    index = cluster.task_index
+    tokens = [_token(goodbye, [0]), _token(lambda: np.array([index, os.getpid()], np.int64), [])]
+    if tokens != [_SAY_GOODBYE, _WHO]:
+        raise RuntimeError(
+            "A worker or a server must call create_strategy before it makes TensorFlow functions "
+            f"of Python. Received: {tokens}. Call create_strategy first in the program."
+        )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: preempted.set())
+    spec = {kind: list(tasks) for kind, tasks in cluster.spec.items() if kind != "evaluator"}
+    server = tf.distribute.Server(
+        spec, job_name=cluster.task_type, task_index=index, protocol=_RPC_LAYER, start=True
+    )
+    cause = _wait_for_end(cluster, told, preempted, timeout_s)
+    del server
+    if cause:
+        print(f"error: {cause}", file=sys.stderr)
+        command_line.end_process(environment.PEER_LOST)
+    # The chief still waits for the answer to its goodbye.
+    time.sleep(0.2)
+    command_line.end_process(environment.PREEMPTED if preempted.is_set() else code[0])
+
+
+def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
+    """Returns None once the chief is done, or what is wrong with it."""
+    chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
+    began = preempted_at = time.monotonic()
+    seen, misses = False, 0
+    while not told.wait(_LOOK_S):
+        now = time.monotonic()
+        preempted_at = preempted_at if preempted.is_set() else now
+        if now - preempted_at > _LAST_S:
+            return None
+        if is_reachable(chief):
+            seen, misses = True, 0
+        elif seen:
+            misses += 1
+        if misses >= _LOOKS:
+            return (
+                f"{name} serves the chief, and ends with it. Received: no chief at {chief} any "
+                "more. Look at the chief's output, and start all again: they resume from the last "
+                "checkpoint."
+            )
+        if not seen and now - began > timeout_s + _LAST_S:
+            return (
+                f"{name} serves a chief, which must start within `start_timeout`. Received: "
+                f"nothing at {chief} in {now - began:.0f} s. Start the chief, or give more time."
+            )
+    return None
+
+
+def _token(function: Callable, arguments: list[int]) -> str:
+    """Returns the name by which the chief can have a Python function of this process called."""
+    with tf.Graph().as_default():
+        inputs = [tf.constant(each, tf.int64) for each in arguments]
+        return tf.numpy_function(function, inputs, tf.int64).op.get_attr("token").decode()
+
+
+def who_computes() -> tf.Tensor:
+    """Returns the number and the process id of the worker that runs a step, int64 of shape (2,)."""
+    [found] = tf.raw_ops.PyFunc(input=[], token=_WHO, Tout=[tf.int64])
+    return tf.ensure_shape(found, [2])
+
+
+def say_goodbye(strategy: ParameterServerStrategy, code: int = 0) -> None:
+    """Tells the workers and the servers that the chief is done, so that they end too."""
+    for name, address in task_names(strategy.cluster).items():
+        kind, index = name.split()
+        if not is_reachable(address):
+            continue
+        try:
+            with tf.device(f"/job:{kind}/replica:0/task:{index}/device:CPU:0"):
+                number = tf.constant(code, tf.int64)
+                tf.raw_ops.PyFunc(input=[number], token=_SAY_GOODBYE, Tout=[tf.int64])
+        except tf.errors.OpError:
+            # It has gone meanwhile, or was started again and has not been heard of since.
+            continue
+
+
+def find_lost_server(error: BaseException, cluster: Cluster) -> ServerLost | None:
+    """Returns the error for a server that has gone, where an error of TensorFlow's means that."""
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    gone = [
+        f"ps {index} ({address})"
+        for index, address in enumerate(cluster.spec[SERVER_TYPE])
+        if not is_reachable(address)
+    ]
+    if not gone and isinstance(error, _UNAVAILABLE):
+        # One that was started again has nothing of what it had.
+        gone = [f"ps {index}" for index in sorted(set(_FROM_SERVER.findall(str(error))))]
+    return lost_error(gone) if gone else None
+
+
+def is_lost_worker(error: BaseException) -> bool:
+    """Whether an error means that a worker has gone with the answer that it had computed."""
+    if "/job:worker" not in str(error):
+        return False
+    return isinstance(error, _UNAVAILABLE) or _UNKNOWN_TO_WORKER in str(error)
+
+
+def lost_error(names: Iterable[str]) -> ServerLost:
+    """Returns the error for servers that have gone."""
+    return ServerLost(
+        "Each parameter server must be there: it has a part of the model. "
+        f"Received: {', '.join(names)} is lost. Start all again: with "
+        "tfmulti.callbacks.Checkpoint or --workdir they resume from the last checkpoint."
+    )
+
+
+def _end_with(strategy) -> None:
+    """Ends workers and servers when this process ends in good order; they see other ends."""
+    _chiefs.append(strategy)
+    previous = sys.excepthook
+
+    def hook(kind, error, traceback):
+        previous(kind, error, traceback)
+        command_line.end_process(end_chief(error))
+
+    def end():
+        if not strategy.has_failed:
+            thread = threading.Thread(target=say_goodbye, args=(strategy,), daemon=True)
+            thread.start()
+            thread.join(_GOODBYE_S)
+            if thread.is_alive() and not processes.is_ending():
+                # While TensorFlow waits for a lost worker to come back, nothing can be sent, and
+                # Python's shutdown waits too. The others see that the chief has gone.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+
+    sys.excepthook = hook
+    atexit.register(end)
+
+
+_chiefs: list[ParameterServerStrategy] = []
+
+
+def end_chief(error: BaseException) -> int | None:
+    """Has the workers and servers not be told of a good end, after an error.
+
+    Args:
+        error: The error that ends this process.
+
+    Returns:
+        The exit code: 144 where another task was lost, else 1. None if this process is no chief.
+    """
+    for strategy in _chiefs:
+        strategy.has_failed = True
+    if not _chiefs:
+        return None
+    if isinstance(error, ServerLost | WorkersLost):
+        return environment.PEER_LOST
+    return command_line.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED

@@ -1,0 +1,244 @@
+"""`train_async`: what `fit` does, under parameter servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import callbacks as callbacks_lib
+from tfmulti import keras_compat
+from tfmulti.cluster import environment
+from tfmulti.data import distribute_eval, distribute_train
+from tfmulti.data.epochs import EpochDataset
+from tfmulti.parallel import remote_step, split_check, staleness
+from tfmulti.parallel.remote_step import RemoteStep
+from tfmulti.strategies.coordination import LauncherHeartbeat
+from tfmulti.strategies.parameter_server import who_computes
+from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
+
+_REFUSED = {
+    keras.callbacks.BackupAndRestore: "Use tfmulti.callbacks.Checkpoint.",
+    callbacks_lib.Devices: "It compares workers that run `fit`. Leave it out.",
+    callbacks_lib.ShardAuditLog: "Each batch goes to one worker, as it is. Leave it out.",
+}
+
+
+def train_async(
+    model: keras.Model,
+    data,
+    *,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    validation_data=None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
+    seed: int = 0,
+    max_staleness: int | None = None,
+    verbose: int = 1,
+    print_fn: Callable[[str], None] = logging.warning,
+) -> keras.callbacks.History:
+    """Trains a model on workers whose variables are on parameter servers, as `fit` would.
+
+    The chief reads the examples in the order of `distribute_train`, and sends each batch to a
+    worker, which computes the gradients with `train_step`. The chief applies them as they come.
+    Each example is taken once in an epoch, and each step counts once, also if workers are lost
+    and come back: the chief sends a step again until it has been computed, and applies it once.
+
+    Args:
+        model: A model, created and compiled in the scope of
+            `create_strategy("parameter_server")`.
+        data: As for `distribute_train`, or what it returned.
+        batch_size: Examples of a step. With `max_staleness=0` all workers take a part of them,
+            else one worker takes all. None if `data` came from `distribute_train`.
+        epochs: The number of the last epoch; if training resumes, those before count.
+        validation_data: As `data`; evaluated after each epoch.
+        callbacks: Keras callbacks. Those that cannot work here are refused by name.
+        seed: Seed of the order, as for `distribute_train`.
+        max_staleness: The largest number of updates that others may make between reading weights
+            and applying the gradient: a fast worker waits for a slow one. None for no bound; 0
+            for synchronous steps, with the result of one device.
+        verbose: 1 for Keras's progress bar, 2 for a line for each epoch, 0 for nothing.
+        print_fn: Function of one line of text, for workers that go and come.
+
+    Returns:
+        Keras's history. Its logs also have `staleness_mean`, `staleness_p95` and `staleness_max`
+        of each epoch's steps; `steps_by_worker` has the steps that each worker has computed.
+
+    Raises:
+        ValueError: For a model of another strategy, and for data or callbacks that cannot be used.
+        RuntimeError: If a server or all workers are lost.
+
+    Sources: Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server"; Ho
+    et al., 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+    Server".
+    """
+    strategy = model.distribute_strategy
+    _check(model, callbacks, max_staleness, epochs)
+    train = _dataset(data, strategy, batch_size, lambda size: {"seed": seed}, distribute_train)
+    test = None
+    if validation_data is not None:
+        size = train.plan.global_batch_size
+        test = _dataset(validation_data, strategy, size, lambda _: {}, distribute_eval)
+    remote_step.build(model, _first_batch(train))
+    strategy.requests = requests = SettledRequests()
+    step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
+    if strategy.verify != "never" and train.steps_left():
+        split_check.check(step, next_batch(train), max_staleness == 0 and strategy.num_workers > 1)
+    heart = os.environ.get(environment.PROGRESS)
+    chosen = keras.callbacks.CallbackList(
+        [*([LauncherHeartbeat(heart)] if heart else []), *callbacks],
+        add_history=True,
+        add_progbar=verbose != 0,
+        model=model,
+        epochs=epochs,
+        steps=train.plan.steps_per_epoch,
+        verbose=verbose,
+    )
+    for callback in chosen.callbacks:
+        if hasattr(callback, "set_callbacks"):
+            callback.set_callbacks(chosen.callbacks)
+    with RemoteRuns(strategy, step, max_staleness, print_fn) as runs:
+        requests.is_settled = lambda: not runs.under_way
+        _Epochs(model, train, test, chosen, step, runs, requests).run(epochs)
+    model.history.steps_by_worker = dict(sorted(runs.steps_by_worker.items()))
+    return model.history
+
+
+class _Epochs:
+    """The epochs of one training, as the loop of `fit`."""
+
+    def __init__(self, model, train, test, chosen, step, runs, requests):
+        self._model, self._train, self._test = model, train, test
+        self._callbacks, self._step, self._runs = chosen, step, runs
+        self._requests = requests
+        every = [getattr(each, "every_steps", None) for each in chosen.callbacks]
+        self._every = [each for each in every if each]
+
+    def run(self, epochs):
+        model, logs = self._model, {}
+        model.stop_training = False
+        keras_compat.take_initial_epoch(model)
+        self._callbacks.on_train_begin()
+        for epoch in range(keras_compat.take_initial_epoch(model) or 0, epochs):
+            model.reset_metrics()
+            self._callbacks.on_epoch_begin(epoch)
+            logs = self._train_epoch(epoch)
+            if self._test is not None:
+                logs |= {f"val_{name}": value for name, value in self._evaluate().items()}
+            self._callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        self._callbacks.on_train_end(logs)
+
+    def _train_epoch(self, epoch) -> dict:
+        runs, plan = self._runs, self._train.plan
+        runs.staleness = []
+        # Those that a checkpoint has restored, or zeros.
+        runs.metrics = [keras.ops.convert_to_numpy(v) for v in self._model.metrics_variables]
+        done = plan.steps_per_epoch - self._train.steps_left()
+        if done == plan.steps_per_epoch:
+            self._train.end_pass()
+            return self._step.results(runs.metrics)
+        self._batch = done
+        runs.train(
+            self._train,
+            epoch * plan.steps_per_epoch + done,
+            lambda sent: self._may_go_on(done + sent),
+            self._apply,
+        )
+        self._step.put_metrics(runs.metrics)
+        logs = self._step.results(runs.metrics) | runs.logs
+        return logs | staleness.summarize(runs.staleness).logs()
+
+    def _may_go_on(self, sent) -> bool:
+        if self._model.stop_training:
+            return False
+        waits = self._requests.is_asked or any(sent % every == 0 for every in self._every)
+        return not (waits and self._runs.under_way)
+
+    def _apply(self, apply):
+        self._callbacks.on_train_batch_begin(self._batch)
+        apply()
+        if not self._runs.under_way and (self._requests.is_asked or self._every):
+            # A checkpoint may copy them now.
+            self._step.put_metrics(self._runs.metrics)
+        logs = self._step.results(self._runs.metrics) | self._runs.logs
+        self._callbacks.on_train_batch_end(self._batch, logs)
+        self._batch += 1
+
+    def _evaluate(self) -> dict:
+        self._callbacks.on_test_begin()
+        logs = self._step.results(self._runs.evaluate(self._test))
+        self._callbacks.on_test_end(logs)
+        return logs
+
+
+def _check(model, callbacks, max_staleness, epochs):
+    if not getattr(model.distribute_strategy, "has_parameter_servers", False):
+        raise ValueError(
+            "`train_async` trains models that were created in the scope of parameter servers. "
+            f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "
+            'compile it in the scope of create_strategy("parameter_server"), or call model.fit.'
+        )
+    check_max_staleness(max_staleness)
+    if isinstance(epochs, bool) or not hasattr(epochs, "__index__") or epochs < 1:
+        raise ValueError(
+            f"`epochs` must be a whole number from 1. Received: epochs={epochs!r}. "
+            "Use for example epochs=3."
+        )
+    for callback in callbacks:
+        for kind, advice in _REFUSED.items():
+            if isinstance(callback, kind):
+                raise ValueError(
+                    "`callbacks` must be such as work without `fit`. "
+                    f"Received: {type(callback).__name__}. {advice}"
+                )
+
+
+def check_max_staleness(value) -> None:
+    """Raises ValueError for an invalid `max_staleness`."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+        raise ValueError(
+            "`max_staleness` must be None or a whole number from 0. "
+            f"Received: max_staleness={value!r}. Use 0 for synchronous steps, None for no bound."
+        )
+
+
+def _dataset(data, strategy, batch_size, more, distribute) -> EpochDataset:
+    if isinstance(data, EpochDataset):
+        return data
+    if batch_size is None:
+        raise ValueError(
+            "`batch_size` must be given with data that no strategy has distributed. "
+            f"Received: batch_size=None, data of type {type(data).__name__}. "
+            "Use for example batch_size=64."
+        )
+    return distribute(data, strategy, batch_size, **more(batch_size))
+
+
+def _first_batch(train):
+    specs = tf.nest.map_structure(
+        lambda spec: (
+            tf.zeros([2, *[n or 1 for n in spec.shape[1:]]], spec.dtype)
+            if spec.dtype != tf.string
+            else tf.fill([2, *[n or 1 for n in spec.shape[1:]]], "")
+        ),
+        train.element_spec,
+    )
+    return specs
+
+
+def next_batch(train: EpochDataset):
+    """Returns the batch that training will begin with, without counting it as taken."""
+    return iter(train).look()
+
+
+def _any_rows(element_spec):
+    return tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
+    )

@@ -1,0 +1,245 @@
+"""The chief's part of training with parameter servers: sends steps out, and applies what comes."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti.parallel import remote_step
+from tfmulti.parallel.remote_step import Answer, RemoteStep
+from tfmulti.parallel.staleness import StalenessBound
+from tfmulti.sharding import replica_slice
+from tfmulti.strategies.coordination import CoordinationRequests
+from tfmulti.strategies.parameter_server import find_lost_server, is_lost_worker
+from tfmulti.strategies.task_monitor import TaskMonitor
+
+_LOOK_S = 0.5
+_MOST_RETRIES = 100
+
+
+class SettledRequests(CoordinationRequests):
+    """Requests that are granted between steps only, when no step is under way.
+
+    Only then is what was trained on a beginning of the order of examples, from which training can
+    resume.
+    """
+
+    def __init__(self):
+        super().__init__(num_replicas=1)
+        self.is_settled: Callable[[], bool] = lambda: True
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a request; then no further step should begin."""
+        return any(self._asked.values())
+
+    def receive(self) -> bool:
+        """Grants the requests if no step is under way."""
+        return super().receive() if self.is_settled() else False
+
+
+class RemoteRuns:
+    """The steps of one training that workers compute, and their application.
+
+    Args:
+        strategy: The strategy.
+        step: The model's steps.
+        max_staleness: The largest staleness; None for none, 0 for synchronous steps.
+        tell: Function of one line of text.
+
+    Attributes:
+        staleness: The staleness of each step of this epoch.
+        steps_by_worker: Steps, or parts of steps, that each worker has computed.
+        metrics: The metrics' states over the steps of this epoch.
+        logs: What else the last step has logged.
+    """
+
+    def __init__(self, strategy, step: RemoteStep, max_staleness: int | None, tell):
+        self._strategy, self._step, self._tell = strategy, step, tell
+        self._bound = StalenessBound(max_staleness)
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._held: dict[int, Answer] = {}
+        self._processes: dict[int, int] = {}
+        self._monitor = TaskMonitor(strategy.cluster)
+        self._sent: dict[int, tuple] = {}
+        self._retries = 0
+        self.staleness: list[int] = []
+        self.steps_by_worker: collections.Counter = collections.Counter()
+        self.metrics: list[np.ndarray] = []
+        self.logs: dict[str, float] = {}
+        most = strategy.num_workers + 1
+        self._limit = most if self._bound.limit is None else min(most, self._bound.limit)
+
+    def __enter__(self):
+        self._monitor.start()
+        tf.get_logger().addFilter(_leave_out)
+        return self
+
+    def __exit__(self, *_):
+        self._monitor.stop()
+        tf.get_logger().removeFilter(_leave_out)
+
+    @property
+    def under_way(self) -> int:
+        """Steps that were sent out and are not yet applied."""
+        return len(self._bound)
+
+    def train(
+        self,
+        batches: Iterable,
+        first_step: int,
+        may_go_on: Callable[[int], bool],
+        around: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Trains on batches, each once, and returns when all are applied.
+
+        Args:
+            batches: The batches of this epoch.
+            first_step: The number of the first one since training began.
+            may_go_on: Function of a number of steps sent out, of which all but those under way
+                are applied, that tells whether a further one may begin now.
+            around: Function that is given the application of each step, and calls it.
+        """
+        train = self._train_together if self._bound.bound == 0 else self._train_apart
+        for sent, batch in enumerate(batches):
+            train(batch, first_step + sent, around)
+            if not may_go_on(sent + 1):
+                self._finish(around)
+                if not may_go_on(sent + 1):
+                    break
+        self._finish(around)
+
+    def evaluate(self, batches: Iterable) -> list[np.ndarray]:
+        """Returns the metrics' states over batches, with the present weights."""
+        states = self._step.first_metrics
+        waiting = 0
+        for number, batch in enumerate(batches):
+            if waiting == self._strategy.num_workers + 1:
+                states = self._add(states, self._next_answer()[1])
+                waiting -= 1
+            self._send(number, self._step.schedule_test, batch)
+            waiting += 1
+        for _ in range(waiting):
+            states = self._add(states, self._next_answer()[1])
+        return states
+
+    def _train_apart(self, batch, number, around):
+        """Sends a whole batch to one worker, once there is room."""
+        while self.under_way >= self._limit:
+            self._take_one(around)
+        self._bound.begin(number)
+        self._send(number, self._step.schedule, batch, number)
+
+    def _train_together(self, batch, number, around):
+        """Sends each worker its part of a batch, and applies the sum of their gradients."""
+        rows, workers = _rows_of(batch), self._strategy.num_workers
+        ranges = [replica_slice(rows, workers, part) for part in range(workers)]
+        ranges = [(start, stop) for start, stop in ranges if stop > start]
+        self._bound.begin(number)
+        for part, (start, stop) in enumerate(ranges):
+            self._send(part, self._step.schedule, _some_rows(batch, start, stop), number, part)
+        answers = dict(self._next_answer() for _ in ranges)
+        self._apply(number, [answers[part] for part in range(len(ranges))], around)
+
+    def _finish(self, around):
+        while self.under_way:
+            self._take_one(around)
+
+    def _take_one(self, around):
+        """Waits until a step can be applied, and applies all that can."""
+        applied = False
+        while not applied:
+            number, answer = self._next_answer()
+            self._held[number] = answer
+            while ready := [each for each in self._held if self._bound.may_apply(each)]:
+                self._apply(ready[0], [self._held.pop(ready[0])], around)
+                applied = True
+
+    def _apply(self, number, answers, around):
+        def apply():
+            self.staleness += [self._bound.updates - min(a.updates for a in answers)]
+            if len(answers) == 1:
+                gradients, changes = answers[0].gradients, answers[0].changes
+            else:
+                gradients, changes = remote_step.add_gradients(answers)
+            try:
+                self._step.apply(gradients, changes)
+            except tf.errors.OpError as error:
+                self._raise(error)
+            self._bound.apply(number)
+            self.logs = remote_step.mean_logs(answers)
+            for answer in answers:
+                self.metrics = self._add(self.metrics, answer.metrics)
+                self._note(answer)
+
+        around(apply)
+
+    def _note(self, answer):
+        self.steps_by_worker[answer.worker] += 1
+        known = self._processes.setdefault(answer.worker, answer.process)
+        if known != answer.process:
+            self._processes[answer.worker] = answer.process
+            self._tell(f"worker {answer.worker} is back, in a new process, and computes steps")
+
+    def _add(self, states, more):
+        pairs = zip(states, more, self._step.first_metrics)
+        return [np.asarray(state + (new - first)) for state, new, first in pairs]
+
+    def _send(self, number, schedule, *arguments):
+        wait = schedule(self._strategy.coordinator, *arguments)
+        self._sent[number] = (schedule, *arguments)
+
+        def work():
+            try:
+                self._answers.put((number, wait(), None))
+            except BaseException as error:
+                self._answers.put((number, None, error))
+
+        threading.Thread(target=work, daemon=True, name="tfmulti step").start()
+
+    def _next_answer(self) -> tuple[int, Answer]:
+        while True:
+            for line in self._monitor.news():
+                self._tell(line)
+            try:
+                number, answer, error = self._answers.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._monitor.check()
+                continue
+            if error is None:
+                del self._sent[number]
+                self._retries = 0
+                return number, answer
+            self._retries += 1
+            if not is_lost_worker(error) or self._retries > _MOST_RETRIES:
+                self._raise(error)
+            # The coordinator sends a step again until it is computed, but a worker can be lost
+            # between that and the sending of its answer.
+            self._send(number, *self._sent[number])
+
+    def _raise(self, error) -> NoReturn:
+        lost = find_lost_server(error, self._strategy.cluster)
+        if lost is not None:
+            # The error has pages, and says less.
+            raise lost from None
+        raise error
+
+
+def _leave_out(record: logging.LogRecord) -> bool:
+    """Leaves out what TensorFlow's coordinator logs of a lost worker: the monitor tells it."""
+    return record.module != "cluster_coordinator"
+
+
+def _some_rows(batch, start, stop):
+    return tf.nest.map_structure(lambda rows: rows[start:stop], batch)
+
+
+def _rows_of(batch) -> int:
+    return int(tf.shape(tf.nest.flatten(batch)[0])[0])
