@@ -1,6 +1,6 @@
 """Prints how long the stages of a pipeline wait for each other, beside the theory.
 
-`python -m benchmarks.pipeline [--stages 2 4] [--micro_batches 1 2 4 8] [--seconds 1] [--steps 8]`
+`python -m benchmarks.pipeline [--stages 2 4] [--micro_batches 1 2 4 8] [--seconds 2] [--steps 8]`
 
 Stages sleep in place of computing, so that a machine with few cores can have many; the time of a
 step that they do not sleep is idle. Of s stages and m micro-batches it is (s - 1) / (m + s - 1).
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=2.0)
     defaults = {"steps": 8, "rounds": 4, "layers": 4, "units": 1024, "rows": 1024}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
