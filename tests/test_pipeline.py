@@ -90,6 +90,9 @@ class Mailbox:
     def Test(self):
         return True
 
+    def Iprobe(self, source, tag):
+        return bool(self._boxes.get((source, self.rank, tag)))
+
     def Recv(self, piece, source, tag):
         piece[:] = self._boxes[source, self.rank, tag].pop(0)
 

@@ -14,6 +14,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -137,15 +138,17 @@ class MpiAllReduce:
             sums[place] = value
         return sums
 
-    def send(self, tensors: list[tf.Tensor], to: int) -> None:
+    def send(self, tensors: list[tf.Tensor], to: int) -> list[tf.Tensor]:
         """Sends tensors to one worker, and waits for nothing; that one calls `receive_sent`.
+
+        Returns tensors that are there as soon as the sending has begun.
 
         Args:
             tensors: Dense tensors.
             to: The number of the worker.
         """
         method = functools.partial(self._send_to, to)
-        self._call(lambda _, *arrays: [self._begin(method, *arrays)], tensors, [])
+        return self._call(lambda _, *arrays: [self._begin(method, *arrays)], tensors, [])
 
     def receive_sent(self, specs: list[tf.TensorSpec], source: int) -> list[tf.Tensor]:
         """Returns what one worker has sent by `send`.
@@ -304,6 +307,9 @@ class MpiAllReduce:
 
     def _receive_sent(self, source, kinds):
         sizes = np.empty(sum(rank for _, rank in kinds), np.int64)
+        # MPI waits by asking all the time, on the core that computes what comes before.
+        while not self._communicator.Iprobe(source=source, tag=_SENT):
+            time.sleep(_PROGRESS_S)
         self._communicator.Recv(sizes.view(np.uint8), source=source, tag=_SENT)
         arrays, sizes = [], iter(sizes.tolist())
         for dtype, rank in kinds:

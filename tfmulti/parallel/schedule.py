@@ -88,6 +88,8 @@ class Pass:
         self._ends = tf.cumsum(self._counts)
         self._total = self._ends[-1]
         self._kept: list = []
+        # What ends when the previous micro-batch has been computed and its sending has begun.
+        self._previous: list = []
         self.updates: list[tf.Tensor] = []
 
     def forward(self, flat, weights) -> list[tf.Tensor]:
@@ -112,8 +114,9 @@ class Pass:
             ]
             if self._is_last:
                 done.append(outputs)
+                self._previous = outputs
             else:
-                self._send(outputs, self._me + 1)
+                self._previous = self._send(outputs, self._me + 1)
         self.updates = [value for _, value in after]
         results = self._spread(_joined(done), self._number - 1, self._plan.outputs.specs, least=1)
         # A worker that has a padding row alone gets some row for it.
@@ -131,7 +134,7 @@ class Pass:
         mine = [tf.where(self._has_rows, each, tf.zeros_like(each)) for each in upstream]
         specs = _floats(self._plan.outputs, self._plan.outputs.specs)
         given = self._collect(mine, last, specs if self._is_last else None)
-        weights, inputs = None, []
+        weights, inputs, self._previous = None, [], []
         for place in reversed(range(self._plan.num_micro_batches)):
             after = self._described.after
             gradients = (
@@ -144,8 +147,10 @@ class Pass:
             if self._is_first:
                 begin, end = self._bounds(place)
                 inputs.insert(0, [each[: end - begin] for each in of_inputs])
+                sent = of_inputs if self._wants_inputs else []
             else:
-                self._send(of_inputs, self._me - 1)
+                sent = self._send(of_inputs, self._me - 1)
+            self._previous = [*sent, *tf.nest.flatten(of_weights, expand_composites=True)]
         if self._wants_inputs:
             first = self._plan.described[0].before
             inputs = self._spread(_joined(inputs), 0, _floats(first, first.specs), least=0)
@@ -164,7 +169,7 @@ class Pass:
         return [tf.cast(new, old.dtype) for new, old in zip(added, dense)]
 
     def _send(self, flat, stage):
-        self._mpi.send(flat, self._first_worker + stage)
+        return self._mpi.send(flat, self._first_worker + stage)
 
     def _receive(self, specs, stage):
         return self._mpi.receive_sent(specs, self._first_worker + stage)
@@ -172,7 +177,7 @@ class Pass:
     def _run(self, place, taken, weights, state):
         """Computes this worker's stage on one micro-batch, and keeps what its gradient needs."""
         before, after = self._described.before, self._described.after
-        taken = [tf.identity(each) for each in taken]
+        taken = self._in_turn(taken)
         sources = [*_floats(before, taken), *weights]
         if self._plan.recomputes:
             flat, new = self._computed(place, taken, weights, state)
@@ -183,6 +188,14 @@ class Pass:
                 flat, new = self._computed(place, taken, weights, state)
             self._kept.append((tape, sources, _floats(after, flat), None))
         return flat, new
+
+    def _in_turn(self, tensors) -> list[tf.Tensor]:
+        """Has a micro-batch wait for the previous one.
+
+        TensorFlow would compute them side by side, or in any order: all would be done late.
+        """
+        with tf.control_dependencies(self._previous):
+            return [tf.identity(each) for each in tensors]
 
     def _computed(self, place, taken, weights, state):
         begin, end = self._bounds(place)
@@ -206,6 +219,7 @@ class Pass:
 
     def _gradients(self, place, upstream):
         tape, *kept = self._kept[place]
+        upstream = self._in_turn(upstream)
         if tape is None:
             tape, kept = self._computed_again(place, upstream, *kept)
         sources, outputs, _ = kept
