@@ -47,7 +47,9 @@ def slow_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="own")
 def own_fixture(run_workers, tmp_path_factory):
-    return run(run_workers, tmp_path_factory.mktemp("local"), ("own steps", "dice", "skips"))
+    folder = tmp_path_factory.mktemp("local")
+    runs = [run(run_workers, folder, names) for names in (["own steps"], ["dice", "skips"])]
+    return [one | more for one, more in zip(*runs)]
 
 
 @pytest.fixture(scope="module", name="life")
