@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
+import textwrap
 
 import keras
 import numpy as np
@@ -16,6 +20,8 @@ from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
 from tfmulti.parallel.staleness import StalenessBound, summarize
 from tfmulti.runtime import processes
+from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
+from tfmulti.strategies.task_monitor import TaskMonitor
 from tfmulti.train.config import TrainConfig
 
 
@@ -152,3 +158,97 @@ def test_a_model_of_another_strategy_is_trained_by_fit():
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="model.fit"):
         tfmulti.train_async(model, (np.zeros((4, 1)), np.zeros(4)), batch_size=2)
+
+
+@pytest.fixture(name="monitor")
+def monitor_fixture(monkeypatch):
+    monkeypatch.setenv("TFMULTI_START_TIMEOUT", "0.001")
+    config = {**spec("chief", "worker", "ps"), "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+    cluster = {"cluster": config, "task": {"type": "chief", "index": 0}}
+    return TaskMonitor(resolve_cluster(cluster, servers=True, check_network=False))
+
+
+def test_a_lost_server_is_named(monitor):
+    monitor.note("ps 0", False)
+    monitor.check()
+    for _ in range(3):
+        monitor.note("ps 0", False)
+    with pytest.raises(ServerLost, match="ps 0 .127.0.0.1:20002. is lost"):
+        monitor.check()
+
+
+def test_training_ends_once_no_worker_is_left(monitor):
+    for _ in range(3):
+        monitor.note("worker 0", False)
+    monitor.check()
+    assert ["worker 0" in line for line in monitor.news()] == [True]
+    for _ in range(3):
+        monitor.note("worker 1", False)
+    monitor.check()
+    with pytest.raises(WorkersLost, match="no worker since"):
+        while True:
+            monitor.check()
+
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+kind, index, again = task["type"], task["index"], os.environ["TFMULTI_RESTARTS"] != "0"
+here = Path(sys.argv[1])
+(here / f"{kind}_{index}_{again}").touch()
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def run_job(tmp_path):
+    """Runs a program without TensorFlow on a chief, two workers and a server."""
+
+    def run(code, *options):
+        command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--num_ps=1"]
+        program = PRELUDE + textwrap.dedent(code)
+        command += [*options, "--", sys.executable, "-c", program, str(tmp_path)]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=100, env={**os.environ}
+        )
+
+    return run
+
+
+def test_a_killed_worker_is_restarted_alone(run_job, tmp_path):
+    code = """
+        if kind == "worker" and index == 1 and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for("worker_1_True")
+    """
+    done = run_job(code, "--max_restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert "Restart 1 (of 1) of worker 1" in done.stderr
+    assert [path.name for path in tmp_path.glob("*_True")] == ["worker_1_True"]
+
+
+def test_a_job_goes_on_without_a_worker(run_job):
+    code = """
+        if kind == "worker" and index == 1:
+            (here / "gone").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for("gone")
+    """
+    done = run_job(code)
+    assert done.returncode == 0 and "worker 1 was ended by SIGKILL" in done.stderr
+    assert "the job goes on with" in done.stderr
+
+
+@pytest.mark.parametrize(("role", "code"), [("ps", 137), ("chief", 3)])
+def test_a_job_ends_with_its_server_or_chief(run_job, role, code):
+    ends = "os.kill(os.getpid(), signal.SIGKILL)" if role == "ps" else "sys.exit(3)"
+    done = run_job(f"""
+        if kind == "{role}":
+            {ends}
+        time.sleep(100)
+    """)
+    assert done.returncode == code
+    assert ("ps 0 was ended by SIGKILL" if role == "ps" else "chief failed with") in done.stderr

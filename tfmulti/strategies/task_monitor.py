@@ -83,10 +83,13 @@ class TaskMonitor:
     def _look(self):
         while not self._stopped.wait(_EVERY_S):
             for name, address in self._addresses.items():
-                before = self._misses[name]
-                self._misses[name] = 0 if is_reachable(address) else before + 1
-                if name.startswith("worker") and self._misses[name] == _LOOKS:
-                    self._news.put(
-                        f"{name} ({address}) is lost: others compute its step under way again, and "
-                        "no example is left out"
-                    )
+                self.note(name, is_reachable(address))
+
+    def note(self, name: str, is_there: bool) -> None:
+        """Notes whether a task has answered; one that did not several times has gone."""
+        self._misses[name] = 0 if is_there else self._misses[name] + 1
+        if name.startswith("worker") and self._misses[name] == _LOOKS:
+            self._news.put(
+                f"{name} ({self._addresses[name]}) is lost: others compute its step under way "
+                "again, and no example is left out"
+            )

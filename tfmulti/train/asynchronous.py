@@ -211,6 +211,7 @@ def check_max_staleness(value) -> None:
 
 def _dataset(data, strategy, batch_size, more, distribute) -> EpochDataset:
     if isinstance(data, EpochDataset):
+        _check_dataset(data)
         return data
     if batch_size is None:
         raise ValueError(
@@ -218,7 +219,24 @@ def _dataset(data, strategy, batch_size, more, distribute) -> EpochDataset:
             f"Received: batch_size=None, data of type {type(data).__name__}. "
             "Use for example batch_size=64."
         )
-    return distribute(data, strategy, batch_size, **more(batch_size))
+    made = distribute(data, strategy, batch_size, **more(batch_size))
+    _check_dataset(made)
+    return made
+
+
+def _check_dataset(data):
+    strange = [s for s in tf.nest.flatten(data.element_spec) if not isinstance(s, tf.TensorSpec)]
+    if strange:
+        raise ValueError(
+            "With parameter servers `data` must be dense: batches are cut by rows. "
+            f"Received: {type(strange[0]).__name__}. Pad the rows to one length, or use the "
+            "strategy multi_worker."
+        )
+    if data.plan.remainder == "pad":
+        raise ValueError(
+            "With parameter servers the last batch of `data` is short, or left out. Received: "
+            "remainder='pad'. Use remainder='uneven' or 'drop'."
+        )
 
 
 def _first_batch(train):
