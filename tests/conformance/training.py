@@ -84,7 +84,18 @@ def _state(model, place) -> dict:
         for each in optimizer.variables
         if each.name != "learning_rate"
     ]
-    return {id(each): place.local_values(each) for each in [*model.variables, *variables]}
+    return {id(each): _values(each, place) for each in [*model.variables, *variables]}
+
+
+def _values(variable, place) -> list:
+    """The values of a variable on this worker; none of what another worker holds."""
+    if hasattr(variable, "is_here"):
+        # Not above: where tfmulti must have no part, it is not imported.
+        from tfmulti import keras_compat
+
+        with keras_compat.held_values():
+            return [np.array(variable.value)] if variable.is_here else []
+    return place.local_values(variable)
 
 
 def optimizers_of(model) -> list:

@@ -30,8 +30,10 @@ _NOT_ON_SERVERS = (
     "estimate_memory",
     "logical_cpus",
     "monitor",
+    "pipeline_stages",
     "shard",
     "steps_per_execution",
+    "synchronize_every",
 )
 
 
@@ -215,6 +217,7 @@ class TrainConfig:
                 "Use --strategy mirrored."
             )
         self._check_servers()
+        self._check_techniques()
 
     def _check_servers(self):
         """Raises ValueError for what steps on parameter servers' workers do not know."""
@@ -237,8 +240,6 @@ class TrainConfig:
                 f"Received: {name}={getattr(self, name)!r}. "
                 f"Leave --{name} out, or use --strategy multi_worker."
             )
-
-        self._check_techniques()
 
     def _check_techniques(self):
         if self.pipeline_stages and self.shard == "state":
