@@ -89,6 +89,14 @@ def several():
     return keras.Model({"a": numbers, "b": words}, outputs)
 
 
+def twins():
+    """A tower that both inputs pass through, which is a model itself."""
+    tower = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(24, "tanh"), layers.Dense(16)])
+    given = keras.Input((WIDTH,))
+    pair = tower(given), tower(layers.Rescaling(2.0)(given))
+    return keras.Model(given, layers.Dense(3)(layers.Subtract()(pair)))
+
+
 class OwnStep(keras.Model):
     """Clips by the norm of all gradients, which are on several workers, by hand."""
 
@@ -114,6 +122,37 @@ class OnNeighbors(keras.Model):
         x = x + 0.1 * tf.sign(tape.gradient(total, x))
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Sensitive(keras.Model):
+    """Takes two gradients of one pass, and logs that of the inputs."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            outputs = self(x, training=True)
+            loss, total = self.compute_loss(x, y, outputs), tf.reduce_sum(outputs)
+        steep = tf.reduce_mean(tf.square(tape.gradient(total, x)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "steep": steep}
+
+
+class Penalized(keras.Model):
+    """A penalty on gradients, which needs a second derivative."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)
+            steep = tf.reduce_mean(tf.square(inner.gradient(outputs, x)))
+            loss = self.compute_loss(x, y, outputs) + steep
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
@@ -157,6 +196,8 @@ TRAINED = {
     "several steps": {"model": dense, "compile": {"steps_per_execution": 2}},
     "own step": {"model": lambda: stepping(OwnStep)},
     "gradients of inputs": {"model": lambda: stepping(OnNeighbors)},
+    "two gradients": {"model": lambda: stepping(Sensitive)},
+    "twins": {"model": twins},
     "normalized": {
         "model": normalized,
         "copies": lambda: normalized(synchronized=True),
@@ -286,6 +327,10 @@ def refusals(strategy, folder, name):
         model.compile("sgd", "mse")
         tfmulti.pipeline(model)
 
+    def penalized():
+        model = create(strategy, {"model": lambda: stepping(Penalized)}, "stages")
+        model.fit(batches(strategy, {}), verbose=0)
+
     return {
         "stages": needs(lambda: tfmulti.pipeline(dense(), stages=5)),
         "names": needs(lambda: tfmulti.pipeline(dense(), stages=["nothing"])),
@@ -294,6 +339,7 @@ def refusals(strategy, folder, name):
         "subclassed": needs(lambda: tfmulti.pipeline(Subclassed())),
         "compiled": needs(compiled),
         "optimizer": needs(wrong_optimizer),
+        "penalized": needs(penalized),
     }
 
 

@@ -13,6 +13,7 @@ from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
 from tfmulti.keras_compat.calls import layers_of_nodes as layers_of_nodes
 from tfmulti.keras_compat.calls import next_op as next_op
 from tfmulti.keras_compat.calls import nodes_of as nodes_of
+from tfmulti.keras_compat.calls import part_of_calls as part_of_calls
 from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
 from tfmulti.keras_compat.calls import values_of as values_of
 from tfmulti.keras_compat.calls import variables_read as variables_read

@@ -197,6 +197,32 @@ def _nodes(model):
     return [node for node in nodes if not node.is_input]
 
 
+def part_of_calls(model: keras.Model, first: int, last: int, inputs, outputs) -> keras.Model:
+    """Returns a model of some calls of a Functional or Sequential model.
+
+    `keras.Model` fails where a layer that has made an input is called again within the part, as
+    a shared layer is; its calls are then made anew.
+
+    Args:
+        model: The model.
+        first: The position of the first call, in the order of `nodes_of`.
+        last: The position after the last one.
+        inputs: The tensors of the model that the part takes.
+        outputs: Those that it returns.
+    """
+    nodes = _nodes(model)[first:last]
+    operations = {id(node.operation) for node in nodes}
+    if not any(id(tensor._keras_history.operation) in operations for tensor in inputs):
+        return keras.Model(inputs, outputs)
+    given = [keras.Input(batch_shape=x.shape, dtype=x.dtype, sparse=x.sparse) for x in inputs]
+    made = dict(zip(map(id, inputs), given))
+    for node in nodes:
+        args, kwargs = node.arguments.fill_in(made)
+        results = keras.tree.flatten(node.operation(*args, **kwargs))
+        made.update(zip(map(id, node.outputs), results))
+    return keras.Model(given, [made[id(tensor)] for tensor in outputs])
+
+
 def is_recorded(tensors: list[tf.Tensor]) -> bool:
     """Whether a tape watches one of some tensors, so that a gradient of it may be asked for."""
     return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)

@@ -93,7 +93,8 @@ class Cut:
         later = {id(x) for inputs, _ in self._nodes[last:] for x in inputs}
         later |= {id(x) for x in self._model.outputs}
         after = {id(x): x for _, outputs in nodes for x in outputs if id(x) in later}
-        part = keras.Model(list(before.values()), list(after.values()))
+        ends = list(before.values()), list(after.values())
+        part = keras_compat.part_of_calls(self._model, first, last, *ends)
         # Its layers have set the masks of its outputs; Keras would warn that they are lost.
         part.supports_masking, part.compute_mask = True, lambda inputs, previous_mask: None
         return Part(part, tuple(before), tuple(after))

@@ -57,6 +57,7 @@ def pipeline(
     Pipeline Parallelism".
     """
     strategy = model.distribute_strategy
+    stages = [stages] if isinstance(stages, str) else stages
     _refuse_model(model, micro_batches)
     if strategy.num_replicas_in_sync == 1:
         return model
@@ -156,7 +157,8 @@ class _Pipeline:
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in _floats(plan.outputs, upstream)]
-                of_inputs, of_weights = one.backward(_differentiated_once(upstream))
+                of_inputs, of_weights = one.backward(upstream)
+                of_inputs = _differentiated_once(of_inputs, [*flat, *weights])
                 found, of_weights = iter(of_inputs), dict(zip(mine, of_weights))
                 own = [place for place in of_weights if not self._weights[place][1]]
                 added = one.of_copies([of_weights[place] for place in own])
@@ -191,21 +193,26 @@ def _weights_of(model):
                 yield weight
 
 
-@tf.custom_gradient
-def _once(*tensors):
-    def gradient(*upstream):
-        raise RuntimeError(
-            "A pipeline has first derivatives alone. Received: a gradient of a gradient that "
-            "passed through its stages, as for a penalty on gradients. Use shard='parameters' "
-            "without tfmulti.pipeline."
-        )
+def _differentiated_once(gradients, sources):
+    """Has a second derivative, which MPI's calls would leave out in silence, be an error.
 
-    return [tf.identity(tensor) for tensor in tensors], gradient
+    Args:
+        gradients: Gradients that have passed through the stages.
+        sources: What they depend on.
+    """
 
+    @tf.custom_gradient
+    def once(*tensors):
+        def gradient(*upstream):
+            raise RuntimeError(
+                "A pipeline has first derivatives alone. Received: a gradient of a gradient that "
+                "passed through its stages, as for a penalty on gradients. Use "
+                "shard='parameters' without tfmulti.pipeline."
+            )
 
-def _differentiated_once(tensors):
-    """Has a second derivative, which MPI's calls would leave out in silence, be an error."""
-    return list(_once(*tensors)) if tensors else []
+        return [tf.identity(tensor) for tensor in tensors[: len(gradients)]], gradient
+
+    return list(once(*gradients, *sources)) if gradients else []
 
 
 def _floats(handover, flat):

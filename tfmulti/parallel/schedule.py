@@ -183,7 +183,8 @@ class Pass:
             flat, new = self._computed(place, taken, weights, state)
             self._kept.append((None, taken, weights, state))
         else:
-            with tf.GradientTape() as tape:
+            # A step may take several gradients of what it has computed once.
+            with tf.GradientTape(persistent=True) as tape:
                 tape.watch(sources)
                 flat, new = self._computed(place, taken, weights, state)
             self._kept.append((tape, sources, _floats(after, flat), None))
