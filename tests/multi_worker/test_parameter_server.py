@@ -16,7 +16,7 @@ from tfmulti.runtime import processes
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "parameter_server_worker.py"
-STEPS, EPOCHS = 6, 3
+EPOCHS = 2
 
 
 def launch(arguments, *options, num_workers=2, num_ps=2):
@@ -114,9 +114,9 @@ def test_staleness_is_measured_and_bounded(found):
 
 def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
     case = found["own_step"]
-    assert case["iterations"] == len(case["masks"]) == 38 * EPOCHS
+    assert case["iterations"] == len(case["masks"]) == 13 * EPOCHS
     # No change of a state is lost, and each step draws numbers of its own.
-    assert case["seen"] == 301.0 * EPOCHS
+    assert case["seen"] == 101.0 * EPOCHS
     assert len(set(case["masks"])) == len(case["masks"])
     assert len(case["own"]) == EPOCHS and all(np.isfinite(case["own"]))
     np.testing.assert_allclose(case["mean"], 3.0, atol=1.0)
@@ -173,9 +173,9 @@ def test_a_job_resumes_after_a_server_was_killed(start):
     job.kill("ps_1")
     code, told, case = job.finish()
     assert code == 0, told
-    assert case["resumed"] >= 10 and case["resumed"] % 10 == 0
-    assert case["counts"] == {"least": 2, "most": 2, "sum": 602.0}
-    assert case["iterations"] == 38 * 2 and case["epochs"] == [0, 1]
+    assert case["resumed"] > 38 and case["resumed"] % 10 == 0
+    assert case["counts"] == {"least": 3, "most": 3, "sum": 903.0}
+    assert case["iterations"] == 38 * 3 and case["epochs"] == [0, 1, 2]
 
 
 @pytest.mark.slow
