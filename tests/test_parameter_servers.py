@@ -113,6 +113,13 @@ def test_servers_are_part_of_the_cluster_where_they_are_allowed():
         resolve_cluster(config, check_network=False)
 
 
+def test_the_variable_that_kubeflow_writes_is_read():
+    hosts = {kind: [f"job-{kind}-0.default.svc:2222"] for kind in ("chief", "worker", "ps")}
+    task = {"type": "ps", "index": 0}
+    config = {"cluster": hosts, "task": task, "environment": "cloud"}
+    assert resolve_cluster(config, servers=True, check_network=False).names_come_late
+
+
 @pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
 def test_a_cluster_without_one_of_the_roles_is_refused(missing):
     kinds = [kind for kind in ("chief", "worker", "ps") if kind != missing]

@@ -17,8 +17,7 @@ import tensorflow as tf
 import tfmulti
 from tfmulti.sharding import epoch_order
 
-NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 8, 3
-STEPS = 6
+NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 8, 2
 # Two parts of 256 KiB and more.
 IDS, COLUMNS = 70_000, 2
 
@@ -163,7 +162,7 @@ def own_step(strategy, folder):
         model.compile(keras.optimizers.Adam(0.05), "mse")
     masks = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: masks.append(logs))
-    x = rows(301)[0] + 3.0
+    x = rows(101)[0] + 3.0
     history = run(model, (x, x[:, :1]), callbacks=[note])
     return {
         "own": history.history["own"],
@@ -256,15 +255,16 @@ def killed_worker(strategy, folder):
 
 
 def resumed(strategy, folder):
-    """Trains two epochs with checkpoints within; the first start waits to be killed."""
+    """Trains three epochs with checkpoints within; the first start waits to be killed."""
     with strategy.scope():
         model = build_counting()
     saver = tfmulti.callbacks.Checkpoint(
         folder / "checkpoints", data := distributed(strategy), every_steps=10
     )
     again = (folder / "checkpoints").exists()
-    epochs = 2 if again else 500
-    history = run(model, data, None, epochs, callbacks=[saver, Marks(folder)])
+    epochs = 3 if again else 500
+    # Within the second epoch, whose first step is no multiple of ten.
+    history = run(model, data, None, epochs, callbacks=[saver, Marks(folder, 55)])
     return {
         "counts": counts_of(model),
         "iterations": int(model.optimizer.iterations.numpy()),

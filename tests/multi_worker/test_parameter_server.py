@@ -16,7 +16,7 @@ from tfmulti.runtime import processes
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "parameter_server_worker.py"
-STEPS, EPOCHS = 6, 3
+EPOCHS = 2
 
 
 def launch(arguments, *options, num_workers=2, num_ps=2):
@@ -114,9 +114,9 @@ def test_staleness_is_measured_and_bounded(found):
 
 def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
     case = found["own_step"]
-    assert case["iterations"] == len(case["masks"]) == 38 * EPOCHS
+    assert case["iterations"] == len(case["masks"]) == 13 * EPOCHS
     # No change of a state is lost, and each step draws numbers of its own.
-    assert case["seen"] == 301.0 * EPOCHS
+    assert case["seen"] == 101.0 * EPOCHS
     assert len(set(case["masks"])) == len(case["masks"])
     assert len(case["own"]) == EPOCHS and all(np.isfinite(case["own"]))
     np.testing.assert_allclose(case["mean"], 3.0, atol=1.0)
@@ -160,13 +160,11 @@ def test_the_others_go_on_without_a_worker_that_is_not_restarted(start, tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_server_ends_the_job_by_its_name(start, tmp_path):
+def test_a_killed_server_ends_the_job_by_its_name(start):
     job = start("resumed")
     job.kill("ps_1")
     code, told, _ = job.finish()
     assert code == 128 + signal.SIGKILL and "ps 1 was ended by SIGKILL" in told
-    chief = (tmp_path / "logs" / "chief.log").read_text()
-    assert "Each parameter server must be there" in chief and "ps 1 (127.0.0.1" in chief
 
 
 @pytest.mark.slow
@@ -175,34 +173,38 @@ def test_a_job_resumes_after_a_server_was_killed(start):
     job.kill("ps_1")
     code, told, case = job.finish()
     assert code == 0, told
-    assert case["resumed"] >= 10 and case["resumed"] % 10 == 0
-    assert case["counts"] == {"least": 2, "most": 2, "sum": 602.0}
-    assert case["iterations"] == 38 * 2 and case["epochs"] == [0, 1]
+    assert case["resumed"] > 38 and case["resumed"] % 10 == 0
+    assert case["counts"] == {"least": 3, "most": 3, "sum": 903.0}
+    assert case["iterations"] == 38 * 3 and case["epochs"] == [0, 1, 2]
 
 
 @pytest.mark.slow
-def test_workers_and_servers_do_not_wait_for_a_chief_that_is_gone(tmp_path):
+@pytest.mark.parametrize("killed", ["chief", "ps"])
+def test_without_a_launcher_each_task_ends_and_tells_who_is_gone(tmp_path, killed):
     configs = processes.tf_configs_with_servers(2, 1)
-    chief, *others = [
-        subprocess.Popen(
+    started = {
+        name: subprocess.Popen(
             [sys.executable, str(PROGRAM), str(tmp_path), "killed_worker"],
             env={**os.environ, "TF_CONFIG": config},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for config in configs
-    ]
+        for name, config in zip(("chief", "worker 0", "worker 1", "ps"), configs)
+    }
     try:
         while not (tmp_path / "under_way").exists():
-            assert chief.poll() is None, chief.communicate()
+            assert started["chief"].poll() is None, started["chief"].communicate()
             time.sleep(0.02)
-        chief.kill()
-        for process in others:
-            _, text = process.communicate(timeout=60)
-            assert process.returncode == 144
-            assert "serves the chief, and ends with it" in text
+        started[killed].kill()
+        for name, process in started.items():
+            _, text = process.communicate(timeout=100)
+            if name == killed:
+                continue
+            assert process.returncode == 144, f"{name}: {text}"
+            words = "serves the chief, and ends with it"
+            assert ("ps 0 (127.0.0.1" if name == "chief" else words) in text
     finally:
-        for process in (chief, *others):
+        for process in started.values():
             process.kill()
             process.wait()
 
@@ -231,6 +233,7 @@ def test_the_command_line_saves_after_sigterm_and_resumes(tmp_path):
     result = json.loads((work / "result.json").read_text())
     assert result["steps"] == 23 * epochs and result["num_workers"] == 2
     assert result["metrics"]["staleness_max"] <= 2
+    assert set(result["steps_by_worker"]) == {"0", "1"}
     header, *lines = (work / "history.csv").read_text().splitlines()
     assert "staleness_p95" in header and len(lines) == epochs
     events = [path.read_bytes() for path in work.glob("logs/train/events*")]

@@ -143,12 +143,9 @@ class _Epochs:
             self._train.end_pass()
             return self._step.results(runs.metrics)
         self._batch = done
-        runs.train(
-            self._train,
-            epoch * plan.steps_per_epoch + done,
-            lambda sent: self._may_go_on(done + sent),
-            self._apply,
-        )
+        first = epoch * plan.steps_per_epoch + done
+        # Checkpoints count the steps of the run, not of the epoch.
+        runs.train(self._train, first, lambda sent: self._may_go_on(first + sent), self._apply)
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
         return logs | staleness.summarize(runs.staleness).logs()

@@ -77,6 +77,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     for name, before in zip(("steps", "examples"), worker.done_before(train.plan)):
         # Counted over the whole run, including earlier starts.
         result[name] += before
+    result |= {n: v for n, v in vars(history).items() if n == "steps_by_worker"}
     result["weights_sha256"] = digest_weights(model)
     worker.finish(model, result)
     return result
