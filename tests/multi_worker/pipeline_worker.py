@@ -89,6 +89,13 @@ def several():
     return keras.Model({"a": numbers, "b": words}, outputs)
 
 
+def tied():
+    """A table that is looked up in the first stage, and multiplied with in the last."""
+    given, table = keras.Input((TOKENS,), dtype="int32"), layers.ReversibleEmbedding(50, 16)
+    one = layers.Dense(16, "tanh")(table(given))
+    return keras.Model(given, layers.GlobalAveragePooling1D()(table(one, reverse=True)))
+
+
 def twins():
     """A tower that both inputs pass through, which is a model itself."""
     tower = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(24, "tanh"), layers.Dense(16)])
@@ -198,6 +205,7 @@ TRAINED = {
     "gradients of inputs": {"model": lambda: stepping(OnNeighbors)},
     "two gradients": {"model": lambda: stepping(Sensitive)},
     "twins": {"model": twins},
+    "tied": {"model": tied, "x": WORDS},
     "normalized": {
         "model": normalized,
         "copies": lambda: normalized(synchronized=True),
@@ -307,6 +315,11 @@ def chosen_differences(strategy, folder, name):
     }
 
 
+class Centered(layers.Layer):
+    def call(self, inputs):
+        return inputs - tf.reduce_mean(tfmulti.gather_batch(inputs), axis=0)
+
+
 class Subclassed(keras.Model):
     def call(self, inputs):
         return inputs
@@ -327,12 +340,24 @@ def refusals(strategy, folder, name):
         model.compile("sgd", "mse")
         tfmulti.pipeline(model)
 
+    def of_strings():
+        words = keras.Input((2,), dtype="string", name="words")
+        numbers = layers.StringLookup(vocabulary=["a"])(words)
+        return keras.Model(words, layers.Dense(3)(layers.Embedding(4, 3)(numbers)))
+
+    def gathered():
+        model = create(strategy, {"model": lambda: chain(Centered(), layers.Dense(8))}, "stages")
+        model.fit(batches(strategy, {}), verbose=0)
+
     def penalized():
         model = create(strategy, {"model": lambda: stepping(Penalized)}, "stages")
         model.fit(batches(strategy, {}), verbose=0)
 
     return {
         "stages": needs(lambda: tfmulti.pipeline(dense(), stages=5)),
+        "one stage": needs(lambda: tfmulti.pipeline(dense(), stages=1)),
+        "strings": needs(lambda: tfmulti.pipeline(of_strings())),
+        "gathered": needs(gathered),
         "names": needs(lambda: tfmulti.pipeline(dense(), stages=["nothing"])),
         "micro_batches": needs(lambda: tfmulti.pipeline(dense(), micro_batches=0)),
         "synchronized": needs(lambda: tfmulti.pipeline(normalized(synchronized=True))),

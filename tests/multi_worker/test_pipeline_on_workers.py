@@ -63,6 +63,9 @@ def test_each_worker_holds_the_weights_of_its_stage_alone(fast):
 def test_what_cannot_be_cut_is_told(fast):
     told = fast[0]["refusals"]
     assert "Received: 5 stages, 2 workers" in told["stages"]
+    assert "Received: stages=1" in told["one stage"]
+    assert "Received: the input words, of strings" in told["strings"]
+    assert "Received: gather_batch in a layer's call" in told["gathered"]
     assert "Received: stages=['nothing']" in told["names"]
     assert "Received: micro_batches=0" in told["micro_batches"]
     assert "Use micro_batches=1" in told["synchronized"]

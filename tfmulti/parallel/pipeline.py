@@ -61,9 +61,10 @@ def pipeline(
     _refuse_model(model, micro_batches)
     if strategy.num_replicas_in_sync == 1:
         return model
-    number = _number_of_stages(strategy, stages)
     is_named = stages is not None and not isinstance(stages, int)
-    starts = starts_at(model, stages) if is_named else costly_starts(model, number)
+    starts = starts_at(model, stages) if is_named else None
+    number = _number_of_stages(strategy, stages)
+    starts = costly_starts(model, number) if starts is None else starts
     _Pipeline(model, strategy, starts, micro_batches, checkpoint_activations).install()
     return model
 
@@ -232,6 +233,13 @@ def _refuse_model(model, micro_batches):
             f"{'is neither' if model.built else 'has not been built'}. Give it an `Input`; "
             "for a subclassed model use shard='parameters'."
         )
+    strange = [x for x in model.inputs if _is_strange(x)]
+    if strange:
+        raise ValueError(
+            "Workers of a pipeline send dense numbers to each other. Received: the input "
+            f"{strange[0].name}, of strings, sparse or ragged. Turn it into a dense tensor of "
+            "numbers in the dataset."
+        )
     if getattr(model, "optimizer", None) is not None:
         raise ValueError(
             "`pipeline` must be called before `compile`. Received: "
@@ -251,6 +259,11 @@ def _refuse_model(model, micro_batches):
         )
 
 
+def _is_strange(given):
+    is_sparse = getattr(given, "sparse", False) or getattr(given, "ragged", False)
+    return is_sparse or given.dtype == "string"
+
+
 def _refuse_inputs(flat):
     for value in flat:
         if not isinstance(value, tf.Tensor) or value.dtype == tf.string:
@@ -265,11 +278,16 @@ def _number_of_stages(strategy, stages) -> int:
     workers = topology.num_workers(strategy)
     parameters.refuse_several_replicas(strategy)
     number = stages if isinstance(stages, int) else workers if stages is None else len(stages) + 1
-    if number < 2 or workers % number:
+    if number < 2:
         raise ValueError(
-            "`stages` must be two or more, and the number of workers a multiple of them. "
-            f"Received: {number} stages, {workers} workers. Start {max(number, 2)} workers, or "
-            f"twice as many: python -m tfmulti.launch --num_workers {max(number, 2)} --mpi."
+            "`stages` must be two or more, or the names of the layers at which all stages but the "
+            f"first begin. Received: stages={stages!r}. Leave it out for one stage a worker."
+        )
+    if workers % number:
+        raise ValueError(
+            "The number of workers must be a multiple of `stages`. "
+            f"Received: {number} stages, {workers} workers. Start {number} workers, or "
+            f"twice as many: python -m tfmulti.launch --num_workers {number} --mpi."
         )
     if getattr(strategy.extended, "send", None) is None:
         raise ValueError(

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import step, topology
-from tfmulti.step import losses
+from tfmulti.step import losses, parameters
 
 # Collectives between workers and GPUs add floats, int32 and int64 only.
 _TRAVELS_AS = {
@@ -75,6 +75,12 @@ def gather_batch(structure):
     replica_batch = step.current_replica_batch()
     if context.num_replicas_in_sync == 1:
         return structure
+    if parameters.is_stage():
+        raise RuntimeError(
+            "A layer of a pipeline sees the rows of one micro-batch at a time. Received: "
+            "gather_batch in a layer's call. Call it in the loss or in `train_step`, or leave "
+            "tfmulti.pipeline out."
+        )
     own = [_own_rows(parts[place], replica_batch) for place in places]
     for place, part in zip(places, _gather(own, context)):
         parts[place] = part

@@ -225,7 +225,7 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
                 parameter.unreduced = False
             if parameter.unreduced:
                 return upstream
-            upstream = tf.convert_to_tensor(upstream)
+            upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
             upstream = upstream if for_stages else _of_rows(upstream)
             has_copies = parameter.stages not in (None, topology.num_workers(strategy))
             if has_copies or not handed_on:
