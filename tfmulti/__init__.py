@@ -35,6 +35,7 @@ _HOMES = {
     "checkpoint_activations": "parallel.activations",
     "pipeline": "parallel.pipeline",
     "sharded_parameters": "parallel.sharded_parameters",
+    "tensor_parallel": "parallel.tensor",
     "synchronize_batch_normalization": "step.normalization",
 }
 

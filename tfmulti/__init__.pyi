@@ -10,6 +10,7 @@ from tfmulti.notebook import notebook_launch as notebook_launch
 from tfmulti.parallel.activations import checkpoint_activations as checkpoint_activations
 from tfmulti.parallel.pipeline import pipeline as pipeline
 from tfmulti.parallel.sharded_parameters import sharded_parameters as sharded_parameters
+from tfmulti.parallel.tensor import tensor_parallel as tensor_parallel
 from tfmulti.step.gathering import gather_batch as gather_batch
 from tfmulti.step.gathering import local_rows as local_rows
 from tfmulti.step.gradients import DistributedGradientTape as DistributedGradientTape

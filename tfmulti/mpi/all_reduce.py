@@ -30,6 +30,7 @@ MPI_CALLS = (
     "add",
     "add_among",
     "broadcast",
+    "exchange_among",
     "receive",
     "receive_sent",
     "reduce_to_owners",
@@ -182,6 +183,23 @@ class MpiAllReduce:
                 sums[place] = tf.ensure_shape(part, tensors[place].shape)
         return sums
 
+    def exchange_among(self, tensors: list[tf.Tensor], workers: list[int]) -> list[tf.Tensor]:
+        """Sends a tensor to each of some workers, and returns what each has sent to this one.
+
+        Args:
+            tensors: Dense tensors of one dtype and number of axes, one for each worker.
+            workers: Their numbers, without this one; each of them calls it too.
+        """
+        kinds = [(x.dtype.as_numpy_dtype, x.shape.rank) for x in tensors]
+        method = functools.partial(self._exchange_among, workers, kinds)
+
+        def exchange(_, *arrays):
+            number = self._begin(method, *arrays)
+            return [number, *self._finish(number)]
+
+        received = self._call(exchange, tensors, [tensor.dtype for tensor in tensors])[1:]
+        return [of_rank(new, old.shape.rank) for new, old in zip(received, tensors)]
+
     def _by_owner(self, method, tensors, owners, results) -> Iterator[tuple[int, tf.Tensor]]:
         """Calls a method of an owner and an array, for buckets of what each owner has.
 
@@ -330,6 +348,11 @@ class MpiAllReduce:
             group = self._communicator.group.Incl(workers)
             self._groups[workers] = self._communicator.Create_group(group)
         return self._add(array, self._groups[workers])
+
+    def _exchange_among(self, workers, kinds, *arrays):
+        for worker, array in zip(workers, arrays):
+            self._send_to(worker, array)
+        return [self._receive_sent(w, [kind])[0] for w, kind in zip(workers, kinds)]
 
     def _exchange(self, array):
         result = empty(array.shape, array.dtype)

@@ -9,7 +9,7 @@ from tfmulti import keras_compat, topology
 from tfmulti.parallel import schedule
 from tfmulti.parallel.cutting import Cut, costly_starts, starts_at
 from tfmulti.parallel.stages import Handover, describe, stages_of
-from tfmulti.step import current_replica_batch, parameters
+from tfmulti.step import current_replica_batch, parameters, split_weights
 
 
 def pipeline(
@@ -244,6 +244,12 @@ def _refuse_model(model, micro_batches):
         raise ValueError(
             "`pipeline` must be called before `compile`. Received: "
             f"{model.name!r}, which is compiled. Call it first."
+        )
+    split = [v.path for v in model.weights if isinstance(v, split_weights.SplitParameter)]
+    if split:
+        raise ValueError(
+            "`pipeline` cannot cut a model whose layers are split. Received: "
+            f"{model.name!r}, of which {split[0]} is. Use tfmulti.tensor_parallel or this."
         )
     together = [
         layer.name

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.parallel.recompute import recomputed
 from tfmulti.step import model_contents, parameters
+from tfmulti.step.split_weights import SplitParameter
 
 
 @contextlib.contextmanager
@@ -120,7 +121,8 @@ def _gathers(layer):
 
 
 def _sharded(layer):
-    """The sharded weights that a layer gathers for its calls."""
+    """The sharded weights that a layer gathers for its calls; not those it has parts of."""
     loop = isinstance(layer, keras.layers.RNN)
     own = layer.weights if loop else keras_compat.own_weights(layer)
-    return [each for each in own if isinstance(each, parameters.ShardedParameter)]
+    sharded = [each for each in own if isinstance(each, parameters.ShardedParameter)]
+    return [each for each in sharded if not isinstance(each, SplitParameter)]

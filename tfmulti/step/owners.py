@@ -39,7 +39,7 @@ def by_bytes(sizes: list[int], num_workers: int, known: dict[int, int] | None = 
 
 def bytes_of_each(variables, num_workers: int, owned_by: list[int] | None = None) -> list[int]:
     """Returns the bytes of the variables that each worker owns, or would own."""
-    sizes = [bytes_of(variable) for variable in variables]
+    sizes = [owned_bytes(variable) for variable in variables]
     held = [0] * num_workers
     for owner, size in zip(owned_by or by_bytes(sizes, num_workers), sizes):
         held[owner] += size
@@ -49,6 +49,11 @@ def bytes_of_each(variables, num_workers: int, owned_by: list[int] | None = None
 def bytes_of(variable) -> int:
     """Returns the bytes of a variable's value."""
     return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+
+
+def owned_bytes(variable) -> int:
+    """Returns the bytes of a variable that one worker owns; 0 for one that is split over all."""
+    return bytes_of(variable) if getattr(variable, "split", None) is None else 0
 
 
 def from_owners(

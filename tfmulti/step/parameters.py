@@ -41,6 +41,11 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     reads, unreduced, stages = (None, 0), False, None
 
+    @property
+    def has_whole(self) -> bool:
+        """Whether this worker holds the whole value."""
+        return self.is_here
+
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
         if is_stage():
@@ -124,6 +129,11 @@ class Parameters:
             self._held[stage] += owners.bytes_of(variable)
             variable.owner = stage
         variable.stages = stages
+
+    def give_up(self, variable: ShardedParameter) -> tf.Tensor:
+        """Returns a variable's value on all workers, before something else holds it."""
+        self._held[variable.owner] -= owners.bytes_of(variable)
+        return tf.convert_to_tensor(self.values.gathered(variable))
 
     def _hold(self, variable, owner, is_here):
         self._held[owner] += owners.bytes_of(variable)
@@ -226,7 +236,7 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
             if parameter.unreduced:
                 return upstream
             upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
-            upstream = upstream if for_stages else _of_rows(upstream)
+            upstream = upstream if for_stages else of_rows(upstream)
             has_copies = parameter.stages not in (None, topology.num_workers(strategy))
             if has_copies or not handed_on:
                 added = owners.all_reduce(strategy, upstream)
@@ -268,8 +278,8 @@ def is_unreduced(variable) -> bool:
     return not isinstance(variable, ShardedParameter) or variable.unreduced
 
 
-def _of_rows(gradient):
-    """Returns zeros for a replica batch without rows, whose gradient may be NaN."""
+def of_rows(gradient):
+    """Returns zeros for a replica batch without rows, whose gradient may be NaN; else itself."""
     replica_batch = current_replica_batch()
     if replica_batch is None or not replica_batch.may_be_empty:
         return gradient

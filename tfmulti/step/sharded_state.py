@@ -21,7 +21,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import model_contents, owners, parameters, slots
+from tfmulti.step import model_contents, owners, parameters, slots, split_weights
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 # Beyond this ratio of the largest worker's bytes to the mean, and this difference, a warning names
@@ -98,6 +98,7 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
     if shards is None or not shards.shards_parameters:
         return list(gradients)
     variables = keras_compat.updated_variables(optimizer) if variables is None else variables
+    gradients = split_weights.held_gradients(gradients, variables)
     return parameters.drop_others(gradients, variables)
 
 
@@ -195,7 +196,8 @@ class Shards:
             variables: The variables that the optimizer will update.
         """
         variables = list(variables)
-        sizes = [owners.bytes_of(variable) for variable in variables]
+        split_weights.refuse_other_updates(self._optimizer, variables)
+        sizes = [owners.owned_bytes(variable) for variable in variables]
         known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
         self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy), known)
         if self.shards_parameters:
@@ -216,7 +218,7 @@ class Shards:
         optimizer = self._optimizer
         before = {id(variable) for variable in optimizer.variables}
         places = {id(variable): place for place, variable in enumerate(variables)}
-        watched = _Watched(variables)
+        watched = slots.Watched(variables)
 
         def add_variable_from_reference(reference_variable, name=None, initializer="zeros"):
             path = getattr(reference_variable, "path", reference_variable.name)
@@ -225,7 +227,9 @@ class Shards:
             is_held = isinstance(reference_variable, parameters.ShardedParameter)
             place = places.get(id(reference_variable)) if is_held or not whole else None
             shape, dtype = reference_variable.shape, reference_variable.dtype
-            return self._add(place, shape, initializer, dtype, full_name, bool(whole))
+            is_split = isinstance(reference_variable, split_weights.SplitParameter)
+            weight = reference_variable if is_split else None
+            return self._add(place, shape, initializer, dtype, full_name, bool(whole), weight)
 
         def add_variable(
             shape, initializer="zeros", dtype=None, aggregation="none", layout=None, name=None
@@ -254,7 +258,7 @@ class Shards:
             if id(variable) not in before:
                 variable.tfmulti_is_sharded = True
 
-    def _add(self, place, shape, initializer, dtype, name, with_weight=False):
+    def _add(self, place, shape, initializer, dtype, name, with_weight=False, split=None):
         optimizer = self._optimizer
         if place is None:
             return type(optimizer).add_variable(
@@ -262,8 +266,12 @@ class Shards:
             )
         with keras.name_scope(optimizer.name):
             owner, is_here = self._owners[place], self._is_here[place]
-            slot = slots.SlotVariable(
-                self, owner, is_here, shape, initializer, dtype, name, with_weight
+            slot = (
+                slots.SlotVariable(
+                    self, owner, is_here, shape, initializer, dtype, name, with_weight
+                )
+                if split is None
+                else split_weights.SplitSlot(self, split, initializer, dtype, name)
             )
         keras_compat.track_variable(optimizer, slot)
         self.slots.append(slot)
@@ -312,7 +320,7 @@ class Shards:
         exact = any(g is not None and g.dtype == tf.float64 for g in gradients)
         dtype = tf.float64 if exact else tf.float32
         own = [
-            tf.cast(function(g) if self._owner(v) == self.worker else 0.0, dtype)
+            tf.cast(function(g) if self._counts(v) else 0.0, dtype)
             for g, v in zip(gradients, variables)
         ]
         return owners.all_reduce(self._strategy, tf.stack(own))
@@ -328,6 +336,11 @@ class Shards:
         # Where the norm is not finite, neither are the results.
         scale = largest * tf.minimum(1.0 / norm, 1.0 / largest) + (norm - norm)
         return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
+
+    def _counts(self, variable) -> bool:
+        """Whether what this worker has of a gradient is what no worker before it has."""
+        split = getattr(variable, "split", None)
+        return self._owner(variable) == self.worker if split is None else self.worker < split.parts
 
     def _owner(self, variable) -> int:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
@@ -380,20 +393,6 @@ class Shards:
 
     def _step(self, _slot) -> int:
         return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
-
-
-class _Watched(list):
-    """A list of variables that knows to which of them a loop has come."""
-
-    def __init__(self, variables):
-        super().__init__(variables)
-        self.current = None
-
-    def __iter__(self):
-        for place, variable in enumerate(super().__iter__()):
-            self.current = place
-            yield variable
-        self.current = None
 
 
 def _sum_of_squares(gradient):

@@ -34,6 +34,7 @@ class SlotVariable(keras.Variable):
     Attributes:
         owner: The number of the worker that keeps it.
         is_here: Whether that is this worker.
+        has_whole: Whether this worker keeps the whole value.
 
     Args:
         shards: The shards of the optimizer.
@@ -45,6 +46,7 @@ class SlotVariable(keras.Variable):
         name: Its name.
         with_weight: Whether it is computed with wherever its weight is, a sharded one: then it is
             read on all workers, and is empty where the weight is.
+        held: The shape of what this worker keeps, where that is a part.
     """
 
     def __init__(
@@ -57,18 +59,24 @@ class SlotVariable(keras.Variable):
         dtype,
         name: str,
         with_weight=False,
+        held=None,
     ):
         self.owner, self.is_here, self._shards = owner, is_here, shards
         self._with_weight = with_weight
         self._whole = tf.TensorShape(shape)
         initializer = keras.initializers.get(initializer) if self.is_here else np.zeros([0])
         dtype = dtype or keras.config.floatx()
-        super().__init__(initializer, self._whole, dtype, trainable=False, name=name)
+        super().__init__(initializer, held or self._whole, dtype, trainable=False, name=name)
 
     @property
     def shape(self):
         """The shape that the owner's value has."""
         return self._whole
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether this worker keeps the whole value."""
+        return self.is_here
 
     @property
     def value(self):
@@ -132,7 +140,7 @@ class OwnedValues:
                 f"{variable.owner} keeps. Read or save it after `fit`, in these callbacks, or "
                 "call tfmulti.gather_optimizer_state(model) on every worker first."
             )
-        if variable.is_here:
+        if variable.has_whole:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
         return self._kept.read(_number_of(variable))
@@ -148,7 +156,7 @@ class OwnedValues:
     def keep_value(self, variable, value):
         """Keeps the value that a variable has at this step on all workers; returns it."""
         if tf.executing_eagerly():
-            array = None if variable.is_here else np.asarray(value)
+            array = None if variable.has_whole else np.asarray(value)
             self._kept.write(_number_of(variable), array, self._step(variable))
         return value
 
@@ -161,6 +169,8 @@ class OwnedValues:
         strategy, dtype = self._strategy(), tf.as_dtype(variable.dtype)
 
         def on_replica():
+            if variable.is_here and not variable.has_whole:
+                return variable.gathered(strategy)
             with keras_compat.held_values():
                 value = tf.convert_to_tensor(variable.value) if variable.is_here else None
             value = tf.zeros(variable.shape, dtype) if value is None else value
@@ -212,3 +222,17 @@ class KeptValues:
 
     def _file(self, number) -> Path:
         return Path(self._folder.name) / f"{number}.npy"
+
+
+class Watched(list):
+    """A list of variables that knows to which of them a loop has come."""
+
+    def __init__(self, variables):
+        super().__init__(variables)
+        self.current = None
+
+    def __iter__(self):
+        for place, variable in enumerate(super().__iter__()):
+            self.current = place
+            yield variable
+        self.current = None

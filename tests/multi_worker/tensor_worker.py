@@ -1,0 +1,291 @@
+"""One worker trains with layers that are split: `python tensor_worker.py FOLDER CASES`.
+
+Prints a line of JSON with what each case saw. A case trains a model with copies of it, and one
+whose layers are split, in the same process, in float64.
+"""
+
+import contextlib
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import cases
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmulti
+from tfmulti import topology
+from tfmulti.step.split_weights import SplitParameter
+
+layers, optimizers, ops = keras.layers, keras.optimizers, keras.ops
+ROWS, WIDTH, TOKENS, WORDS_KNOWN = 33, 24, 7, 51
+random = np.random.RandomState(0)
+NUMBERS, CLASSES = random.rand(ROWS, WIDTH), random.randint(0, 3, ROWS)
+# Rows of several lengths, padded with zeros.
+WORDS = random.randint(1, WORDS_KNOWN, (ROWS, TOKENS))
+WORDS = WORDS * (np.arange(TOKENS) < random.randint(3, 8, (ROWS, 1)))
+PAIR = {"wide/kernel": "column", "back/kernel": "row"}
+HEADS = {"(query|key|value)/kernel": "column", "attention_output/kernel": "row"}
+
+
+def chain(*hidden):
+    return keras.Sequential([keras.Input((WIDTH,)), *hidden, layers.Dense(3, name="out")])
+
+
+def mlp(wide=None, **more):
+    """A wide layer, whose 37 columns two workers cannot share evenly, and one that follows it."""
+    wide = wide or layers.Dense(37, "gelu", name="wide", **more)
+    return chain(wide, layers.Dense(16, "tanh", name="back"))
+
+
+def table(**more):
+    words = layers.Embedding(WORDS_KNOWN, 16, name="table", **more)
+    hidden = [layers.GlobalAveragePooling1D(), layers.Dense(3)]
+    return keras.Sequential([keras.Input((TOKENS,), dtype="int32"), words, *hidden])
+
+
+def attention(**more):
+    """A block of a transformer with masks."""
+    given = keras.Input((TOKENS,), dtype="int32")
+    one = layers.Embedding(WORDS_KNOWN, 16, mask_zero=True, name="table")(given)
+    attended = layers.MultiHeadAttention(3, 8, name="attention", **more)(
+        one, one, use_causal_mask=True
+    )
+    two = layers.LayerNormalization()(layers.Add()([one, attended]))
+    three = layers.Dense(16, name="back")(layers.Dense(37, "gelu", name="wide")(two))
+    two = layers.Add()([two, three])
+    return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
+
+
+def grouped():
+    given = keras.Input((TOKENS,), dtype="int32")
+    one = layers.Embedding(WORDS_KNOWN, 16, name="table")(given)
+    two = layers.GroupQueryAttention(8, 4, 2, name="attention")(one, one)
+    return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
+
+
+def frozen():
+    model = mlp()
+    model.get_layer("wide").trainable = False
+    return model
+
+
+def normalized():
+    return chain(
+        layers.Dense(37, name="wide"),
+        layers.BatchNormalization(synchronized=True),
+        layers.ReLU(),
+        layers.Dense(16, name="back"),
+    )
+
+
+class Tied(keras.Model):
+    """A table that is looked up and multiplied with, and a layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(WORDS_KNOWN, 16, name="table")
+        self.wide = layers.Dense(16, "tanh", name="wide")
+        self.out = layers.Dense(3)
+        self.build((None, TOKENS))
+
+    def call(self, tokens):
+        hidden = self.wide(self.wide(self.table(tokens)))
+        words = ops.matmul(hidden, ops.transpose(self.table.embeddings))
+        return self.out(ops.mean(hidden, 1)) + 0.01 * ops.mean(words, axis=(1, 2))[:, None]
+
+
+class OwnStep(keras.Model):
+    """Clips by the norm of all gradients by hand."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Unreduced(keras.Model):
+    """Adds the gradients of two parts of the rows, and reduces them once."""
+
+    def train_step(self, data):
+        x, y = data
+        sums = [tf.zeros(v.shape, v.dtype) for v in self.trainable_variables]
+        for scale in (0.25, 0.75):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            with tfmulti.no_sync():
+                found = tape.gradient(loss, self.trainable_variables)
+            sums = [old + scale * new for old, new in zip(sums, found)]
+        self.optimizer.apply(tfmulti.reduce_gradients(sums), self.trainable_variables)
+        return {"loss": loss}
+
+
+class Penalized(keras.Model):
+    """A penalty on gradients, which needs a second derivative."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs = self(x, training=True)
+            steep = tf.reduce_mean(tf.square(inner.gradient(outputs, x)))
+            loss = self.compute_loss(x, y, outputs) + steep
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def stepping(kind):
+    model = mlp()
+    return kind(model.inputs, model.outputs)
+
+
+def adam(**more):
+    return lambda: optimizers.Adam(1e-2, **more)
+
+
+def decaying():
+    return optimizers.AdamW(1e-2, weight_decay=0.1, global_clipnorm=0.1)
+
+
+def averaging():
+    return optimizers.Nadam(0.01, use_ema=True, ema_overwrite_frequency=3)
+
+
+def scaled():
+    return optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0)
+
+
+# Each has `model` and `layout`, and `optimizer`, `compile` and more where they are not the usual.
+TRAINED = {
+    "column": {"model": mlp, "layout": {"wide/kernel": "column"}},
+    "row": {"model": mlp, "layout": {"back": "row"}},
+    "both": {"model": mlp, "layout": PAIR, "optimizer": decaying},
+    "vocabulary": {"model": table, "layout": {"table": "vocabulary"}, "x": WORDS},
+    "attention": {"model": attention, "layout": HEADS | PAIR, "x": WORDS, "optimizer": adam()},
+    "table by width": {"model": table, "layout": {"table": "column"}, "x": WORDS},
+    "negative words": {
+        "model": table,
+        "layout": {"table": "vocabulary"},
+        "x": -WORDS,
+        "optimizer": adam(),
+    },
+    "everything": {
+        "model": attention,
+        "layout": HEADS | PAIR | {"table": "vocabulary"},
+        "x": WORDS,
+        "optimizer": adam(gradient_accumulation_steps=2),
+    },
+    "few rows": {"model": mlp, "layout": PAIR, "global_batch_size": 1},
+    "few words": {
+        "model": attention,
+        "layout": HEADS | PAIR | {"table": "vocabulary"},
+        "x": WORDS,
+        "global_batch_size": 3,
+    },
+    "grouped queries": {
+        "model": grouped,
+        "layout": {"(query|key|value)/": "column", "attention_output": "row"},
+        "x": WORDS,
+    },
+    "dropout in attention": {
+        "model": lambda: attention(dropout=0.0),
+        "layout": HEADS,
+        "x": WORDS,
+    },
+    "tied": {
+        "model": Tied,
+        "layout": {"table/embeddings": "vocabulary", "wide/kernel": "column"},
+        "x": WORDS,
+    },
+    "frozen": {"model": frozen, "layout": PAIR, "optimizer": adam()},
+    "normalized": {"model": normalized, "layout": PAIR},
+    "penalties": {
+        "model": lambda: mlp(kernel_regularizer="l2", activity_regularizer="l2"),
+        "layout": PAIR,
+    },
+    "accumulated": {
+        "model": mlp,
+        "layout": PAIR,
+        "optimizer": adam(gradient_accumulation_steps=2, global_clipnorm=0.1),
+    },
+    "averages": {"model": mlp, "layout": PAIR, "optimizer": averaging},
+    "scaled": {"model": mlp, "layout": PAIR, "optimizer": scaled},
+    "eager": {"model": mlp, "layout": PAIR, "compile": {"run_eagerly": True}},
+    "several steps": {"model": mlp, "layout": PAIR, "compile": {"steps_per_execution": 2}},
+    "own step": {"model": lambda: stepping(OwnStep), "layout": PAIR},
+    "unreduced": {"model": lambda: stepping(Unreduced), "layout": PAIR},
+    "second derivatives": {"model": lambda: stepping(Penalized), "layout": PAIR},
+    "recomputed": {
+        "model": lambda: tfmulti.checkpoint_activations(mlp()),
+        "layout": PAIR,
+        "optimizer": adam(),
+    },
+}
+
+
+def create(strategy, case, way, seed=1):
+    """Creates a model with copies of it, or with layers that are split; in parts or as a whole."""
+    keras.utils.set_random_seed(seed)
+    in_parts = way == "created in parts"
+    with strategy.scope(), tfmulti.sharded_parameters() if in_parts else contextlib.nullcontext():
+        model = case["model"]()
+        if way != "copies":
+            number = int(os.environ.get("GROUP", topology.num_workers(strategy)))
+            model = tfmulti.tensor_parallel(model, case["layout"], number)
+        model.compile(
+            tfmulti.DistributedOptimizer(
+                case.get("optimizer", lambda: optimizers.SGD(0.1, momentum=0.9))(),
+                shard=None if way == "copies" else "parameters",
+            ),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            **case.get("compile", {}),
+        )
+    return model
+
+
+def batches(strategy, case):
+    size = case.get("global_batch_size", 16)
+    return tfmulti.distribute_train((case.get("x", NUMBERS), CLASSES), strategy, size, seed=3)
+
+
+def apart(one, other):
+    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+def held(model):
+    """The numbers that this worker has of the weights and slots that are split, and all of them."""
+    slots = [v for v in model.optimizer.variables if getattr(v, "split", None)]
+    parts = [v for v in model.variables if isinstance(v, SplitParameter)] + slots
+    here = [int(np.prod(v.split.shape_of())) for v in parts]
+    return [sum(here), sum(int(np.prod(v.shape)) for v in parts), len(slots)]
+
+
+def trained(strategy, folder, name):
+    """How far a model whose layers are split is from copies of it."""
+    keras.config.set_floatx(os.environ.get("FLOATX", "float64"))
+    case, seen = TRAINED[name], {"weights": [], "history": [], "held": []}
+    copies = create(strategy, case, "copies")
+    expected = copies.fit(batches(strategy, case), epochs=2, verbose=0).history
+    for way in ("created in parts", "created as a whole")[: 2 if name == "both" else 1]:
+        model = create(strategy, case, way)
+        found = model.fit(batches(strategy, case), epochs=2, verbose=0).history
+        seen["weights"].append(apart(copies, model))
+        apart_in = [abs(a - b) for key in expected for a, b in zip(expected[key], found[key])]
+        seen["history"].append(max(apart_in))
+        seen["held"].append(held(model))
+    return seen
+
+
+CASES: dict = {}
+
+if __name__ == "__main__":
+    cases.main(CASES, default=trained)

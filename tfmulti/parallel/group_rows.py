@@ -1,0 +1,145 @@
+"""The rows of the workers of a group, exchanged between layers that each worker has a part of.
+
+Each worker of a group begins with its own rows and all features, and computes a part of the layer
+for the rows of all. An all-gather gives it these rows, or an all-to-all their part of the
+features; a reduce-scatter adds what the workers have computed, or an all-to-all puts their
+features together, and each worker has its own rows again, as in data parallelism (sequence
+parallelism, of rows: Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198).
+
+Each is the gradient of another one. Workers may have different numbers of rows, or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfmulti import topology
+from tfmulti.step import current_replica_batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The workers that have the parts of a layer.
+
+    Attributes:
+        strategy: A strategy with one replica for each worker, over MPI.
+        parts: How many workers are in a group: worker i is in group `i // parts`.
+    """
+
+    strategy: tf.distribute.Strategy
+    parts: int
+
+    @property
+    def me(self) -> int:
+        """The place of this worker in its group."""
+        return topology.worker_index(self.strategy) % self.parts
+
+    def all_rows(self, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the rows of all workers, and how many each of them has: an all-gather."""
+
+        @tf.custom_gradient
+        def gather(own):
+            parts = self._swap([own] * self.parts)
+            counts = tf.stack([tf.shape(part)[0] for part in parts])
+            return (tf.concat(parts, 0), counts), lambda up, _: self.added_rows(up, counts)
+
+        return gather(own)
+
+    def added_rows(self, whole: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """Returns this worker's rows of the sum over workers: a reduce-scatter.
+
+        Args:
+            whole: The rows of all workers, of which each has a summand.
+            counts: How many each of them has.
+        """
+
+        @tf.custom_gradient
+        def add(whole):
+            parts = self._swap(self._rows_of_each(whole, counts))
+            return _sum(parts), lambda up: self.all_rows(up)[0]
+
+        return add(whole)
+
+    def all_rows_of_part(
+        self, own: tf.Tensor, sizes: list[int], axis: int
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns this worker's part of the features of all rows: an all-to-all.
+
+        Args:
+            own: This worker's rows.
+            sizes: How many features each worker takes.
+            axis: The axis of the features.
+
+        Returns:
+            The rows of all workers, and how many each of them has.
+        """
+
+        @tf.custom_gradient
+        def exchange(own):
+            parts = self._swap(tf.split(own, sizes, axis))
+            counts = tf.stack([tf.shape(part)[0] for part in parts])
+            back = lambda up, _: self.rows_of_all_parts(up, counts, sizes, axis)  # noqa: E731
+            return (tf.concat(parts, 0), counts), back
+
+        return exchange(own)
+
+    def rows_of_all_parts(
+        self, whole: tf.Tensor, counts: tf.Tensor, sizes: list[int], axis: int
+    ) -> tf.Tensor:
+        """Returns all features of this worker's rows: an all-to-all.
+
+        Args:
+            whole: This worker's part of the features of all rows.
+            counts: How many rows each worker has.
+            sizes: How many features each worker has.
+            axis: The axis of the features.
+        """
+
+        @tf.custom_gradient
+        def exchange(whole):
+            parts = self._swap(self._rows_of_each(whole, counts))
+            return tf.concat(parts, axis), lambda up: self.all_rows_of_part(up, sizes, axis)[0]
+
+        return exchange(whole)
+
+    def _rows_of_each(self, whole, counts):
+        return tf.split(whole, counts, num=self.parts)
+
+    def _swap(self, tensors):
+        """Gives each worker its tensor, and returns what each of them has for this one."""
+        first = topology.worker_index(self.strategy) - self.me
+        others = [place for place in range(self.parts) if place != self.me]
+        received = self.strategy.extended.exchange_among(
+            [tensors[place] for place in others], [first + place for place in others]
+        )
+        swapped = list(tensors)
+        for place, tensor in zip(others, received):
+            swapped[place] = tensor
+        return swapped
+
+
+def real_rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the rows of a worker that are not padding: an empty batch has one row of it."""
+    batch = current_replica_batch()
+    if not batch.may_be_empty:
+        return tensor
+    return tensor[: tf.where(batch.num_real > 0, tf.shape(tensor)[0], 0)]
+
+
+def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Returns as many rows as another tensor has; those of padding are zeros."""
+    batch = current_replica_batch()
+    if batch.may_be_empty:
+        missing = tf.shape(like)[0] - tf.shape(rows)[0]
+        rows = tf.pad(rows, tf.pad([[0, missing]], [[0, tf.rank(rows) - 1], [0, 0]]))
+    return rows
+
+
+def _sum(parts):
+    """Adds tensors, in the order of workers; halves in float32, as a product is computed."""
+    dtype = parts[0].dtype
+    if dtype.size > 2:
+        return tf.add_n(parts)
+    return tf.cast(tf.add_n([tf.cast(part, tf.float32) for part in parts]), dtype)

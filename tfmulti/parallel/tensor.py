@@ -1,0 +1,196 @@
+"""Tensor parallelism: wide layers are split over the workers of a group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import keras
+
+from tfmulti import keras_compat, topology
+from tfmulti.parallel import tensor_layers
+from tfmulti.parallel.group_rows import Group
+from tfmulti.step import parameters, split_weights
+
+
+def tensor_parallel(
+    model: keras.Model, layout: Mapping[str, str], group: int | None = None
+) -> keras.Model:
+    """Splits wide layers over the workers of each group, which compute their parts together.
+
+    Each worker of a group holds a part of a layer's weight, with its gradient and slots. It
+    computes its part of the layer for the rows of the whole group; the workers exchange what they
+    have computed, and each goes on with its own rows. Between the groups, and in all other layers,
+    it is data parallelism. Losses, gradients and metrics are those of one device, and files those
+    of the model without a split. With one replica in all nothing happens.
+
+    Args:
+        model: A built model, created in the strategy's scope.
+        layout: How weights are split, by regular expressions that are searched in their paths, as
+            those of `keras.distribution.LayoutMap` are. `"column"` splits the outputs of a `Dense`
+            or `EinsumDense` (also those within attention), or the width of an `Embedding`;
+            `"row"` the inputs of a `Dense` or `EinsumDense`; `"vocabulary"` the rows of an
+            `Embedding`. Biases stay whole.
+        group: The number of workers in a group, of which the number of workers is a multiple; None
+            for all.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If a pattern matches no weight that can be split so, two match the same weight,
+            or the weight is too small; if the model is not built or has been compiled; if workers
+            are no multiple of `group`, have several replicas, or have no MPI.
+
+    Example:
+        >>> import tfmulti
+        >>> strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
+        >>> with strategy.scope():
+        ...     wide = keras.layers.Dense(64, name="wide")
+        ...     out = keras.layers.Dense(4, name="out")
+        ...     model = keras.Sequential([keras.Input((8,)), wide, out])
+        ...     layout = {"wide/kernel": "column", "out/kernel": "row"}
+        ...     model = tfmulti.tensor_parallel(model, layout)
+
+    Sources: Shoeybi et al., 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models
+    Using Model Parallelism"; Korthikanti et al., 2022, "Reducing Activation Recomputation in Large
+    Transformer Models".
+    """
+    _refuse_model(model)
+    chosen = _chosen(model, layout)
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return model
+    number = _number_in_group(strategy, group)
+    workers = Group(strategy, number)
+    for layer, kind in chosen:
+        _refuse_narrow(layer, kind, number)
+    for layer, kind in chosen:
+        axis = tensor_layers.axes_of(layer, kind).of_weight
+        split_weights.split(tensor_layers.weight_of(layer), strategy, axis, number)
+        layer.call = tensor_layers.split_call(layer, kind, workers)
+    return model
+
+
+def _chosen(model, layout) -> list[tuple[keras.layers.Layer, str]]:
+    """Returns the layers that a layout names, and how each is split."""
+    if not isinstance(layout, Mapping) or not layout:
+        raise ValueError(
+            "`layout` must be a dict of patterns of paths and kinds of splits. Received: "
+            f"layout={layout!r}. Use for example {{'dense/kernel': 'column'}}."
+        )
+    layers = [x for x in keras_compat.all_layers(model) if tensor_layers.weight_of(x) is not None]
+    chosen: dict[int, tuple] = {}
+    for pattern, kind in layout.items():
+        if kind not in tensor_layers.KINDS:
+            raise ValueError(
+                f"`layout` must name one of {', '.join(tensor_layers.KINDS)}. "
+                f"Received: layout={{{pattern!r}: {kind!r}}}. Use 'column' for a layer's outputs, "
+                "'row' for its inputs, 'vocabulary' for the rows of a table."
+            )
+        found = [x for x in layers if re.search(pattern, tensor_layers.weight_of(x).path)]
+        if not found:
+            raise ValueError(_no_match(model, pattern, layers))
+        for layer in found:
+            if id(layer) in chosen:
+                path, other = tensor_layers.weight_of(layer).path, chosen[id(layer)][2]
+                raise ValueError(
+                    "Patterns of `layout` must match different weights. Received: "
+                    f"{other!r} and {pattern!r}, which both match {path}. Make one longer."
+                )
+            _refuse_layer(model, layer, kind)
+            chosen[id(layer)] = (layer, kind, pattern)
+    return [(layer, kind) for layer, kind, _ in chosen.values()]
+
+
+def _no_match(model, pattern, layers) -> str:
+    others = [weight.path for weight in model.weights if re.search(pattern, weight.path)]
+    matched = f"which matches {', '.join(others[:3])}" if others else "which matches nothing"
+    paths = [tensor_layers.weight_of(layer).path for layer in layers]
+    return (
+        "Each pattern of `layout` must match a kernel of Dense or EinsumDense, or the table of an "
+        f"Embedding. Received: {pattern!r}, {matched}. These can be split: "
+        f"{', '.join(paths[:12]) or 'none'}. Others can be sharded: shard='parameters'."
+    )
+
+
+def _refuse_layer(model, layer, kind):
+    path = tensor_layers.weight_of(layer).path
+    if tensor_layers.axes_of(layer, kind) is None:
+        raise ValueError(
+            "`layout` must split a Dense or EinsumDense by 'column' or 'row', and an Embedding by "
+            f"'column' or 'vocabulary'. Received: {kind!r} for {path}, of a {type(layer).__name__}"
+            f"{' ' + layer.equation if hasattr(layer, 'equation') else ''}. Choose another kind."
+        )
+    loops = (keras.layers.RNN, keras.layers.Wrapper)
+    within = [
+        each.name
+        for each in keras_compat.all_layers(model)
+        if isinstance(each, loops) and any(x is layer for x in keras_compat.all_layers(each))
+    ]
+    reasons = {
+        "LoRA": getattr(layer, "lora_enabled", False),
+        "quantization": getattr(layer, "quantization_mode", None),
+        "a constraint": tensor_layers.weight_of(layer).constraint,
+        f"the layer {within[0] if within else ''} around it": within,
+    }
+    found = [name for name, has in reasons.items() if has]
+    if found:
+        raise ValueError(
+            "A layer that is split computes with a part of its weight alone, in no loop. Received: "
+            f"{path}, with {found[0]}. Take it out of `layout`: shard='parameters' shards it."
+        )
+
+
+def _refuse_narrow(layer, kind, number):
+    weight = tensor_layers.weight_of(layer)
+    size = weight.shape[tensor_layers.axes_of(layer, kind).of_weight]
+    if size < number:
+        raise ValueError(
+            "A weight must have an element for each worker of a `group`. Received: "
+            f"{weight.path}, {size} along its {kind} axis, and {number} workers. Leave it out of "
+            "`layout`, or use smaller groups."
+        )
+
+
+def _refuse_model(model):
+    if not model.built:
+        raise ValueError(
+            "`tensor_parallel` needs a built model, whose weights have paths. "
+            f"Received: {model.name!r}, which has not been built. Give it an `Input`, or call "
+            "`build`."
+        )
+    if getattr(model, "optimizer", None) is not None:
+        raise ValueError(
+            "`tensor_parallel` must be called before `compile`. Received: "
+            f"{model.name!r}, which is compiled. Call it first."
+        )
+    layers = [model, *keras_compat.all_layers(model)]
+    if any(hasattr(each, "tfmulti_pipeline") for each in layers):
+        raise ValueError(
+            "`tensor_parallel` cannot split layers of a pipeline. Received: "
+            f"{model.name!r}, which tfmulti.pipeline has cut. Use one of the two."
+        )
+    if any(map(tensor_layers.is_split, layers)):
+        raise ValueError(
+            "`tensor_parallel` must be called once for a model. Received: "
+            f"{model.name!r}, of which weights are split. Name all in one `layout`."
+        )
+
+
+def _number_in_group(strategy, group) -> int:
+    workers = topology.num_workers(strategy)
+    parameters.refuse_several_replicas(strategy)
+    number = workers if group is None else group
+    if not isinstance(number, int) or number < 2 or workers % number:
+        raise ValueError(
+            "`group` must be a whole number of at least 2 that divides the number of workers. "
+            f"Received: group={group!r}, {workers} workers. Leave it out for all workers."
+        )
+    if getattr(strategy.extended, "exchange_among", None) is None:
+        raise ValueError(
+            "`tensor_parallel` needs MPI, by which workers of a group exchange rows. Received: "
+            f"communication {strategy.communication}. Start the workers with python -m "
+            "tfmulti.launch --mpi, after pip install tfmulti[mpi]."
+        )
+    return number

@@ -1,0 +1,161 @@
+"""How a layer computes with the part of its weight that a worker has, on the rows of its group."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.parallel.group_rows import Group, real_rows, with_padding
+from tfmulti.step import current_replica_batch, parameters
+from tfmulti.step.split_weights import Split, SplitParameter, compute_with
+
+COLUMN, ROW, VOCABULARY = KINDS = ("column", "row", "vocabulary")
+
+_WEIGHTS = {
+    keras.layers.Dense: "kernel",
+    keras.layers.EinsumDense: "kernel",
+    keras.layers.Embedding: "embeddings",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Where the axis along which a weight is split is.
+
+    Attributes:
+        of_weight: In the weight.
+        of_rows: In the layer's outputs for a column-split, in its inputs for a row-split, counted
+            from the end.
+    """
+
+    of_weight: int
+    of_rows: int
+
+
+def weight_of(layer: keras.layers.Layer) -> keras.Variable | None:
+    """Returns the weight of a layer that can be split, or None."""
+    name = _WEIGHTS.get(type(layer))
+    found = [each for each in keras_compat.own_weights(layer) if each.name == name]
+    return found[0] if found else None
+
+
+def axes_of(layer: keras.layers.Layer, kind: str) -> Axes | None:
+    """Returns along which axis a layer's weight is split, or None if it cannot be so.
+
+    >>> axes_of(keras.layers.EinsumDense("abc,cde->abde", (None, 2, 3)), "column")
+    Axes(of_weight=1, of_rows=-2)
+    >>> axes_of(keras.layers.Dense(3), "row")
+    Axes(of_weight=0, of_rows=-1)
+    """
+    if isinstance(layer, keras.layers.Embedding):
+        return {COLUMN: Axes(1, -1), VOCABULARY: Axes(0, 0)}.get(kind)
+    if isinstance(layer, keras.layers.Dense):
+        return {COLUMN: Axes(1, -1), ROW: Axes(0, -1)}.get(kind)
+    inputs, rest = layer.equation.replace(" ", "").split(",")
+    weight, outputs = rest.split("->")
+    if kind == VOCABULARY or inputs[0] != outputs[0] or inputs[0] in weight:
+        return None
+    rows, other = (outputs, inputs) if kind == COLUMN else (inputs, outputs)
+    found = [label for label in weight if label in rows and label not in other]
+    if not found:
+        return None
+    return Axes(weight.index(found[0]), rows.index(found[0]) - len(rows))
+
+
+def split_call(layer: keras.layers.Layer, kind: str, group: Group) -> Callable:
+    """Returns a call that computes with this worker's part in a step, and else is the layer's.
+
+    Args:
+        layer: A layer whose weight is split.
+        kind: How it is split.
+        group: The workers that have the parts.
+    """
+    call, axes = layer.call, axes_of(layer, kind)
+    compute = {COLUMN: _column, ROW: _row, VOCABULARY: _vocabulary}[kind]
+
+    @functools.wraps(call)
+    def run(inputs, *args, **kwargs):
+        is_step = parameters.in_replica() and current_replica_batch() is not None
+        if not is_step or keras_compat.is_symbolic(inputs):
+            return call(inputs, *args, **kwargs)
+        if not isinstance(inputs, tf.Tensor):
+            raise ValueError(
+                "A layer whose weight is split takes dense tensors. Received: a "
+                f"{type(inputs).__name__} for {layer.name}. Make it dense in the dataset, or leave "
+                "the layer out of `layout`."
+            )
+        is_table = isinstance(layer, keras.layers.Embedding)
+        inputs = _positions(layer, inputs) if is_table else inputs
+        rows = compute(layer, axes, group, real_rows(inputs))
+        return _finished(layer, with_padding(rows, inputs))
+
+    return run
+
+
+def _column(layer, axes, group, own):
+    split = weight_of(layer).split
+    rows, counts = group.all_rows(own)
+    part = _product(layer, rows, compute_with(weight_of(layer)))
+    axis = part.shape.rank + axes.of_rows
+    return group.rows_of_all_parts(part, counts, _sizes(split), axis)
+
+
+def _row(layer, axes, group, own):
+    sizes = _sizes(weight_of(layer).split)
+    rows, counts = group.all_rows_of_part(own, sizes, own.shape.rank + axes.of_rows)
+    part = _product(layer, rows, compute_with(weight_of(layer)))
+    return group.added_rows(part, counts)
+
+
+def _vocabulary(layer, axes, group, own):
+    begin, end = weight_of(layer).split.bounds()
+    rows, counts = group.all_rows(own)
+    is_here = (rows >= begin) & (rows < end)
+    found = _product(layer, tf.where(is_here, rows - begin, 0), compute_with(weight_of(layer)))
+    found = tf.where(is_here[..., tf.newaxis], found, tf.zeros([], found.dtype))
+    return group.added_rows(found, counts)
+
+
+def _product(layer, rows, part):
+    """Returns what a layer computes of rows with a part of its weight, without its bias."""
+    if isinstance(layer, keras.layers.Embedding):
+        return tf.cast(tf.gather(part, rows), layer.compute_dtype)
+    part = tf.cast(part, rows.dtype)
+    if isinstance(layer, keras.layers.Dense):
+        return keras.ops.matmul(rows, part)
+    return keras.ops.einsum(layer.equation, rows, part)
+
+
+def _finished(layer, outputs):
+    """Adds the bias, of which every worker has a copy, and applies the activation."""
+    if getattr(layer, "bias", None) is not None:
+        outputs = keras.ops.add(outputs, layer.bias)
+    activation = getattr(layer, "activation", None)
+    return outputs if activation is None else activation(outputs)
+
+
+def _positions(layer, inputs):
+    """Returns the rows of a table that are looked up; negative ones count from its end."""
+    inputs = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    inputs = tf.where(inputs < 0, inputs + layer.input_dim, inputs)
+    message = f"{layer.name} has {layer.input_dim} rows"
+    known = tf.debugging.Assert(
+        tf.reduce_all((inputs >= 0) & (inputs < layer.input_dim)), [message, inputs]
+    )
+    with tf.control_dependencies([known] if known is not None else []):
+        return tf.identity(inputs)
+
+
+def _sizes(split: Split) -> list[int]:
+    bounds = [split.bounds(part) for part in range(split.parts)]
+    return [end - begin for begin, end in bounds]
+
+
+def is_split(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's weight is split."""
+    return isinstance(weight_of(layer), SplitParameter)

@@ -1,0 +1,251 @@
+"""Split weights: each worker of a group holds a part of a weight, and computes with that alone.
+
+To all who read it the variable is the whole weight, with its shape and its path: files,
+checkpoints and other code than the layer's are those of the model without a split. Its slots are
+split like it, so that an update which treats each element by itself needs nothing of the others.
+`tfmulti.parallel.tensor` has layers compute with parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, topology
+from tfmulti.step import owners, parameters, slots
+
+_OF_ELEMENTS = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a weight is split over the workers of each group.
+
+    Attributes:
+        shape: The shape of the whole weight.
+        axis: The axis along which it is split.
+        parts: The number of parts, and of workers in a group.
+        worker: The number of this worker, which has part `worker % parts`.
+
+    >>> [Split((5, 2), 0, 2, worker).bounds() for worker in (0, 1, 2)]
+    [(0, 2), (2, 5), (0, 2)]
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    parts: int
+    worker: int
+
+    @property
+    def part(self) -> int:
+        """The number of this worker's part."""
+        return self.worker % self.parts
+
+    def bounds(self, part: int | None = None) -> tuple[int, int]:
+        """Returns where a part begins and ends; None for this worker's."""
+        part, size = self.part if part is None else part, self.shape[self.axis]
+        return part * size // self.parts, (part + 1) * size // self.parts
+
+    def shape_of(self, part: int | None = None) -> tuple[int, ...]:
+        """Returns the shape of a part; None for this worker's."""
+        begin, end = self.bounds(part)
+        return (*self.shape[: self.axis], end - begin, *self.shape[self.axis + 1 :])
+
+    def take(self, whole):
+        """Returns this worker's part of a whole tensor or array."""
+        return whole[(*[slice(None)] * self.axis, slice(*self.bounds()))]
+
+    def join(self, strategy: tf.distribute.Strategy, own: tf.Tensor) -> tf.Tensor:
+        """Returns the whole tensor of the parts that workers have; a collective of a replica."""
+        parts = [
+            own if part == self.part else tf.zeros(self.shape_of(part), own.dtype)
+            for part in range(self.parts)
+        ]
+        for place, value in owners.from_owners(strategy, parts, list(range(self.parts))):
+            parts[place] = value
+        return tf.concat(parts, self.axis)
+
+    def pad(self, own: tf.Tensor) -> tf.Tensor:
+        """Returns a tensor of the whole shape that has zeros beside this worker's part."""
+        begin, end = self.bounds()
+        around = [(0, 0)] * len(self.shape)
+        around[self.axis] = (begin, self.shape[self.axis] - end)
+        return tf.pad(own, around)
+
+
+class SplitParameter(parameters.ShardedParameter):
+    """A weight of which each worker holds a part.
+
+    Attributes:
+        split: How it is split.
+    """
+
+    owner, is_here, has_whole = 0, True, False
+
+    def gathered(self, strategy: tf.distribute.Strategy) -> tf.Tensor:
+        """Returns the whole value, in a replica of every worker."""
+        return self.split.join(strategy, self.held())
+
+    def whole(self) -> tf.Tensor:
+        """Returns the whole value; in a step a collective, with a gradient."""
+        return _gather(self) if parameters.in_replica() else super().whole()
+
+    def assign(self, value):
+        """Assigns the whole value; each worker keeps its part."""
+        if keras_compat.in_stateless_scope():
+            return keras.Variable.assign(self, value)
+        _assign(self, value, self.parameters.values)
+        return value
+
+
+class SplitSlot(slots.SlotVariable):
+    """A slot of a split weight, which is split like it.
+
+    Args:
+        shards: The shards of the optimizer.
+        weight: The weight.
+        initializer: Its initializer.
+        dtype: Its dtype.
+        name: Its name.
+    """
+
+    has_whole = False
+
+    def __init__(self, shards, weight: SplitParameter, initializer, dtype, name: str):
+        self.split = weight.split
+        held = self.split.shape_of()
+        super().__init__(shards, 0, True, weight.shape, initializer, dtype, name, True, held)
+
+    def gathered(self, strategy: tf.distribute.Strategy) -> tf.Tensor:
+        """Returns the whole value, in a replica of every worker."""
+        return self.split.join(strategy, tf.convert_to_tensor(self.value))
+
+    def assign(self, value):
+        """Assigns the whole value; each worker keeps its part."""
+        _assign(self, value, self._shards.values)
+        return value
+
+
+def split(variable: keras.Variable, strategy: tf.distribute.Strategy, axis: int, parts: int):
+    """Splits a variable over the workers of each group; a collective.
+
+    Args:
+        variable: A weight, which another worker may hold.
+        strategy: Its strategy, with one replica for each worker.
+        axis: The axis along which it is split.
+        parts: The number of workers in a group.
+    """
+    sharded, worker = parameters.of_strategy(strategy), topology.worker_index(strategy)
+    known = isinstance(variable, parameters.ShardedParameter)
+    whole = sharded.give_up(variable) if known else tf.convert_to_tensor(variable.value)
+    keras_compat.hold(variable, SplitParameter, strategy, is_here=True)
+    variable.split = Split(tuple(variable.shape), axis, parts, worker)
+    variable.parameters, variable.optimizers = sharded, []
+    keras_compat.move_held(variable, strategy, variable.split.take(whole))
+
+
+def compute_with(parameter: SplitParameter) -> tf.Tensor:
+    """Returns this worker's part, for a layer that computes with it on the rows of its group.
+
+    The gradient is added over the groups: each has that of its workers' rows.
+
+    Args:
+        parameter: The parameter.
+    """
+    strategy, parts = tf.distribute.get_strategy(), parameter.split
+    copies = list(range(parts.part, topology.num_workers(strategy), parts.parts))
+
+    @tf.custom_gradient
+    def receive(value):
+        def gradient(upstream):
+            upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), parts.shape_of())
+            parameter.unreduced = not parameters.are_handed_on()
+            if parameter.unreduced:
+                # The step adds it over workers, like those of other weights.
+                return parts.pad(upstream)
+            if len(copies) > 1:
+                upstream = strategy.extended.add_among([upstream], copies)[0]
+            return upstream
+
+        return tf.identity(value), gradient
+
+    return receive(parameter.held())
+
+
+def _gather(parameter):
+    """Returns the whole value for code that needs it, with a gradient of all workers' rows."""
+    strategy, parts = tf.distribute.get_strategy(), parameter.split
+
+    @tf.custom_gradient
+    def receive(value):
+        def gradient(upstream):
+            upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), parts.shape)
+            parameter.unreduced = not parameters.are_handed_on()
+            if parameter.unreduced:
+                return upstream
+            return parts.take(owners.all_reduce(strategy, parameters.of_rows(upstream)))
+
+        return parts.join(strategy, value), gradient
+
+    return receive(parameter.held())
+
+
+def _assign(variable, value, values):
+    with keras_compat.held_values():
+        held = variable.value
+    value = tf.convert_to_tensor(value, dtype=held.dtype)
+    is_part = keras_compat.are_held_values() and value.shape == held.shape
+    held.assign(value if is_part else variable.split.take(value))
+    if not is_part:
+        values.keep_value(variable, np.asarray(value) if tf.executing_eagerly() else value)
+
+
+def held_gradients(gradients, variables) -> list:
+    """Returns gradients of updates: for split weights those of this worker's parts."""
+    return [
+        variable.split.take(tf.convert_to_tensor(gradient))
+        if isinstance(variable, SplitParameter)
+        and gradient is not None
+        and tuple(gradient.shape) == variable.split.shape
+        else gradient
+        for gradient, variable in zip(gradients, variables)
+    ]
+
+
+def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> None:
+    """Raises ValueError if an optimizer needs whole weights, and some are split.
+
+    Args:
+        optimizer: The optimizer.
+        variables: What it updates.
+    """
+    parts = [each for each in variables if isinstance(each, SplitParameter)]
+    if not parts:
+        return
+    kind = type(optimizer)
+    if not keras_compat.is_stock(kind) or kind.__name__ not in _OF_ELEMENTS:
+        raise ValueError(
+            "Split weights need an optimizer that treats each element by itself: a worker updates "
+            f"a part. Received: {kind.__name__}, and {parts[0].path}, which is split. Use one of "
+            f"{', '.join(_OF_ELEMENTS)}, or shard='parameters' without tfmulti.tensor_parallel."
+        )
+    if optimizer.clipnorm:
+        raise ValueError(
+            "`clipnorm` needs the norms of whole weights, of which a worker has a part. Received: "
+            f"clipnorm={optimizer.clipnorm}, and {parts[0].path}, which is split. Use "
+            "global_clipnorm, which is exact, or clipvalue."
+        )
