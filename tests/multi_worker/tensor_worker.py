@@ -182,7 +182,7 @@ TRAINED = {
         "x": WORDS,
         "optimizer": adam(gradient_accumulation_steps=2),
     },
-    "few rows": {"model": mlp, "layout": PAIR, "global_batch_size": 1},
+    "few rows": {"model": mlp, "layout": PAIR, "global_batch_size": 2},
     "few words": {
         "model": attention,
         "layout": HEADS | PAIR | {"table": "vocabulary"},

@@ -43,7 +43,8 @@ class Group:
         def gather(own):
             parts = self._swap([own] * self.parts)
             counts = tf.stack([tf.shape(part)[0] for part in parts])
-            return (tf.concat(parts, 0), counts), lambda up, _: self.added_rows(up, counts)
+            rows = _shaped(tf.concat(parts, 0), own)
+            return (rows, counts), lambda up, _: self.added_rows(up, counts)
 
         return gather(own)
 
@@ -58,7 +59,7 @@ class Group:
         @tf.custom_gradient
         def add(whole):
             parts = self._swap(self._rows_of_each(whole, counts))
-            return _sum(parts), lambda up: self.all_rows(up)[0]
+            return _shaped(_sum(parts), whole), lambda up: self.all_rows(up)[0]
 
         return add(whole)
 
@@ -80,8 +81,8 @@ class Group:
         def exchange(own):
             parts = self._swap(tf.split(own, sizes, axis))
             counts = tf.stack([tf.shape(part)[0] for part in parts])
-            back = lambda up, _: self.rows_of_all_parts(up, counts, sizes, axis)  # noqa: E731
-            return (tf.concat(parts, 0), counts), back
+            rows = _shaped(tf.concat(parts, 0), own, axis, sizes[self.me])
+            return (rows, counts), lambda up, _: self.rows_of_all_parts(up, counts, sizes, axis)
 
         return exchange(own)
 
@@ -100,7 +101,8 @@ class Group:
         @tf.custom_gradient
         def exchange(whole):
             parts = self._swap(self._rows_of_each(whole, counts))
-            return tf.concat(parts, axis), lambda up: self.all_rows_of_part(up, sizes, axis)[0]
+            rows = _shaped(tf.concat(parts, axis), whole, axis, sum(sizes))
+            return rows, lambda up: self.all_rows_of_part(up, sizes, axis)[0]
 
         return exchange(whole)
 
@@ -133,8 +135,16 @@ def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     batch = current_replica_batch()
     if batch.may_be_empty:
         missing = tf.shape(like)[0] - tf.shape(rows)[0]
-        rows = tf.pad(rows, tf.pad([[0, missing]], [[0, tf.rank(rows) - 1], [0, 0]]))
+        padded = tf.pad(rows, tf.pad([[0, missing]], [[0, tf.rank(rows) - 1], [0, 0]]))
+        rows = _shaped(padded, rows)
     return rows
+
+
+def _shaped(tensor, like, axis=0, size=None):
+    """Returns a tensor with the static shape of another one but for the rows and one axis."""
+    shape = [None, *like.shape[1:]]
+    shape[axis] = size
+    return tf.ensure_shape(tensor, shape)
 
 
 def _sum(parts):
