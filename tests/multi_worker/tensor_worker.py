@@ -58,6 +58,15 @@ def attention(**more):
     return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
 
 
+def placed():
+    """A table of words, and one of their positions, which all rows read."""
+    given = keras.Input((TOKENS,), dtype="int32")
+    one = layers.Embedding(WORDS_KNOWN, 16, name="table")(given)
+    two = layers.Embedding(TOKENS, 16, name="places")(ops.arange(TOKENS))
+    hidden = layers.GlobalAveragePooling1D()(ops.tanh(one + two))
+    return keras.Model(given, layers.Dense(3)(hidden))
+
+
 def grouped():
     given = keras.Input((TOKENS,), dtype="int32")
     one = layers.Embedding(WORDS_KNOWN, 16, name="table")(given)
@@ -88,7 +97,7 @@ class Tied(keras.Model):
         self.table = layers.Embedding(WORDS_KNOWN, 16, name="table")
         self.wide = layers.Dense(16, "tanh", name="wide")
         self.out = layers.Dense(3)
-        self.build((None, TOKENS))
+        self(np.zeros((1, TOKENS), "int32"))
 
     def call(self, tokens):
         hidden = self.wide(self.wide(self.table(tokens)))
@@ -167,9 +176,19 @@ TRAINED = {
     "column": {"model": mlp, "layout": {"wide/kernel": "column"}},
     "row": {"model": mlp, "layout": {"back": "row"}},
     "both": {"model": mlp, "layout": PAIR, "optimizer": decaying},
-    "vocabulary": {"model": table, "layout": {"table": "vocabulary"}, "x": WORDS},
+    "vocabulary": {
+        "model": table,
+        "layout": {"table": "vocabulary"},
+        "x": WORDS,
+        "optimizer": decaying,
+    },
     "attention": {"model": attention, "layout": HEADS | PAIR, "x": WORDS, "optimizer": adam()},
-    "table by width": {"model": table, "layout": {"table": "column"}, "x": WORDS},
+    "table by width": {
+        "model": table,
+        "layout": {"table": "column"},
+        "x": WORDS,
+        "optimizer": adam(),
+    },
     "negative words": {
         "model": table,
         "layout": {"table": "vocabulary"},
@@ -194,10 +213,11 @@ TRAINED = {
         "layout": {"(query|key|value)/": "column", "attention_output": "row"},
         "x": WORDS,
     },
-    "dropout in attention": {
-        "model": lambda: attention(dropout=0.0),
-        "layout": HEADS,
+    "words and positions": {
+        "model": placed,
+        "layout": {"table": "vocabulary", "places": "vocabulary"},
         "x": WORDS,
+        "optimizer": decaying,
     },
     "tied": {
         "model": Tied,

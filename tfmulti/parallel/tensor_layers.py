@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.group_rows import Group, real_rows, with_padding
-from tfmulti.step import current_replica_batch, parameters
+from tfmulti.step import current_replica_batch, parameters, sparse_gradients
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
 
 COLUMN, ROW, VOCABULARY = KINDS = ("column", "row", "vocabulary")
@@ -89,8 +89,10 @@ def split_call(layer: keras.layers.Layer, kind: str, group: Group) -> Callable:
                 f"{type(inputs).__name__} for {layer.name}. Make it dense in the dataset, or leave "
                 "the layer out of `layout`."
             )
-        is_table = isinstance(layer, keras.layers.Embedding)
-        inputs = _positions(layer, inputs) if is_table else inputs
+        if isinstance(layer, keras.layers.Embedding):
+            if _are_positions(layer, inputs):
+                return call(inputs, *args, **kwargs)
+            inputs = _positive(layer, inputs)
         rows = compute(layer, axes, group, real_rows(inputs))
         return _finished(layer, with_padding(rows, inputs))
 
@@ -114,10 +116,14 @@ def _row(layer, axes, group, own):
 
 def _vocabulary(layer, axes, group, own):
     begin, end = weight_of(layer).split.bounds()
+    # Where it is, it is looked up; elsewhere zeros are added.
     rows, counts = group.all_rows(own)
     is_here = (rows >= begin) & (rows < end)
-    found = _product(layer, tf.where(is_here, rows - begin, 0), compute_with(weight_of(layer)))
-    found = tf.where(is_here[..., tf.newaxis], found, tf.zeros([], found.dtype))
+    own = tf.boolean_mask(rows - begin, is_here)
+    found = _product(layer, own, compute_with(weight_of(layer)))
+    shape = tf.concat([tf.shape(rows), [layer.output_dim]], 0)
+    found = tf.scatter_nd(tf.where(is_here), found, tf.cast(shape, tf.int64))
+    found = tf.ensure_shape(found, [*rows.shape, layer.output_dim])
     return group.added_rows(found, counts)
 
 
@@ -139,7 +145,15 @@ def _finished(layer, outputs):
     return outputs if activation is None else activation(outputs)
 
 
-def _positions(layer, inputs):
+def _are_positions(layer, inputs):
+    """Whether a table is read by position; then each worker reads it whole, as without a split."""
+    if not tf.executing_eagerly():
+        return sparse_gradients.are_positions(inputs)
+    noted = getattr(current_replica_batch().model, "tfmulti_positions", {})
+    return noted.get(id(weight_of(layer))) == sparse_gradients.POSITIONS
+
+
+def _positive(layer, inputs):
     """Returns the rows of a table that are looked up; negative ones count from its end."""
     inputs = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     inputs = tf.where(inputs < 0, inputs + layer.input_dim, inputs)

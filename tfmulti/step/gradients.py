@@ -214,7 +214,8 @@ def take_gradient(
     is_unreduced = [parameters.is_unreduced(each) for each in flat]
     is_summed = [variable and left for variable, left in zip(is_variable, is_unreduced)]
     values = [part for some in parts for part in some]
-    own = [value if is_unreduced[place] else None for place, value in zip(owners, values)]
+    is_of_rows = [parameters.may_have_padding(each) for each in flat]
+    own = [value if is_of_rows[place] else None for place, value in zip(owners, values)]
     own = _without_padding(own, replica_batch)
     values = [value if mine is None else mine for value, mine in zip(values, own)]
     _local.weighed = True

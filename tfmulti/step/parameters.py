@@ -201,9 +201,14 @@ def is_stage() -> bool:
 def note_read(parameter: ShardedParameter) -> None:
     """Counts a read of a parameter in the forward pass of a step."""
     step = current_replica_batch() or tf.compat.v1.get_default_graph()
+    parameter.reads = (weakref.ref(step), num_reads(parameter) + 1)
+
+
+def num_reads(parameter: ShardedParameter) -> int:
+    """Returns how often the step that is traced has read a parameter; see `note_read`."""
+    step = current_replica_batch() or tf.compat.v1.get_default_graph()
     known, count = parameter.reads
-    is_same = known is not None and known() is step
-    parameter.reads = (weakref.ref(step), count + 1 if is_same else 1)
+    return count if known is not None and known() is step else 0
 
 
 def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = False) -> tf.Tensor:
@@ -276,6 +281,14 @@ def drop_others(gradients, variables) -> list:
 def is_unreduced(variable) -> bool:
     """Whether the gradient of a variable that a tape has returned is still to be added."""
     return not isinstance(variable, ShardedParameter) or variable.unreduced
+
+
+def may_have_padding(variable) -> bool:
+    """Whether a gradient that is still to be added is of this worker's rows alone.
+
+    That of a split weight is of the rows of a group, without padding.
+    """
+    return is_unreduced(variable) and getattr(variable, "split", None) is None
 
 
 def of_rows(gradient):

@@ -151,7 +151,7 @@ def _of_any_number(part):
 
 
 def _kind(indices) -> str:
-    if _are_positions(indices):
+    if are_positions(indices):
         return POSITIONS
     operation = indices.op
     while operation.type in _COPIES:
@@ -160,7 +160,8 @@ def _kind(indices) -> str:
     return UNIQUE if operation.type in ("Unique", "UniqueV2") else TOKENS
 
 
-def _are_positions(indices) -> bool:
+def are_positions(indices) -> bool:
+    """Whether rows of a table are read by position: the same ones on every replica."""
     found = _sources(indices)
     if found != {"shapes"}:
         return not found

@@ -66,8 +66,17 @@ class Split:
         return (*self.shape[: self.axis], end - begin, *self.shape[self.axis + 1 :])
 
     def take(self, whole):
-        """Returns this worker's part of a whole tensor or array."""
-        return whole[(*[slice(None)] * self.axis, slice(*self.bounds()))]
+        """Returns this worker's part of a whole tensor, an array or a sparse gradient."""
+        if not isinstance(whole, tf.IndexedSlices):
+            return whole[(*[slice(None)] * self.axis, slice(*self.bounds()))]
+        begin, end = self.bounds()
+        values, rows = whole.values, whole.indices
+        if self.axis == 0:
+            is_here = (rows >= begin) & (rows < end)
+            values, rows = tf.boolean_mask(values, is_here), tf.boolean_mask(rows, is_here) - begin
+        else:
+            values = values[(*[slice(None)] * self.axis, slice(begin, end))]
+        return tf.IndexedSlices(values, rows, tf.constant(self.shape_of()))
 
     def join(self, strategy: tf.distribute.Strategy, own: tf.Tensor) -> tf.Tensor:
         """Returns the whole tensor of the parts that workers have; a collective of a replica."""
@@ -79,12 +88,18 @@ class Split:
             parts[place] = value
         return tf.concat(parts, self.axis)
 
-    def pad(self, own: tf.Tensor) -> tf.Tensor:
-        """Returns a tensor of the whole shape that has zeros beside this worker's part."""
+    def pad(self, own):
+        """Returns a gradient of the whole shape that has zeros beside this worker's part."""
         begin, end = self.bounds()
         around = [(0, 0)] * len(self.shape)
         around[self.axis] = (begin, self.shape[self.axis] - end)
-        return tf.pad(own, around)
+        if not isinstance(own, tf.IndexedSlices):
+            return tf.pad(tf.ensure_shape(own, self.shape_of()), around)
+        if self.axis == 0:
+            rows = own.indices + tf.cast(begin, own.indices.dtype)
+            return tf.IndexedSlices(own.values, rows, tf.constant(self.shape))
+        values = tf.pad(own.values, around)
+        return tf.IndexedSlices(values, own.indices, tf.constant(self.shape))
 
 
 class SplitParameter(parameters.ShardedParameter):
@@ -172,11 +187,18 @@ def compute_with(parameter: SplitParameter) -> tf.Tensor:
     @tf.custom_gradient
     def receive(value):
         def gradient(upstream):
-            upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), parts.shape_of())
-            parameter.unreduced = not parameters.are_handed_on()
+            is_sparse = isinstance(upstream, tf.IndexedSlices)
+            if not parameters.are_handed_on() or parameters.num_reads(parameter):
+                parameter.unreduced = True
+            else:
+                parameter.unreduced = is_sparse and len(copies) > 1
             if parameter.unreduced:
                 # The step adds it over workers, like those of other weights.
                 return parts.pad(upstream)
+            if is_sparse:
+                shape = tf.constant(parts.shape_of())
+                return tf.IndexedSlices(upstream.values, upstream.indices, shape)
+            upstream = tf.ensure_shape(upstream, parts.shape_of())
             if len(copies) > 1:
                 upstream = strategy.extended.add_among([upstream], copies)[0]
             return upstream
@@ -187,17 +209,18 @@ def compute_with(parameter: SplitParameter) -> tf.Tensor:
 
 
 def _gather(parameter):
-    """Returns the whole value for code that needs it, with a gradient of all workers' rows."""
+    """Returns the whole value for code that needs it; the step adds its gradient over workers."""
+    parameters.note_read(parameter)
     strategy, parts = tf.distribute.get_strategy(), parameter.split
 
     @tf.custom_gradient
     def receive(value):
         def gradient(upstream):
-            upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), parts.shape)
-            parameter.unreduced = not parameters.are_handed_on()
-            if parameter.unreduced:
-                return upstream
-            return parts.take(owners.all_reduce(strategy, parameters.of_rows(upstream)))
+            parameter.unreduced = True
+            if not isinstance(upstream, tf.IndexedSlices):
+                return parameters.of_rows(tf.ensure_shape(upstream, parts.shape))
+            values = parameters.of_rows(upstream.values)
+            return tf.IndexedSlices(values, upstream.indices, tf.constant(parts.shape))
 
         return parts.join(strategy, value), gradient
 
@@ -216,14 +239,14 @@ def _assign(variable, value, values):
 
 def held_gradients(gradients, variables) -> list:
     """Returns gradients of updates: for split weights those of this worker's parts."""
-    return [
-        variable.split.take(tf.convert_to_tensor(gradient))
-        if isinstance(variable, SplitParameter)
-        and gradient is not None
-        and tuple(gradient.shape) == variable.split.shape
-        else gradient
-        for gradient, variable in zip(gradients, variables)
-    ]
+    return [_held(gradient, variable) for gradient, variable in zip(gradients, variables)]
+
+
+def _held(gradient, variable):
+    if gradient is None or not isinstance(variable, SplitParameter):
+        return gradient
+    known = tuple(gradient.shape) if gradient.shape.rank is not None else None
+    return gradient if known == variable.split.shape_of() else variable.split.take(gradient)
 
 
 def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> None:
