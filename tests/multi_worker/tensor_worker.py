@@ -58,13 +58,22 @@ def attention(**more):
     return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
 
 
-def placed():
+class Placed(layers.Layer):
     """A table of words, and one of their positions, which all rows read."""
-    given = keras.Input((TOKENS,), dtype="int32")
-    one = layers.Embedding(WORDS_KNOWN, 16, name="table")(given)
-    two = layers.Embedding(TOKENS, 16, name="places")(ops.arange(TOKENS))
-    hidden = layers.GlobalAveragePooling1D()(ops.tanh(one + two))
-    return keras.Model(given, layers.Dense(3)(hidden))
+
+    def build(self, shape):
+        self.table = layers.Embedding(WORDS_KNOWN, 16, name="table")
+        self.places = layers.Embedding(TOKENS, 16, name="places")
+        for each in (self.table, self.places):
+            each.build()
+
+    def call(self, words):
+        return ops.tanh(self.table(words) + self.places(ops.arange(TOKENS)))
+
+
+def placed():
+    hidden = [Placed(), layers.GlobalAveragePooling1D(), layers.Dense(3)]
+    return keras.Sequential([keras.Input((TOKENS,), dtype="int32"), *hidden])
 
 
 def grouped():
@@ -243,7 +252,7 @@ TRAINED = {
     "unreduced": {"model": lambda: stepping(Unreduced), "layout": PAIR},
     "second derivatives": {"model": lambda: stepping(Penalized), "layout": PAIR},
     "recomputed": {
-        "model": lambda: tfmulti.checkpoint_activations(mlp()),
+        "model": lambda: tfmulti.checkpoint_activations(mlp(), ["wide", "back"]),
         "layout": PAIR,
         "optimizer": adam(),
     },

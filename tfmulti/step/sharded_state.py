@@ -301,11 +301,11 @@ class Shards:
         return self._is_here[keras_compat.variable_index(self._optimizer, variable)]
 
     def owners_of(self, variables) -> list[int] | None:
-        """Returns the owner of each variable; None if sums cannot be made for owners alone."""
+        """Returns owners, None for split ones; None if sums cannot be made for owners alone."""
         known = {id(variable) for variable in keras_compat.updated_variables(self._optimizer)}
         if not self._reduces_to_owners or any(id(variable) not in known for variable in variables):
             return None
-        return [self._owner(variable) for variable in variables]
+        return [None if hasattr(v, "split") else self._owner(v) for v in variables]
 
     def reduce_scalars(self, function, gradients, variables) -> tf.Tensor:
         """Returns one number for each gradient, on all workers, from the worker that has it.

@@ -16,6 +16,7 @@ from conformance.guarantees import (
     saving,
     sizes,
     steps,
+    tensor_parallel,
 )
 
 SECTIONS = {
@@ -23,6 +24,7 @@ SECTIONS = {
     "What happens to gradients": gradients.GUARANTEES,
     "Optimizers": optimizers.GUARANTEES,
     "Pipelines": pipelines.GUARANTEES,
+    "Tensor parallelism": tensor_parallel.GUARANTEES,
     "Losses, weights and metrics": losses.GUARANTEES,
     "Layers": layers.GUARANTEES,
     "Steps": steps.GUARANTEES,

@@ -1,0 +1,159 @@
+"""How a layout splits weights, and what cannot be split; the workers are in `multi_worker/`."""
+
+import keras
+import numpy as np
+import pytest
+import replicas
+import tensorflow as tf
+from keras import layers
+from test_pipeline import Mailbox
+
+import tfmulti
+from tfmulti.mpi.all_reduce import MpiAllReduce
+from tfmulti.parallel import tensor_layers
+from tfmulti.parallel.group_rows import Group
+from tfmulti.parallel.tensor import tensor_parallel
+from tfmulti.step import owners
+from tfmulti.step.split_weights import Split
+
+
+def block():
+    given = keras.Input((4,), dtype="int32")
+    one = layers.Embedding(10, 6, name="table")(given)
+    two = layers.MultiHeadAttention(2, 3, name="attention")(one, one)
+    return keras.Model(given, layers.Dense(5, name="wide")(two))
+
+
+def test_one_replica_has_whole_layers():
+    with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
+        model = block()
+        call = model.get_layer("wide").call
+        assert tensor_parallel(model, {"wide/kernel": "column"}) is model
+    assert model.get_layer("wide").call == call
+
+
+def test_replicas_of_one_worker_are_refused():
+    with replicas.create_strategy(2).scope():
+        with pytest.raises(ValueError, match="workers with one replica each"):
+            tensor_parallel(block(), {"wide/kernel": "column"})
+
+
+@pytest.mark.parametrize(
+    "layout, told",
+    [
+        ({}, "layout={}"),
+        ("wide", "layout='wide'"),
+        ({"wide": "diagonal"}, "Received: layout={'wide': 'diagonal'}"),
+        ({"nothing": "row"}, "Received: 'nothing', which matches nothing"),
+        ({"wide/bias": "column"}, "'wide/bias', which matches wide/bias"),
+        ({"wide": "vocabulary"}, "Received: 'vocabulary' for wide/kernel, of a Dense"),
+        ({"table": "row"}, "Received: 'row' for table/embeddings, of a Embedding"),
+        ({"wide": "row", "w": "column"}, "'wide' and 'w', which both match wide/kernel"),
+    ],
+)
+def test_layouts_that_fit_no_layer_are_told_on_one_device_too(layout, told):
+    with pytest.raises(ValueError, match=".*" + told.replace("{", r"\{")):
+        tensor_parallel(block(), layout)
+
+
+def test_models_and_layers_that_cannot_be_split_are_told():
+    def constrained():
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(4, kernel_constraint="max_norm", name="wide")]
+        )
+
+    def adapted():
+        model = block()
+        model.get_layer("wide").enable_lora(2)
+        return model
+
+    def in_a_loop():
+        wide = layers.TimeDistributed(layers.Dense(4, name="wide"), name="each")
+        return keras.Sequential([keras.Input((3, 4)), wide])
+
+    def compiled():
+        model = block()
+        model.compile("sgd", "mse")
+        return model
+
+    for create, told in (
+        (constrained, "wide/kernel, with a constraint"),
+        (adapted, "wide/kernel, with LoRA"),
+        (in_a_loop, "with the layer each around it"),
+        (compiled, "must be called before `compile`"),
+        (lambda: keras.Sequential([layers.Dense(3)]), "has not been built"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            tensor_parallel(create(), {"wide/kernel": "column"})
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_make_the_whole(parts, axis):
+    whole = np.arange(35.0).reshape(5, 7)
+    splits = [Split((5, 7), axis, parts, worker) for worker in range(parts)]
+    found = [split.take(whole) for split in splits]
+    assert [each.shape for each in found] == [split.shape_of() for split in splits]
+    np.testing.assert_array_equal(np.concatenate(found, axis), whole)
+    padded = sum(split.pad(tf.constant(each)) for split, each in zip(splits, found))
+    np.testing.assert_array_equal(padded, whole)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_of_sparse_gradients_make_the_whole(axis):
+    rows = tf.constant([4, 0, 4])
+    whole = tf.IndexedSlices(tf.reshape(tf.range(21.0), [3, 7]), rows, tf.constant([5, 7]))
+    parts = [Split((5, 7), axis, 2, worker) for worker in (0, 1)]
+    padded = [split.pad(split.take(whole)) for split in parts]
+    assert [each.shape for each in padded] == [(5, 7), (5, 7)]
+    both = sum(tf.convert_to_tensor(each) for each in padded)
+    np.testing.assert_array_equal(both, tf.convert_to_tensor(whole))
+
+
+def test_a_split_weight_has_no_owner():
+    class Variable:
+        shape, dtype, split = (4, 4), "float32", None
+
+    one, other = Variable(), Variable()
+    other.split = Split((4, 4), 0, 2, 0)
+    assert [owners.owned_bytes(each) for each in (one, other)] == [64, 0]
+
+
+@pytest.mark.parametrize(
+    "equation, shape, kind, axes",
+    [
+        ("abc,cde->abde", (None, 2, 3), "column", (1, -2)),
+        ("abcd,cde->abe", (None, 4), "row", (0, -2)),
+        ("...x,xy->...y", 4, "column", (1, -1)),
+        ("...x,xy->...y", 4, "row", (0, -1)),
+        ("ab,ab->ab", (4,), "row", None),
+        ("ab,cb->ca", (4,), "column", None),
+    ],
+)
+def test_equations_tell_where_the_features_are(equation, shape, kind, axes):
+    found = tensor_layers.axes_of(layers.EinsumDense(equation, shape), kind)
+    assert found == (None if axes is None else tensor_layers.Axes(*axes))
+
+
+class Strategy:
+    """Stands for one of two workers."""
+
+    def __init__(self, rank, boxes):
+        self.extended = MpiAllReduce(Mailbox(rank, boxes), lambda: None)
+        self.rank = rank
+
+
+def test_two_workers_exchange_tensors_of_different_sizes():
+    boxes: dict = {}
+    one, other = (MpiAllReduce(Mailbox(rank, boxes), lambda: None) for rank in range(2))
+    # The mailbox of one worker has what the other one has sent before it asks.
+    one.send([tf.constant([[1.0, 2.0]])], 1)
+    [received] = other.exchange_among([tf.constant([[3.0], [4.0]])], [0])
+    np.testing.assert_array_equal(received, [[1.0, 2.0]])
+    [back] = one.receive_sent([tf.TensorSpec([None, None], tf.float32)], 1)
+    np.testing.assert_array_equal(back, [[3.0], [4.0]])
+
+
+def test_a_group_is_of_neighbors(monkeypatch):
+    monkeypatch.setattr("tfmulti.topology.worker_index", lambda strategy: strategy.rank)
+    assert [Group(Strategy(rank, {}), 2).me for rank in range(4)] == [0, 1, 0, 1]
