@@ -314,7 +314,81 @@ def trained(strategy, folder, name):
     return seen
 
 
-CASES: dict = {}
+def life(strategy, folder, name):
+    """Evaluates, predicts, saves, and resumes split and from copies."""
+    keras.config.set_floatx("float64")
+    case, seen = TRAINED["everything"] | {"optimizer": adam()}, {}
+
+    def fitted(way, where, epochs=2, seed=1):
+        model, data = create(strategy, case, way, seed), batches(strategy, case)
+        checkpoint = tfmulti.callbacks.Checkpoint(folder / where, data)
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[checkpoint])
+        return model
+
+    whole, copies = fitted("split", "whole", 4), fitted("copies", "copies")
+    split = fitted("split", "split")
+    rows = tfmulti.distribute_eval((WORDS, CLASSES), strategy, 16)
+    pairs = zip(copies.evaluate(rows, verbose=0), split.evaluate(rows, verbose=0))
+    seen["evaluate"] = max(abs(a - b) for a, b in pairs)
+    predictions = [each.predict(WORDS, verbose=0) for each in (copies, split)]
+    seen["predict"] = float(np.abs(predictions[0] - predictions[1]).max())
+    if topology.is_chief(strategy):
+        split.save(folder / "split.keras")
+        copies.save(folder / "copies.keras")
+    for where in ("split", "copies"):
+        seen[f"resumed from {where}"] = apart(whole, fitted("split", where, 4, seed=9))
+    return seen
+
+
+def halves(strategy, folder, name):
+    """Products of parts in bfloat16, added in float32."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    case = TRAINED["attention"] | {"optimizer": lambda: optimizers.SGD(0.1)}
+    models = [create(strategy, case, way) for way in ("copies", "split")]
+    for model in models:
+        model.fit(batches(strategy, case), epochs=2, verbose=0)
+    keras.config.set_dtype_policy("float32")
+    return {"weights": apart(*models)}
+
+
+def refusals(strategy, folder, name):
+    def needs(create_model, optimizer=None, **more):
+        def program():
+            with strategy.scope():
+                model = tfmulti.tensor_parallel(create_model(), more.pop("layout", PAIR), **more)
+                made = optimizer or tfmulti.DistributedOptimizer("sgd", shard="parameters")
+                model.compile(made, "mse")
+            model.fit(NUMBERS, NUMBERS[:, :3], verbose=0)
+
+        return cases.message_of(program)
+
+    def sharded(optimizer):
+        with strategy.scope():
+            return tfmulti.DistributedOptimizer(optimizer, shard="parameters")
+
+    def cut():
+        with strategy.scope():
+            tfmulti.pipeline(tfmulti.tensor_parallel(mlp(), PAIR))
+
+    def of_a_pipeline():
+        with strategy.scope():
+            tfmulti.tensor_parallel(tfmulti.pipeline(mlp()), PAIR)
+
+    return {
+        "groups of three": needs(mlp, group=3),
+        "groups of one": needs(mlp, group=1),
+        "narrow": needs(lambda: mlp(layers.Dense(1, name="wide")), layout={"wide": "column"}),
+        "twice": needs(lambda: tfmulti.tensor_parallel(mlp(), PAIR)),
+        "not sharded": needs(mlp, optimizer="sgd"),
+        "lamb": needs(mlp, optimizer=sharded(optimizers.Lamb())),
+        "clipnorm": needs(mlp, optimizer=sharded(optimizers.SGD(clipnorm=0.1))),
+        "pipeline": cases.message_of(cut),
+        "of a pipeline": cases.message_of(of_a_pipeline),
+    }
+
+
+CASES = {"life": life, "halves": halves, "refusals": refusals}
 
 if __name__ == "__main__":
     cases.main(CASES, default=trained)

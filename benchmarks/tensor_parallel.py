@@ -1,0 +1,156 @@
+"""Prints memory, bytes sent and seconds of a step of wide layers, as copies, sharded and split.
+
+`python -m benchmarks.tensor_parallel [--width 512] [--wide 8192] [--layers 4] [--rows 64]`
+
+Each of `--layers` blocks is a Dense of `--wide` columns and one that takes them back to `--width`.
+Bytes are those that workers hand to MPI in a step, counted where they do, beside the prediction.
+Steps are compared in `--rounds` pairs of runs with copies, on the cores of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launched import run_on_workers
+from benchmarks.pipeline import describe_ratios
+
+_WORKER = """
+import contextlib, json, sys, time
+import keras, numpy as np, tfmulti
+from tfmulti.mpi import all_reduce
+task = json.loads(sys.argv[1])
+width, rows, way = task["width"], task["rows"], task["way"]
+strategy = tfmulti.create_strategy("multi_worker", verify="never")
+sent = [0]
+def counted(name, times):
+    original = getattr(all_reduce.MpiAllReduce, name)
+    def call(self, *arguments):
+        # An all-reduce hands a worker's bytes over, and so many again to get the sum round.
+        arrays = [each for each in arguments if isinstance(each, np.ndarray)]
+        sent[0] += times(self, arguments) * sum(array.nbytes for array in arrays)
+        return original(self, *arguments)
+    setattr(all_reduce.MpiAllReduce, name, call)
+others = task["num_workers"] - 1
+is_own = lambda self, arguments: arguments[0] == self._communicator.rank
+counted("_add", lambda self, _: 2 * others / (others + 1))
+counted("_send_to", lambda self, _: 1)
+counted("_reduce_to", lambda self, arguments: 0 if is_own(self, arguments) else 1)
+counted("_receive_shaped", lambda self, arguments: others if is_own(self, arguments) else 0)
+class Clock(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seconds, self.sent = [], []
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begin, self.before = time.perf_counter(), sent[0]
+    def on_train_batch_end(self, batch, logs=None):
+        self.seconds.append(time.perf_counter() - self.begin)
+        self.sent.append(sent[0] - self.before)
+sharded = contextlib.nullcontext() if way == "copies" else tfmulti.sharded_parameters()
+with strategy.scope(), sharded:
+    hidden = []
+    for place in range(task["layers"]):
+        hidden.append(keras.layers.Dense(task["wide"], activation="relu", name=f"wide_{place}"))
+        hidden.append(keras.layers.Dense(width, name=f"back_{place}"))
+    model = keras.Sequential([keras.Input((width,)), *hidden])
+    if way == "split":
+        layout = {"wide_.*/kernel": "column", "back_.*/kernel": "row"}
+        model = tfmulti.tensor_parallel(model, layout)
+    shard = None if way == "copies" else "parameters"
+    model.compile(tfmulti.DistributedOptimizer("adam", shard=shard), "mse")
+x = np.zeros((10 * rows, width), "float32")
+clock = Clock()
+data = tfmulti.distribute_train((x, x), strategy, rows)
+model.fit(data, epochs=1, verbose=0, callbacks=[clock])
+with open("/proc/self/status") as status:
+    [peak] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")]
+seconds = sorted(clock.seconds)[4]
+print(json.dumps({"bytes": peak, "seconds": seconds, "sent": sorted(clock.sent)[5]}))
+"""
+WAYS = ("copies", "sharded", "split")
+
+
+def predicted_bytes(
+    way: str, width: int, wide: int, layers: int, rows: int, num_workers: int = 2
+) -> float:
+    """Returns the bytes that a worker sends in a step, in float32.
+
+    With copies it sends each gradient about twice (an all-reduce). With sharded parameters it
+    sends the weights that it owns twice to all others, and its gradients of theirs. With split
+    layers it sends of its rows, in the forward and the backward pass: the inputs of a column-split
+    to all others, the columns of theirs that it has computed, the columns that they take for a
+    row-split, and its sums of their rows.
+
+    >>> predicted_bytes("copies", 10, 100, 1, 8), predicted_bytes("split", 10, 100, 1, 8)
+    (8000.0, 3840.0)
+    """
+    weights, others = 4 * layers * 2 * width * wide, num_workers - 1
+    if way == "copies":
+        return 2.0 * weights * others / num_workers
+    if way == "sharded":
+        return 3.0 * weights * others / num_workers
+    return 2.0 * 4 * layers * rows / num_workers * others * (2 * width + 2 * wide / num_workers)
+
+
+def measure(way: str, num_workers: int = 2, **sizes: int) -> dict:
+    """Trains ten steps on several workers of this machine.
+
+    Returns:
+        `bytes`, the largest peak of a worker's resident memory as the kernel counts it; `seconds`
+        of the step in the middle; `sent`, the bytes that a worker sends in a step.
+    """
+    task = json.dumps({"way": way, "num_workers": num_workers, **sizes})
+    seen = run_on_workers(["-c", _WORKER, task], num_workers, ["--mpi"])
+    return {name: max(each[name] for each in seen) for name in seen[0]}
+
+
+def result_table(runs: list[dict], **sizes: int) -> Table:
+    """Returns the table of rounds of runs.
+
+    Args:
+        runs: Of each round what `measure` returned, by way.
+        **sizes: The flags.
+    """
+    weights = 2 * sizes["layers"] * sizes["width"] * sizes["wide"]
+    title = f"Adam, {weights / 1e6:.0f}M weights, {sizes['rows']} rows, 2 workers, MPI"
+    columns = ("layers", "peak of a worker, MB", "less, MB", "sent by a worker, MB", "predicted")
+    table = Table(*columns, "step, s", title=title)
+    for way in WAYS:
+        less = [(run["copies"]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
+        table.add_row(
+            way,
+            f"{statistics.median(run[way]['bytes'] for run in runs) / 1e6:.0f}",
+            f"{min(less):.0f} to {max(less):.0f}",
+            f"{statistics.median(run[way]['sent'] for run in runs) / 1e6:.2f}",
+            f"{predicted_bytes(way, **sizes) / 1e6:.2f}",
+            f"{statistics.median(run[way]['seconds'] for run in runs):.3f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Measures all in turn, and prints a table and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    defaults = {"width": 512, "wide": 8192, "layers": 4, "rows": 64}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=4)
+    given = parser.parse_args()
+    sizes = {name: getattr(given, name) for name in defaults}
+    runs = []
+    for number in range(given.rounds):
+        # Each is the first as often as the last.
+        ways = WAYS if number % 2 else tuple(reversed(WAYS))
+        runs.append({way: measure(way, **sizes) for way in ways})
+    Console(width=120).print(result_table(runs, **sizes))
+    for way in WAYS[1:]:
+        ratios = [run[way]["seconds"] / run["copies"]["seconds"] for run in runs]
+        print(f"step of {way} layers over that of copies: {describe_ratios(ratios)}")
+
+
+if __name__ == "__main__":
+    main()

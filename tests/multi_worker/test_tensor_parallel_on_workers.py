@@ -1,0 +1,121 @@
+"""Tensor parallelism on workers: one device's result, each worker with its parts alone."""
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import cases
+import tensor_worker as worker
+
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+needs_mpi = pytest.mark.skipif(
+    not MPIEXEC.exists(), reason="tensor parallelism needs MPI: pip install tfmulti[mpi]"
+)
+FAST = ("both",)
+SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
+
+
+def run(run_workers, folder, names, **more):
+    """What each worker saw of each case."""
+    program = HERE / "tensor_worker.py"
+    return cases.run(run_workers, program, folder, names, options=["--mpi"], **more)
+
+
+@pytest.fixture(scope="module", name="fast")
+def fast_fixture(run_workers, tmp_path_factory):
+    return run(run_workers, tmp_path_factory.mktemp("tensor"), FAST)
+
+
+@pytest.fixture(scope="module", name="slow")
+def slow_fixture(run_workers, tmp_path_factory):
+    seen = [{}, {}]
+    names = (*SLOW, "halves", "refusals")
+    for start in range(0, len(names), 5):
+        folder = tmp_path_factory.mktemp("tensor")
+        for found, new in zip(seen, run(run_workers, folder, names[start : start + 5])):
+            found.update(new)
+    return seen
+
+
+def assert_exact(seen, name, close=1e-12):
+    for each in (worker_seen[name] for worker_seen in seen):
+        assert max(each["weights"]) < close and max(each["history"]) < close, each
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", FAST)
+def test_split_layers_give_the_result_of_copies(fast, name):
+    assert_exact(fast, name)
+
+
+@needs_mpi
+def test_each_worker_holds_its_parts_alone(fast):
+    for one, other in zip(*(each["both"]["held"] for each in fast)):
+        assert one[0] + other[0] == one[1] == other[1] > 0
+        # Two slots of each of Adam's two weights.
+        assert one[2] == other[2] == 4
+
+
+@pytest.mark.slow
+@needs_mpi
+@pytest.mark.parametrize("name", SLOW)
+def test_every_model_and_setting_gives_the_result_of_copies(slow, name):
+    assert_exact(slow, name)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_sums_of_halves_are_rounded_as_products_are(slow):
+    assert all(each["halves"]["weights"] < 2**-7 for each in slow)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_what_cannot_be_split_is_told(slow):
+    told = slow[0]["refusals"]
+    assert "Received: group=3, 2 workers" in told["groups of three"]
+    assert "Received: group=1, 2 workers" in told["groups of one"]
+    assert "1 along its column axis, and 2 workers" in told["narrow"]
+    assert "must be called once for a model" in told["twice"]
+    assert "shard='parameters'" in told["not sharded"]
+    assert "Received: Lamb, and" in told["lamb"]
+    assert "Received: clipnorm=0.1" in told["clipnorm"]
+    assert "cannot cut a model whose layers are split" in told["pipeline"]
+    assert "cannot split layers of a pipeline" in told["of a pipeline"]
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_evaluates_predicts_saves_and_resumes(run_workers, tmp_path):
+    seen = run(run_workers, tmp_path, ["life"])
+    for each in (worker_seen["life"] for worker_seen in seen):
+        assert max(each.values()) < 1e-12, each
+        assert each["resumed from split"] == 0.0
+    split, copies = (keras.models.load_model(tmp_path / f"{x}.keras") for x in ("split", "copies"))
+    one, other = ([*each.variables, *each.optimizer.variables] for each in (split, copies))
+    for found, expected in zip(one, other, strict=True):
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_four_workers_in_two_groups(run_workers, tmp_path):
+    names = ["attention", "vocabulary"]
+    seen = run(run_workers, tmp_path, names, num_workers=4, env={"GROUP": "2"})
+    for name in names:
+        assert_exact(seen, name)
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_float32_is_rounded_in_its_last_places(run_workers, tmp_path):
+    names = ["both", "vocabulary"]
+    seen = run(run_workers, tmp_path, names, env={"FLOATX": "float32"})
+    for name in names:
+        assert_exact(seen, name, close=1e-6)
