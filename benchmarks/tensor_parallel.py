@@ -81,19 +81,18 @@ def predicted_bytes(
 
     With copies it sends each gradient about twice (an all-reduce). With sharded parameters it
     sends the weights that it owns twice to all others, and its gradients of theirs. With split
-    layers it sends of its rows, in the forward and the backward pass: the inputs of a column-split
-    to all others, the columns of theirs that it has computed, the columns that they take for a
-    row-split, and its sums of their rows.
+    layers it sends rows, in the forward and the backward pass: its inputs of a column-split to all
+    others, and its summands of their outputs of the row-split behind it.
 
     >>> predicted_bytes("copies", 10, 100, 1, 8), predicted_bytes("split", 10, 100, 1, 8)
-    (8000.0, 3840.0)
+    (8000.0, 640.0)
     """
     weights, others = 4 * layers * 2 * width * wide, num_workers - 1
     if way == "copies":
         return 2.0 * weights * others / num_workers
     if way == "sharded":
         return 3.0 * weights * others / num_workers
-    return 2.0 * 4 * layers * rows / num_workers * others * (2 * width + 2 * wide / num_workers)
+    return 2.0 * 4 * layers * rows / num_workers * others * 2 * width
 
 
 def measure(way: str, num_workers: int = 2, **sizes: int) -> dict:

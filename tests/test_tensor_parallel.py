@@ -157,3 +157,31 @@ def test_two_workers_exchange_tensors_of_different_sizes():
 def test_a_group_is_of_neighbors(monkeypatch):
     monkeypatch.setattr("tfmulti.topology.worker_index", lambda strategy: strategy.rank)
     assert [Group(Strategy(rank, {}), 2).me for rank in range(4)] == [0, 1, 0, 1]
+
+
+def paired(*hidden, outputs=None, layout=None):
+    """The pairs that a chain of layers has."""
+    model = keras.Sequential([keras.Input((4,)), *hidden])
+    if outputs is not None:
+        model = keras.Model(model.inputs, [model.get_layer(name).output for name in outputs])
+    layout = layout or {"wide": "column", "back": "row"}
+    chosen = [(each, layout[each.name]) for each in model.layers if each.name in layout]
+    return [[each.name for each in both] for _, both in tensor_layers.pairs_of(model, chosen)]
+
+
+def test_features_stay_split_between_a_column_split_and_the_row_split_that_alone_takes_them():
+    def wide(activation=None, **more):
+        return layers.Dense(6, activation, name="wide", **more)
+
+    def back():
+        return layers.Dense(5, name="back")
+
+    assert paired(wide("gelu"), back(), layers.Dense(2)) == [["wide", "back"]]
+    assert paired(wide(), back()) == [["wide", "back"]]
+    assert not paired(wide("softmax"), back())
+    assert not paired(wide(lambda x: x), back())
+    assert not paired(wide(activity_regularizer="l2"), back())
+    assert not paired(wide(), layers.Dropout(0.5), back())
+    assert not paired(wide(), back(), outputs=["wide", "back"])
+    assert not paired(wide(), back(), layout={"wide": "column"})
+    assert not paired(wide(), back(), layout={"wide": "row", "back": "row"})

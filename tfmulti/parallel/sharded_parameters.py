@@ -121,8 +121,10 @@ def _gathers(layer):
 
 
 def _sharded(layer):
-    """The sharded weights that a layer gathers for its calls; not those it has parts of."""
+    """The sharded weights that a layer gathers for its calls; none if it has a part of one."""
     loop = isinstance(layer, keras.layers.RNN)
     own = layer.weights if loop else keras_compat.own_weights(layer)
-    sharded = [each for each in own if isinstance(each, parameters.ShardedParameter)]
-    return [each for each in sharded if not isinstance(each, SplitParameter)]
+    if any(isinstance(each, SplitParameter) for each in own):
+        # It would exchange its rows again for the second run.
+        return []
+    return [each for each in own if isinstance(each, parameters.ShardedParameter)]

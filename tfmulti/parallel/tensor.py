@@ -68,7 +68,12 @@ def tensor_parallel(
     for layer, kind in chosen:
         axis = tensor_layers.axes_of(layer, kind).of_weight
         split_weights.split(tensor_layers.weight_of(layer), strategy, axis, number)
-        layer.call = tensor_layers.split_call(layer, kind, workers)
+    pairs = tensor_layers.pairs_of(model, chosen)
+    pair_of = {id(layer): pair for pair, both in pairs for layer in both}
+    for layer, kind in chosen:
+        layer.call = tensor_layers.split_call(layer, kind, workers, pair_of.get(id(layer)))
+    for pair, _ in pairs:
+        pair.set_calls()
     return model
 
 

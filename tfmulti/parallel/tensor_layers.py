@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 
 import keras
@@ -21,6 +22,26 @@ _WEIGHTS = {
     keras.layers.EinsumDense: "kernel",
     keras.layers.Embedding: "embeddings",
 }
+_BY_ELEMENT = (
+    "celu",
+    "elu",
+    "exponential",
+    "gelu",
+    "hard_sigmoid",
+    "hard_silu",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "softsign",
+    "tanh",
+)
+_local = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +88,116 @@ def axes_of(layer: keras.layers.Layer, kind: str) -> Axes | None:
     return Axes(weight.index(found[0]), rows.index(found[0]) - len(rows))
 
 
-def split_call(layer: keras.layers.Layer, kind: str, group: Group) -> Callable:
+class Pair:
+    """A column-split and the row-split that alone takes its outputs, which stay split between them.
+
+    The workers then exchange the inputs of the first layer and the outputs of the second, and not
+    the wide features between them.
+
+    Args:
+        model: The model in whose graph they are.
+        column: The first layer.
+        row: The second one.
+    """
+
+    def __init__(self, model: keras.Model, column: keras.layers.Layer, row: keras.layers.Layer):
+        self._model, self._layers = model, (column, row)
+        self._calls: tuple = ()
+        self._entered: tuple | None = None
+        # It takes a part of its inputs.
+        row.input_spec = keras.layers.InputSpec(min_ndim=2)
+        if column.bias is not None:
+            column.bias.tfmulti_of_group = True
+
+    def set_calls(self) -> None:
+        """Notes the layers' calls, which nothing may be put around for them to be a pair."""
+        self._calls = tuple(layer.call for layer in self._layers)
+
+    def is_open(self) -> bool:
+        """Whether the model itself calls its layers, one after the other."""
+        calls = tuple(layer.call for layer in self._layers)
+        return getattr(_local, "model", None) is self._model and calls == self._calls
+
+    def column(self, layer, axes, group, inputs):
+        """Returns this worker's part of a layer's outputs, for the rows of its group."""
+        rows, counts = group.all_rows(real_rows(inputs))
+        self._entered = (counts, inputs)
+        outputs = _product(layer, rows, compute_with(weight_of(layer)))
+        if layer.bias is not None:
+            bias = tf.convert_to_tensor(layer.bias)
+            outputs += tf.cast(bias[slice(*weight_of(layer).split.bounds())], outputs.dtype)
+        return outputs if layer.activation is None else layer.activation(outputs)
+
+    def row(self, layer, axes, group, part):
+        """Returns a layer's outputs for this worker's rows, of its part of the inputs."""
+        counts, inputs = self._entered
+        outputs = _product(layer, part, compute_with(weight_of(layer)))
+        return _finished(layer, with_padding(group.added_rows(outputs, counts), inputs))
+
+
+def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.Layer]]]:
+    """Finds column-splits of a graph whose outputs nothing takes but a row-split.
+
+    Args:
+        model: A model.
+        chosen: Layers, and how each is split.
+
+    Returns:
+        Pairs, each with its two layers.
+    """
+    nodes, kinds = keras_compat.nodes_of(model), {id(x): kind for x, kind in chosen}
+    if nodes is None:
+        return []
+    called = list(zip(keras_compat.layers_of_nodes(model), nodes))
+    taken = [id(x) for _, (inputs, _) in called for x in inputs] + [id(x) for x in model.outputs]
+    found = []
+    for layer, (_, [*outputs]) in called:
+        takers = [each for each, (given, _) in called if given and given[0] is outputs[0]]
+        both = [layer, *takers]
+        if (
+            len(takers) == 1
+            and taken.count(id(outputs[0])) == 1
+            and [kinds.get(id(each)) for each in both] == [COLUMN, ROW]
+            and all(type(each) is keras.layers.Dense for each in both)
+            and all([each is x for each, _ in called].count(True) == 1 for x in both)
+            and _is_by_element(layer)
+        ):
+            found.append((Pair(model, *both), both))
+    if found:
+        model.call = _within(model, model.call)
+    return found
+
+
+def _within(model, call):
+    @functools.wraps(call)
+    def run(*args, **kwargs):
+        previous = getattr(_local, "model", None)
+        _local.model = model
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _local.model = previous
+
+    return run
+
+
+def _is_by_element(layer):
+    """Whether a layer's activation treats each feature by itself, and nothing else reads them."""
+    name = getattr(layer.activation, "__name__", "linear")
+    stock = layer.activation is None or keras_compat.is_stock(layer.activation)
+    return stock and name in _BY_ELEMENT and layer.activity_regularizer is None
+
+
+def split_call(
+    layer: keras.layers.Layer, kind: str, group: Group, pair: Pair | None = None
+) -> Callable:
     """Returns a call that computes with this worker's part in a step, and else is the layer's.
 
     Args:
         layer: A layer whose weight is split.
         kind: How it is split.
         group: The workers that have the parts.
+        pair: The pair that it is in, or None.
     """
     call, axes = layer.call, axes_of(layer, kind)
     compute = {COLUMN: _column, ROW: _row, VOCABULARY: _vocabulary}[kind]
@@ -89,6 +213,8 @@ def split_call(layer: keras.layers.Layer, kind: str, group: Group) -> Callable:
                 f"{type(inputs).__name__} for {layer.name}. Make it dense in the dataset, or leave "
                 "the layer out of `layout`."
             )
+        if pair is not None and pair.is_open():
+            return getattr(pair, kind)(layer, axes, group, inputs)
         if isinstance(layer, keras.layers.Embedding):
             if _are_positions(layer, inputs):
                 return call(inputs, *args, **kwargs)
@@ -140,7 +266,10 @@ def _product(layer, rows, part):
 def _finished(layer, outputs):
     """Adds the bias, of which every worker has a copy, and applies the activation."""
     if getattr(layer, "bias", None) is not None:
-        outputs = keras.ops.add(outputs, layer.bias)
+        bias = tf.convert_to_tensor(layer.bias)
+        if hasattr(layer.bias, "tfmulti_of_group"):
+            bias = parameters.with_gradient_of_rows(bias)
+        outputs = keras.ops.add(outputs, bias)
     activation = getattr(layer, "activation", None)
     return outputs if activation is None else activation(outputs)
 

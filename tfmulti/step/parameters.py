@@ -286,9 +286,20 @@ def is_unreduced(variable) -> bool:
 def may_have_padding(variable) -> bool:
     """Whether a gradient that is still to be added is of this worker's rows alone.
 
-    That of a split weight is of the rows of a group, without padding.
+    That of a split weight, or of the bias beside it, is of the rows of a group, without padding.
     """
-    return is_unreduced(variable) and getattr(variable, "split", None) is None
+    of_group = getattr(variable, "split", None) or getattr(variable, "tfmulti_of_group", False)
+    return is_unreduced(variable) and not of_group
+
+
+def with_gradient_of_rows(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor whose gradient is zeros for a replica batch without rows."""
+
+    @tf.custom_gradient
+    def receive(value):
+        return tf.identity(value), of_rows
+
+    return receive(value)
 
 
 def of_rows(gradient):
