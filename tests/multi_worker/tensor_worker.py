@@ -317,6 +317,7 @@ def trained(strategy, folder, name):
 def life(strategy, folder, name):
     """Evaluates, predicts, saves, and resumes split and from copies."""
     keras.config.set_floatx("float64")
+    strategy.verify = "never"
     case, seen = TRAINED["everything"] | {"optimizer": adam()}, {}
 
     def fitted(way, where, epochs=2, seed=1):
