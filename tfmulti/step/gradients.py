@@ -214,8 +214,7 @@ def take_gradient(
     is_unreduced = [parameters.is_unreduced(each) for each in flat]
     is_summed = [variable and left for variable, left in zip(is_variable, is_unreduced)]
     values = [part for some in parts for part in some]
-    is_of_rows = [parameters.may_have_padding(each) for each in flat]
-    own = [value if is_of_rows[place] else None for place, value in zip(owners, values)]
+    own = [v if parameters.may_have_padding(flat[i]) else None for i, v in zip(owners, values)]
     own = _without_padding(own, replica_batch)
     values = [value if mine is None else mine for value, mine in zip(values, own)]
     _local.weighed = True
