@@ -211,6 +211,11 @@ TRAINED = {
         "optimizer": adam(gradient_accumulation_steps=2),
     },
     "few rows": {"model": mlp, "layout": PAIR, "global_batch_size": 2},
+    "a large bias": {
+        "model": lambda: mlp(layers.Dense(2100, "relu", name="wide")),
+        "layout": PAIR,
+        "global_batch_size": 2,
+    },
     "few words": {
         "model": attention,
         "layout": HEADS | PAIR | {"table": "vocabulary"},

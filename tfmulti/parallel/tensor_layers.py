@@ -124,7 +124,7 @@ class Pair:
         self._entered = (counts, inputs)
         outputs = _product(layer, rows, compute_with(weight_of(layer)))
         if layer.bias is not None:
-            bias = tf.convert_to_tensor(layer.bias)
+            bias = _whole_bias(layer)
             outputs += tf.cast(bias[slice(*weight_of(layer).split.bounds())], outputs.dtype)
         return outputs if layer.activation is None else layer.activation(outputs)
 
@@ -280,6 +280,14 @@ def _are_positions(layer, inputs):
         return sparse_gradients.are_positions(inputs)
     noted = getattr(current_replica_batch().model, "tfmulti_positions", {})
     return noted.get(id(weight_of(layer))) == sparse_gradients.POSITIONS
+
+
+def _whole_bias(layer):
+    """Returns the bias; its gradient is that of a group's rows, also where a worker has none."""
+    if not isinstance(layer.bias, parameters.ShardedParameter):
+        return tf.convert_to_tensor(layer.bias)
+    parameters.note_read(layer.bias)
+    return parameters.gather(layer.bias, layer.bias.held(), for_stages=True)
 
 
 def _positive(layer, inputs):

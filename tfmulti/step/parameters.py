@@ -223,8 +223,8 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
     Args:
         parameter: The parameter.
         held: What this worker holds of it.
-        for_stages: Whether stages of a pipeline use it: then each worker has a part of the
-            gradient of all workers' rows, also one that has no rows itself.
+        for_stages: Whether stages of a pipeline or parts of a split layer use it: then each worker
+            has a part of the gradient of all workers' rows, also one that has no rows itself.
     """
     strategy, dtype = tf.distribute.get_strategy(), held.dtype
     shape, owner, is_here = parameter.shape, parameter.owner, parameter.is_here
