@@ -196,6 +196,15 @@ def test_a_pipeline_is_measured():
 
 
 @pytest.mark.slow
+def test_tensor_parallelism_is_measured():
+    flags = ["--width=64", "--wide=512", "--layers=1", "--rows=16", "--rounds=1"]
+    line = [sys.executable, "-m", "benchmarks.tensor_parallel", *flags]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step of split layers over that of copies" in done.stdout
+
+
+@pytest.mark.slow
 def test_the_monitors_are_measured_side_by_side(tmp_path):
     flags = ["--monitors", "--workloads=compute", "--batch_size=4", "--setups=one_worker,ring"]
     text, found = run_bench(tmp_path, *flags, module="benchmarks", cwd=ROOT, result="monitors.json")
