@@ -82,7 +82,8 @@ def predicted_bytes(
     With copies it sends each gradient about twice (an all-reduce). With sharded parameters it
     sends the weights that it owns twice to all others, and its gradients of theirs. With split
     layers it sends rows, in the forward and the backward pass: its inputs of a column-split to all
-    others, and its summands of their outputs of the row-split behind it.
+    others, and its summands of their outputs of the row-split behind it. Of the first layer, whose
+    inputs need no gradient, it sends less.
 
     >>> predicted_bytes("copies", 10, 100, 1, 8), predicted_bytes("split", 10, 100, 1, 8)
     (8000.0, 640.0)
