@@ -66,8 +66,8 @@ def test_without_a_bound_any_step_may_be_applied():
 
 def test_the_summary_of_staleness():
     summary = summarize([0] * 19 + [10])
-    assert (summary.mean, summary.largest) == (0.5, 10)
-    assert summary.p95 == pytest.approx(np.percentile([0] * 19 + [10], 95))
+    assert (summary["staleness_mean"], summary["staleness_max"]) == (0.5, 10)
+    assert summary["staleness_p95"] == pytest.approx(np.percentile([0] * 19 + [10], 95))
 
 
 def test_gradients_of_parts_are_weighted_by_their_rows():

@@ -11,9 +11,8 @@ sys.path.append(str(HERE))
 import cases
 import pipeline_worker as worker
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 needs_mpi = pytest.mark.skipif(
-    not MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
+    not cases.MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
 )
 FAST = ("dense", "attention", "refusals")
 SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
@@ -32,13 +31,8 @@ def fast_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    seen = [{}, {}]
     names = (*SLOW, "life", "chosen differences")
-    for start in range(0, len(names), 6):
-        folder = tmp_path_factory.mktemp("pipeline")
-        for found, new in zip(seen, run(run_workers, folder, names[start : start + 6])):
-            found.update(new)
-    return seen
+    return run(run_workers, tmp_path_factory.mktemp("pipeline"), names, at_once=6)
 
 
 def assert_exact(seen, name):

@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.sharding import replica_slice
+
 SMALLEST_PART_BYTES = 256 * 1024
 """A table is cut into parts of at least so many bytes, as `MinSizePartitioner` of TensorFlow."""
 
@@ -78,17 +80,6 @@ class PartitionedTable:
             part.assign(values[start:stop])
 
 
-def ranges(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Returns the rows of each part: as many, or one more in the first ones.
-
-    >>> ranges(7, 3)
-    [(0, 3), (3, 5), (5, 7)]
-    """
-    size, longer = divmod(rows, parts)
-    starts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return list(zip(starts, starts[1:]))
-
-
 def _ranges_of(parts):
     ends = np.cumsum([part.shape[0] for part in parts]).tolist()
     return list(zip([0, *ends], ends))
@@ -108,7 +99,8 @@ def _create_parts(layer, parts) -> list[keras.Variable]:
     # Drawn as on one device. Larger tables draw each part for itself: nobody has room for all.
     whole = _Whole(layer, shape, dtype, parts) if size <= _DRAWN_WHOLE_BYTES else None
     tables = []
-    for number, (start, stop) in enumerate(ranges(layer.input_dim, parts)):
+    for number in range(parts):
+        start, stop = replica_slice(layer.input_dim, parts, number)
         initializer = layer.embeddings_initializer
         if whole is not None:
             initializer = whole.rows(start, stop)

@@ -82,11 +82,6 @@ def can_be_cut(batch) -> bool:
     return bool(parts) and all(isinstance(p, kinds) and len(p.shape) for p in parts)
 
 
-def num_rows(batch) -> tf.Tensor:
-    """Returns the number of rows of a batch, an int32 scalar."""
-    return rows.count_rows(rows.parts_of(batch)[0])
-
-
 def gather_local(strategy: tf.distribute.Strategy, batch):
     """Returns the rows of all local replicas as one batch."""
 
