@@ -32,7 +32,7 @@ def fast_fixture(run_workers, tmp_path_factory):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
     names = (*SLOW, "life", "chosen differences")
-    return run(run_workers, tmp_path_factory.mktemp("pipeline"), names, at_once=6)
+    return run(run_workers, tmp_path_factory.mktemp("pipeline"), names, at_once=4)
 
 
 def assert_exact(seen, name):

@@ -66,8 +66,12 @@ def measured_costs(model: keras.Model, rows: int) -> list[float]:
         thread.start()
         thread.join()
     seconds = tf.constant(seconds)
-    total = strategy.run(lambda: owners.all_reduce(strategy, seconds))
-    return strategy.experimental_local_results(total)[0].numpy().tolist()
+
+    @tf.function(autograph=False)
+    def add():
+        return strategy.run(lambda: owners.all_reduce(strategy, seconds))
+
+    return strategy.experimental_local_results(add())[0].numpy().tolist()
 
 
 def _time_all(model, rows, seconds):
