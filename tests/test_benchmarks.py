@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from benchmarks import (
     pipeline,
     projection,
     ratios,
+    sharded_state,
+    sharded_torch,
     socket_copy,
     tables,
 )
@@ -206,3 +209,11 @@ def test_the_monitors_are_measured_side_by_side(tmp_path):
     assert set(found["ratios"]) == set(monitors.KEYS.values())
     assert "monitored_over_unmonitored: " in text
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "monitors.json"}
+
+
+@pytest.mark.parametrize(("shard", "way"), sharded_torch.WAYS.items())
+@pytest.mark.skipif(not find_spec("torch"), reason="PyTorch is not installed")
+@pytest.mark.slow
+def test_pytorch_shards_the_same_model(shard, way):
+    found = sharded_state.measure(1, 64, 2, shard, sharded_state.TORCH)
+    assert found["slots"] == 2 * 4 * (64 * 64 + 64 + 65) and found["bytes"] > found["before"]
