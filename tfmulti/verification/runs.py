@@ -162,8 +162,8 @@ class Distributed:
 
         def on_replica(data):
             context = tf.distribute.get_replica_context()
-            place = topology.replica_batch_index(context)
-            start = rows_lib.first_row(place, number, all_rows)
+            index = topology.replica_batch_index(context)
+            start = rows_lib.first_row(index, number, all_rows)
             replica = 1 + tf.cast(context.replica_id_in_sync_group, tf.int64)
             salt = self.salt.read_value() * replica
 
