@@ -21,12 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.cluster import Cluster, environment, network
+from tfmulti.cluster import Cluster, environment, kubernetes, network, sagemaker, slurm
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
+_WITHOUT_ROLES = (kubernetes.SOURCE, sagemaker.SOURCE, slurm.SOURCE)
 _LOOK_S = 1.0
 # A connection that is refused so often in a row is that of a task that has gone.
 _LOOKS = 3
@@ -125,9 +126,17 @@ def create_parameter_server(
 def _check_cluster(cluster):
     if cluster is None:
         raise RuntimeError(
-            "`parameter_server` needs a cluster in TF_CONFIG with a chief, workers and servers. "
-            "Received: no TF_CONFIG in the environment, and no `tf_config`. Start it with "
+            "`parameter_server` needs a cluster with a chief, workers and servers. "
+            "Received: no TF_CONFIG in the environment, no `tf_config`, and a process that was not "
+            "started by Slurm, Kubernetes or SageMaker. Start it with "
             "python -m tfmulti.launch --num_workers 2 --num_ps 1, or set TF_CONFIG for each task."
+        )
+    if not cluster.has_servers and cluster.source in _WITHOUT_ROLES:
+        raise ValueError(
+            "`num_ps` must say how many of the tasks are parameter servers. "
+            f"Received: {cluster.num_workers} tasks of {cluster.source}, and no TFMULTI_NUM_PS. "
+            "Set it to 1, say, or pass num_ps (--num_ps 1): the last tasks become servers, and the "
+            "first one the chief."
         )
     missing = [kind for kind in ("chief", "worker", SERVER_TYPE) if not cluster.spec.get(kind)]
     if missing:
