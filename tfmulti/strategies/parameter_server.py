@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.cluster import Cluster, environment, kubernetes, network, sagemaker, slurm
 from tfmulti.cluster.task import SERVER_TYPE
+from tfmulti.parallel import partitioned
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line, processes
 
@@ -77,7 +78,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.num_workers = len(cluster.spec["worker"])
         self.bytes_on_servers = [0] * self.num_servers
         self._coordinator = None
-        keras_compat.place_variables(self, self.bytes_on_servers)
+        keras_compat.place_variables(self, self.bytes_on_servers, partitioned.fill_in_pieces)
 
     @property
     def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
