@@ -1,8 +1,9 @@
 """Prints the memory of parameter servers that train an embedding too large for any one of them.
 
-`python -m benchmarks.large_embedding [--rows 8000000] [--columns 64] [--num_ps 2] [--steps 20]`
+`python -m benchmarks.large_embedding [--rows 16000000] [--columns 64] [--num_ps 2] [--steps 10]`
 
-Memory is the peak of each process's resident memory, VmHWM, which this program reads in /proc.
+Memory is the peak of each process's resident memory, VmHWM, which this program reads in /proc. The
+worker holds no table: what it needs, a process with TensorFlow needs without one.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
 
     Returns:
         What the chief has seen: `table`, the table's bytes; `parts` and `slots`, the rows of each
-        and its server; `trained`, which part of the rows that were looked up has changed on each
-        server; `loss` of each epoch. And `peak`: the peak of each process's resident memory, in
-        bytes, by its name, and `idle`, what each had before it served.
+        and its server; `trained`, of the rows that were looked up on each server the part that
+        has changed; `loss` of each epoch. And `peak`, the peak of each process's resident memory,
+        in bytes, by its name.
 
     Raises:
         RuntimeError: Where a process fails.
@@ -118,3 +119,35 @@ def read_peak(pid: int) -> int:
     except OSError:
         return 0
     return int(lines[0].split()[1]) * 1024 if lines else 0
+
+
+def main() -> None:
+    """Trains, and prints a table of the processes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    defaults = {"rows": 16_000_000, "columns": 64, "num_ps": 2, "steps": 10}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    given = parser.parse_args()
+    found = measure(given.rows, given.columns, given.num_ps, given.steps, given.optimizer)
+    title = (
+        f"A table of {found['table'] / 1e6:,.0f} MB, {given.optimizer}; "
+        f"loss {found['loss'][0]:.2g}, then {found['loss'][-1]:.2g}"
+    )
+    columns = ("process", "rows of the table", "rows of slots", "changed, of those looked up")
+    table = Table(*columns, "peak, MB", "peak / table", title=title)
+    for name, peak in found["peak"].items():
+        cells = ["", "", ""]
+        if name.startswith("ps"):
+            number = int(name.split()[1])
+            cells = [
+                f"{sum(rows for rows, server in found[kind] if server == number):,}"
+                for kind in ("parts", "slots")
+            ]
+            cells.append(f"{found['trained'][number]:.1%}")
+        table.add_row(name, *cells, f"{peak / 1e6:,.0f}", f"{peak / found['table']:.2f}")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

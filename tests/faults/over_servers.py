@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from faults.random_kills import find_worker
-from faults.workers import HEALTHY, expect, one_process
+from faults.workers import HEALTHY, NOTICE_S, expect, one_process
 
 COUNT = 10
 KILLS = 3
@@ -84,6 +84,43 @@ def server_is_lost(folder: Path):
     return seconds, f"exit {code}: {lines[0]}"
 
 
+def frozen(kind: str, index: int):
+    """A server or the chief is frozen: what needs it ends with its name, and so the job."""
+
+    def scenario(folder: Path):
+        with started(folder, HEALTHY, 0) as launcher:
+            launcher.wait_for("Epoch 3/")
+            began = time.monotonic()
+            victim = find_worker(folder / "run", index, kind)
+            os.kill(victim, signal.SIGSTOP)
+            code = launcher.wait()
+            seconds = time.monotonic() - began
+        words = "no chief at .*frozen" if kind == "chief" else f"{kind} {index} .*frozen.* is lost"
+        logs = "".join(log.read_text(errors="replace") for log in (folder / "logs").rglob("*.log"))
+        errors = [each for each in re.findall("^error: (.*)", logs, re.M) if re.search(words, each)]
+        expect(code == 144 and errors, code, launcher.text, logs)
+        expect(seconds < 3 * NOTICE_S, seconds)
+        return seconds, f"exit {code}: {errors[0]}"
+
+    return scenario
+
+
+def worker_is_frozen(folder: Path):
+    """A worker is frozen: the other computes its step again, and the run ends as it must."""
+    expected = uninterrupted(folder / "whole")
+    with started(folder, TRAIN, 0) as launcher:
+        launcher.wait_for("Epoch 3/")
+        began = time.monotonic()
+        os.kill(find_worker(folder / "run", 1), signal.SIGSTOP)
+        launcher.wait_for("worker 1 (")
+        seconds = time.monotonic() - began
+        code = launcher.wait()
+    lines = [line for line in launcher.text.splitlines() if "worker 1 (" in line]
+    expect(code == 0 and "frozen" in lines[0], code, launcher.text)
+    expect(digest_of(folder) == expected, digest_of(folder), expected)
+    return seconds, f"same weights, bit for bit: {lines[0]}"
+
+
 def kill_once(folder: Path, number: int, task) -> str:
     """Kills a task at a moment that the number decides; returns the digest of what it ends with."""
     chance = random.Random(number)
@@ -106,9 +143,7 @@ def killed(*tasks):
 
     def scenario(folder: Path):
         expected = uninterrupted(folder / "whole")
-        found = [
-            kill_once(folder / str(number), number, task) for number, task in enumerate(tasks)
-        ]
+        found = [kill_once(folder / str(number), number, task) for number, task in enumerate(tasks)]
         right = sum(digest == expected for digest in found)
         expect(right == len(tasks), right, expected, *found)
         return 0.0, f"{right} of {len(tasks)} ended with the same weights, bit for bit"
@@ -118,7 +153,10 @@ def killed(*tasks):
 
 SCENARIOS = {
     "workers are killed, with servers": workers_rejoin,
+    "a worker is frozen, with servers": worker_is_frozen,
     "a server is killed": server_is_lost,
+    "a server is frozen": frozen("ps", 1),
+    "the chief is frozen, with servers": frozen("chief", 0),
     "a server is killed, and all resume": killed(("ps", 1)),
     "ten kills at random moments, with servers": killed(*(TASKS * 2)[:COUNT]),
 }
