@@ -208,6 +208,15 @@ def test_a_lost_server_is_named(monitor):
         monitor.check()
 
 
+def test_a_frozen_worker_is_named(monitor, monkeypatch):
+    monkeypatch.setattr("tfmulti.cluster.presence.SILENCE_S", 0.0)
+    monitor.note("worker 1", SILENT)
+    with pytest.raises(WorkersLost, match="worker 1 .127.0.0.1:2: it does not answer"):
+        monitor.check()
+    monitor.note("worker 1", THERE)
+    monitor.check()
+
+
 def test_training_ends_once_no_worker_is_left(monitor):
     for _ in range(3):
         monitor.note("worker 0", GONE)

@@ -85,7 +85,7 @@ def server_is_lost(folder: Path):
 
 
 def frozen(kind: str, index: int):
-    """A server or the chief is frozen: what needs it ends with its name, and so the job."""
+    """A task is frozen: the others end with its name, and so the job."""
 
     def scenario(folder: Path):
         with started(folder, HEALTHY, 0) as launcher:
@@ -103,22 +103,6 @@ def frozen(kind: str, index: int):
         return seconds, f"exit {code}: {errors[0]}"
 
     return scenario
-
-
-def worker_is_frozen(folder: Path):
-    """A worker is frozen: the other computes its step again, and the run ends as it must."""
-    expected = uninterrupted(folder / "whole")
-    with started(folder, TRAIN, 0) as launcher:
-        launcher.wait_for("Epoch 3/")
-        began = time.monotonic()
-        os.kill(find_worker(folder / "run", 1), signal.SIGSTOP)
-        launcher.wait_for("worker 1 (")
-        seconds = time.monotonic() - began
-        code = launcher.wait()
-    lines = [line for line in launcher.text.splitlines() if "worker 1 (" in line]
-    expect(code == 0 and "frozen" in lines[0], code, launcher.text)
-    expect(digest_of(folder) == expected, digest_of(folder), expected)
-    return seconds, f"same weights, bit for bit: {lines[0]}"
 
 
 def kill_once(folder: Path, number: int, task) -> str:
@@ -153,7 +137,7 @@ def killed(*tasks):
 
 SCENARIOS = {
     "workers are killed, with servers": workers_rejoin,
-    "a worker is frozen, with servers": worker_is_frozen,
+    "a worker is frozen, with servers": frozen("worker", 1),
     "a server is killed": server_is_lost,
     "a server is frozen": frozen("ps", 1),
     "the chief is frozen, with servers": frozen("chief", 0),

@@ -22,6 +22,7 @@ SILENCE_S = 10.0
 _CONNECT_S = 2.0
 # The length, the type and the flags of a frame, and its stream.
 _FRAME_BYTES = 9
+NO_ANSWER = "it does not answer (frozen or cut off)"
 THERE, SILENT, GONE = "there", "silent", "gone"
 
 
@@ -96,5 +97,5 @@ class Presence:
         if self._misses >= MISSES:
             return "nothing listens there"
         if self._silent_since is not None and now - self._silent_since >= SILENCE_S:
-            return "it does not answer (frozen or cut off)"
+            return NO_ANSWER
         return None

@@ -7,7 +7,7 @@ import threading
 import time
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.presence import MISSES, Presence, look_at
+from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, look_at
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
 from tfmulti.strategies.parameter_server import (
@@ -19,7 +19,7 @@ from tfmulti.strategies.parameter_server import (
 )
 
 _EVERY_S = 1.0
-# The program sees a lost server before, unless it waits for it in TensorFlow.
+# The program ends before, unless it waits in TensorFlow for a task that has gone.
 _STUCK_S = 5.0
 
 
@@ -37,14 +37,14 @@ class TaskMonitor:
         self._stopped = threading.Event()
         self._patience_s = find_timeout(None)
         self._without_workers_since: float | None = None
-        self._without_server_since: float | None = None
+        self._ending_since: float | None = None
 
     def start(self) -> None:
         """Begins."""
         threading.Thread(target=self._look, daemon=True, name="tfmulti monitor").start()
 
     def stop(self) -> None:
-        """Ends, without waiting for the thread."""
+        """Ends, without waiting for the thread; not where a frozen task may hold up the end."""
         self._stopped.set()
 
     def news(self) -> list[str]:
@@ -61,10 +61,11 @@ class TaskMonitor:
 
         Raises:
             ServerLost: If a server has gone.
-            WorkersLost: If all workers have gone, and none has come back in the time that tasks
-                wait for one another.
+            WorkersLost: If a worker is frozen or cut off: TensorFlow waits for it without end; or
+                if all workers have gone, and none has come back in the time that tasks wait for
+                one another.
         """
-        if (error := self._find_lost_server()) is not None:
+        if (error := self._find_error()) is not None:
             raise error
         workers = [name for name in self._tasks if name.startswith("worker")]
         if any(name not in self._lost for name in workers):
@@ -79,22 +80,33 @@ class TaskMonitor:
                 "--max_restarts have it do so."
             )
 
-    def _find_lost_server(self) -> ServerLost | None:
-        lost = [(name, why) for name, why in self._lost.items() if name.startswith(SERVER_TYPE)]
-        names = [f"{name} ({self._tasks[name].address}: {why})" for name, why in lost]
-        return lost_error(names) if names else None
+    def _find_error(self) -> ServerLost | WorkersLost | None:
+        lost = {
+            f"{name} ({self._tasks[name].address}: {why})": name.startswith(SERVER_TYPE)
+            for name, why in list(self._lost.items())
+            if name.startswith(SERVER_TYPE) or why == NO_ANSWER
+        }
+        if any(lost.values()):
+            return lost_error(name for name, is_server in lost.items() if is_server)
+        if not lost:
+            return None
+        return WorkersLost(
+            f"Each worker must answer the chief. Received: {', '.join(lost)} is lost. Look at its "
+            "host, and start all again: with tfmulti.callbacks.Checkpoint or --workdir they resume "
+            "from the last checkpoint."
+        )
 
     def _look(self):
-        while not self._stopped.wait(_EVERY_S):
+        while not self._stopped.is_set() or NO_ANSWER in self._lost.values():
+            time.sleep(_EVERY_S)
             for name, task in self._tasks.items():
                 self.note(name, look_at(task.address))
-            error = self._find_lost_server()
-            now = time.monotonic()
+            error, now = self._find_error(), time.monotonic()
             if error is None:
-                self._without_server_since = None
-            elif self._without_server_since is None:
-                self._without_server_since = now
-            elif now - self._without_server_since > _STUCK_S and not self._stopped.is_set():
+                self._ending_since = None
+            elif self._ending_since is None:
+                self._ending_since = now
+            elif now - self._ending_since > _STUCK_S:
                 end_stuck_chief(error)
 
     def note(self, name: str, seen: str) -> None:
@@ -103,9 +115,9 @@ class TaskMonitor:
         if why is None:
             self._lost.pop(name, None)
             return
-        if name.startswith("worker") and name not in self._lost:
+        if name.startswith("worker") and name not in self._lost and why != NO_ANSWER:
             self._news.put(
-                f"{name} ({self._tasks[name].address}) is lost, {why}: others compute its step "
-                "under way again, and no example is left out"
+                f"{name} ({self._tasks[name].address}) is lost: others compute its step under way "
+                "again, and no example is left out"
             )
         self._lost[name] = why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import logging
 import queue
 import threading
@@ -70,9 +69,6 @@ class RemoteRuns:
         self._processes: dict[int, int] = {}
         self._monitor = TaskMonitor(strategy.cluster)
         self._sent: dict[int, tuple] = {}
-        # Of what was sent under a number: an answer to an earlier one comes too late.
-        self._serials: dict[int, int] = {}
-        self._count = itertools.count()
         self._retries = 0
         self.staleness: list[int] = []
         self.steps_by_worker: collections.Counter = collections.Counter()
@@ -197,20 +193,14 @@ class RemoteRuns:
         return [np.asarray(state + (new - first)) for state, new, first in pairs]
 
     def _send(self, number, schedule, *arguments):
+        wait = schedule(self._strategy.coordinator, *arguments)
         self._sent[number] = (schedule, *arguments)
-        self._serials[number] = next(self._count)
-        self._send_again(number)
-
-    def _send_again(self, number):
-        """Sends what is under way to whoever is free; the first answer counts."""
-        schedule, *arguments = self._sent[number]
-        wait, serial = schedule(self._strategy.coordinator, *arguments), self._serials[number]
 
         def work():
             try:
-                self._answers.put((number, serial, wait(), None))
+                self._answers.put((number, wait(), None))
             except BaseException as error:
-                self._answers.put((number, serial, None, error))
+                self._answers.put((number, None, error))
 
         threading.Thread(target=work, daemon=True, name="tfmulti step").start()
 
@@ -218,18 +208,13 @@ class RemoteRuns:
         while True:
             for line in self._monitor.news():
                 self._tell(line)
-                # Of a worker that is frozen nobody hears an error.
-                for number in list(self._sent):
-                    self._send_again(number)
+            self._monitor.check()
             try:
-                number, serial, answer, error = self._answers.get(timeout=_LOOK_S)
+                number, answer, error = self._answers.get(timeout=_LOOK_S)
             except queue.Empty:
-                self._monitor.check()
-                continue
-            if self._serials.get(number) != serial:
                 continue
             if error is None:
-                del self._sent[number], self._serials[number]
+                del self._sent[number]
                 self._retries = 0
                 return number, answer
             self._retries += 1
@@ -237,7 +222,7 @@ class RemoteRuns:
                 self._raise(error)
             # The coordinator sends a step again until it is computed, but a worker can be lost
             # between that and the sending of its answer.
-            self._send_again(number)
+            self._send(number, *self._sent[number])
 
     def _raise(self, error) -> NoReturn:
         lost = find_lost_server(error, self._strategy.cluster)
