@@ -5,12 +5,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 from test_bench import run_bench, series_of
 
 from benchmarks import __main__ as command
 from benchmarks import (
     kinds,
+    large_embedding,
     monitors,
     peers,
     pipeline,
@@ -185,6 +187,21 @@ def test_stages_are_idle_for_what_they_do_not_sleep_of_the_longest_step():
     [row] = zip(*(column.cells for column in pipeline.idle_table({(2, 4): idle}, 1.0).columns))
     assert row[:-1] == ("2", "4", "1.250", "0", "0.200", "0.00 to 0.50", "0.200")
     assert pipeline.describe_ratios([1.5]) == "1.50 (1.50 to 1.50 in 1 pair)"
+
+
+@pytest.mark.slow
+def test_a_table_that_no_server_could_hold_trains():
+    available = psutil.virtual_memory().available
+    if available < 9e9:
+        pytest.skip(f"needs 9 GB of memory, and {available / 1e9:.1f} are available")
+    found = large_embedding.measure(12_000_000, 64, 2, 5, "sgd")
+    table, peak = found["table"], found["peak"]
+    assert table == 12_000_000 * 64 * 4
+    assert found["parts"] == [[6_000_000, 0], [6_000_000, 1]]
+    # Whoever held the whole table would have more than its size.
+    assert all(each < 0.85 * table for each in peak.values()), peak
+    assert all(peak[f"ps {server}"] - peak["worker 0"] < 0.6 * table for server in range(2)), peak
+    assert found["loss"][-1] < found["loss"][0] and min(found["trained"]) > 0.95
 
 
 @pytest.mark.slow

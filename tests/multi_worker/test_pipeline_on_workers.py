@@ -97,11 +97,10 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
 
 @pytest.mark.slow
 @needs_mpi
+@pytest.mark.parametrize("name", ["few rows", "skips"])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages):
-    # Four workers on few cores take their time.
-    names = ["few rows", "skips"]
+def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages, name):
+    # Four workers on few cores take their time: one model in a run.
     environ = {"STAGES": str(stages)}
-    seen = run(run_workers, tmp_path, names, num_workers=4, env=environ)
-    for name in names:
-        assert_exact(seen, name)
+    seen = run(run_workers, tmp_path, [name], num_workers=4, env=environ)
+    assert_exact(seen, name)

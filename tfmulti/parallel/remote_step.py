@@ -214,7 +214,9 @@ class RemoteStep:
         given = []
         for sparse, variable in zip(self._sparse, self._variables):
             each = None if sparse is None else next(gradients)
-            given.append(tf.IndexedSlices(*each, tf.shape(variable)) if sparse else each)
+            # `tf.shape` would read the variable: a copy of a whole table in each step.
+            shape = tf.constant(list(variable.shape), tf.int32)
+            given.append(tf.IndexedSlices(*each, shape) if sparse else each)
         self.model.optimizer.apply(given, self._variables)
         for variable, change in zip(self._states, changes):
             if variable.dtype == "bool":

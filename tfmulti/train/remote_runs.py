@@ -209,10 +209,10 @@ class RemoteRuns:
         while True:
             for line in self._monitor.news():
                 self._tell(line)
+            self._monitor.check()
             try:
                 number, answer, error = self._answers.get(timeout=_LOOK_S)
             except queue.Empty:
-                self._monitor.check()
                 continue
             if error is None:
                 del self._sent[number]
