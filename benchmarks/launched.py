@@ -23,13 +23,26 @@ def run_on_workers(
         flags: More flags of the launcher.
         environ: Environment variables beside those of this process.
     """
-    launch = [sys.executable, "-m", "tfmulti.launch", f"--num_workers={num_workers}", *flags]
-    done = subprocess.run(
-        [*launch, "--all_output", "--allocator=default", "--", sys.executable, *program],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(environ or {})},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    flags = [f"--num_workers={num_workers}", *flags, "--allocator=default"]
+    return run_together([launch(flags, [sys.executable, *program])], environ)
+
+
+def launch(flags: Sequence[str], job: Sequence[str], prefix: Sequence[str] = ()) -> list[str]:
+    """Returns the command by which the launcher starts a job, with the output of all workers."""
+    own = [sys.executable, "-m", "tfmulti.launch"]
+    return [*prefix, *own, *flags, "--all_output", "--", *job]
+
+
+def run_together(commands: Sequence[Sequence[str]], environ: Mapping[str, str] | None = None):
+    """Runs commands of the launcher together, and returns what their workers print as JSON."""
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(environ or {})}
+    running = [
+        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    texts = [process.communicate()[0] for process in running]
+    for process in running:
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+    lines = [line.partition("] ")[2] for text in texts for line in text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]

@@ -11,18 +11,16 @@ the bytes of other programs too. The loss is that of examples that were not trai
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks import launched, network
+from benchmarks.network import Link
 
 _WORKER = """
 import json, sys, time
@@ -64,8 +62,6 @@ print(json.dumps({
 
 EVERY = (1, 4, 16)
 _NUM_WORKERS = 2
-_ADDRESSES = ("10.213.78.1", "10.213.78.2")
-_BURST, _LATENCY = "64kb", "200ms"
 
 
 def predicted_bytes(weights: int, every: int, num_workers: int = _NUM_WORKERS) -> float:
@@ -81,97 +77,37 @@ def predicted_bytes(weights: int, every: int, num_workers: int = _NUM_WORKERS) -
     return once if every == 1 else 3 * once / every
 
 
-@contextlib.contextmanager
-def limited_link(mbit: float) -> Iterator[list[str] | None]:
-    """Gives the names of two network namespaces with a slow link, None where none can be made.
-
-    Args:
-        mbit: The rate of each direction, in millions of bits a second.
-    """
-    names = [f"tfmulti{os.getpid()}{side}" for side in "ab"]
-    try:
-        try:
-            _lay(names, mbit)
-        except (OSError, subprocess.CalledProcessError):
-            yield None
-            return
-        yield names
-    finally:
-        for name in names:
-            with contextlib.suppress(OSError):
-                subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def _lay(names, mbit):
-    for name in names:
-        _call("ip", "netns", "add", name)
-    first, second = names
-    ends = ["link", "add", "link0", "netns", first, "type", "veth"]
-    _call("ip", *ends, "peer", "name", "link0", "netns", second)
-    for name, address in zip(names, _ADDRESSES):
-        _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "link0")
-        _call("ip", "-n", name, "link", "set", "lo", "up")
-        _call("ip", "-n", name, "link", "set", "link0", "up")
-        shape = ["rate", f"{mbit}mbit", "burst", _BURST, "latency", _LATENCY]
-        _call("tc", "-n", name, "qdisc", "add", "dev", "link0", "root", "tbf", *shape)
-
-
-def _call(*command):
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def measure(every: int, units: int, steps: int, names: list[str] | None) -> dict:
+def measure(every: int, units: int, steps: int, link: Link | None) -> dict:
     """Trains on two workers of this machine.
 
     Args:
         every: The steps between two averages.
         units: The units of each of two hidden layers.
         steps: The steps of each of three epochs.
-        names: The network namespaces of the workers; None for loopback.
+        link: The link between the workers; None for loopback.
 
     Returns:
         `seconds` of a step of the slower worker; `sent`, the bytes that all workers sent in a
         step; `loss` and `accuracy` of the examples held out; `weights`, their bytes.
     """
     job = [sys.executable, "-c", _WORKER, str(every), str(units), str(steps)]
-    if names is None:
-        command = [*_launch("--num_workers", str(_NUM_WORKERS)), *job, "lo"]
-        texts = _outputs([command])
+    threads = ["--threads", "1"]
+    if link is None:
+        flags = ["--num_workers", str(_NUM_WORKERS), *threads]
+        seen = launched.run_together([launched.launch(flags, [*job, "lo"])])
     else:
         with tempfile.TemporaryDirectory() as folder:
             hosts = Path(folder) / "hosts"
-            hosts.write_text("".join(f"{address}\n" for address in _ADDRESSES))
-            texts = _outputs(
-                ["ip", "netns", "exec", name]
-                + _launch("--hosts", str(hosts), "--host_index", str(index))
-                + [*job, "link0"]
-                for index, name in enumerate(names)
+            hosts.write_text("".join(f"{address}\n" for address in link.hosts))
+            flags = ["--hosts", str(hosts), *threads, "--host_index"]
+            seen = launched.run_together(
+                launched.launch([*flags, str(index)], [*job, link.device], prefix)
+                for index, prefix in enumerate(link.prefixes)
             )
-    lines = [line.partition("] ")[2] for text in texts for line in text.splitlines()]
-    seen = [json.loads(line) for line in lines if line.startswith("{")]
     # Both workers count all bytes of loopback, and each its own end of a link.
-    count = max if names is None else sum
+    count = max if link is None else sum
     found = {name: max(each[name] for each in seen) for name in seen[0]}
     return found | {"sent": count(each["sent"] for each in seen)}
-
-
-def _launch(*flags) -> list[str]:
-    launch = [sys.executable, "-m", "tfmulti.launch", *flags]
-    return [*launch, "--all_output", "--threads", "1", "--"]
-
-
-def _outputs(commands) -> list[str]:
-    """Runs commands together, and returns what they print."""
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    running = [
-        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    texts = [process.communicate()[0] for process in running]
-    for process in running:
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, process.args)
-    return texts
 
 
 def _spread(values, form) -> str:
@@ -206,10 +142,10 @@ def main() -> None:
     for name, default in {"units": 512, "steps": 192, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    with limited_link(given.mbit) as names:
-        where = "loopback, not limited" if names is None else f"a link of {given.mbit:g} Mbit/s"
+    with network.link(given.mbit) as link:
+        where = "loopback, not limited" if link is None else f"a link of {given.mbit:g} Mbit/s"
         rounds = [
-            {every: measure(every, given.units, given.steps, names) for every in EVERY}
+            {every: measure(every, given.units, given.steps, link) for every in EVERY}
             for _ in range(given.rounds)
         ]
     _print(rounds, where)

@@ -2,6 +2,9 @@
 
 `python -m benchmarks.sharded_state [--layers 12] [--units 2048] [--num_workers 2] [--rounds 3]`
 
+Where PyTorch is installed, its DistributedDataParallel, ZeroRedundancyOptimizer and FSDP2 train the
+same model on gloo, in the same rounds.
+
 Bytes are those that the loopback device counts, in runs of their own in which MPI uses TCP; other
 programs that use it meanwhile are counted too.
 """
@@ -9,11 +12,14 @@ programs that use it meanwhile are counted too.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import statistics
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import sharded_torch
 from benchmarks.launched import run_on_workers
 
 _WORKER = """
@@ -31,6 +37,11 @@ class Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self.begin)
         with open("/sys/class/net/lo/statistics/tx_bytes") as count:
             self.sent.append(int(count.read()))
+def peak_bytes():
+    with open("/proc/self/status") as status:
+        [peak] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")]
+    return peak
+before = peak_bytes()
 sharded = tfmulti.sharded_parameters() if shard == "parameters" else contextlib.nullcontext()
 with strategy.scope(), sharded:
     hidden = [keras.layers.Dense(units, activation="tanh") for _ in range(layers)]
@@ -40,12 +51,12 @@ x = np.zeros((160, units), "float32")
 clock = Clock()
 data = tfmulti.distribute_train((x, x[:, :1]), strategy, 16)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
-with open("/proc/self/status") as status:
-    [peak] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")]
+peak = peak_bytes()
 slots = 2 * 4 * model.count_params()
 sent = (clock.sent[8] - clock.sent[2]) / 6
 print(json.dumps(
-    {"bytes": peak, "seconds": sorted(clock.seconds)[4], "slots": slots, "sent": sent}
+    {"bytes": peak, "before": before, "seconds": sorted(clock.seconds)[4], "slots": slots,
+     "sent": sent}
 ))
 """
 
@@ -55,23 +66,28 @@ _TCP = {"I_MPI_FABRICS": "ofi", "FI_PROVIDER": "tcp"}
 
 
 SHARDS = (None, "state", "parameters")
+TORCH = "gloo"
+"""Communication of PyTorch's workers."""
 
 
 def predicted_bytes(slots: int, num_workers: int, shard: str | None, communication: str) -> float:
     """Returns the bytes that all workers together send in a step, for Adam's float32 slots.
 
     An all-reduce sends each gradient twice to every worker but one. With sharded state MPI reduces
-    to the owners and broadcasts from them; the ring all-reduces, and gathers. With sharded
-    parameters weights are sent twice, and gradients once; over the ring each time as an all-reduce.
+    to the owners and broadcasts from them; the ring and PyTorch all-reduce, and gather. With
+    sharded parameters weights are sent twice, and gradients once; over the ring each time as an
+    all-reduce, and so are gradients on gloo.
 
     >>> predicted_bytes(800, 2, "state", "ring")
     1200.0
     >>> predicted_bytes(800, 2, "parameters", "mpi")
     1200.0
     """
-    times = {None: 2, "state": 2, "parameters": 3}[shard]
-    if communication == "ring":
-        times = {None: 2, "state": 3, "parameters": 6}[shard]
+    times = {
+        "mpi": {None: 2, "state": 2, "parameters": 3},
+        "ring": {None: 2, "state": 3, "parameters": 6},
+        TORCH: {None: 2, "state": 3, "parameters": 4},
+    }[communication][shard]
     return times * (num_workers - 1) * slots / 2
 
 
@@ -86,12 +102,17 @@ def measure(
     """Trains ten steps on several workers of this machine.
 
     Returns:
-        `bytes`, the largest peak of a worker's resident memory as the kernel counts it; `seconds`
+        `bytes`, the largest peak of a worker's resident memory as the kernel counts it; `before`,
+        that before the model was created; `seconds`
         of the step in the middle, of the slowest worker; `slots`, the bytes of all of Adam's;
         `sent`, the bytes that went over loopback in a step, all of them where `by_tcp` is set.
     """
+    size = [str(layers), str(units)]
+    program = ["-c", _WORKER, *size, *([shard] if shard else [])]
+    if communication == TORCH:
+        program = ["-m", "benchmarks.sharded_torch", *size, sharded_torch.WAYS[shard]]
     seen = run_on_workers(
-        ["-c", _WORKER, str(layers), str(units), *([shard] if shard else [])],
+        program,
         num_workers,
         ["--mpi"] if communication == "mpi" else [],
         _TCP if by_tcp else None,
@@ -108,31 +129,41 @@ def main() -> None:
     parser.add_argument("--communication", choices=("mpi", "ring"), default="mpi")
     given = parser.parse_args()
     size = (given.layers, given.units, given.num_workers)
-    runs = [
-        {shard: measure(*size, shard, given.communication) for shard in SHARDS}
-        for _ in range(given.rounds)
+    by = [given.communication, *([TORCH] if importlib.util.find_spec("torch") else [])]
+    ways = list(itertools.product(by, SHARDS))
+    runs = [{way: measure(*size, way[1], way[0]) for way in ways} for _ in range(given.rounds)]
+    sent = {way: measure(*size, way[1], way[0], by_tcp=True)["sent"] for way in ways}
+    slots = runs[0][given.communication, None]["slots"]
+    title = f"Adam, {slots / 8e6:.0f}M weights, {given.num_workers} workers"
+    columns = ("by", "sharded", "peak of a worker, MB", "before the model", "less, MB", "step, s")
+    table = Table(*columns, "times", "sent, MB", "predicted", title=title)
+    for way in ways:
+        table.add_row(*_row(way, runs, sent[way], given.num_workers))
+    Console(width=120).print(table)
+
+
+def _row(way, runs, sent, num_workers) -> list[str]:
+    """Returns a row: differences and ratios are to copies of the same program, in each round."""
+    communication, shard = way
+    copies = communication, None
+    less = [(run[copies]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
+    ratios = [run[way]["seconds"] / run[copies]["seconds"] for run in runs]
+    found = {
+        name: statistics.median(run[way][name] for run in runs)
+        for name in ("bytes", "before", "seconds", "slots")
+    }
+    name = sharded_torch.WAYS[shard].upper() if communication == TORCH else shard or "nothing"
+    return [
+        f"PyTorch, {TORCH}" if communication == TORCH else f"tfmulti, {communication}",
+        name,
+        f"{found['bytes'] / 1e6:.0f}",
+        f"{found['before'] / 1e6:.0f}",
+        f"{min(less):.0f} to {max(less):.0f}",
+        f"{found['seconds']:.2f}",
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{sent / 1e6:.0f}",
+        f"{predicted_bytes(found['slots'], num_workers, shard, communication) / 1e6:.0f}",
     ]
-    slots = runs[0][None]["slots"]
-    title = f"Adam, {slots / 8e6:.0f}M weights, {given.num_workers} workers, {given.communication}"
-    columns = ("sharded", "peak of a worker, MB", "less, MB", "step, s", "times")
-    table = Table(*columns, "sent, MB", "predicted", title=title)
-    for shard in SHARDS:
-        less = [(run[None]["bytes"] - run[shard]["bytes"]) / 1e6 for run in runs]
-        ratios = [run[shard]["seconds"] / run[None]["seconds"] for run in runs]
-        peak = statistics.median(run[shard]["bytes"] for run in runs) / 1e6
-        seconds = statistics.median(run[shard]["seconds"] for run in runs)
-        sent = measure(*size, shard, given.communication, by_tcp=True)["sent"] / 1e6
-        predicted = predicted_bytes(slots, given.num_workers, shard, given.communication) / 1e6
-        table.add_row(
-            shard or "nothing",
-            f"{peak:.0f}",
-            f"{min(less):.0f} to {max(less):.0f}",
-            f"{seconds:.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            f"{sent:.0f}",
-            f"{predicted:.0f}",
-        )
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,24 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 from test_bench import run_bench, series_of
 
 from benchmarks import __main__ as command
 from benchmarks import (
     kinds,
+    large_embedding,
     monitors,
     peers,
     pipeline,
     projection,
     ratios,
+    sharded_state,
+    sharded_torch,
     socket_copy,
     tables,
 )
@@ -185,6 +190,21 @@ def test_stages_are_idle_for_what_they_do_not_sleep_of_the_longest_step():
 
 
 @pytest.mark.slow
+def test_a_table_that_no_server_could_hold_trains():
+    available = psutil.virtual_memory().available
+    if available < 9e9:
+        pytest.skip(f"needs 9 GB of memory, and {available / 1e9:.1f} are available")
+    found = large_embedding.measure(12_000_000, 64, 2, 5, "sgd")
+    table, peak = found["table"], found["peak"]
+    assert table == 12_000_000 * 64 * 4
+    assert found["parts"] == [[6_000_000, 0], [6_000_000, 1]]
+    # Whoever held the whole table would have more than its size.
+    assert all(each < 0.85 * table for each in peak.values()), peak
+    assert all(peak[f"ps {server}"] - peak["worker 0"] < 0.6 * table for server in range(2)), peak
+    assert found["loss"][-1] < found["loss"][0] and min(found["trained"]) > 0.95
+
+
+@pytest.mark.slow
 def test_a_pipeline_is_measured():
     flags = ["--stages=2", "--micro_batches=2", "--seconds=0.1", "--steps=2", "--rounds=1"]
     flags += ["--layers=1", "--units=16", "--rows=16"]
@@ -215,3 +235,11 @@ def test_the_monitors_are_measured_side_by_side(tmp_path):
     assert set(found["ratios"]) == set(monitors.KEYS.values())
     assert "monitored_over_unmonitored: " in text
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "monitors.json"}
+
+
+@pytest.mark.parametrize(("shard", "way"), sharded_torch.WAYS.items())
+@pytest.mark.skipif(not find_spec("torch"), reason="PyTorch is not installed")
+@pytest.mark.slow
+def test_pytorch_shards_the_same_model(shard, way):
+    found = sharded_state.measure(1, 64, 2, shard, sharded_state.TORCH)
+    assert found["slots"] == 2 * 4 * (64 * 64 + 64 + 65) and found["bytes"] > found["before"]

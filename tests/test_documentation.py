@@ -40,6 +40,7 @@ OUTSIDE = {
 FLAGS_OF_OTHERS = {
     *("nproc_per_node", "nnodes", "node_rank", "master_addr", "check-build"),
     *("distribution", "gpus-per-task", "gpus-per-node", "gres", "mpi", "resv-ports", "signal"),
+    *("kill-on-bad-exit", "ntasks"),
     # Of the programs in tests/.
     *("only", "column"),
 }

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import tfmulti
 from tfmulti.cluster import ClusterError, resolve_cluster
+from tfmulti.cluster.presence import GONE, SILENT, THERE, Presence, look_at
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
@@ -66,8 +68,8 @@ def test_without_a_bound_any_step_may_be_applied():
 
 def test_the_summary_of_staleness():
     summary = summarize([0] * 19 + [10])
-    assert (summary.mean, summary.largest) == (0.5, 10)
-    assert summary.p95 == pytest.approx(np.percentile([0] * 19 + [10], 95))
+    assert (summary["staleness_mean"], summary["staleness_max"]) == (0.5, 10)
+    assert summary["staleness_p95"] == pytest.approx(np.percentile([0] * 19 + [10], 95))
 
 
 def test_gradients_of_parts_are_weighted_by_their_rows():
@@ -93,6 +95,28 @@ def test_rows_are_looked_up_in_the_parts_of_a_table(cuts):
     np.testing.assert_array_equal(found, table[ids.numpy()])
     counts = [tf.convert_to_tensor(g).numpy()[:, 0] for g in tape.gradient(loss, parts)]
     np.testing.assert_array_equal(np.concatenate(counts), [1, 0, 0, 2, 1, 1, 0, 0, 0, 1])
+
+
+@pytest.mark.parametrize("seed", [None, 7, "generator"])
+def test_a_part_is_drawn_in_pieces_that_differ(monkeypatch, seed):
+    monkeypatch.setattr(partitioned, "_PIECE_BYTES", 4 * 8 * 30)
+
+    def draw(part):
+        given = keras.random.SeedGenerator(7) if seed == "generator" else seed
+        initializer = keras.initializers.RandomNormal(stddev=2.0, seed=given)
+        pieces = partitioned._InPieces(initializer, part)
+        variable = tf.Variable(pieces((1000, 8), "float32"))
+        partitioned.fill_in_pieces(variable)
+        return variable.numpy()
+
+    one, other = draw(0), draw(1)
+    assert len(np.unique(one)) > 7900 and len(np.intersect1d(one, other)) < 100
+    assert abs(one.mean()) < 0.1 and abs(one.std() - 2) < 0.1
+    assert (one == draw(0)).all() == (seed is not None)
+    # Only a variable that waits for its values gets them.
+    plain = tf.Variable(tf.ones((2, 2)))
+    partitioned.fill_in_pieces(plain)
+    assert (plain.numpy() == 1).all()
 
 
 def test_a_row_beyond_the_table_is_an_error():
@@ -176,25 +200,51 @@ def monitor_fixture(monkeypatch):
 
 
 def test_a_lost_server_is_named(monitor):
-    monitor.note("ps 0", False)
+    monitor.note("ps 0", GONE)
     monitor.check()
     for _ in range(3):
-        monitor.note("ps 0", False)
-    with pytest.raises(ServerLost, match="ps 0 .127.0.0.1:20002. is lost"):
+        monitor.note("ps 0", GONE)
+    with pytest.raises(ServerLost, match="ps 0 .127.0.0.1:20002: nothing listens there. is lost"):
         monitor.check()
+
+
+def test_a_frozen_worker_is_named(monitor, monkeypatch):
+    monkeypatch.setattr("tfmulti.cluster.presence.SILENCE_S", 0.0)
+    monitor.note("worker 1", SILENT)
+    with pytest.raises(WorkersLost, match="worker 1 .127.0.0.1:2: it does not answer"):
+        monitor.check()
+    monitor.note("worker 1", THERE)
+    monitor.check()
 
 
 def test_training_ends_once_no_worker_is_left(monitor):
     for _ in range(3):
-        monitor.note("worker 0", False)
+        monitor.note("worker 0", GONE)
     monitor.check()
     assert ["worker 0" in line for line in monitor.news()] == [True]
     for _ in range(3):
-        monitor.note("worker 1", False)
+        monitor.note("worker 1", GONE)
     monitor.check()
     with pytest.raises(WorkersLost, match="no worker since"):
         while True:
             monitor.check()
+
+
+def test_a_task_is_lost_that_is_silent_for_long_and_is_back_once_it_answers():
+    seconds = iter([0, 5, 11, 12, 13, 14, 30])
+    presence = Presence("127.0.0.1:1", clock=lambda: next(seconds))
+    assert [presence.note(seen) for seen in (SILENT, SILENT)] == [None, None]
+    assert presence.note(SILENT) == "it does not answer (frozen or cut off)"
+    assert not presence.has_been_there
+    assert [presence.note(seen) for seen in (THERE, GONE, SILENT, GONE)] == [None] * 4
+    assert presence.has_been_there
+
+
+def test_what_listens_without_an_answer_is_silent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert look_at(address, timeout_s=0.1) == SILENT
+    assert look_at(address, timeout_s=0.1) == GONE
 
 
 PRELUDE = """

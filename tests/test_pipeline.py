@@ -1,5 +1,7 @@
 """Where a pipeline cuts a model, and how the rows pass; the workers are in `multi_worker/`."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -8,9 +10,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfmulti
-from tfmulti import keras_compat
 from tfmulti.mpi.all_reduce import MpiAllReduce
-from tfmulti.parallel import cutting
+from tfmulti.parallel import cutting, layer_costs
 from tfmulti.parallel.pipeline import pipeline
 from tfmulti.train.config import TrainConfig
 
@@ -20,27 +21,84 @@ def chain(*sizes):
     return keras.Sequential([keras.Input((16,)), *hidden])
 
 
+def starts_of(model, num_parts):
+    return cutting.even_starts(model, layer_costs.estimated_costs(model), num_parts)
+
+
 def test_stages_compute_about_as_much_as_each_other():
-    assert cutting.costly_starts(chain(16, 16, 16, 16), 2) == [2]
+    assert starts_of(chain(16, 16, 16, 16), 2) == [2]
     # The first layer multiplies as many weights as all others.
-    assert cutting.costly_starts(chain(512, 16, 2, 2, 2), 2) == [1]
-    assert cutting.costly_starts(chain(64, 64, 64, 64, 64, 64), 3) == [2, 4]
+    assert starts_of(chain(512, 16, 2, 2, 2), 2) == [1]
+    assert starts_of(chain(64, 64, 64, 64, 64, 64), 3) == [2, 4]
 
 
-def test_of_cuts_that_are_as_even_the_one_that_sends_least_is_taken():
-    given = keras.Input((8,))
-    x = layers.Dense(8)(given)
-    x = layers.Concatenate()([layers.Activation("relu")(x), layers.Activation("tanh")(x)])
-    model = keras.Model(given, layers.Dense(4)(layers.Activation("linear")(x)))
-    [start] = cutting.costly_starts(model, 2)
-    nodes = keras_compat.nodes_of(model)
-    assert sum(size for x in nodes[start - 1][1] for size in x.shape[1:]) <= 16
+def test_of_cuts_that_are_nearly_as_even_the_one_that_sends_least_is_taken():
+    model = chain(64, 8, 64, 64)
+    # Its calls send 64, 8 and 64 numbers of a row.
+    assert cutting.even_starts(model, [50, 50, 50, 50], 2) == [2]
+    assert cutting.even_starts(model, [50, 49, 1, 50], 2) == [2]
+    assert cutting.even_starts(model, [50, 2, 50, 1], 2) == [2]
+    # The cut at 1 would send more, that at 2 has a costlier part.
+    assert cutting.even_starts(model, [50, 20, 20, 10], 2) == [1]
+
+
+def test_the_most_even_cut_is_found_among_all():
+    model = chain(*[16] * 8)
+    random = np.random.RandomState(0)
+    for num_parts in (2, 3, 4):
+        for _ in range(10):
+            costs = random.exponential(size=8).tolist()
+            every = itertools.combinations(range(1, 8), num_parts - 1)
+            least = min(costliest(costs, starts) for starts in every)
+            found = cutting.even_starts(model, costs, num_parts)
+            assert costliest(costs, found) <= 1.1 * least + 1e-9
+
+
+def costliest(costs, starts):
+    bounds = [0, *starts, len(costs)]
+    return max(sum(costs[a:b]) for a, b in zip(bounds[:-1], bounds[1:]))
+
+
+def test_layers_are_timed_without_the_model():
+    """Estimates take a recurrent layer for one position, and a layer without weights for free."""
+    hidden = [layers.LSTM(32), layers.Dense(8), layers.Lambda(lambda x: x)]
+    with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((256, 8)), *hidden])
+    before = [weight.numpy() for weight in model.weights]
+    lstm, dense, nothing = layer_costs.measured_costs(model, rows=4)
+    assert lstm > 2 * dense and nothing > 0
+    for weight, value in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), value)
+
+
+def test_a_layer_that_cannot_be_made_anew_counts_as_free():
+    class Fixed(layers.Layer):
+        def __init__(self, units):
+            super().__init__()
+            self.dense = layers.Dense(units)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def get_config(self):
+            return super().get_config()
+
+    with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Fixed(3)])
+    with pytest.warns(UserWarning, match="could not be made anew"):
+        assert layer_costs.measured_costs(model, rows=2)[1] == 0
+
+
+@pytest.mark.parametrize("given", [{"measure_rows": 0}, {"measure_rows": 4, "stages": "layer_1"}])
+def test_rows_to_time_layers_on_are_for_cuts_without_names(given):
+    with pytest.raises(ValueError, match="for cuts that are not named"):
+        pipeline(chain(4, 4), **given)
 
 
 def test_a_table_is_looked_up():
     table = layers.Embedding(10_000, 8)
     model = keras.Sequential([keras.Input((4,)), table, layers.Dense(32), layers.Dense(32)])
-    assert cutting.costly_starts(model, 2) == [2]
+    assert starts_of(model, 2) == [2]
 
 
 def test_stages_begin_at_named_layers():
@@ -52,15 +110,14 @@ def test_stages_begin_at_named_layers():
 
 def test_a_model_of_fewer_layers_than_stages_is_refused():
     with pytest.raises(ValueError, match="as many layers"):
-        cutting.costly_starts(chain(4, 4), 3)
+        starts_of(chain(4, 4), 3)
 
 
 def test_one_replica_has_the_whole_model():
-    model = chain(4, 4)
-    call = model.call
     with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
-        assert pipeline(chain(4, 4), stages=2) is not None
-    assert model.call == call
+        model = chain(4, 4)
+        assert pipeline(model, stages=2) is model
+    assert "call" not in vars(model)
 
 
 def test_replicas_of_one_worker_are_refused():

@@ -313,6 +313,94 @@ def test_tasks_of_a_host_share_its_gpus(environ, expected):
     assert gpus.share_gpus(environ, 0, 1, lambda: 4) is None
 
 
+def roles_of(tasks, **more):
+    """The task that each process of a scheduler's job is, and the cluster that all see."""
+    clusters = [resolve(each, servers=True, **more) for each in tasks]
+    [spec] = {json.dumps(dict(cluster.spec)) for cluster in clusters}
+    return [(cluster.task_type, cluster.task_index) for cluster in clusters], json.loads(spec)
+
+
+def test_the_last_tasks_of_a_step_are_parameter_servers():
+    tasks = list(steps(["a", "b"], "a,b", "2,3", [2, 3], TFMULTI_NUM_PS="2"))
+    roles, spec = roles_of(tasks)
+    assert roles == [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
+    assert spec == {
+        "chief": ["a:12032"],
+        "worker": ["a:12033", "b:12032"],
+        "ps": ["b:12033", "b:12034"],
+    }
+    # What is passed comes before the variable.
+    assert roles_of(tasks, num_ps=1)[0][-2:] == [("worker", 2), ("ps", 0)]
+
+
+def test_the_chief_and_the_servers_of_a_step_take_no_gpus():
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "2", "TFMULTI_NUM_PS": "1"}
+    tasks = steps(["a"], "a", "4", [4], **environ)
+    assert [resolve(each, servers=True).visible_gpus for each in tasks] == ["", "0", "1", ""]
+
+
+def test_the_last_pods_of_a_job_are_parameter_servers():
+    pod = {**POD, "TFMULTI_NUM_WORKERS": "4", "TFMULTI_NUM_PS": "1"}
+    tasks = [{**pod, "JOB_COMPLETION_INDEX": str(i), "HOSTNAME": f"train-{i}"} for i in range(4)]
+    roles, spec = roles_of(tasks)
+    assert roles == [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+    assert spec["ps"] == ["train-3.workers:2222"] and spec["chief"] == ["train-0.workers:2222"]
+    assert resolve(tasks[3], servers=True).names_come_late
+
+
+def test_the_last_host_of_sagemaker_is_a_parameter_server():
+    hosts = ["algo-1", "algo-2", "algo-3"]
+    job = {"SM_HOSTS": json.dumps(hosts), "TFMULTI_NUM_PS": "1"}
+    roles, _ = roles_of([{**job, "SM_CURRENT_HOST": host} for host in hosts])
+    assert roles == [("chief", 0), ("worker", 0), ("ps", 0)]
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "words"),
+    [
+        (STEP, {"num_ps": 2}, "`TFMULTI_NUM_PS` must leave a task for the chief"),
+        ({**SCRIPT, "SLURM_NTASKS": "1"}, {"num_ps": 1}, "Received: 1 servers, and 1 tasks"),
+        ({**STEP, "TFMULTI_NUM_PS": "one"}, {}, "`TFMULTI_NUM_PS` must be an integer from 0"),
+        ({"PMI_SIZE": "4", "TFMULTI_NUM_PS": "1"}, {}, None),
+        ({**STEP, "TFMULTI_NUM_PS": "1"}, {"servers": False}, "trains without parameter servers"),
+    ],
+)
+def test_servers_that_a_job_cannot_have_are_told(environ, settings, words):
+    settings = {"servers": True, **settings}
+    if words is None:
+        # A given environment starts no MPI.
+        assert resolve(environ, **settings) is None
+    else:
+        assert words in message_of(environ, **settings)
+
+
+def test_the_processes_of_mpi_have_no_roles():
+    with pytest.raises(ClusterError, match="not of MPI.*Received: 1 servers, 4 processes"):
+        schedulers.find_cluster({"PMI_SIZE": "4", "TFMULTI_NUM_PS": "1"}, may_start_mpi=True)
+
+
+def test_a_tf_config_has_as_many_servers_as_were_asked_for():
+    environ = {"TF_CONFIG": tfjob("ps", chief=1, worker=2, ps=1), "TFMULTI_NUM_PS": "2"}
+    cluster = resolve(environ, servers=True)
+    assert (cluster.task_type, cluster.task_index, cluster.names_come_late) == ("ps", 0, True)
+    assert resolve(environ, servers=True, num_ps=1) == cluster
+    assert "Received: num_ps=2, 1 servers" in message_of(environ, servers=True, num_ps=2)
+
+
+def test_a_job_whose_servers_nobody_has_numbered_is_told(monkeypatch):
+    import tfmulti
+
+    for name, value in next(steps(["node1"], "node1", "4", [4])).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(ValueError, match="`num_ps` must say .* 4 tasks of Slurm, and no TFMULTI"):
+        tfmulti.create_strategy("parameter_server")
+    with pytest.raises(ValueError, match="`num_ps` can be used with parameter_server and auto"):
+        tfmulti.create_strategy("mirrored", num_ps=1)
+    with pytest.raises(ValueError, match="`num_ps` must be None or a whole number"):
+        tfmulti.create_strategy("parameter_server", num_ps=0)
+
+
 def test_two_workers_cannot_share_a_gpu():
     environ = {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"}
     with pytest.raises(ClusterError, match="must have a GPU for each task of the host"):
@@ -560,7 +648,7 @@ def test_manifests_pass_the_schemas_of_kubernetes(name):
         validate(spoilt)
 
 
-@pytest.mark.parametrize("name", ["jobset.yaml", "tfjob.yaml"])
+@pytest.mark.parametrize("name", ["jobset.yaml", "tfjob.yaml", "tfjob-servers.yaml"])
 def test_pods_of_the_operators_pass_the_schemas_of_kubernetes(name):
     templates = list(pods(name))
     assert templates
@@ -578,23 +666,34 @@ def test_the_jobset_passes_the_models_of_its_api():
     validate({"apiVersion": "batch/v1", "kind": "Job", **job["template"]})
 
 
-def test_the_tfjob_has_the_fields_of_its_api():
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [("tfjob.yaml", {"Worker": 2}), ("tfjob-servers.yaml", {"Chief": 1, "Worker": 2, "PS": 1})],
+)
+def test_the_tfjob_has_the_fields_of_its_api(name, roles):
     """By hand: of `kubeflow.org/v1` there are no schemas in a package that is small enough."""
-    [document] = documents("tfjob.yaml")
+    [document] = documents(name)
     assert (document["apiVersion"], document["kind"]) == ("kubeflow.org/v1", "TFJob")
     spec = document["spec"]
     assert set(spec) <= {"runPolicy", "successPolicy", "tfReplicaSpecs", "enableDynamicWorker"}
     assert spec["successPolicy"] in ("", "AllWorkers")
     assert set(spec["runPolicy"]) <= {"backoffLimit", "cleanPodPolicy", "ttlSecondsAfterFinished"}
     assert spec["runPolicy"]["cleanPodPolicy"] in ("All", "Running", "None")
-    assert set(spec["tfReplicaSpecs"]) == {"Worker"}
-    worker = spec["tfReplicaSpecs"]["Worker"]
-    assert set(worker) == {"replicas", "restartPolicy", "template"}
-    assert worker["restartPolicy"] == "ExitCode"
-    [container] = worker["template"]["spec"]["containers"]
-    [port] = container["ports"]
-    # The operator finds the container and the port by these names.
-    assert (container["name"], port["name"]) == ("tensorflow", "tfjob-port")
+    replicas = spec["tfReplicaSpecs"]
+    assert {role: each["replicas"] for role, each in replicas.items()} == roles
+    for each in replicas.values():
+        assert set(each) == {"replicas", "restartPolicy", "template"}
+        assert each["restartPolicy"] == "ExitCode"
+        [container] = each["template"]["spec"]["containers"]
+        [port] = container["ports"]
+        # The operator finds the container and the port by these names.
+        assert (container["name"], port["name"]) == ("tensorflow", "tfjob-port")
+    counts = {role.lower(): count for role, count in roles.items()}
+    for kind, count in counts.items():
+        for index in range(count):
+            environ = {"TF_CONFIG": tfjob(kind, index, **counts)}
+            cluster = resolve(environ, servers="ps" in counts)
+            assert (cluster.task_type, cluster.task_index) == (kind, index)
 
 
 @pytest.mark.parametrize(
@@ -624,7 +723,9 @@ def test_the_variables_of_a_manifest_make_its_cluster(name, host, others):
     assert kubernetes.SOURCE == clusters[1].source
 
 
-@pytest.mark.parametrize("name", ["indexed-job.yaml", "jobset.yaml", "tfjob.yaml"])
+@pytest.mark.parametrize(
+    "name", ["indexed-job.yaml", "jobset.yaml", "tfjob.yaml", "tfjob-servers.yaml"]
+)
 def test_the_network_policy_is_for_the_pods_of_every_manifest(name):
     [policy] = documents("network-policy.yaml")
     labels = policy["spec"]["podSelector"]["matchLabels"]

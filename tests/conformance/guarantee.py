@@ -69,7 +69,7 @@ class Guarantee:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Origin:
     """Where a guarantee is tried.
 
     Attributes:

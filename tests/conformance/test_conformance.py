@@ -8,7 +8,7 @@ import pytest
 from replicas import create_strategy
 
 from conformance import columns, compare, guarantees, matrix, processes, training
-from conformance.guarantee import TOLD, Place
+from conformance.guarantee import TOLD, Origin
 
 # What stock Keras gets wrong without an error; each fails here when upstream is repaired.
 STOCK_IS_WRONG = [
@@ -53,18 +53,18 @@ def attempt(guarantee, place):
 
 def judge(guarantee, run, several=True):
     """Judges a run; measures the noise only where it decides."""
-    reference = attempt(guarantee, Place())
+    reference = attempt(guarantee, Origin())
     cell = compare.judge(guarantee, [run], reference, 0.0, several)
     if cell.ok or cell.difference is None or guarantee.ordered:
         return cell
-    others = [training.train(guarantee, Place(order=order)) for order in (1, 2)]
+    others = [training.train(guarantee, Origin(order=order)) for order in (1, 2)]
     noise = max(compare.difference(other, reference)[0] for other in others)
     return compare.judge(guarantee, [run], reference, noise, several)
 
 
 def try_on_replicas(name, num_replicas):
     guarantee = BY_NAME[name]
-    cell = judge(guarantee, attempt(guarantee, Place(create_strategy(num_replicas))))
+    cell = judge(guarantee, attempt(guarantee, Origin(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
 
 
@@ -127,7 +127,7 @@ def test_canary_stock_keras_is_still_wrong(tmp_path):
 
 def test_a_difference_is_seen():
     guarantee = BY_NAME["43 examples in batches of 16"]
-    reference = training.train(guarantee, Place())
+    reference = training.train(guarantee, Origin())
 
     def judged(run):
         return compare.judge(guarantee, [run], reference, 0.0, True)
@@ -176,4 +176,4 @@ def test_a_word_after_the_first_update_comes_too_late(when):
     guarantee = dataclasses.replace(
         BY_NAME["own step, reduce_sum"], fit={"callbacks": [Raises(when)]}
     )
-    assert compare.is_told(attempt(guarantee, Place())) == (when == 0)
+    assert compare.is_told(attempt(guarantee, Origin())) == (when == 0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from replicas import create_strategy
 
-from conformance.guarantee import Place
+from conformance.guarantee import Origin
 from conformance.guarantees import sizes
 from conformance.test_conformance import attempt, judge
 
@@ -29,7 +29,7 @@ def cases(draw):
 
 def try_case(case):
     num_replicas, guarantee = case
-    cell = judge(guarantee, attempt(guarantee, Place(create_strategy(num_replicas))))
+    cell = judge(guarantee, attempt(guarantee, Origin(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
     keras.utils.clear_session()
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from conformance import guarantees, training
-from conformance.guarantee import Place
+from conformance.guarantee import Origin
 
 ORDERS = 3
 
@@ -57,7 +57,7 @@ def attempt(guarantee, column, strategy, index) -> dict:
     orders = ORDERS if several else 1
     arrays = {}
     for order in range(orders):
-        found = training.train(guarantee, Place(strategy, column.stock, index, order))
+        found = training.train(guarantee, Origin(strategy, column.stock, index, order))
         arrays |= {f"{order}/{name}": value for name, value in found.items()}
     assert not column.stock or "tfmulti.strategies" not in sys.modules
     return arrays

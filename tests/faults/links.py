@@ -8,17 +8,18 @@ import sys
 import time
 from pathlib import Path
 
-from faults.network import cable, listening_ports, namespace
+from benchmarks import network
+from faults.network import configs_of, listening_ports, namespace
 from faults.random_kills import find_worker
 from faults.workers import HEALTHY, NOTICE_S, RUN, expect, one_process, two_workers
 
 
 def down_for_ever(folder: Path):
     """The network between the workers goes and does not come back."""
-    with cable() as link:
+    with network.link() as link:
         if link is None:
             return None
-        where = {"configs": link.configs, "prefixes": link.prefixes}
+        where = {"configs": configs_of(link), "prefixes": link.prefixes}
         with two_workers(folder, *HEALTHY, **where) as workers:
             workers[0].wait_for("Epoch 3/")
             began = time.monotonic()
@@ -34,13 +35,13 @@ def down_for_ever(folder: Path):
 def down_for_a_while(folder: Path):
     """The network between the workers goes for three seconds."""
     longer = (*RUN[:-1], "30", "--optimizer", "sgd", "--workdir")
-    with cable() as link:
+    with network.link() as link:
         if link is None:
             return None
         with two_workers(folder / "whole", *longer, folder / "whole") as workers:
             expect([worker.wait() for worker in workers] == [0, 0], workers[0].text)
             expected = workers[0].digest
-        where = {"configs": link.configs, "prefixes": link.prefixes}
+        where = {"configs": configs_of(link), "prefixes": link.prefixes}
         with two_workers(folder / "cut", *longer, folder / "cut", **where) as workers:
             workers[0].wait_for("Epoch 3/")
             link.set("down")

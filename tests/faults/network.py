@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces that a cable joins, which can be pulled."""
+"""Network namespaces of tests: two hosts whose link can be cut, or one without any link."""
 
 from __future__ import annotations
 
@@ -7,52 +7,18 @@ import json
 import os
 import subprocess
 
+from benchmarks.network import Link, ip
+
 PORT = 2222
 
 
-class Cable:
-    """Two network namespaces with a link between them.
-
-    Attributes:
-        configs: The TF_CONFIG of a worker in each.
-        prefixes: What to put before a command to run it in each.
-    """
-
-    def __init__(self):
-        self.names = [f"tfm{os.getpid()}{side}" for side in "ab"]
-        hosts = [f"10.213.77.{1 + index}" for index in range(2)]
-        self._hosts = hosts
-        cluster = {"worker": [f"{host}:{PORT}" for host in hosts]}
-        self.configs = [
-            json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-            for index in range(2)
-        ]
-        self.prefixes = [("ip", "netns", "exec", name) for name in self.names]
-
-    def lay(self) -> None:
-        """Makes both; raises CalledProcessError or OSError where the machine forbids it."""
-        a, b = self.names
-        for name in self.names:
-            ip("netns", "add", name)
-        ip("link", "add", a, "netns", a, "type", "veth", "peer", "name", b, "netns", b)
-        for name, host in zip(self.names, self._hosts, strict=True):
-            ip("-n", name, "addr", "add", f"{host}/24", "dev", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", name, "up")
-
-    def set(self, state: str) -> None:
-        """Pulls the cable (`down`), or puts it back (`up`)."""
-        ip("-n", self.names[1], "link", "set", self.names[1], state)
-
-    def remove(self) -> None:
-        """Removes both, with what joins them."""
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def ip(*arguments) -> None:
-    """Runs the command of that name."""
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+def configs_of(link: Link) -> list[str]:
+    """Returns the TF_CONFIG of a worker at each end of a link."""
+    cluster = {"worker": [f"{host}:{PORT}" for host in link.hosts]}
+    return [
+        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        for index in range(2)
+    ]
 
 
 @contextlib.contextmanager
@@ -78,18 +44,3 @@ def listening_ports(pid: int) -> set[int]:
         with open(f"/proc/{pid}/net/{table}") as file:
             lines += [line.split() for line in file][1:]
     return {int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A"}
-
-
-@contextlib.contextmanager
-def cable():
-    """Gives a cable, or None where this machine allows no network namespaces."""
-    made = Cable()
-    try:
-        try:
-            made.lay()
-        except (OSError, subprocess.CalledProcessError):
-            yield None
-            return
-        yield made
-    finally:
-        made.remove()

@@ -25,8 +25,9 @@ VICTIMS = {
 }
 
 
-def find_worker(workdir, index: int) -> int:
-    """The process of a worker that trains into a folder."""
+def find_worker(workdir, index: int, kind: str = "worker") -> int:
+    """The process of a worker, or a task of another kind, that trains into a folder."""
+    task = f'"task": {{"type": "{kind}", "index": {index}}}'
     for path in Path("/proc").glob("[0-9]*"):
         try:
             command = (path / "cmdline").read_bytes().decode().split("\0")
@@ -34,9 +35,9 @@ def find_worker(workdir, index: int) -> int:
         except OSError:
             continue
         training = command[1:3] == ["-m", "tfmulti.train"] and str(workdir) in command
-        if training and f'"index": {index}}}' in environment:
+        if training and task in environment:
             return int(path.name)
-    raise AssertionError(f"worker {index} is not running")
+    raise AssertionError(f"{kind} {index} is not running")
 
 
 def train_under_launcher(folder: Path, max_restarts: int):

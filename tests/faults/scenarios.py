@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from faults import links, over_mpi, own, random_kills
+from faults import links, over_mpi, over_servers, own, random_kills
 from faults.workers import (
     BY_THE_CLOCK,
     HEALTHY,
@@ -220,6 +220,7 @@ SCENARIOS = {
     "a worker is frozen": lost(signal.SIGSTOP, 1),
     "the chief is frozen": lost(signal.SIGSTOP, 0),
     **over_mpi.SCENARIOS,
+    **over_servers.SCENARIOS,
     "the link is down for 3 s": links.down_for_a_while,
     "the link is down for ever": links.down_for_ever,
     "a stranger, and a namespace": links.strangers_kept_out,

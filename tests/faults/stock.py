@@ -10,7 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from faults.network import cable
+from benchmarks import network
+from faults.network import configs_of
 from faults.workers import started
 from tfmulti.runtime import processes
 
@@ -87,10 +88,10 @@ def port_taken(folder: Path):
 
 def link_down(folder: Path):
     """The network between the workers goes and does not come back."""
-    with cable() as link:
+    with network.link() as link:
         if link is None:
             return None
-        with start(folder, configs=link.configs, prefixes=link.prefixes) as workers:
+        with start(folder, configs=configs_of(link), prefixes=link.prefixes) as workers:
             workers[0].wait_for("Epoch 3/")
             link.set("down")
             return describe(workers, time.monotonic())

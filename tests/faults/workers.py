@@ -61,10 +61,10 @@ class Worker:
         """The digest of its weights."""
         return re.findall(r"weights_sha256=(\w+)", self.text)[-1]
 
-    def wait_for(self, words: str) -> None:
-        """Waits until it has written something."""
+    def wait_for(self, words: str, times: int = 1) -> None:
+        """Waits until it has written something so many times."""
         until = time.monotonic() + TIMEOUT_S
-        while words not in self.text:
+        while self.text.count(words) < times:
             if time.monotonic() > until or self.process.poll() is not None:
                 raise AssertionError(f"no {words!r} in:\n{self.text}")
             time.sleep(0.05)

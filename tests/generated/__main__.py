@@ -24,7 +24,7 @@ def main() -> None:
 
     devices.set_logical_cpus(4)
     from conformance import training
-    from conformance.guarantee import Place
+    from conformance.guarantee import Origin
     from replicas import create_strategy
 
     from generated import models, programs, trying
@@ -39,7 +39,7 @@ def main() -> None:
         print(program)
         if arguments.noise:
             guarantee = models.guarantee(program)
-            reference = training.train(guarantee, Place())
+            reference = training.train(guarantee, Origin())
             print(f"  noise: {trying.measure_noise(guarantee, reference):.1e}", flush=True)
             continue
         cell = trying.on_replicas(program, create_strategy(program.replicas))

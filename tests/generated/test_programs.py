@@ -97,6 +97,6 @@ def test_plain_keras_runs_what_is_told():
     # What fails on one device is no program.
     for seed in IN_EVERY_RUN:
         guarantee = models.guarantee(programs.draw(seed))
-        found = trying.attempt(guarantee, trying.Place())
+        found = trying.attempt(guarantee, trying.Origin())
         assert not isinstance(found, str) and not is_told(found)
         assert all(np.isfinite(values).all() for values in found.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conformance import compare, training
-from conformance.guarantee import TOLERANCE, Place
+from conformance.guarantee import TOLERANCE, Origin
 
 from generated import models
 
@@ -29,7 +29,7 @@ def judge(program, runs: list) -> compare.Cell:
     guarantee = models.guarantee(program)
     if any(isinstance(run, str) for run in runs):
         return compare.judge(guarantee, runs, {}, 0.0, several=True)
-    reference = training.train(guarantee, Place())
+    reference = training.train(guarantee, Origin())
     cell = compare.judge(guarantee, runs, reference, 0.0, several=True)
     if cell.ok or cell.difference is None:
         return cell
@@ -43,7 +43,7 @@ def measure_noise(guarantee, reference) -> float:
     Raises:
         AssertionError: Where the program magnifies rounding, so that nothing could be seen.
     """
-    others = [training.train(guarantee, Place(order=order)) for order in (1, 2)]
+    others = [training.train(guarantee, Origin(order=order)) for order in (1, 2)]
     noise = max(compare.difference(other, reference)[0] for other in others)
     assert noise <= MOST_NOISE, f"ill-conditioned: noise {noise:.1e} for {TOLERANCE:g}"
     return noise
@@ -51,4 +51,4 @@ def measure_noise(guarantee, reference) -> float:
 
 def on_replicas(program, strategy) -> compare.Cell:
     """Trains a program under a strategy of this process and judges it."""
-    return judge(program, [attempt(models.guarantee(program), Place(strategy))])
+    return judge(program, [attempt(models.guarantee(program), Origin(strategy))])

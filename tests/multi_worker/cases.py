@@ -6,6 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+"""Exists where the extra `mpi` is installed."""
+
 
 def main(cases, default) -> None:
     """Runs the program of a worker: its arguments are a folder, and names of cases.
@@ -23,14 +26,27 @@ def main(cases, default) -> None:
         print(json.dumps({name: seen}), flush=True)
 
 
-def run(run_workers, program, folder, names, num_workers=2, **more) -> list[dict]:
-    """Runs such a program on workers, and returns what each worker saw of each case."""
-    outputs = run_workers(num_workers, [program, folder, ",".join(names)], **more)
+def run(run_workers, program, folder, names, num_workers=2, at_once=None, **more) -> list[dict]:
+    """Runs such a program on workers, and returns what each worker saw of each case.
+
+    Args:
+        run_workers: The fixture.
+        program: The program.
+        folder: Its folder for files.
+        names: Those of the cases.
+        num_workers: How many workers.
+        at_once: How many cases a run has: it has a time limit. None for all.
+        **more: Options of `run_workers`.
+    """
+    at_once = at_once or len(names)
     seen = [{} for _ in range(num_workers)]
-    for found, output in zip(seen, outputs):
-        for line in output.splitlines():
-            if line.startswith("{"):
-                found.update(json.loads(line))
+    for start in range(0, len(names), at_once):
+        some = ",".join(names[start : start + at_once])
+        outputs = run_workers(num_workers, [program, folder, some], **more)
+        for found, output in zip(seen, outputs):
+            for line in output.splitlines():
+                if line.startswith("{"):
+                    found.update(json.loads(line))
     return seen
 
 

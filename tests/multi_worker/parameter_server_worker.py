@@ -124,6 +124,20 @@ def counted(strategy, folder):
     }
 
 
+def slots(strategy, folder):
+    """Where Adam's slots are of a table that is cut."""
+    with strategy.scope():
+        model = build_counting()
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+    run(model, (ids(40), np.ones(40, "float32")), epochs=1)
+    found = {}
+    for part in model.get_layer("table").embeddings.parts:
+        mine = [v for v in model.optimizer.variables if part.name in v.path]
+        assert all(v.shape == part.shape and np.any(v.numpy()) for v in mine)
+        found[part.value.device] = [v.value.device for v in mine]
+    return found
+
+
 def bounded(strategy, folder):
     with strategy.scope():
         model = build_counting()
@@ -279,7 +293,7 @@ def distributed(strategy):
 
 CASES = {
     each.__name__: each
-    for each in (synchronous, counted, bounded, own_step, refused, killed_worker, resumed)
+    for each in (synchronous, counted, slots, bounded, own_step, refused, killed_worker, resumed)
 }
 
 

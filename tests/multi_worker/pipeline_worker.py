@@ -195,6 +195,7 @@ TRAINED = {
     "more micro-batches than rows": {"model": dense, "pipeline": {"micro_batches": 40}},
     "few rows": {"model": dense, "global_batch_size": 5},
     "recomputed": {"model": attention, "x": WORDS, "pipeline": {"checkpoint_activations": True}},
+    "timed": {"model": recurrent, "x": WORDS, "pipeline": {"measure_rows": 4}},
     "named": {"model": skips, "pipeline": {"stages": ["late"]}},
     "clipped": {"model": dense, "optimizer": clipped},
     "accumulated": {"model": dense, "optimizer": accumulated},

@@ -19,7 +19,6 @@ sys.path.append(str(HERE))
 import cases
 import local_steps_worker as worker
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 FAST = ("adam 4", "alike", "refusals")
 SLOW = ("adamw 2", "momentum 3", "accumulation 4", "averages 4", "schedule 2", "rmsprop 100")
 
@@ -37,12 +36,8 @@ def fast_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    folder, seen = tmp_path_factory.mktemp("local"), [{}, {}]
-    # A run of workers has a time limit.
-    for start in range(0, len(SLOW), 3):
-        for found, new in zip(seen, run(run_workers, folder, SLOW[start : start + 3])):
-            found.update(new)
-    return folder, seen
+    folder = tmp_path_factory.mktemp("local")
+    return folder, run(run_workers, folder, SLOW, at_once=3)
 
 
 @pytest.fixture(scope="module", name="own")
@@ -175,7 +170,7 @@ def test_three_workers_with_frozen_weights(run_workers, tmp_path):
 
 @pytest.mark.slow
 def test_over_mpi(run_workers, tmp_path):
-    if not MPIEXEC.exists():
+    if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
     names = ("adam 4", "accumulation 2", "skips", "life")
     seen = run(run_workers, tmp_path, names, options=["--mpi"])

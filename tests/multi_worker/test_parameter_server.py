@@ -70,7 +70,7 @@ def start(tmp_path):
 def found(tmp_path_factory):
     """What the chief saw in cases that train in one job, one after the other."""
     folder = tmp_path_factory.mktemp("servers")
-    names = ("synchronous", "counted", "bounded", "own_step", "refused")
+    names = ("synchronous", "counted", "slots", "bounded", "own_step", "refused")
     done = launch([PROGRAM, folder, *names], "--all_output")
     assert done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -101,6 +101,14 @@ def test_a_large_embedding_is_cut_over_the_servers_and_saved_whole(found):
     assert case["parts"] == [35_000, 35_000]
     assert len(set(case["places"])) == 2 and all("/job:ps" in place for place in case["places"])
     assert case["loads"]
+
+
+def test_the_slots_of_a_part_are_on_its_server(found):
+    assert {place.split("/device")[0] for place in found["slots"]} == {
+        f"/job:ps/replica:0/task:{server}" for server in range(2)
+    }
+    for place, slots in found["slots"].items():
+        assert slots == [place] * 2
 
 
 def test_staleness_is_measured_and_bounded(found):

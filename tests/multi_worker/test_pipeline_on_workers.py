@@ -11,9 +11,8 @@ sys.path.append(str(HERE))
 import cases
 import pipeline_worker as worker
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 needs_mpi = pytest.mark.skipif(
-    not MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
+    not cases.MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
 )
 FAST = ("dense", "attention", "refusals")
 SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
@@ -32,13 +31,8 @@ def fast_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    seen = [{}, {}]
     names = (*SLOW, "life", "chosen differences")
-    for start in range(0, len(names), 6):
-        folder = tmp_path_factory.mktemp("pipeline")
-        for found, new in zip(seen, run(run_workers, folder, names[start : start + 6])):
-            found.update(new)
-    return seen
+    return run(run_workers, tmp_path_factory.mktemp("pipeline"), names, at_once=4)
 
 
 def assert_exact(seen, name):
@@ -103,11 +97,10 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
 
 @pytest.mark.slow
 @needs_mpi
+@pytest.mark.parametrize("name", ["few rows", "skips"])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages):
-    # Four workers on few cores take their time.
-    names = ["few rows", "skips"]
+def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages, name):
+    # Four workers on few cores take their time: one model in a run.
     environ = {"STAGES": str(stages)}
-    seen = run(run_workers, tmp_path, names, num_workers=4, env=environ)
-    for name in names:
-        assert_exact(seen, name)
+    seen = run(run_workers, tmp_path, [name], num_workers=4, env=environ)
+    assert_exact(seen, name)

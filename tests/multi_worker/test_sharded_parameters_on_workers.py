@@ -16,14 +16,13 @@ sys.path.append(str(HERE))
 import cases
 import sharded_parameters_worker as worker
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 # The refusals come last: what each worker reads before it fails is its own.
 FAST = ("adamw", "refusals")
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, *worker.MODELS) if name not in FAST)
 # AdamW makes rounding larger, on one device too.
 CLOSE = {"adamw": 2e-5, "averages": 2e-5, "muon": 2e-6}
 needs_mpi = pytest.mark.skipif(
-    not MPIEXEC.exists(), reason="needs mpiexec, which the extra `mpi` installs"
+    not cases.MPIEXEC.exists(), reason="needs mpiexec, which the extra `mpi` installs"
 )
 
 
@@ -39,16 +38,9 @@ def fast_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    seen = [{}, {}]
     names = (*SLOW, "settings", "two optimizers", "skips")
-    for start in range(0, len(names), 6):
-        folder = tmp_path_factory.mktemp("sharded")
-        options = ["--mpi"] if MPIEXEC.exists() else []
-        for found, new in zip(
-            seen, run(run_workers, folder, names[start : start + 6], options=options)
-        ):
-            found.update(new)
-    return seen
+    options = ["--mpi"] if cases.MPIEXEC.exists() else []
+    return run(run_workers, tmp_path_factory.mktemp("sharded"), names, at_once=6, options=options)
 
 
 @pytest.fixture(scope="module", name="life")

@@ -16,7 +16,6 @@ sys.path.append(str(HERE))
 import cases
 import sharded_state_worker as worker
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 # The refusals come last: a step that fails on each worker at another place leaves them apart.
 FAST = ("adamw", "refusals")
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
@@ -41,12 +40,7 @@ def life_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    seen = [{}, {}]
-    for start in range(0, len(SLOW), 5):
-        folder = tmp_path_factory.mktemp("sharded")
-        for found, new in zip(seen, run(run_workers, folder, SLOW[start : start + 5])):
-            found.update(new)
-    return seen
+    return run(run_workers, tmp_path_factory.mktemp("sharded"), SLOW, at_once=5)
 
 
 def assert_same(seen):
@@ -72,7 +66,7 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 
 @pytest.mark.slow
 def test_over_mpi(run_workers, tmp_path):
-    if not MPIEXEC.exists():
+    if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
     names = ("adamw", "accumulation", "muon", "two optimizers", "skips", "life")
     seen = run(run_workers, tmp_path, names, options=["--mpi"])
@@ -89,7 +83,7 @@ def test_over_mpi(run_workers, tmp_path):
 @pytest.mark.slow
 def test_four_workers_over_mpi(run_workers, tmp_path):
     """Where more than two numbers are added, their order is another than that of an all-reduce."""
-    if not MPIEXEC.exists():
+    if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
     names = ("averages at the end", "adamw")
     seen = run(run_workers, tmp_path, names, options=["--mpi"], num_workers=4)
@@ -166,7 +160,7 @@ def test_one_device_trains_as_ever():
 
 @pytest.mark.slow
 def test_a_worker_needs_memory_for_its_own_slots(monkeypatch):
-    if not MPIEXEC.exists():
+    if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
     # With oneDNN, TensorFlow keeps copies of weights.
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")

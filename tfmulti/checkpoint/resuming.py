@@ -207,9 +207,9 @@ def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generat
         if not data:
             return None
         if not chief:
-            place = copies / checkpoint.name_of(0)
-            place.mkdir(exist_ok=True)
-            (place / name).write_bytes(data)
+            copy = copies / checkpoint.name_of(0)
+            copy.mkdir(exist_ok=True)
+            (copy / name).write_bytes(data)
     return found if chief else generations.latest_good(copies, print_fn)
 
 

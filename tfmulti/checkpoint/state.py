@@ -122,10 +122,10 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
 
 def _what_optimizers_update(model) -> list:
     """Returns for each optimizer the indices in `model.variables` of its variables."""
-    places = {id(variable): place for place, variable in enumerate(model.variables)}
+    indices = {id(variable): index for index, variable in enumerate(model.variables)}
     built = []
     for optimizer in model_contents.optimizers_of(model, nested=True):
-        updated = [places.get(id(v)) for v in keras_compat.updated_variables(optimizer)]
+        updated = [indices.get(id(v)) for v in keras_compat.updated_variables(optimizer)]
         built.append(updated if optimizer.built and None not in updated else None)
     return built
 
@@ -136,7 +136,7 @@ def _build_optimizers(state, model) -> None:
     for optimizer, updated in zip(found, state.get("optimizers", ())):
         if updated and not optimizer.built and max(updated) < len(model.variables):
             with model.distribute_strategy.scope():
-                optimizer.build([model.variables[place] for place in updated])
+                optimizer.build([model.variables[index] for index in updated])
 
 
 def metric_variables(model: keras.Model) -> dict[str, keras.Variable]:

@@ -8,7 +8,8 @@ The folder divides the work so: `task` holds the answer (`Cluster`), `parsing` t
 `TF_CONFIG` into one, `network` reads `host:port` and asks whether this machine can reach the others
 and listen itself, and `sources` (`resolve_cluster`) knows where a `TF_CONFIG` may lie.
 Without one `schedulers` asks `mpi`, `slurm`, `kubernetes` and `sagemaker`, which share `variables`;
-`gpus` divides a host's GPUs where the scheduler has not.
+`gpus` divides a host's GPUs where the scheduler has not, and `roles` makes parameter servers of
+tasks. `presence` asks whether a task is there.
 
 Example:
     >>> import json

@@ -25,6 +25,9 @@ BASE_PORT = "TFMULTI_BASE_PORT"
 NUM_WORKERS = "TFMULTI_NUM_WORKERS"
 """How many pods of a Kubernetes Job train together; its manifest sets it."""
 
+NUM_PS = "TFMULTI_NUM_PS"
+"""How many of a scheduler's tasks, the last ones, are parameter servers; none without."""
+
 SERVICE = "TFMULTI_SERVICE"
 """The headless Service that gives the pods of a Kubernetes Job their names."""
 

@@ -14,13 +14,13 @@ class ClusterError(ValueError):
 
 
 def tf_config_error(
-    place: str, rule: str, *, received: str, source: str, advice: str
+    field: str, rule: str, *, received: str, source: str, advice: str
 ) -> ClusterError:
     """Returns (does not raise) the error for one mistake.
 
     Args:
-        place: what is wrong, as Python would index it: `TF_CONFIG["cluster"]["worker"][1]`.
-        rule: what must hold, as the rest of a sentence that begins with `place`.
+        field: what is wrong, as Python would index it: `TF_CONFIG["cluster"]["worker"][1]`.
+        rule: what must hold, as the rest of a sentence that begins with `field`.
         received: what was found there.
         source: where this `TF_CONFIG` came from.
         advice: what to write instead, one or more sentences.
@@ -30,7 +30,7 @@ def tf_config_error(
         ...                       source="the file a.json", advice="Write one."))
         `TF_CONFIG["task"]` must be an object. Received: 3 (from the file a.json). Write one.
     """
-    return ClusterError(f"`{place}` {rule}. Received: {received} (from {source}). {advice}")
+    return ClusterError(f"`{field}` {rule}. Received: {received} (from {source}). {advice}")
 
 
 def variable_error(

@@ -19,7 +19,7 @@ def count_gpus(devices: str = "/dev") -> int:
 
 def share_gpus(
     environ: Mapping[str, str],
-    place: int,
+    local_index: int,
     num_tasks: int,
     count: Callable[[], int] = count_gpus,
 ) -> str | None:
@@ -31,7 +31,7 @@ def share_gpus(
 
     Args:
         environ: the environment.
-        place: this task's place among those of its host, from 0.
+        local_index: this task's place among those of its host, from 0.
         num_tasks: tasks on this host.
         count: returns the number of GPUs of this host; asked where no variable tells.
 
@@ -66,7 +66,7 @@ def share_gpus(
             advice="Ask for fewer tasks (--ntasks-per-node) or more GPUs (--gpus-per-task=1).",
         )
     each = len(visible) // num_tasks
-    return ",".join(visible[place * each : (place + 1) * each])
+    return ",".join(visible[local_index * each : (local_index + 1) * each])
 
 
 def _bound_by_slurm(environ) -> bool:

@@ -66,11 +66,11 @@ def tf_config() -> str:
     """
     here = world()
     with socket.create_server(("", 0)) as server:
-        place = (socket.gethostname(), server.getsockname()[1])
+        address = (socket.gethostname(), server.getsockname()[1])
         # Held until all have theirs, so that no two processes of a host get the same.
-        places = here.allgather(place)
-    one_host = len({host for host, _ in places}) == 1
-    workers = [f"{'127.0.0.1' if one_host else host}:{port}" for host, port in places]
+        addresses = here.allgather(address)
+    one_host = len({host for host, _ in addresses}) == 1
+    workers = [f"{'127.0.0.1' if one_host else host}:{port}" for host, port in addresses]
     task = {"type": "worker", "index": here.rank}
     return json.dumps({"cluster": {"worker": workers}, "task": task})
 

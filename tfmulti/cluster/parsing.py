@@ -118,39 +118,39 @@ def _load_json(text: str, fail: Fail) -> object:
         raise fail("TF_CONFIG", rule, received=f"{show(text)}, {where}", advice=advice) from None
 
 
-def _check_object(value: object, place: str, advice: str, fail: Fail) -> None:
+def _check_object(value: object, field: str, advice: str, fail: Fail) -> None:
     if not isinstance(value, Mapping):
-        raise fail(place, "must be a JSON object", received=show(value), advice=advice)
+        raise fail(field, "must be a JSON object", received=show(value), advice=advice)
 
 
-def _check_has(fields: Mapping, keys: tuple[str, ...], place: str, advice: str, fail: Fail) -> None:
+def _check_has(fields: Mapping, keys: tuple[str, ...], field: str, advice: str, fail: Fail) -> None:
     for key in keys:
         if key not in fields:
             alike = [other for other in fields if other not in keys and suggest(other, [key])]
             hint = f"Rename the key {show(alike[0])}. " if alike else ""
             rule = f'must have the key "{key}"'
-            raise fail(place, rule, received=show(fields), advice=f"{hint}{advice}")
+            raise fail(field, rule, received=show(fields), advice=f"{hint}{advice}")
 
 
 def _parse_spec(value: object, allowed: tuple[str, ...], fail: Fail) -> dict[str, tuple[str, ...]]:
-    place = 'TF_CONFIG["cluster"]'
+    field = 'TF_CONFIG["cluster"]'
     advice = 'Write addresses by task type, as {"worker": ["10.0.0.1:12345", "10.0.0.2:12345"]}.'
-    _check_object(value, place, advice, fail)
+    _check_object(value, field, advice, fail)
     for task_type in value:
         if task_type not in allowed:
-            raise _spec_type_error(task_type, f"{place}[{show(task_type)}]", fail)
+            raise _spec_type_error(task_type, f"{field}[{show(task_type)}]", fail)
     if not any(task_type in value for task_type in TRAINING_TYPES):
         rule = 'must have a "worker" or a "chief" task'
-        raise fail(place, rule, received=show(value), advice=advice)
+        raise fail(field, rule, received=show(value), advice=advice)
     seen: dict[tuple[str, int], str] = {}
     spec = {
-        task_type: _parse_addresses(value[task_type], f'{place}["{task_type}"]', seen, fail)
+        task_type: _parse_addresses(value[task_type], f'{field}["{task_type}"]', seen, fail)
         for task_type in allowed
         if task_type in value
     }
     if len(spec.get("chief", ())) > 1:
         raise fail(
-            f'{place}["chief"]',
+            f'{field}["chief"]',
             "must have exactly one address: one worker writes",
             received=show(value["chief"]),
             advice='Leave one there and move the others to "worker".',
@@ -158,7 +158,7 @@ def _parse_spec(value: object, allowed: tuple[str, ...], fail: Fail) -> dict[str
     return spec
 
 
-def _spec_type_error(task_type: object, place: str, fail: Fail) -> ClusterError:
+def _spec_type_error(task_type: object, field: str, fail: Fail) -> ClusterError:
     if task_type == SERVER_TYPE:
         rule = "must not be there: multi_worker trains without parameter servers"
         advice = (
@@ -171,20 +171,20 @@ def _spec_type_error(task_type: object, place: str, fail: Fail) -> ClusterError:
     else:
         rule = 'is an unknown task type; the types are "chief", "worker" and "evaluator"'
         advice = f'{suggest(task_type, TASK_TYPES)}Write "worker" for a task that trains.'
-    return fail(place, rule, received=show(task_type), advice=advice)
+    return fail(field, rule, received=show(task_type), advice=advice)
 
 
 def _parse_addresses(
-    value: object, place: str, seen: dict[tuple[str, int], str], fail: Fail
+    value: object, field: str, seen: dict[tuple[str, int], str], fail: Fail
 ) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         rule, advice = "must be a list of addresses", 'Write ["10.0.0.1:12345", "10.0.0.2:12345"].'
-        raise fail(place, rule, received=show(value), advice=advice)
+        raise fail(field, rule, received=show(value), advice=advice)
     if not value:
         advice = 'Write at least one address, as ["10.0.0.1:12345"], or remove the key.'
-        raise fail(place, "must not be an empty list", received=show(value), advice=advice)
+        raise fail(field, "must not be an empty list", received=show(value), advice=advice)
     for index, address in enumerate(value):
-        here = f"{place}[{index}]"
+        here = f"{field}[{index}]"
         fault = address_fault(address)
         if fault:
             raise fail(here, fault[0], received=show(address), advice=fault[1])
@@ -200,18 +200,18 @@ def _parse_addresses(
 def _parse_task(
     value: object, spec: Mapping[str, tuple[str, ...]], trains: tuple[str, ...], fail: Fail
 ) -> tuple[str, int]:
-    place = 'TF_CONFIG["task"]'
+    field = 'TF_CONFIG["task"]'
     advice = 'Write which task this process is, as {"type": "worker", "index": 0}.'
-    _check_object(value, place, advice, fail)
-    _check_has(value, ("type", "index"), place, advice, fail)
+    _check_object(value, field, advice, fail)
+    _check_has(value, ("type", "index"), field, advice, fail)
     task_type = value["type"]
-    _check_task_type(task_type, f'{place}["type"]', spec, trains, fail)
+    _check_task_type(task_type, f'{field}["type"]', spec, trains, fail)
     index = parse_index(value["index"])
     count = len(spec[task_type])
     if index is None or index >= count:
         allowed = "0" if count == 1 else f"an integer from 0 to {count - 1}"
         raise fail(
-            f'{place}["index"]',
+            f'{field}["index"]',
             f'must be {allowed}; number of "{task_type}" tasks in the cluster: {count}',
             received=show(value["index"]),
             advice=f'Write the position of this task in `TF_CONFIG["cluster"]["{task_type}"]`,'
@@ -221,7 +221,7 @@ def _parse_task(
 
 
 def _check_task_type(
-    task_type: object, place: str, spec: Mapping, trains: tuple[str, ...], fail: Fail
+    task_type: object, field: str, spec: Mapping, trains: tuple[str, ...], fail: Fail
 ) -> None:
     mine = [name for name in trains if name in spec]
     if task_type in mine:
@@ -237,4 +237,4 @@ def _check_task_type(
     else:
         rule = 'must be "chief" or "worker"'
         advice = f"{suggest(task_type, TRAINING_TYPES)}{advice}"
-    raise fail(place, rule, received=show(task_type), advice=advice)
+    raise fail(field, rule, received=show(task_type), advice=advice)

@@ -7,12 +7,13 @@ this one comes first: `mpiexec` within a Slurm job, srun within a pod.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from absl import logging
 
-from tfmulti.cluster import kubernetes, mpi, sagemaker, slurm
-from tfmulti.cluster.errors import ClusterError
+from tfmulti.cluster import environment, kubernetes, mpi, roles, sagemaker, slurm
+from tfmulti.cluster.errors import ClusterError, variable_error
 from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 
@@ -25,15 +26,19 @@ HOST_INDEX_VARIABLES = (
 )
 
 
-def find_cluster(environ: Mapping[str, str], *, may_start_mpi: bool = False) -> Cluster | None:
+def find_cluster(
+    environ: Mapping[str, str], *, may_start_mpi: bool = False, num_ps: int | None = None
+) -> Cluster | None:
     """Returns the cluster that a scheduler's variables tell, or None where there are none.
 
-    In this order: MPI, Slurm, Kubernetes, SageMaker. `Cluster.source` names which.
+    In this order: MPI, Slurm, Kubernetes, SageMaker. `Cluster.source` names which. All tasks are
+    workers, or the first one is the chief and the last ones are parameter servers: see `roles`.
 
     Args:
         environ: the environment.
         may_start_mpi: whether the processes of an MPI job shall find one another through MPI,
             which starts it; without, such a job is as none.
+        num_ps: how many tasks are parameter servers; None reads TFMULTI_NUM_PS.
 
     Raises:
         ClusterError: where the variables do not tell a cluster.
@@ -45,16 +50,33 @@ def find_cluster(environ: Mapping[str, str], *, may_start_mpi: bool = False) -> 
         >>> find_cluster({}) is None
         True
     """
+    servers = roles.read_num_ps(environ) if num_ps is None else num_ps
     if mpi.size_in_environment(environ):
         if not may_start_mpi:
             return None
+        _refuse_servers_of_mpi(environ, servers)
         found = from_tf_config(mpi.tf_config(), source=mpi.SOURCE)
         return dataclasses.replace(found, source=mpi.SOURCE)
     for scheduler in (slurm, kubernetes, sagemaker):
-        cluster = scheduler.find_cluster(environ)
+        find = scheduler.find_cluster
+        if scheduler is slurm:
+            find = functools.partial(find, num_ps=servers)
+        cluster = find(environ)
         if cluster is not None:
-            return cluster
+            return roles.assign_roles(cluster, servers)
     return None
+
+
+def _refuse_servers_of_mpi(environ, servers):
+    if servers:
+        raise variable_error(
+            environment.NUM_PS,
+            "names servers among the tasks of Slurm, Kubernetes or SageMaker, not of MPI",
+            received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
+            source=mpi.SOURCE,
+            advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
+            " task its TF_CONFIG.",
+        )
 
 
 def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from tfmulti.cluster import gpus
+from tfmulti.cluster import gpus, roles
 from tfmulti.cluster.errors import ClusterError, variable_error
 from tfmulti.cluster.task import Cluster
 from tfmulti.cluster.variables import (
@@ -32,7 +32,9 @@ _TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,6})\))?")
 
 
 def find_cluster(
-    environ: Mapping[str, str], count_gpus: Callable[[], int] = gpus.count_gpus
+    environ: Mapping[str, str],
+    count_gpus: Callable[[], int] = gpus.count_gpus,
+    num_ps: int = 0,
 ) -> Cluster | None:
     """Returns the cluster of this process's job step, or None outside of Slurm.
 
@@ -41,6 +43,8 @@ def find_cluster(
     Args:
         environ: the environment.
         count_gpus: returns the number of this host's GPUs.
+        num_ps: how many tasks, the last ones, will be parameter servers: these and the first
+            one, the chief, are given no GPUs.
 
     Raises:
         ClusterError: where the job has several tasks and srun has not started this process; for
@@ -72,18 +76,18 @@ def find_cluster(
             source=SOURCE,
             advice="Start each task with srun, and leave its SLURM_ variables as they are.",
         )
-    here = sum(count for name, count in zip(hosts, tasks) if name == hosts[host])
-    place_here = place + sum(
-        count for name, count in zip(hosts[:host], tasks) if name == hosts[host]
-    )
+    index = sum(tasks[:host]) + place
     workers = list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
-    return Cluster(
-        {"worker": workers},
-        "worker",
-        sum(tasks[:host]) + place,
-        SOURCE,
-        gpus.share_gpus(environ, place_here, here, count_gpus),
-    )
+    visible_gpus = roles.NO_GPUS
+    if roles.is_worker(index, len(workers), num_ps):
+        names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
+        here = [
+            each
+            for each, name in enumerate(names)
+            if name == hosts[host] and roles.is_worker(each, len(names), num_ps)
+        ]
+        visible_gpus = gpus.share_gpus(environ, here.index(index), len(here), count_gpus)
+    return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
 
 
 def is_step(environ: Mapping[str, str]) -> bool:

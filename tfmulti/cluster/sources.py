@@ -7,10 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmulti.cluster import network, schedulers
-from tfmulti.cluster.errors import ClusterError, show, suggest, tf_config_error
+from tfmulti.cluster import environment, network, schedulers
+from tfmulti.cluster.errors import (
+    ClusterError,
+    show,
+    suggest,
+    tf_config_error,
+    variable_error,
+)
 from tfmulti.cluster.parsing import ENVIRONMENT, from_tf_config, parse_index
-from tfmulti.cluster.task import TRAINING_TYPES, Cluster
+from tfmulti.cluster.task import SERVER_TYPE, TRAINING_TYPES, Cluster
 
 _TPU_VARIABLES = ("TPU_NAME", "COLAB_TPU_ADDR", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
@@ -25,6 +31,7 @@ def resolve_cluster(
     network_timeout: float = 5.0,
     resolve_host: Callable[[str], object] = network.resolve_host,
     servers: bool = False,
+    num_ps: int | None = None,
 ) -> Cluster | None:
     """Reads the cluster of this process and checks it, before TensorFlow is imported.
 
@@ -43,7 +50,9 @@ def resolve_cluster(
             False once the strategy is built: from then on this process holds the port itself.
         network_timeout: seconds that looking all hosts up may take.
         resolve_host: looks one host name up, raising `OSError` where it has no address.
-        servers: whether a `TF_CONFIG` may name parameter servers, for `"parameter_server"`.
+        servers: whether there may be parameter servers, for `"parameter_server"`.
+        num_ps: how many tasks of a scheduler, the last ones, are parameter servers, the first
+            one being the chief; None reads TFMULTI_NUM_PS. A `TF_CONFIG` must have as many.
 
     Returns:
         The cluster; None only where no `tf_config` is given, the environment has no
@@ -64,9 +73,11 @@ def resolve_cluster(
     given = environ
     environ = os.environ if environ is None else environ
     if tf_config is None and task_index is task_type is None and "TF_CONFIG" not in environ:
-        cluster = schedulers.find_cluster(environ, may_start_mpi=given is None)
-        if cluster is not None and check_network:
-            _check_network(cluster, cluster.source, network_timeout, resolve_host)
+        cluster = schedulers.find_cluster(environ, may_start_mpi=given is None, num_ps=num_ps)
+        if cluster is not None:
+            _check_servers(cluster, servers, num_ps)
+            if check_network:
+                _check_network(cluster, cluster.source, network_timeout, resolve_host)
         return cluster
     asked = {"type": task_type, "index": task_index}
     if tf_config is None:
@@ -81,9 +92,28 @@ def resolve_cluster(
         config, source = _read_file(path), f"the file {path}"
     cluster = from_tf_config(config, source=source, servers=servers)
     _check_asked(cluster, asked, source)
+    _check_servers(cluster, servers, num_ps)
     if check_network:
         _check_network(cluster, source, network_timeout, resolve_host)
     return cluster
+
+
+def _check_servers(cluster, allowed, num_ps):
+    found = len(cluster.spec.get(SERVER_TYPE, ()))
+    if found and not allowed:
+        raise variable_error(
+            environment.NUM_PS,
+            "must not be set: multi_worker trains without parameter servers",
+            received=f"{found} servers",
+            source=cluster.source,
+            advice="Unset it, or choose the strategy parameter_server.",
+        )
+    if num_ps is not None and found != num_ps:
+        raise ClusterError(
+            "`num_ps` must be the number of parameter servers of the cluster. "
+            f"Received: num_ps={num_ps}, {found} servers (from {cluster.source}). "
+            "Leave num_ps out: a TF_CONFIG names its servers."
+        )
 
 
 def _check_network(cluster, source, timeout, resolve):

@@ -217,15 +217,15 @@ def check_backend(environ: Mapping[str, str], path: Path) -> Check:
     """Checks that Keras will use TensorFlow."""
     name = "backend of Keras"
     settings, _ = read_keras_file(path)
-    chosen, place = settings.get("backend", "tensorflow"), str(path)
+    chosen, source = settings.get("backend", "tensorflow"), str(path)
     if environ.get("KERAS_BACKEND"):
-        chosen, place = environ["KERAS_BACKEND"], "the variable KERAS_BACKEND"
+        chosen, source = environ["KERAS_BACKEND"], "the variable KERAS_BACKEND"
     elif "backend" not in settings:
-        place = "the default"
+        source = "the default"
     if chosen == "tensorflow":
-        return Check(name, OK, f"tensorflow ({place})")
+        return Check(name, OK, f"tensorflow ({source})")
     hint = "export KERAS_BACKEND=tensorflow on every worker."
-    return Check(name, FAILURE, f"{chosen} ({place}); tfmulti trains on TensorFlow", hint)
+    return Check(name, FAILURE, f"{chosen} ({source}); tfmulti trains on TensorFlow", hint)
 
 
 def check_keras_file(path: Path) -> Check:

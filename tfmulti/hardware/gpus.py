@@ -63,7 +63,7 @@ def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[i
 def _find(entry, uuids) -> list[int | str]:
     if entry.startswith("GPU-"):
         # CUDA takes the beginning of a name, too.
-        return [place for place, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
+        return [index for index, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
     return [int(entry)] if entry.isdecimal() and int(entry) < len(uuids) else []
 
 
@@ -160,7 +160,7 @@ def read_driver(nvml=None, root: Path = Path("/")) -> Driver:
     with contextlib.closing(host):
         number = host.ask("nvmlSystemGetCudaDriverVersion")
         return Driver(
-            gpus=tuple(_describe(host, place) for place in range(len(host.handles))),
+            gpus=tuple(_describe(host, index) for index in range(len(host.handles))),
             version=host.ask("nvmlSystemGetDriverVersion"),
             # 12050 is 12.5.
             cuda=f"{number // 1000}.{number % 1000 // 10}" if number else None,
@@ -182,15 +182,15 @@ def count_on_bus(root: Path = Path("/")) -> int:
     return count
 
 
-def _describe(host, place) -> Gpu:
+def _describe(host, index) -> Gpu:
     def ask(name):
-        return host.ask(f"nvmlDeviceGet{name}", host.handles[place])
+        return host.ask(f"nvmlDeviceGet{name}", host.handles[index])
 
     memory, mode, divided = ask("MemoryInfo"), ask("ComputeMode"), ask("MigMode")
     return Gpu(
-        index=place,
+        index=index,
         name=ask("Name") or "GPU",
-        uuid=host.uuids[place],
+        uuid=host.uuids[index],
         memory_mib=None if memory is None else memory.total // _MIB,
         used_mib=None if memory is None else memory.used // _MIB,
         gen=ask("CurrPcieLinkGeneration"),
@@ -199,7 +199,7 @@ def _describe(host, place) -> Gpu:
         width_max=ask("MaxPcieLinkWidth"),
         compute_mode=_MODES.get(mode),
         is_divided=None if divided is None else bool(divided[0]),
-        nvlinks=tuple(_read_links(host, host.handles[place])),
+        nvlinks=tuple(_read_links(host, host.handles[index])),
     )
 
 

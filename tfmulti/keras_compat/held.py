@@ -149,13 +149,14 @@ def finite_on_all(original, on_all):
 
 @contextlib.contextmanager
 def after_add_weight(function: Callable[[keras.Variable], None]) -> Iterator[None]:
-    """Calls a function of each weight that a layer creates within the context."""
-    original = keras.layers.Layer.add_weight
+    """Calls a function of each weight that a layer creates within the context, in this thread."""
+    original, thread = keras.layers.Layer.add_weight, threading.get_ident()
 
     @functools.wraps(original)
     def add_weight(self, *args, **kwargs):
         variable = original(self, *args, **kwargs)
-        function(variable)
+        if threading.get_ident() == thread:
+            function(variable)
         return variable
 
     keras.layers.Layer.add_weight = add_weight

@@ -37,6 +37,17 @@ def reducing_nothing(strategy: tf.distribute.Strategy):
 
 
 @contextlib.contextmanager
+def as_one_device(strategy: tf.distribute.Strategy):
+    """Has each replica of a strategy of ours compute what one device computes from its rows."""
+    with reducing_nothing(strategy):
+        strategy.counts_one_replica = True
+        try:
+            yield
+        finally:
+            strategy.counts_one_replica = False
+
+
+@contextlib.contextmanager
 def reducing_as_usual(strategy: tf.distribute.Strategy):
     """Ends `reducing_nothing` within the context, for what is communicated on one device's behalf.
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 
-def place_variables(strategy: tf.distribute.Strategy, bytes_on_servers: list[int]) -> None:
+def place_variables(
+    strategy: tf.distribute.Strategy,
+    bytes_on_servers: list[int],
+    fill: Callable[[tf.Variable], None],
+) -> None:
     """Has each variable be created on the server that has the fewest bytes so far.
 
     TensorFlow takes the servers in turn, so that of a large table and many small variables one
@@ -17,6 +22,7 @@ def place_variables(strategy: tf.distribute.Strategy, bytes_on_servers: list[int
     Args:
         strategy: A `tf.distribute.ParameterServerStrategy`.
         bytes_on_servers: The bytes on each server, to which this adds.
+        fill: Function of each new variable, that may give it its first values.
     """
     extended = strategy.extended
 
@@ -26,6 +32,7 @@ def place_variables(strategy: tf.distribute.Strategy, bytes_on_servers: list[int
         variable = type(self)._create_variable_round_robin(self, next_creator, **kwargs)
         size = (variable.shape.num_elements() or 1) * (variable.dtype.size or 8)
         bytes_on_servers[server] += size
+        fill(variable)
         return variable
 
     extended._create_variable_round_robin = types.MethodType(create, extended)

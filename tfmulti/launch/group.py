@@ -75,8 +75,8 @@ class Group:
         """
         self._heading = heading
         variables = {**os.environ, **self._environments[index], **more}
-        place = list(self._environments).index(index)
-        old, self._workers[place] = self._workers[place], self._start(index, variables)
+        local_index = list(self._environments).index(index)
+        old, self._workers[local_index] = self._workers[local_index], self._start(index, variables)
         os.close(old.life)
 
     def send(self, number: int) -> None:

@@ -143,12 +143,12 @@ class Job:
         environments = {
             index: {
                 **common,
-                **placement.variables(self.config, place, len(configs)),
+                **placement.variables(self.config, local_index, len(configs)),
                 **self._variables.get(index, {}),
                 "TF_CONFIG": tf_config,
                 environment.PROGRESS: str(progress / f"worker_{index}"),
             }
-            for place, (index, tf_config) in enumerate(configs.items())
+            for local_index, (index, tf_config) in enumerate(configs.items())
         }
         heading = f"--- restart {self._restarts} ---" if self._restarts else ""
         with contextlib.ExitStack() as stack:

@@ -87,7 +87,7 @@ def read_hosts(path: str, base_port: int) -> list[list[str]]:
     return hosts
 
 
-def _read_host(words, base_port, place) -> list[str]:
+def _read_host(words, base_port, where) -> list[str]:
     host, slots = words[0], 1
     found = _SLOTS.fullmatch(words[1]) if len(words) == 2 else None
     if len(words) > 1 and not found:
@@ -102,7 +102,7 @@ def _read_host(words, base_port, place) -> list[str]:
             fault = (address_fault(f"{bare}:{first + slots - 1}") or (None,))[0]
     if fault:
         raise ValueError(
-            f"A line of `hosts` {fault}. Received: {place}. "
+            f"A line of `hosts` {fault}. Received: {where}. "
             "Write for example: 10.0.0.1:2222 slots=2"
         )
     return [f"{bare}:{first + slot}" for slot in range(slots)]
@@ -143,12 +143,14 @@ _KEEP = {
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
-def variables(config: LaunchConfig, place: int, num_here: int, cores=None) -> Mapping[str, str]:
+def variables(
+    config: LaunchConfig, local_index: int, num_here: int, cores=None
+) -> Mapping[str, str]:
     """Returns the environment variables of a worker that divide the machine.
 
     Args:
         config: The job.
-        place: The worker's place among those of this machine, from 0.
+        local_index: The worker's place among those of this machine, from 0.
         num_here: Workers on this machine.
         cores: The cores to divide; by default all that this process may use.
 
@@ -158,7 +160,7 @@ def variables(config: LaunchConfig, place: int, num_here: int, cores=None) -> Ma
     '2,3'
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    mine = part_of(cores, place, num_here)
+    mine = part_of(cores, local_index, num_here)
     chosen = {}
     if config.pin:
         chosen[CORES] = ",".join(str(core) for core in mine)
@@ -171,13 +173,13 @@ def variables(config: LaunchConfig, place: int, num_here: int, cores=None) -> Ma
     return chosen
 
 
-def part_of(cores: list[int], place: int, num_here: int) -> list[int]:
+def part_of(cores: list[int], local_index: int, num_here: int) -> list[int]:
     """Returns a worker's cores; the counts differ by at most one. Few cores are shared.
 
     >>> [part_of([0, 1, 2], place, 2) for place in range(2)], part_of([0], 1, 2)
     ([[0], [1, 2]], [0])
     """
     if len(cores) < num_here:
-        return [cores[place % len(cores)]]
-    begin, end = (len(cores) * each // num_here for each in (place, place + 1))
+        return [cores[local_index % len(cores)]]
+    begin, end = (len(cores) * each // num_here for each in (local_index, local_index + 1))
     return cores[begin:end]

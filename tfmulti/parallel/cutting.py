@@ -9,6 +9,10 @@ import math
 import keras
 
 from tfmulti import keras_compat
+from tfmulti.parallel.layer_costs import numbers_of
+
+# The costliest stage may cost so many times what it must, if less is sent then.
+_NEARLY_EVEN = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +117,7 @@ def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[in
     nodes = keras_compat.nodes_of(model)
     num_parts = num_parts or max(2, round(math.sqrt(len(nodes))))
     # What the calls before each position hold, as a fraction of all.
-    held = list(itertools.accumulate(sum(_size(x) for x in outputs) for _, outputs in nodes))
+    held = list(itertools.accumulate(sum(numbers_of(x) for x in outputs) for _, outputs in nodes))
     held = [0.0, *(size / held[-1] for size in held)]
     starts = set()
     for part in range(1, num_parts):
@@ -127,15 +131,15 @@ def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[in
     return sorted(starts)
 
 
-def costly_starts(model: keras.Model, num_parts: int) -> list[int]:
-    """Returns where to cut a model so that its parts compute about as much as each other.
+def even_starts(model: keras.Model, costs: list[float], num_parts: int) -> list[int]:
+    """Returns where to cut a model so that its parts cost about as much as each other.
 
-    A layer is taken to multiply each of its weights once for each position of its output, as
-    dense layers and convolutions do; a table is looked up. Of cuts that are as even, the one
-    that hands the least on is taken.
+    Of all cuts whose costliest part is at most a tenth above the least possible, the one that
+    hands the least on is taken.
 
     Args:
         model: A built Functional or Sequential model.
+        costs: What each of its calls costs.
         num_parts: How many parts.
 
     Raises:
@@ -147,24 +151,49 @@ def costly_starts(model: keras.Model, num_parts: int) -> list[int]:
             f"A pipeline of {num_parts} stages needs as many layers. Received: {model.name!r} "
             f"with {len(nodes)}. Use fewer workers."
         )
-    costs = [_cost(layer, outputs) for layer, (_, outputs) in zip(_layers(model), nodes)]
     before = [0.0, *itertools.accumulate(costs)]
-    handed_on = [_handed_on(nodes, position) for position in range(len(nodes) + 1)]
-    # The best way to cut the first calls into so many parts: its largest cost, what it hands on,
-    # and where it cuts.
-    best = {0: (0.0, 0, [])}
-    for part in range(num_parts):
-        left = num_parts - part - 1
-        best = {
-            end: min(
-                (max(most, before[end] - before[start]), sent + handed_on[end], [*cuts, end])
-                for start, (most, sent, cuts) in best.items()
-                if start < end
-            )
-            for end in range(part + 1, len(nodes) - left + 1)
-            if left or end == len(nodes)
-        }
-    return best[len(nodes)][2][:-1]
+    handed_on = [_handed_on(nodes, position) for position in range(len(nodes))] + [0]
+    even = _best_cut(before, handed_on, num_parts, key=lambda cut: cut.most)
+    limit = _NEARLY_EVEN * even.most
+    return list(
+        _best_cut(before, handed_on, num_parts, lambda c: (c.sent, c.most), limit).ends[:-1]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """Where parts end: the cost of the costliest one, and what all of them hand on."""
+
+    most: float = 0.0
+    sent: int = 0
+    ends: tuple[int, ...] = ()
+
+
+def _best_cut(before, handed_on, num_parts, key, limit=math.inf) -> _Ends:
+    """Returns the best cut into parts that cost no more than a limit, by dynamic programming.
+
+    Args:
+        before: The costs of all calls before each position.
+        handed_on: The numbers that a cut there hands on.
+        num_parts: How many parts.
+        key: What is to be small.
+        limit: The largest cost of a part.
+    """
+    last = len(before) - 1
+    best = {0: _Ends()}
+    for part in range(1, num_parts + 1):
+        ends = [last] if part == num_parts else range(part, last - num_parts + part + 1)
+        longer = {}
+        for end in ends:
+            cuts = [
+                _Ends(max(cut.most, cost), cut.sent + handed_on[end], (*cut.ends, end))
+                for start, cut in best.items()
+                if start < end and (cost := before[end] - before[start]) <= limit
+            ]
+            if cuts:
+                longer[end] = min(cuts, key=key)
+        best = longer
+    return best[last]
 
 
 def starts_at(model: keras.Model, names: list[str]) -> list[int]:
@@ -191,20 +220,7 @@ def _layers(model):
     return keras_compat.layers_of_nodes(model)
 
 
-def _cost(layer, outputs):
-    positions = math.prod(size or 1 for size in outputs[0].shape[1:-1])
-    # `keras.ops` have no weights, and a table's are looked up.
-    is_used = isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.Embedding)
-    weights = layer.count_params() if is_used else 0
-    return float(weights * positions + sum(map(_size, outputs)))
-
-
 def _handed_on(nodes, position):
     made = {id(x): x for inputs, outputs in nodes[:position] for x in (*inputs, *outputs)}
     used = {id(x) for inputs, _ in nodes[position:] for x in inputs}
-    return sum(_size(x) for key, x in made.items() if key in used)
-
-
-def _size(tensor):
-    """Numbers of one row of a tensor; what is not known counts as one."""
-    return math.prod(size or 1 for size in tensor.shape[1:])
+    return sum(numbers_of(x) for key, x in made.items() if key in used)

@@ -6,14 +6,28 @@ each step. Here each server looks up its own rows, and only these travel; so do 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfmulti.sharding import replica_slice
 
 SMALLEST_PART_BYTES = 256 * 1024
 """A table is cut into parts of at least so many bytes, as `MinSizePartitioner` of TensorFlow."""
 
 _DRAWN_WHOLE_BYTES = 2**30
+_PIECE_BYTES = 2**24
+# Those whose values do not depend on the shape, so that they can be drawn in pieces.
+_IN_PIECES = (
+    keras.initializers.Constant,
+    keras.initializers.Ones,
+    keras.initializers.RandomNormal,
+    keras.initializers.RandomUniform,
+    keras.initializers.TruncatedNormal,
+    keras.initializers.Zeros,
+)
 
 
 def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
@@ -78,17 +92,6 @@ class PartitionedTable:
             part.assign(values[start:stop])
 
 
-def ranges(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Returns the rows of each part: as many, or one more in the first ones.
-
-    >>> ranges(7, 3)
-    [(0, 3), (3, 5), (5, 7)]
-    """
-    size, longer = divmod(rows, parts)
-    starts = [part * size + min(part, longer) for part in range(parts + 1)]
-    return list(zip(starts, starts[1:]))
-
-
 def _ranges_of(parts):
     ends = np.cumsum([part.shape[0] for part in parts]).tolist()
     return list(zip([0, *ends], ends))
@@ -108,10 +111,13 @@ def _create_parts(layer, parts) -> list[keras.Variable]:
     # Drawn as on one device. Larger tables draw each part for itself: nobody has room for all.
     whole = _Whole(layer, shape, dtype, parts) if size <= _DRAWN_WHOLE_BYTES else None
     tables = []
-    for number, (start, stop) in enumerate(ranges(layer.input_dim, parts)):
+    for number in range(parts):
+        start, stop = replica_slice(layer.input_dim, parts, number)
         initializer = layer.embeddings_initializer
         if whole is not None:
             initializer = whole.rows(start, stop)
+        elif type(initializer) in _IN_PIECES:
+            initializer = _InPieces(initializer, number)
         elif isinstance(initializer, keras.initializers.Initializer):
             initializer = initializer.clone()
         tables.append(
@@ -148,6 +154,48 @@ class _Whole:
             return values
 
         return draw
+
+
+class _InPieces:
+    """The first values of a part: zeros, which `fill_in_pieces` replaces once the part is there.
+
+    TensorFlow would draw all of them in temporary values of the same size, for which a server may
+    have no room.
+    """
+
+    waiting: ClassVar[list[_InPieces]] = []
+
+    def __init__(self, initializer, part):
+        self._initializer, self._part = initializer, part
+
+    def __call__(self, shape, dtype=None):
+        self.waiting.append(self)
+        return tf.zeros(shape, dtype)
+
+    def fill(self, variable):
+        rows, columns = variable.shape
+        step = max(1, _PIECE_BYTES // (columns * variable.dtype.size))
+        for number, start in enumerate(range(0, rows, step)):
+            stop = min(start + step, rows)
+            values = self._of_piece(number)((stop - start, columns), dtype=variable.dtype.name)
+            variable.scatter_update(tf.IndexedSlices(values, tf.range(start, stop)))
+
+    def _of_piece(self, number):
+        """Keras's initializers draw the same values at each call: a piece has its own seed."""
+        config = self._initializer.get_config()
+        if "seed" in config:
+            seed = self._initializer.seed
+            seeds = [seed] if isinstance(seed, int) else np.asarray(seed.next()).tolist()
+            [drawn] = np.random.SeedSequence([*seeds, self._part, number]).generate_state(1)
+            config["seed"] = int(drawn >> 1)
+        return type(self._initializer).from_config(config)
+
+
+def fill_in_pieces(variable: tf.Variable) -> None:
+    """Gives a part of a large table its first values, piece by piece, on its server."""
+    if _InPieces.waiting:
+        with tf.init_scope(), tf.device(variable.device):
+            _InPieces.waiting.pop().fill(variable)
 
 
 def _call(layer, tables, inputs):

@@ -7,9 +7,10 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.parallel import schedule
-from tfmulti.parallel.cutting import Cut, costly_starts, starts_at
-from tfmulti.parallel.stages import Handover, describe, stages_of
-from tfmulti.step import current_replica_batch, parameters, split_weights
+from tfmulti.parallel.cutting import Cut, even_starts, starts_at
+from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
+from tfmulti.parallel.stages import Boundary, stages_of, trace_stages
+from tfmulti.step import current_replica_batch, normalization, parameters, split_weights
 
 
 def pipeline(
@@ -17,6 +18,7 @@ def pipeline(
     stages: int | list[str] | None = None,
     micro_batches: int = 4,
     checkpoint_activations: bool = False,
+    measure_rows: int | None = None,
 ) -> keras.Model:
     """Cuts a model into stages, one for each worker, which pass micro-batches on to each other.
 
@@ -36,6 +38,8 @@ def pipeline(
             less the stages wait: of s stages and m parts, (s - 1) / (m + s - 1) of the time.
         checkpoint_activations: Whether each stage keeps its inputs alone, and runs again for the
             gradients of a micro-batch.
+        measure_rows: How many rows worker 0 times each layer on, to cut the model where the times
+            are even; take those of a micro-batch. None estimates them from the weights.
 
     Returns:
         The same model.
@@ -59,12 +63,16 @@ def pipeline(
     strategy = model.distribute_strategy
     stages = [stages] if isinstance(stages, str) else stages
     _refuse_model(model, micro_batches)
+    _refuse_rows(measure_rows, stages)
     if strategy.num_replicas_in_sync == 1:
         return model
     is_named = stages is not None and not isinstance(stages, int)
     starts = starts_at(model, stages) if is_named else None
     number = _number_of_stages(strategy, stages)
-    starts = costly_starts(model, number) if starts is None else starts
+    if starts is None:
+        rows = measure_rows
+        costs = measured_costs(model, rows) if rows else estimated_costs(model)
+        starts = even_starts(model, costs, number)
     _Pipeline(model, strategy, starts, micro_batches, checkpoint_activations).install()
     return model
 
@@ -94,7 +102,6 @@ class _Pipeline:
                 count.setdefault(id(weight), [weight, 0])[1] += 1
         self._weights = [(weight, number > 1) for weight, number in count.values()]
         self._model.call = self.call
-        self._model.tfmulti_pipeline = self
 
     def call(self, inputs, training=None, mask=None, **kwargs):
         """Passes a batch through the stages in a step; elsewhere it is the model's own call."""
@@ -103,15 +110,12 @@ class _Pipeline:
             return self._call(inputs, training=training, mask=mask, **kwargs)
         _refuse_inputs(keras.tree.flatten(inputs))
         values = self._cut.values_of(inputs, mask)
-        before, flat = Handover.of(list(values), values, [])
+        before, flat = Boundary.of(list(values), values, [])
         plan = self._plan(before, training)
         weights = [
             parameters.gather(each, each.held(), for_stages=True) if is_shared else each.held()
             for each, is_shared in self._weights
         ]
-        for each, is_shared in self._weights:
-            if is_shared:
-                parameters.note_read(each)
         outputs = self._passed(plan, before, flat, weights)
         values, losses = plan.outputs.values(outputs)
         for loss in losses:
@@ -124,11 +128,8 @@ class _Pipeline:
             key = (before, training, draws is None)
         if key not in self._plans:
             with context():
-                self._plans[key] = describe(self._stages, before, training)
-        whole = training and any(
-            isinstance(each, keras.layers.BatchNormalization) and each.synchronized
-            for each in keras_compat.all_layers(self._model)
-        )
+                self._plans[key] = trace_stages(self._stages, before, training)
+        whole = training and normalization.synchronized_layers(self._model)
         return schedule.Plan(
             self._strategy,
             self._worker,
@@ -143,7 +144,7 @@ class _Pipeline:
     def _passed(self, plan, before, flat, weights):
         batch, number = current_replica_batch(), len(flat)
         num_rows = tf.where(batch.num_real > 0, tf.shape(flat[0])[0], 0)
-        wants_inputs = keras_compat.is_recorded(_floats(before, flat))
+        wants_inputs = keras_compat.is_recorded(before.floats(flat))
         places = {id(each): place for place, (each, _) in enumerate(self._weights)}
         mine = [places[id(each)] for each in self._stages[plan.me].weights]
         one = None
@@ -157,7 +158,7 @@ class _Pipeline:
             results = one.forward(tensors[:number], own)
 
             def gradient(*upstream):
-                upstream = [tf.convert_to_tensor(each) for each in _floats(plan.outputs, upstream)]
+                upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]
                 of_inputs, of_weights = one.backward(upstream)
                 of_inputs = _differentiated_once(of_inputs, [*flat, *weights])
                 found, of_weights = iter(of_inputs), dict(zip(mine, of_weights))
@@ -216,10 +217,6 @@ def _differentiated_once(gradients, sources):
     return list(once(*gradients, *sources)) if gradients else []
 
 
-def _floats(handover, flat):
-    return [each for each, is_float in zip(flat, handover.is_float) if is_float]
-
-
 def _refuse_model(model, micro_batches):
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(
@@ -251,17 +248,25 @@ def _refuse_model(model, micro_batches):
             "`pipeline` cannot cut a model whose layers are split. Received: "
             f"{model.name!r}, of which {split[0]} is. Use tfmulti.tensor_parallel or this."
         )
-    together = [
-        layer.name
-        for layer in keras_compat.all_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
-    ]
+    together = [layer.name for layer in normalization.synchronized_layers(model)]
     if together and micro_batches > 1:
         raise ValueError(
             "Synchronized batch normalization needs the rows of the whole batch at once. "
             f"Received: {', '.join(together)}, micro_batches={micro_batches}. Use "
             "micro_batches=1, synchronized=False for the statistics of each micro-batch, or "
             "keras.layers.GroupNormalization."
+        )
+
+
+def _refuse_rows(measure_rows, stages):
+    if measure_rows is None:
+        return
+    is_number = isinstance(measure_rows, int) and measure_rows > 0
+    if not is_number or not (stages is None or isinstance(stages, int)):
+        raise ValueError(
+            "`measure_rows` is the number of rows to time layers on, for cuts that are not named. "
+            f"Received: measure_rows={measure_rows!r}, stages={stages!r}. Use the rows of a "
+            "micro-batch, for example 8, or leave it out."
         )
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
+from tfmulti.step import rows as rows_lib
 
 # Random numbers of a step: apart from those of other steps, and of its other parts.
 _DRAWS_OF_STEP, _DRAWS_OF_PART = 4096, 1_000_003
@@ -64,8 +65,10 @@ class RemoteStep:
         self.model, self._who = model, who
         with model.distribute_strategy.scope():
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64, name="tfmulti_updates")
-        seeds = [v for v in model.non_trainable_variables if _is_seed(v)]
-        self._states = [v for v in model.non_trainable_variables if not _is_seed(v)]
+        seeds = [v for v in model.non_trainable_variables if keras_compat.is_seed_state(v)]
+        self._states = [
+            v for v in model.non_trainable_variables if not keras_compat.is_seed_state(v)
+        ]
         self._seeds, self._metrics = seeds, list(model.metrics_variables)
         self._weights = list(model.trainable_variables)
         self._variables: list[keras.Variable] = []
@@ -102,8 +105,7 @@ class RemoteStep:
             self._here = tf.function(self._compute, reduce_retracing=True)
         zero = tf.constant(0, tf.int64)
         found = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
-        rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
-        return self._answer((0, (0, 0), rows, *found))
+        return self._answer((0, (0, 0), rows_lib.num_rows(batch), *found))
 
     def name_of(self, gradient: int) -> str:
         """Returns the path of the weight of a gradient."""
@@ -130,10 +132,6 @@ class RemoteStep:
         for variable, value in zip(self._metrics, metrics):
             variable.assign(value)
 
-    def updates(self) -> int:
-        """Returns the number of updates on the servers."""
-        return int(self._updates.numpy())
-
     def _answer(self, found) -> Answer:
         updates, who, rows, gradients, changes, metrics, logs = found
         gradients, given = iter(gradients), []
@@ -148,8 +146,7 @@ class RemoteStep:
         with tf.control_dependencies([updates]):
             who = self._who()
             computed = self._compute(batch, step, part)
-        rows = tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
-        return updates, who, rows, *computed
+        return updates, who, rows_lib.num_rows(batch), *computed
 
     def _compute(self, batch, step, part):
         seeds = [_seed_of(v, step, part) for v in self._seeds]
@@ -217,7 +214,9 @@ class RemoteStep:
         given = []
         for sparse, variable in zip(self._sparse, self._variables):
             each = None if sparse is None else next(gradients)
-            given.append(tf.IndexedSlices(*each, tf.shape(variable)) if sparse else each)
+            # `tf.shape` would read the variable: a copy of a whole table in each step.
+            shape = tf.constant(list(variable.shape), tf.int32)
+            given.append(tf.IndexedSlices(*each, shape) if sparse else each)
         self.model.optimizer.apply(given, self._variables)
         for variable, change in zip(self._states, changes):
             if variable.dtype == "bool":
@@ -307,10 +306,6 @@ def _weighted_sum(parts, weights):
         # Counters and flags: the same in each part.
         return parts[0]
     return sum(part * part.dtype.type(w) for part, w in zip(parts, weights))
-
-
-def _is_seed(variable) -> bool:
-    return "seed_generator_state" in variable.path
 
 
 def _seed_of(variable, step, part) -> tf.Tensor:

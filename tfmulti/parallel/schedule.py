@@ -17,7 +17,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.parallel.stages import Described, Handover, Stage
+from tfmulti.parallel.stages import Boundary, Stage, StageTrace
 from tfmulti.step import owners, parameters
 
 
@@ -29,7 +29,7 @@ class Plan:
         strategy: A strategy with one replica for each worker, over MPI.
         worker: The number of this worker.
         stages: The stages; worker i has stage `i % len(stages)`.
-        described: What each stage does.
+        traces: What each stage does.
         num_micro_batches: The number of micro-batches.
         recomputes: Whether a stage keeps its inputs alone, and runs again for gradients.
         training: As in a layer's call.
@@ -39,7 +39,7 @@ class Plan:
     strategy: tf.distribute.Strategy
     worker: int
     stages: list[Stage]
-    described: list[Described]
+    traces: list[StageTrace]
     num_micro_batches: int
     recomputes: bool
     training: bool | None
@@ -56,9 +56,9 @@ class Plan:
         return list(range(self.me, topology.num_workers(self.strategy), len(self.stages)))
 
     @property
-    def outputs(self) -> Handover:
+    def outputs(self) -> Boundary:
         """What the last stage hands on."""
-        return self.described[-1].after
+        return self.traces[-1].after
 
 
 class Pass:
@@ -72,7 +72,7 @@ class Pass:
 
     def __init__(self, plan: Plan, num_rows: tf.Tensor, wants_inputs: bool):
         self._plan, self._me, self._wants_inputs = plan, plan.me, wants_inputs
-        self._stage, self._described = plan.stages[plan.me], plan.described[plan.me]
+        self._stage, self._traced = plan.stages[plan.me], plan.traces[plan.me]
         self._number, self._mpi = len(plan.stages), plan.strategy.extended
         self._is_first, self._is_last = plan.me == 0, plan.me == self._number - 1
         self._has_rows, self._first_worker = num_rows > 0, plan.worker - plan.me
@@ -87,7 +87,8 @@ class Pass:
         self._num_rows = self._counts[plan.me]
         self._ends = tf.cumsum(self._counts)
         self._total = self._ends[-1]
-        self._kept: list = []
+        # For each micro-batch a function that returns a tape, what it watches, and its outputs.
+        self._recorded: list[Callable] = []
         # What ends when the previous micro-batch has been computed and its sending has begun.
         self._previous: list = []
         self.updates: list[tf.Tensor] = []
@@ -99,16 +100,16 @@ class Pass:
             flat: The inputs of this worker's rows, with their masks.
             weights: The values of its stage's weights.
         """
-        state = list(zip(self._described.updated, keras_compat.values_of(self._described.updated)))
-        given = self._collect(flat, 0, self._described.before if self._is_first else None)
+        state = list(zip(self._traced.updated, keras_compat.values_of(self._traced.updated)))
+        given = self._collect(flat, 0, self._traced.before.specs if self._is_first else None)
         done = []
-        for place in range(self._plan.num_micro_batches):
+        for index in range(self._plan.num_micro_batches):
             taken = (
-                self._micro_batch(given, place)
+                self._micro_batch(given, index)
                 if self._is_first
-                else self._receive(self._described.before.specs, self._me - 1)
+                else self._receive(self._traced.before.specs, self._me - 1)
             )
-            outputs, after = self._run(place, taken, weights, state)
+            outputs, after = self._run(index, taken, weights, state)
             state = [
                 old if keras_compat.is_seed_state(old[0]) else new for old, new in zip(state, after)
             ]
@@ -132,28 +133,28 @@ class Pass:
         """
         last = self._number - 1
         mine = [tf.where(self._has_rows, each, tf.zeros_like(each)) for each in upstream]
-        specs = _floats(self._plan.outputs, self._plan.outputs.specs)
+        specs = self._plan.outputs.floats(self._plan.outputs.specs)
         given = self._collect(mine, last, specs if self._is_last else None)
         weights, inputs, self._previous = None, [], []
-        for place in reversed(range(self._plan.num_micro_batches)):
-            after = self._described.after
+        for index in reversed(range(self._plan.num_micro_batches)):
+            after = self._traced.after
             gradients = (
-                [each[slice(*self._bounds(place))] for each in given]
+                [each[slice(*self._bounds(index))] for each in given]
                 if self._is_last
-                else self._receive(_floats(after, after.specs), self._me + 1)
+                else self._receive(after.floats(after.specs), self._me + 1)
             )
-            of_inputs, of_weights = self._gradients(place, gradients)
+            of_inputs, of_weights = self._gradients(index, gradients)
             weights = of_weights if weights is None else _added(weights, of_weights)
             if self._is_first:
-                begin, end = self._bounds(place)
+                begin, end = self._bounds(index)
                 inputs.insert(0, [each[: end - begin] for each in of_inputs])
                 sent = of_inputs if self._wants_inputs else []
             else:
                 sent = self._send(of_inputs, self._me - 1)
             self._previous = [*sent, *tf.nest.flatten(of_weights, expand_composites=True)]
         if self._wants_inputs:
-            first = self._plan.described[0].before
-            inputs = self._spread(_joined(inputs), 0, _floats(first, first.specs), least=0)
+            first = self._plan.traces[0].before
+            inputs = self._spread(_joined(inputs), 0, first.floats(first.specs), least=0)
             size = tf.shape(upstream[0])[0] - self._num_rows
             inputs = [_padded(each, size) for each in inputs]
         return inputs, weights
@@ -174,20 +175,26 @@ class Pass:
     def _receive(self, specs, stage):
         return self._mpi.receive_sent(specs, self._first_worker + stage)
 
-    def _run(self, place, taken, weights, state):
+    def _run(self, index, taken, weights, state):
         """Computes this worker's stage on one micro-batch, and keeps what its gradient needs."""
-        before, after = self._described.before, self._described.after
+        before, after = self._traced.before, self._traced.after
         taken = self._in_turn(taken)
-        sources = [*_floats(before, taken), *weights]
+        sources = [*before.floats(taken), *weights]
         if self._plan.recomputes:
-            flat, new = self._computed(place, taken, weights, state)
-            self._kept.append((None, taken, weights, state))
+            flat, new = self._computed(index, taken, weights, state)
+
+            def recorded(upstream):
+                return self._computed_again(index, upstream, taken, weights, state)
         else:
             # A step may take several gradients of what it has computed once.
             with tf.GradientTape(persistent=True) as tape:
                 tape.watch(sources)
-                flat, new = self._computed(place, taken, weights, state)
-            self._kept.append((tape, sources, _floats(after, flat), None))
+                flat, new = self._computed(index, taken, weights, state)
+
+            def recorded(upstream):
+                return tape, sources, after.floats(flat)
+
+        self._recorded.append(recorded)
         return flat, new
 
     def _in_turn(self, tensors) -> list[tf.Tensor]:
@@ -198,9 +205,9 @@ class Pass:
         with tf.control_dependencies(self._previous):
             return [tf.identity(each) for each in tensors]
 
-    def _computed(self, place, taken, weights, state):
-        begin, end = self._bounds(place)
-        drawn = sum(each.num_draws for each in self._plan.described[: self._me])
+    def _computed(self, index, taken, weights, state):
+        begin, end = self._bounds(index)
+        drawn = sum(each.num_draws for each in self._plan.traces[: self._me])
         with keras_compat.draws_of() as draws:
             number = draws.number + drawn if draws is not None else None
 
@@ -208,45 +215,42 @@ class Pass:
             return self._before + begin, tf.shape(taken[0])[0]
 
         # Each micro-batch has random numbers of its own, as each replica has.
-        own = keras_compat.draws_of(rows, number), keras_compat.random_stream(place)
+        own = keras_compat.draws_of(rows, number), keras_compat.random_stream(index)
         with own[0], own[1], self._plan.context():
             _, flat, new = self._stage.run(
-                self._described.before, taken, weights, state, self._plan.training
+                self._traced.before, taken, weights, state, self._plan.training
             )
         if self._is_last:
             # A micro-batch without rows has had some row in their place.
             flat = [each[: end - begin] for each in flat]
         return flat, new
 
-    def _gradients(self, place, upstream):
-        tape, *kept = self._kept[place]
+    def _gradients(self, index, upstream):
         upstream = self._in_turn(upstream)
-        if tape is None:
-            tape, kept = self._computed_again(place, upstream, *kept)
-        sources, outputs, _ = kept
+        tape, sources, outputs = self._recorded[index](upstream)
         found = tape.gradient(
             outputs, sources, output_gradients=upstream, unconnected_gradients="zero"
         )
-        number = len(_floats(self._described.before, self._described.before.specs))
+        number = len(self._traced.before.floats(self._traced.before.specs))
         return [tf.convert_to_tensor(each) for each in found[:number]], found[number:]
 
-    def _computed_again(self, place, upstream, taken, weights, state):
+    def _computed_again(self, index, upstream, taken, weights, state):
         # Otherwise TensorFlow would find that it has computed this, and keep that.
         with tf.control_dependencies(upstream):
             taken, weights = [tf.identity(x) for x in taken], [tf.identity(x) for x in weights]
             state = [(variable, tf.identity(value)) for variable, value in state]
-        sources = [*_floats(self._described.before, taken), *weights]
+        sources = [*self._traced.before.floats(taken), *weights]
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            flat, _ = self._computed(place, taken, weights, state)
-        return tape, (sources, _floats(self._described.after, flat), None)
+            flat, _ = self._computed(index, taken, weights, state)
+        return tape, sources, self._traced.after.floats(flat)
 
-    def _bounds(self, place):
+    def _bounds(self, index):
         number = self._plan.num_micro_batches
-        return place * self._total // number, (place + 1) * self._total // number
+        return index * self._total // number, (index + 1) * self._total // number
 
-    def _micro_batch(self, flat, place):
-        begin, end = self._bounds(place)
+    def _micro_batch(self, flat, index):
+        begin, end = self._bounds(index)
         # One without rows gets some row, whose outputs are dropped.
         begin = tf.minimum(begin, self._total - 1)
         return [each[begin : tf.maximum(end, begin + 1)] for each in flat]
@@ -257,12 +261,11 @@ class Pass:
         Args:
             mine: This worker's tensors.
             worker: The number of the stage that gets them.
-            specs: What they are, a `Handover` or specs, on that worker; None on the others.
+            specs: What they are, on that worker; None on the others.
         """
         if specs is None:
             self._send([each[: self._num_rows] for each in mine], worker)
             return []
-        specs = specs.specs if isinstance(specs, Handover) else specs
         own = [each[: self._num_rows] for each in mine]
         parts = [
             own if other == worker else self._receive(specs, other) for other in range(self._number)
@@ -299,8 +302,8 @@ def updated_everywhere(plan: Plan, one: Pass) -> None:
         plan: The plan.
         one: The pass of this worker.
     """
-    pairs = [(stage, v) for stage, each in enumerate(plan.described) for v in each.updated]
-    own = dict(zip(map(id, plan.described[plan.me].updated), one.updates))
+    pairs = [(stage, v) for stage, each in enumerate(plan.traces) for v in each.updated]
+    own = dict(zip(map(id, plan.traces[plan.me].updated), one.updates))
     values = [
         own[id(variable)] if stage == plan.me else tf.zeros(variable.shape, variable.dtype)
         for stage, variable in pairs
@@ -330,10 +333,6 @@ def whole_or_held(plan: Plan, weight, gradient) -> tf.Tensor:
         return tf.zeros([0], weight.dtype) if gradient is None else gradient
     whole = tf.zeros([0], weight.dtype) if gradient is None else tf.convert_to_tensor(gradient)
     return owners.receive_from(plan.strategy, whole, weight.owner, weight.shape)
-
-
-def _floats(handover: Handover, flat) -> list:
-    return [each for each, is_float in zip(flat, handover.is_float) if is_float]
 
 
 def _joined(parts) -> list[tf.Tensor]:

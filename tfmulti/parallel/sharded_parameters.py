@@ -79,7 +79,7 @@ def refuse_other_optimizers(model: keras.Model) -> None:
     """Raises ValueError if a model with sharded weights has an optimizer that needs whole ones."""
     if not any(isinstance(v, parameters.ShardedParameter) for v in model.trainable_variables):
         return
-    for optimizer in _in_use(model):
+    for optimizer in model_contents.optimizers_in_use(model, nested=True):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         shards = getattr(inner, "tfmulti_shards", None)
         if shards is None or not shards.shards_parameters:
@@ -89,16 +89,6 @@ def refuse_other_optimizers(model: keras.Model) -> None:
                 "shard='parameters'. Compile with tfmulti.DistributedOptimizer(optimizer, "
                 "shard='parameters')."
             )
-
-
-def _in_use(model):
-    """A model's optimizers, without the one that `compile()` gives a model which has others."""
-    found = model_contents.optimizers_of(model, nested=True)
-    others = [each for each in found if each is not model.optimizer]
-    is_own = keras_compat.has_own_step(model, "train")
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    is_known = getattr(inner, "tfmulti_shards", None) is not None
-    return others if others and is_own and not is_known else found
 
 
 def forget_values(model: keras.Model) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
-import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.remote_step import RemoteStep, add_gradients
+from tfmulti.step.rows import num_rows, some_rows
 
 _MOST_ROWS = 48
 _TOLERANCE = 1e-3
@@ -27,14 +27,13 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
             where batches are split, and for metrics whose states cannot be added.
     """
     model = step.model
-    batch = _some_rows(batch, slice(0, _MOST_ROWS))
-    rows = int(tf.shape(tf.nest.flatten(batch)[0])[0])
+    batch = some_rows(batch, 0, _MOST_ROWS)
+    rows = int(num_rows(batch))
     if rows < 2 or keras_compat.random_layers(model):
         return
     first = rows // 3 or 1
     whole = step.compute_here(batch)
-    ranges = (slice(0, first), slice(first, rows))
-    parts = [step.compute_here(_some_rows(batch, each)) for each in ranges]
+    parts = [step.compute_here(some_rows(batch, *each)) for each in ((0, first), (first, rows))]
     if keras_compat.local_statistics(model):
         if splits:
             warnings.warn(
@@ -76,10 +75,6 @@ def _compare_gradients(step, whole, parts):
                 "Use a loss that is a mean over rows (reduction='sum_over_batch_size', without a "
                 "mask), or leave max_staleness out: then each batch goes to one worker."
             )
-
-
-def _some_rows(batch, which):
-    return tf.nest.map_structure(lambda rows: rows[which], batch)
 
 
 def _dense_sum(gradient):

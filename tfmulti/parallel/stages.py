@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.cutting import Cut, Part
-from tfmulti.step import as_current, parameters
+from tfmulti.step import as_current, normalization, parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Handover:
+class Boundary:
     """What is handed on before or after a stage: values, then their masks, then added losses.
 
     An added loss is handed on as a vector with an entry for each row.
@@ -33,7 +33,7 @@ class Handover:
     specs: tuple[tf.TensorSpec, ...]
 
     @classmethod
-    def of(cls, tensors, values: dict, losses: list) -> tuple[Handover, list]:
+    def of(cls, tensors, values: dict, losses: list) -> tuple[Boundary, list]:
         """Returns what describes values and losses, and all that is handed on, as a flat list.
 
         Args:
@@ -57,6 +57,10 @@ class Handover:
                 keras_compat.set_mask(values[each], flat.pop(0))
         return values, flat
 
+    def floats(self, flat) -> list:
+        """Returns those of the tensors that have gradients."""
+        return [each for each, is_float in zip(flat, self.is_float) if is_float]
+
     @property
     def is_float(self) -> list[bool]:
         """Which of the tensors have gradients."""
@@ -64,7 +68,7 @@ class Handover:
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class StageTrace:
     """What tracing a stage has shown.
 
     Attributes:
@@ -74,8 +78,8 @@ class Described:
         num_draws: How many random tensors it draws, where that is counted.
     """
 
-    before: Handover
-    after: Handover
+    before: Boundary
+    after: Boundary
     updated: tuple[keras.Variable, ...]
     num_draws: int
 
@@ -97,7 +101,7 @@ class Stage:
             each for each in part.model.variables if isinstance(each, parameters.ShardedParameter)
         ]
 
-    def run(self, before: Handover, flat, weights, state, training):
+    def run(self, before: Boundary, flat, weights, state, training):
         """Computes the stage on some rows.
 
         Args:
@@ -108,7 +112,7 @@ class Stage:
             training: As in a layer's call.
 
         Returns:
-            The `Handover` after the stage, its tensors, and the state after it.
+            The `Boundary` after the stage, its tensors, and the state after it.
         """
         values, losses = before.values(flat)
         given = [values[each] for each in self._part.inputs]
@@ -118,7 +122,7 @@ class Stage:
         values.update(zip(self._part.outputs, keras.tree.flatten(results)))
         rows = tf.shape(given[0])[:1]
         losses += [tf.fill(rows, loss) for loss in scope.losses]
-        after, flat = Handover.of(self._handed_on, values, losses)
+        after, flat = Boundary.of(self._handed_on, values, losses)
         known = dict((id(variable), (variable, value)) for variable, value in state)
         for variable in scope.updated.values():
             known[id(variable)] = variable, scope.get_current_value(variable)
@@ -142,7 +146,7 @@ def stages_of(cut: Cut, inputs: list[int], outputs: list[int]) -> list[Stage]:
     return stages
 
 
-def describe(stages: list[Stage], before: Handover, training) -> list[Described]:
+def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageTrace]:
     """Traces all stages one after the other, and returns what each one does.
 
     Nothing of it runs. Every worker knows by it what the others will send.
@@ -152,7 +156,7 @@ def describe(stages: list[Stage], before: Handover, training) -> list[Described]
         before: What the first one takes.
         training: As in a layer's call.
     """
-    found: list[Described] = []
+    found: list[StageTrace] = []
 
     def trace(*flat):
         taken, flat, state = before, list(flat), []
@@ -165,7 +169,7 @@ def describe(stages: list[Stage], before: Handover, training) -> list[Described]
                 known = {id(variable) for each in found for variable in each.updated}
                 new = tuple(variable for variable, _ in state if id(variable) not in known)
                 number = draws.number - drawn if draws is not None else 0
-                found.append(Described(taken, after, new, number))
+                found.append(StageTrace(taken, after, new, number))
                 taken = after
         return tf.constant(0)
 
@@ -185,11 +189,7 @@ def _refuse_without_rows(after):
 @contextlib.contextmanager
 def _own_statistics(model) -> Iterator[None]:
     """Has batch normalization use the rows that it gets: those of one micro-batch."""
-    layers = [
-        each
-        for each in keras_compat.all_layers(model)
-        if isinstance(each, keras.layers.BatchNormalization) and each.synchronized
-    ]
+    layers = normalization.synchronized_layers(model)
     for layer in layers:
         layer.synchronized = False
     try:

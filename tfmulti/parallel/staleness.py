@@ -6,8 +6,6 @@ weights and the application of its gradient. Pure arithmetic; no TensorFlow.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 
@@ -71,39 +69,16 @@ class StalenessBound:
         return self.updates
 
 
-@dataclasses.dataclass(frozen=True)
-class StalenessSummary:
-    """The staleness of an epoch's steps.
-
-    Attributes:
-        mean: The mean.
-        p95: The 95th percentile.
-        largest: The largest.
-    """
-
-    mean: float
-    p95: float
-    largest: int
-
-    def logs(self) -> dict[str, float]:
-        """Returns them by the names that they have in the history."""
-        return {
-            "staleness_mean": self.mean,
-            "staleness_p95": self.p95,
-            "staleness_max": float(self.largest),
-        }
-
-
-def summarize(staleness: list[int]) -> StalenessSummary:
-    """Returns the summary of the staleness of each step.
+def summarize(staleness: list[int]) -> dict[str, float]:
+    """Returns the mean, the 95th percentile and the largest, by their names in the history.
 
     Example:
-        >>> summarize([0, 1, 1, 2]).mean
+        >>> summarize([0, 1, 1, 2])["staleness_mean"]
         1.0
     """
-    if not staleness:
-        return StalenessSummary(0.0, 0.0, 0)
-    values = np.asarray(staleness)
-    return StalenessSummary(
-        float(values.mean()), float(np.percentile(values, 95)), int(values.max())
-    )
+    values = np.asarray(staleness or [0])
+    return {
+        "staleness_mean": float(values.mean()),
+        "staleness_p95": float(np.percentile(values, 95)),
+        "staleness_max": float(values.max()),
+    }

@@ -171,7 +171,7 @@ def _refuse_model(model):
             f"{model.name!r}, which is compiled. Call it first."
         )
     layers = [model, *keras_compat.all_layers(model)]
-    if any(hasattr(each, "tfmulti_pipeline") for each in layers):
+    if any(getattr(weight, "stages", None) for weight in model.weights):
         raise ValueError(
             "`tensor_parallel` cannot split layers of a pipeline. Received: "
             f"{model.name!r}, which tfmulti.pipeline has cut. Use one of the two."

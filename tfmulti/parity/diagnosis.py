@@ -12,8 +12,8 @@ from tfmulti import keras_compat, strategies
 from tfmulti.parity.config import ParityConfig
 from tfmulti.parity.training import Case, create_compiled_model, create_data, load_case, rounding_of
 from tfmulti.verification import causes
-from tfmulti.verification.own import local_normalization
-from tfmulti.verification.places import watched_layers
+from tfmulti.verification.custom_parts import local_normalization
+from tfmulti.verification.origin import watched_layers
 
 _FLOAT32 = 2**-23
 

@@ -109,11 +109,11 @@ def run_experiment(config: ParityConfig, print_fn: Callable[[str], object] = pri
         for kind, count in config.setups:
             title = f"{count} {kind}"
             print_fn(f"{title} ...")
-            place = folder / title
-            outcome = _run(config, kind, count, place, title)
-            outcome = outcome or _judge(config, place, (kind, count), reference, result.limits)
+            run_folder = folder / title
+            outcome = _run(config, kind, count, run_folder, title)
+            outcome = outcome or _judge(config, run_folder, (kind, count), reference, result.limits)
             result.outcomes.append(outcome)
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(run_folder, ignore_errors=True)
         _explain(config, result, folder / "diagnosis", print_fn)
         return result
 
@@ -124,10 +124,10 @@ def limits(tolerance: float, noise: dict[str, float] | None) -> dict[str, float]
     return {k: max(tolerance, NOISE_FACTOR * noise.get(k, 0.0)) for k in KINDS}
 
 
-def _judge(config, place, setup, reference, allowed) -> Outcome:
+def _judge(config, run_folder, setup, reference, allowed) -> Outcome:
     kind, count = setup
     title = f"{count} {kind}"
-    records = [Record(place / str(n)) for n in range(count if kind == run.WORKERS else 1)]
+    records = [Record(run_folder / str(n)) for n in range(count if kind == run.WORKERS else 1)]
     try:
         found = compare(records[0], reference, config.tolerance)
     except ValueError as error:
@@ -152,7 +152,7 @@ def _judge(config, place, setup, reference, allowed) -> Outcome:
     return outcome
 
 
-def _explain(config, result, place, print_fn):
+def _explain(config, result, run_folder, print_fn):
     """Looks for causes that the records alone do not show."""
     unexplained = [
         (outcome, count)
@@ -162,8 +162,8 @@ def _explain(config, result, place, print_fn):
     if unexplained:
         print_fn("looking for the cause ...")
         outcome, count = unexplained[0]
-        failed = _run(config, run.DIAGNOSIS, count, place, "diagnosis")
-        found = [] if failed else json.loads((place / "findings.json").read_text())
+        failed = _run(config, run.DIAGNOSIS, count, run_folder, "diagnosis")
+        found = [] if failed else json.loads((run_folder / "findings.json").read_text())
         for outcome, _ in unexplained:
             outcome.findings += [causes.Finding(**finding) for finding in found]
             if outcome.comparison and not outcome.findings:

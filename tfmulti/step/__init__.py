@@ -6,8 +6,6 @@ from gradients by the tapes (`tfmulti.step.gradients`), from metrics and layer s
 and from synchronized batch statistics in `keras_compat`.
 """
 
-from tfmulti.step.guard import divide_whole_batch as divide_whole_batch
-from tfmulti.step.guard import guard as guard
 from tfmulti.step.logs import add_by_dtype as add_by_dtype
 from tfmulti.step.logs import note_result as note_result
 from tfmulti.step.logs import weigh_mean as weigh_mean
@@ -17,3 +15,5 @@ from tfmulti.step.rows import as_current as as_current
 from tfmulti.step.rows import current_replica_batch as current_replica_batch
 from tfmulti.step.rows import fill_if_empty as fill_if_empty
 from tfmulti.step.rows import without_count as without_count
+from tfmulti.step.wrapped_step import divide_whole_batch as divide_whole_batch
+from tfmulti.step.wrapped_step import wrap_step as wrap_step

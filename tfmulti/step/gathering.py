@@ -66,11 +66,11 @@ def gather_batch(structure):
     """
     context = tf.distribute.get_replica_context()
     parts = tf.nest.flatten(structure, expand_composites=False)
-    places = [place for place, part in enumerate(parts) if part is not None]
+    indices = [index for index, part in enumerate(parts) if part is not None]
     for part in parts:
         if isinstance(part, keras.KerasTensor):
             raise _refusal("rows of a step", part, "Call it in the `call` of a custom layer.")
-    if context is None or not places or losses.has_whole_batch():
+    if context is None or not indices or losses.has_whole_batch():
         return structure
     replica_batch = step.current_replica_batch()
     if context.num_replicas_in_sync == 1:
@@ -81,9 +81,9 @@ def gather_batch(structure):
             "gather_batch in a layer's call. Call it in the loss or in `train_step`, or leave "
             "tfmulti.pipeline out."
         )
-    own = [_own_rows(parts[place], replica_batch) for place in places]
-    for place, part in zip(places, _gather(own, context)):
-        parts[place] = part
+    own = [_own_rows(parts[index], replica_batch) for index in indices]
+    for index, part in zip(indices, _gather(own, context)):
+        parts[index] = part
     return tf.nest.pack_sequence_as(structure, parts, expand_composites=False)
 
 

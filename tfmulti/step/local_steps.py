@@ -12,8 +12,8 @@ A worker whose part of a batch is empty leaves its weights as they are in that s
 
 from __future__ import annotations
 
-import contextlib
 import functools
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -84,7 +84,7 @@ def steps_of(model: keras.Model | None) -> int:
     """
     if model is None or keras_compat.in_separate_traces():
         return 1
-    optimizers = _in_use(model)
+    optimizers = model_contents.optimizers_in_use(model)
     inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
     numbers = [getattr(each, "tfmulti_synchronize_every", 1) for each in inner]
     if len(set(numbers)) > 1:
@@ -100,16 +100,6 @@ def steps_of(model: keras.Model | None) -> int:
     return number
 
 
-def _in_use(model) -> list:
-    """Returns a model's optimizers, without the one that `compile()` gives a model with others."""
-    found = model_contents.optimizers_of(model)
-    compiled = getattr(model, "optimizer", None)
-    parts = [compiled, getattr(compiled, "inner_optimizer", None)]
-    if any(getattr(part, "tfmulti_distributed", False) for part in parts):
-        return found
-    return [each for each in found if each is not compiled] or found
-
-
 def _pairs(optimizers, numbers) -> str:
     return ", ".join(f"{type(o).__name__} with {number}" for o, number in zip(optimizers, numbers))
 
@@ -123,20 +113,14 @@ def on_own_rows(fn, strategy):
     """
 
     def step(data):
-        with _as_one_device(strategy):
-            return fn(data)
+        with keras_compat.as_one_device(strategy):
+            strategy.takes_local_step = True
+            try:
+                return fn(data)
+            finally:
+                strategy.takes_local_step = False
 
     return step
-
-
-@contextlib.contextmanager
-def _as_one_device(strategy):
-    with keras_compat.reducing_nothing(strategy):
-        strategy.counts_one_replica = strategy.takes_local_step = True
-        try:
-            yield
-        finally:
-            strategy.counts_one_replica = strategy.takes_local_step = False
 
 
 def in_local_step() -> bool:
@@ -346,16 +330,9 @@ def _sent_as(variable, is_state) -> str:
     return dtype if dtype in _FLOATS else "float32"
 
 
-def _rounds(variables) -> list[tuple[list, str]]:
+def _rounds(variables) -> Iterator[tuple[list, str]]:
     """Cuts variables into lists of one dtype and some megabytes, in their order."""
-    rounds = []
     for dtype in dict.fromkeys(dtype for _, dtype in variables):
-        have = _ROUND_BYTES
-        for variable in [v for v, sent_as in variables if sent_as == dtype]:
-            size = owners.bytes_of(variable)
-            if have + size > _ROUND_BYTES:
-                rounds.append(([], dtype))
-                have = 0
-            rounds[-1][0].append(variable)
-            have += size
-    return rounds
+        some = [variable for variable, sent_as in variables if sent_as == dtype]
+        for places in owners.rounds([owners.bytes_of(each) for each in some], _ROUND_BYTES):
+            yield [some[place] for place in places], dtype

@@ -70,12 +70,12 @@ def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
         return {}
     logs = _flatten(logs)
     results, differing = _results(replica_batch.model, logs), {}
-    for place, result in results.items():
-        value = _to_tensor(logs[place])
+    for path, result in results.items():
+        value = _to_tensor(logs[path])
         if value is None or value.dtype != result.dtype or value.shape != result.shape:
             continue
         counts = _differ(value, result) & (replica_batch.num_real > 0)
-        differing[place] = None if _is_stock(replica_batch.model) else tf.cast(counts, tf.float32)
+        differing[path] = None if _is_stock(replica_batch.model) else tf.cast(counts, tf.float32)
     return differing
 
 
@@ -115,9 +115,9 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     variables = replica_batch.model.metrics_variables if differing else []
     variables = [v for v in variables if v.aggregation == "sum"]
     states = [variable.value.read_value() for variable in variables]
-    places = _flatten(logs) if isinstance(logs, dict) else {}
-    flags = {place: flag for place, flag in differing.items() if flag is not None}
-    own = {place: log for place, log in places.items() if place in flags or place not in differing}
+    paths = _flatten(logs) if isinstance(logs, dict) else {}
+    flags = {path: flag for path, flag in differing.items() if flag is not None}
+    own = {path: log for path, log in paths.items() if path in flags or path not in differing}
     parts = _parts_of_means(own, replica_batch)
     numbers = [_concat([replica_batch.num_real, *flags.values(), *parts.values()])] if own else []
     asked = [] if requests is None else [requests.part_of_step()]
@@ -126,10 +126,10 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
         requests.note(added.pop())
     states, added = added[: len(states)], added[len(states) :]
     numbers, sums = added[: len(numbers)], added[len(numbers) :]
-    if not places:
+    if not paths:
         return logs, sums
     with keras.StatelessScope(state_mapping=list(zip(variables, states))):
-        results = _results(replica_batch.model, {place: places[place] for place in differing})
+        results = _results(replica_batch.model, {path: paths[path] for path in differing})
     if own:
         rows, found, means = tf.split(numbers[0], [1, len(flags), -1])
         flags = dict(zip(flags, tf.unstack(found)))
@@ -170,21 +170,21 @@ def _metric_of(log):
     return metric if value is log else None
 
 
-def _results(model, places) -> dict[tuple, tf.Tensor]:
+def _results(model, paths) -> dict[tuple, tf.Tensor]:
     """Returns the current results of the metrics that are logged at the given paths."""
     found, names = {}, {metric.name for metric in model.metrics}
-    others = any(place[0] not in names for place in places)
+    others = any(path[0] not in names for path in paths)
     if others and not keras_compat.unbuilt_metrics(model):
         found = _flatten(model.get_metrics_result())
     for metric in model.metrics:
-        if any(place[0] == metric.name and place not in found for place in places):
+        if any(path[0] == metric.name and path not in found for path in paths):
             found |= _flatten({metric.name: metric.result()})
-    for place, log in places.items():
+    for path, log in paths.items():
         metric = _metric_of(log)
-        if metric is not None and place not in found:
-            found[place] = metric.result()
-    found = {place: _to_tensor(found[place]) for place in places if place in found}
-    return {place: value for place, value in found.items() if value is not None}
+        if metric is not None and path not in found:
+            found[path] = metric.result()
+    found = {path: _to_tensor(found[path]) for path in paths if path in found}
+    return {path: value for path, value in found.items() if value is not None}
 
 
 def _to_tensor(value) -> tf.Tensor | None:
@@ -199,7 +199,7 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
     """Returns this replica's flat contribution to the sum over all rows, for each float log."""
     rows = tf.cast(replica_batch.num_real, tf.float32)
     parts = {}
-    for place, log in logs.items():
+    for path, log in logs.items():
         value = _to_tensor(log)
         if value is None or not value.dtype.is_floating or not value.shape.is_fully_defined():
             continue
@@ -207,7 +207,7 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
             # It may have a number for each row, and replicas differ in their numbers of rows.
             continue
         flat = tf.reshape(tf.cast(value, tf.float32), [-1])
-        parts[place] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
+        parts[path] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
     return parts
 
 
@@ -219,19 +219,19 @@ def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:
     """Splits the concatenated means into one tensor for each log."""
     sizes = [part.shape[0] for part in parts.values()]
     found = {}
-    for place, mean in zip(parts, tf.split(means, sizes) if sizes else []):
-        log = _to_tensor(logs[place])
-        found[place] = tf.cast(tf.reshape(mean, log.shape), log.dtype)
+    for path, mean in zip(parts, tf.split(means, sizes) if sizes else []):
+        log = _to_tensor(logs[path])
+        found[path] = tf.cast(tf.reshape(mean, log.shape), log.dtype)
     return found
 
 
 def _choose(logs, results, flags, means) -> dict:
     """Uses the metric's result for a log that is one on every replica, else the mean over rows."""
 
-    def choose(place, log):
-        if place in flags and place in means and place in results:
-            return tf.where(flags[place] > 0, means[place], results[place])
-        value = results.get(place, means.get(place, _to_tensor(log)))
+    def choose(path, log):
+        if path in flags and path in means and path in results:
+            return tf.where(flags[path] > 0, means[path], results[path])
+        value = results.get(path, means.get(path, _to_tensor(log)))
         return log if value is None else value
 
     return {
@@ -246,8 +246,8 @@ def add_by_dtype(values) -> list[tf.Tensor]:
     """Adds values over all replicas, grouped by dtype, so that workers can pack each group."""
     added: list = [None] * len(values)
     for dtype in dict.fromkeys(value.dtype for value in values):
-        places = [i for i, value in enumerate(values) if value.dtype == dtype]
-        sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in places])
-        for place, value in zip(places, sums):
-            added[place] = value
+        alike = [i for i, value in enumerate(values) if value.dtype == dtype]
+        sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in alike])
+        for index, value in zip(alike, sums):
+            added[index] = value
     return added

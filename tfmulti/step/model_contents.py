@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import keras_compat
+
 # Packages whose objects are not searched; of keras, layers and optimizers are.
 _FOREIGN = (
     "builtins",
@@ -53,6 +55,23 @@ def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
     within = [_search(each, skipped=keras.layers.Layer) for each in found]
     within = {id(inner) for each, inners in zip(found, within) for inner in inners}
     return [each for each in found if id(each) not in within]
+
+
+def optimizers_in_use(model, *, nested: bool = False) -> list:
+    """Returns a model's optimizers, without the one that `compile()` gives a model of its own step.
+
+    A model whose `train_step` uses other optimizers is compiled without one, and Keras makes one.
+
+    Args:
+        model: The model.
+        nested: As in `optimizers_of`.
+    """
+    found, compiled = optimizers_of(model, nested=nested), getattr(model, "optimizer", None)
+    parts = [compiled, getattr(compiled, "inner_optimizer", None)]
+    is_chosen = any(getattr(part, "tfmulti_distributed", False) for part in parts)
+    if is_chosen or not keras_compat.has_own_step(model, "train"):
+        return found
+    return [each for each in found if each is not compiled] or found
 
 
 def _search(root, skipped=()) -> list:

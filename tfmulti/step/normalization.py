@@ -30,3 +30,10 @@ def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True
     return model
+
+
+def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """Returns a model's synchronized batch normalizations."""
+    layers = keras_compat.all_layers(model)
+    kind = keras.layers.BatchNormalization
+    return [each for each in layers if isinstance(each, kind) and each.synchronized]

@@ -75,7 +75,8 @@ def from_owners(
     for dtype in sorted({value.dtype.name for value in values}):
         places = [place for place, value in enumerate(values) if value.dtype.name == dtype]
         own = [[place for place in places if owners[place] == worker] for worker in range(number)]
-        for parts in itertools.zip_longest(*(_rounds(values, o) for o in own), fillvalue=()):
+        cut = [_rounds(values, each) for each in own]
+        for parts in itertools.zip_longest(*cut, fillvalue=()):
             with tf.control_dependencies(before):
                 received = list(send(strategy, values, parts))
             before = [value for _, value in received]
@@ -154,14 +155,29 @@ def _gathered(strategy, values, parts):
                 yield place, tf.reshape(piece, values[place].shape)
 
 
-def _rounds(values, places) -> list[list[int]]:
-    """Cuts a worker's tensors into lists of some megabytes, in their order."""
-    rounds, have = [], 0
-    for place in places:
-        size = values[place].shape.num_elements() * values[place].dtype.size
-        if not rounds or have + size > _ROUND_BYTES:
-            rounds.append([])
+def _rounds(values, places):
+    sizes = [values[p].shape.num_elements() * values[p].dtype.size for p in places]
+    return [[places[at] for at in some] for some in rounds(sizes)]
+
+
+def rounds(sizes: list[int], most_bytes: int = _ROUND_BYTES) -> list[list[int]]:
+    """Cuts tensors into lists of some megabytes, in their order.
+
+    Args:
+        sizes: The bytes of each tensor.
+        most_bytes: Those of a list; a larger tensor has one of its own.
+
+    Returns:
+        The places of the tensors in each list.
+
+    >>> rounds([3, 4, 5, 9], 8)
+    [[0, 1], [2], [3]]
+    """
+    found, have = [], 0
+    for place, size in enumerate(sizes):
+        if not found or have + size > most_bytes:
+            found.append([])
             have = 0
-        rounds[-1].append(place)
+        found[-1].append(place)
         have += size
-    return rounds
+    return found

@@ -51,6 +51,16 @@ def count_rows(part) -> tf.Tensor:
     return tf.shape(part)[0]
 
 
+def num_rows(data) -> tf.Tensor:
+    """Returns the number of rows of a batch, an int32 scalar."""
+    return count_rows(parts_of(data)[0])
+
+
+def some_rows(data, start: int, stop: int):
+    """Returns the rows of a batch from one to another, which is left out."""
+    return _map(lambda part: part[start:stop], data)
+
+
 def without_padding(data):
     """Cuts off the padding rows at the end of a replica batch."""
     weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None

@@ -69,7 +69,7 @@ class _ForKeras:
         if is_local:
             fn = local_steps.on_own_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
-            fn = step.guard(fn, kind, model, padded=self.marks_padding)
+            fn = step.wrap_step(fn, kind, model, padded=self.marks_padding)
             several_here = topology.num_local_replicas(self) > 1
             if kind != "predict" and several_here and not _is_distributed(args[0]):
                 fn = step.divide_whole_batch(fn)

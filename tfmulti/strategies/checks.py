@@ -14,7 +14,7 @@ from tfmulti.parallel import sharded_parameters
 from tfmulti.step import local_steps, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
 from tfmulti.verification import Feed, Workers
-from tfmulti.verification.own import local_normalization
+from tfmulti.verification.custom_parts import local_normalization
 from tfmulti.verification.runs import PREDICT, TEST, TRAIN
 
 _latest: weakref.ref | None = None

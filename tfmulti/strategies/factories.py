@@ -50,14 +50,15 @@ def create_strategy(
     must_agree: Mapping[str, object] | None = None,
     verify: str = "auto",
     distribute_optimizers: bool = True,
+    num_ps: int | None = None,
 ) -> tf.distribute.Strategy:
     """Creates a strategy by name.
 
     Args:
         name: `"one_device"`, `"mirrored"` (all local GPUs; without a GPU two logical
             CPUs), `"multi_worker"` (the cluster of TF_CONFIG, or of the scheduler: see
-            `resolve_cluster`), `"parameter_server"` (a cluster of TF_CONFIG with a chief,
-            workers and servers; see `train_async`), `"tpu"`, or `"auto"`: a TPU if there is one,
+            `resolve_cluster`), `"parameter_server"` (a cluster with a chief, workers and
+            servers; see `train_async` and `num_ps`), `"tpu"`, or `"auto"`: a TPU if there is one,
             else a cluster in the environment, else several GPUs, else one device. The log shows
             the choice and the reason.
         devices: TensorFlow's names, such as `["GPU:0", "GPU:1"]`; for `one_device` and
@@ -82,6 +83,9 @@ def create_strategy(
         distribute_optimizers: Whether every optimizer that a step uses is distributed, also one
             that a library has created. False raises an error for an optimizer that is not wrapped
             in `DistributedOptimizer`.
+        num_ps: For `parameter_server` in a job of Slurm, Kubernetes or SageMaker: how many of its
+            tasks, the last ones, are parameter servers; the first is the chief, the others are
+            workers. By default the environment variable TFMULTI_NUM_PS.
 
     Returns:
         A `tf.distribute.Strategy`; its attribute `why` describes the choice and the reason.
@@ -99,8 +103,9 @@ def create_strategy(
     checks.refuse_keras_distribution()
     check_strategy_arguments(name, devices, logical_cpus, communication)
     check_verify(verify)
+    check_num_ps(name, num_ps)
     _repair_keras()
-    cluster, reason = _find_cluster(name, tf_config), "as requested"
+    cluster, reason = _find_cluster(name, tf_config, num_ps), "as requested"
     if name == "auto":
         name, reason = _choose(cluster, devices, logical_cpus)
     elif cluster is not None:
@@ -144,13 +149,13 @@ def _noted(strategy):
     return strategy
 
 
-def _find_cluster(name, tf_config):
+def _find_cluster(name, tf_config, num_ps):
     """Returns the cluster that a strategy needs, and has its process see its own GPUs only."""
     cluster = None
     blank = not os.environ.get("TF_CONFIG", "absent").strip()
     if name in ("auto", "multi_worker", "parameter_server") or blank:
         servers = name in ("auto", "parameter_server")
-        cluster = cluster_lib.resolve_cluster(tf_config, servers=servers)
+        cluster = cluster_lib.resolve_cluster(tf_config, servers=servers, num_ps=num_ps)
     if cluster is not None and cluster.visible_gpus is not None:
         devices_lib.see_gpus(cluster.visible_gpus)
     return cluster
@@ -245,6 +250,22 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         raise ValueError(
             "`logical_cpus` must not be negative. "
             f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
+        )
+
+
+def check_num_ps(name, num_ps) -> None:
+    """Raises ValueError for an invalid `num_ps`, and with a strategy that has no servers."""
+    if num_ps is None:
+        return
+    if isinstance(num_ps, bool) or not hasattr(num_ps, "__index__") or num_ps < 1:
+        raise ValueError(
+            "`num_ps` must be None or a whole number from 1. "
+            f"Received: num_ps={num_ps!r}. Use for example num_ps=1."
+        )
+    if name not in ("auto", "parameter_server"):
+        raise ValueError(
+            "`num_ps` can be used with parameter_server and auto only. "
+            f"Received: num_ps={num_ps}, name={name!r}. Leave it out, or use 'parameter_server'."
         )
 
 

@@ -10,7 +10,6 @@ import atexit
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,18 +20,18 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.cluster import Cluster, environment, network
+from tfmulti.cluster import Cluster, environment, kubernetes, network, sagemaker, slurm
+from tfmulti.cluster.presence import Presence, is_reachable
 from tfmulti.cluster.task import SERVER_TYPE
+from tfmulti.parallel import partitioned
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
+_WITHOUT_ROLES = (kubernetes.SOURCE, sagemaker.SOURCE, slurm.SOURCE)
 _LOOK_S = 1.0
-# A connection that is refused so often in a row is that of a task that has gone.
-_LOOKS = 3
 _LAST_S = 30.0
 _GOODBYE_S = 5.0
-_CONNECT_S = 2.0
 # TensorFlow numbers the Python functions of a process in the order in which they are made.
 _SAY_GOODBYE, _WHO = "pyfunc_0", "pyfunc_1"
 _FROM_SERVER = re.compile(r"GRPC error information from remote target /job:ps/replica:0/task:(\d+)")
@@ -76,7 +75,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.num_workers = len(cluster.spec["worker"])
         self.bytes_on_servers = [0] * self.num_servers
         self._coordinator = None
-        keras_compat.place_variables(self, self.bytes_on_servers)
+        keras_compat.place_variables(self, self.bytes_on_servers, partitioned.fill_in_pieces)
 
     @property
     def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
@@ -125,9 +124,17 @@ def create_parameter_server(
 def _check_cluster(cluster):
     if cluster is None:
         raise RuntimeError(
-            "`parameter_server` needs a cluster in TF_CONFIG with a chief, workers and servers. "
-            "Received: no TF_CONFIG in the environment, and no `tf_config`. Start it with "
+            "`parameter_server` needs a cluster with a chief, workers and servers. "
+            "Received: no TF_CONFIG in the environment, no `tf_config`, and a process that was not "
+            "started by Slurm, Kubernetes or SageMaker. Start it with "
             "python -m tfmulti.launch --num_workers 2 --num_ps 1, or set TF_CONFIG for each task."
+        )
+    if not cluster.has_servers and cluster.source in _WITHOUT_ROLES:
+        raise ValueError(
+            "`num_ps` must say how many of the tasks are parameter servers. "
+            f"Received: {cluster.num_workers} tasks of {cluster.source}, and no TFMULTI_NUM_PS. "
+            "Set it to 1, say, or pass num_ps (--num_ps 1): the last tasks become servers, and the "
+            "first one the chief."
         )
     missing = [kind for kind in ("chief", "worker", SERVER_TYPE) if not cluster.spec.get(kind)]
     if missing:
@@ -146,15 +153,6 @@ def task_names(cluster: Cluster) -> dict[str, str]:
         for kind in ("worker", SERVER_TYPE)
         for index, address in enumerate(cluster.spec[kind])
     }
-
-
-def is_reachable(address: str) -> bool:
-    """Whether something listens at an address."""
-    try:
-        with socket.create_connection(network.split_address(address), timeout=_CONNECT_S):
-            return True
-    except OSError:
-        return False
 
 
 def _wait_for_tasks(cluster, timeout_s):
@@ -218,28 +216,35 @@ def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
     """Returns None once the chief is done, or what is wrong with it."""
     chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
     began = preempted_at = time.monotonic()
-    seen, misses = False, 0
+    presence = Presence(chief)
     while not told.wait(_LOOK_S):
         now = time.monotonic()
         preempted_at = preempted_at if preempted.is_set() else now
         if now - preempted_at > _LAST_S:
             return None
-        if is_reachable(chief):
-            seen, misses = True, 0
-        elif seen:
-            misses += 1
-        if misses >= _LOOKS:
+        lost = presence.look()
+        if lost and presence.has_been_there:
             return (
                 f"{name} serves the chief, and ends with it. Received: no chief at {chief} any "
-                "more. Look at the chief's output, and start all again: they resume from the last "
-                "checkpoint."
+                f"more: {lost}. Look at the chief's output, and start all again: they resume from "
+                "the last checkpoint."
             )
-        if not seen and now - began > timeout_s + _LAST_S:
+        if not presence.has_been_there and now - began > timeout_s + _LAST_S:
             return (
                 f"{name} serves a chief, which must start within `start_timeout`. Received: "
                 f"nothing at {chief} in {now - began:.0f} s. Start the chief, or give more time."
             )
     return None
+
+
+def end_stuck_chief(error: ServerLost) -> NoReturn:
+    """Ends the chief's process, whose program waits in TensorFlow for a server without end."""
+    code = end_chief(error)
+    command_line.show_error(error, False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # TensorFlow's exit handlers would wait for the server too.
+    os._exit(code)
 
 
 def _token(function: Callable, arguments: list[int]) -> str:

@@ -40,7 +40,7 @@ def predict(model: keras.Model, x):
 
 def _create_function(model):
     strategy = model.distribute_strategy
-    fn = step.guard(model.predict_step, "predict", model, padded=False)
+    fn = step.wrap_step(model.predict_step, "predict", model, padded=False)
     fn = step.divide_whole_batch(fn)
 
     def predict_rows(data):

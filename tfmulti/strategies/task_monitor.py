@@ -7,44 +7,48 @@ import threading
 import time
 
 from tfmulti.cluster import Cluster
+from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, look_at
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
 from tfmulti.strategies.parameter_server import (
+    ServerLost,
     WorkersLost,
-    is_reachable,
+    end_stuck_chief,
     lost_error,
     task_names,
 )
 
 _EVERY_S = 1.0
-_LOOKS = 3
+# The program ends before, unless it waits in TensorFlow for a task that has gone.
+_STUCK_S = 5.0
 
 
 class TaskMonitor:
-    """Looks in a thread whether each task listens, and tells of those that go and come.
+    """Looks in a thread whether each task answers, and tells of those that go and come.
 
     Args:
         cluster: The cluster.
     """
 
     def __init__(self, cluster: Cluster):
-        self._addresses = task_names(cluster)
-        self._misses = dict.fromkeys(self._addresses, 0)
+        self._tasks = {name: Presence(each) for name, each in task_names(cluster).items()}
+        self._lost: dict[str, str] = {}
         self._news: queue.SimpleQueue = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._patience_s = find_timeout(None)
         self._without_workers_since: float | None = None
+        self._ending_since: float | None = None
 
     def start(self) -> None:
         """Begins."""
         threading.Thread(target=self._look, daemon=True, name="tfmulti monitor").start()
 
     def stop(self) -> None:
-        """Ends, without waiting for the thread."""
+        """Ends, without waiting for the thread; not where a frozen task may hold up the end."""
         self._stopped.set()
 
     def news(self) -> list[str]:
-        """Returns what has happened since the last call, in sentences."""
+        """Returns what has happened since the last call, a sentence for each lost worker."""
         lines = []
         while True:
             try:
@@ -57,14 +61,14 @@ class TaskMonitor:
 
         Raises:
             ServerLost: If a server has gone.
-            WorkersLost: If all workers have gone, and none has come back in the time that tasks
-                wait for one another.
+            WorkersLost: If a worker is frozen or cut off: TensorFlow waits for it without end; or
+                if all workers have gone, and none has come back in the time that tasks wait for
+                one another.
         """
-        gone = [name for name, misses in self._misses.items() if misses >= _LOOKS]
-        servers = [name for name in gone if name.startswith(SERVER_TYPE)]
-        if servers:
-            raise lost_error(f"{name} ({self._addresses[name]})" for name in servers)
-        if len([name for name in gone if name.startswith("worker")]) < self._num_workers:
+        if (error := self._find_error()) is not None:
+            raise error
+        workers = [name for name in self._tasks if name.startswith("worker")]
+        if any(name not in self._lost for name in workers):
             self._without_workers_since = None
             return
         now = time.monotonic()
@@ -72,24 +76,48 @@ class TaskMonitor:
         if now - since > self._patience_s:
             raise WorkersLost(
                 "At least one worker must be there to compute steps. Received: no worker since "
-                f"{self._patience_s + _LOOKS:.0f} s. Start workers again, or with the launcher's "
+                f"{self._patience_s + MISSES:.0f} s. Start workers again, or with the launcher's "
                 "--max_restarts have it do so."
             )
 
-    @property
-    def _num_workers(self) -> int:
-        return len([name for name in self._addresses if name.startswith("worker")])
+    def _find_error(self) -> ServerLost | WorkersLost | None:
+        lost = {
+            f"{name} ({self._tasks[name].address}: {why})": name.startswith(SERVER_TYPE)
+            for name, why in list(self._lost.items())
+            if name.startswith(SERVER_TYPE) or why == NO_ANSWER
+        }
+        if any(lost.values()):
+            return lost_error(name for name, is_server in lost.items() if is_server)
+        if not lost:
+            return None
+        return WorkersLost(
+            f"Each worker must answer the chief. Received: {', '.join(lost)} is lost. Look at its "
+            "host, and start all again: with tfmulti.callbacks.Checkpoint or --workdir they resume "
+            "from the last checkpoint."
+        )
 
     def _look(self):
-        while not self._stopped.wait(_EVERY_S):
-            for name, address in self._addresses.items():
-                self.note(name, is_reachable(address))
+        while not self._stopped.is_set() or NO_ANSWER in self._lost.values():
+            time.sleep(_EVERY_S)
+            for name, task in self._tasks.items():
+                self.note(name, look_at(task.address))
+            error, now = self._find_error(), time.monotonic()
+            if error is None:
+                self._ending_since = None
+            elif self._ending_since is None:
+                self._ending_since = now
+            elif now - self._ending_since > _STUCK_S:
+                end_stuck_chief(error)
 
-    def note(self, name: str, is_there: bool) -> None:
-        """Notes whether a task has answered; one that did not several times has gone."""
-        self._misses[name] = 0 if is_there else self._misses[name] + 1
-        if name.startswith("worker") and self._misses[name] == _LOOKS:
+    def note(self, name: str, seen: str) -> None:
+        """Notes what was seen of a task, as `presence.look_at` returns it."""
+        why = self._tasks[name].note(seen)
+        if why is None:
+            self._lost.pop(name, None)
+            return
+        if name.startswith("worker") and name not in self._lost and why != NO_ANSWER:
             self._news.put(
-                f"{name} ({self._addresses[name]}) is lost: others compute its step under way "
+                f"{name} ({self._tasks[name].address}) is lost: others compute its step under way "
                 "again, and no example is left out"
             )
+        self._lost[name] = why

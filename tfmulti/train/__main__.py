@@ -57,7 +57,9 @@ _WITH_CLUSTER = ("auto", "multi_worker", "parameter_server")
 
 def _find_task(config, **settings):
     servers = config.strategy != "multi_worker"
-    return cluster.resolve_cluster(config.tf_config, servers=servers, **settings)
+    return cluster.resolve_cluster(
+        config.tf_config, servers=servers, num_ps=config.num_ps, **settings
+    )
 
 
 def _find_worker(config):

@@ -77,16 +77,16 @@ def train_async(
     """
     strategy = model.distribute_strategy
     _check(model, callbacks, max_staleness, epochs)
-    train = _dataset(data, strategy, batch_size, lambda size: {"seed": seed}, distribute_train)
+    train = _dataset(distribute_train, data, strategy, batch_size, seed=seed)
     test = None
     if validation_data is not None:
         size = train.plan.global_batch_size
-        test = _dataset(validation_data, strategy, size, lambda _: {}, distribute_eval)
-    remote_step.build(model, _first_batch(train))
+        test = _dataset(distribute_eval, validation_data, strategy, size)
+    remote_step.build(model, _two_rows(train.element_spec))
     strategy.requests = requests = SettledRequests()
     step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
     if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, next_batch(train), max_staleness == 0 and strategy.num_workers > 1)
+        split_check.check(step, iter(train).look(), max_staleness == 0 and strategy.num_workers > 1)
     heart = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([LauncherHeartbeat(heart)] if heart else []), *callbacks],
@@ -148,7 +148,7 @@ class _Epochs:
         runs.train(self._train, first, lambda sent: self._may_go_on(first + sent), self._apply)
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
-        return logs | staleness.summarize(runs.staleness).logs()
+        return logs | staleness.summarize(runs.staleness)
 
     def _may_go_on(self, sent) -> bool:
         if self._model.stop_training:
@@ -206,7 +206,7 @@ def check_max_staleness(value) -> None:
         )
 
 
-def _dataset(data, strategy, batch_size, more, distribute) -> EpochDataset:
+def _dataset(distribute, data, strategy, batch_size, **options) -> EpochDataset:
     if isinstance(data, EpochDataset):
         _check_dataset(data)
         return data
@@ -216,7 +216,7 @@ def _dataset(data, strategy, batch_size, more, distribute) -> EpochDataset:
             f"Received: batch_size=None, data of type {type(data).__name__}. "
             "Use for example batch_size=64."
         )
-    made = distribute(data, strategy, batch_size, **more(batch_size))
+    made = distribute(data, strategy, batch_size, **options)
     _check_dataset(made)
     return made
 
@@ -236,21 +236,12 @@ def _check_dataset(data):
         )
 
 
-def _first_batch(train):
-    specs = tf.nest.map_structure(
-        lambda spec: (
-            tf.zeros([2, *[n or 1 for n in spec.shape[1:]]], spec.dtype)
-            if spec.dtype != tf.string
-            else tf.fill([2, *[n or 1 for n in spec.shape[1:]]], "")
-        ),
-        train.element_spec,
-    )
-    return specs
+def _two_rows(element_spec):
+    def rows(spec):
+        shape = [2, *[size or 1 for size in spec.shape[1:]]]
+        return tf.fill(shape, "" if spec.dtype == tf.string else tf.zeros([], spec.dtype))
 
-
-def next_batch(train: EpochDataset):
-    """Returns the batch that training will begin with, without counting it as taken."""
-    return iter(train).look()
+    return tf.nest.map_structure(rows, element_spec)
 
 
 def _any_rows(element_spec):

@@ -168,6 +168,12 @@ class TrainConfig:
         VERIFY,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
+    num_ps: int | None = setting(
+        None,
+        "With parameter_server in a job of Slurm, Kubernetes or SageMaker: how many of its tasks, "
+        "the last ones, are servers; by default TFMULTI_NUM_PS.",
+        at_least=1,
+    )
     max_staleness: int | None = setting(
         None,
         "With parameter_server: the largest number of updates that others make between reading "
@@ -220,6 +226,16 @@ class TrainConfig:
         self._check_techniques()
 
     def _check_servers(self):
+        """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
+        if self.num_ps is not None and self.strategy not in ("auto", "parameter_server"):
+            raise ValueError(
+                "`num_ps` can be used with parameter_server and auto only. Received: "
+                f"num_ps={self.num_ps}, strategy={self.strategy!r}. "
+                "Use --strategy parameter_server, or leave --num_ps out."
+            )
+        self._check_steps_on_servers()
+
+    def _check_steps_on_servers(self):
         """Raises ValueError for what steps on parameter servers' workers do not know."""
         if self.strategy != "parameter_server":
             if self.max_staleness is not None:

@@ -213,9 +213,9 @@ def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = (), sent: Sequence[tf.T
     ops = graph.get_operations()
     owner, size = {}, {}
     for op in ops:
-        for place, tensor in enumerate(op.outputs):
+        for output, tensor in enumerate(op.outputs):
             if op.type in _SAME_MEMORY and op.inputs:
-                source = op.inputs[min(place, len(op.inputs) - 1)].ref()
+                source = op.inputs[min(output, len(op.inputs) - 1)].ref()
                 owner[tensor.ref()] = owner.get(source, source)
             else:
                 size[tensor.ref()] = 0 if op.type in _NO_MEMORY else _bytes_of_tensor(tensor)

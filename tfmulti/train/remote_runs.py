@@ -16,6 +16,7 @@ from tfmulti.parallel import remote_step
 from tfmulti.parallel.remote_step import Answer, RemoteStep
 from tfmulti.parallel.staleness import StalenessBound
 from tfmulti.sharding import replica_slice
+from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.strategies.coordination import CoordinationRequests
 from tfmulti.strategies.parameter_server import find_lost_server, is_lost_worker
 from tfmulti.strategies.task_monitor import TaskMonitor
@@ -139,12 +140,12 @@ class RemoteRuns:
 
     def _train_together(self, batch, number, around):
         """Sends each worker its part of a batch, and applies the sum of their gradients."""
-        rows, workers = _rows_of(batch), self._strategy.num_workers
+        rows, workers = int(num_rows(batch)), self._strategy.num_workers
         ranges = [replica_slice(rows, workers, part) for part in range(workers)]
         ranges = [(start, stop) for start, stop in ranges if stop > start]
         self._bound.begin(number)
         for part, (start, stop) in enumerate(ranges):
-            self._send(part, self._step.schedule, _some_rows(batch, start, stop), number, part)
+            self._send(part, self._step.schedule, some_rows(batch, start, stop), number, part)
         answers = dict(self._next_answer() for _ in ranges)
         self._apply(number, [answers[part] for part in range(len(ranges))], around)
 
@@ -208,10 +209,10 @@ class RemoteRuns:
         while True:
             for line in self._monitor.news():
                 self._tell(line)
+            self._monitor.check()
             try:
                 number, answer, error = self._answers.get(timeout=_LOOK_S)
             except queue.Empty:
-                self._monitor.check()
                 continue
             if error is None:
                 del self._sent[number]
@@ -235,11 +236,3 @@ class RemoteRuns:
 def _leave_out(record: logging.LogRecord) -> bool:
     """Leaves out what TensorFlow's coordinator logs of a lost worker: the monitor tells it."""
     return record.module != "cluster_coordinator"
-
-
-def _some_rows(batch, start, stop):
-    return tf.nest.map_structure(lambda rows: rows[start:stop], batch)
-
-
-def _rows_of(batch) -> int:
-    return int(tf.shape(tf.nest.flatten(batch)[0])[0])

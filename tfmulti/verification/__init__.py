@@ -22,7 +22,7 @@ from absl import logging
 from tfmulti import keras_compat, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification.own import is_stock, neutral_layers
+from tfmulti.verification.custom_parts import is_stock, neutral_layers
 from tfmulti.verification.runs import TRAIN, Case, Distributed
 from tfmulti.verification.state import restored_attributes
 from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
@@ -253,7 +253,7 @@ def _look(trial, view, case, workers) -> _Seen:
     elif trial.attributes:
         error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
-        known = trial.growth, trial.place, trial.made_up
+        known = trial.growth, trial.origin, trial.made_up
         error, kind = messages.describe(case, found, *known), _DIFFERS
     return _Seen(*workers.compare(case.strategy, kind), error, reason)
 

@@ -75,10 +75,10 @@ def compare(value, reference, change=None, noise: float = 0.0, close: float = CL
         apart = np.abs(a - b)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         size = np.where(same, 0.0, np.where(np.isfinite(apart), apart / allowed, np.inf))
-    place = np.unravel_index(int(np.argmax(size)), size.shape) if size.size else ()
-    if not size.size or size[place] <= 1:
+    index = np.unravel_index(int(np.argmax(size)), size.shape) if size.size else ()
+    if not size.size or size[index] <= 1:
         return None
-    return b[place].item(), a[place].item(), float(size[place]), tuple(int(i) for i in place)
+    return b[index].item(), a[index].item(), float(size[index]), tuple(int(i) for i in index)
 
 
 def without_gradient(moments: dict[str, np.ndarray], close: float) -> np.ndarray | bool:
@@ -151,8 +151,8 @@ def _first_unequal(a, b):
     unequal = np.asarray(a != b)
     if not unequal.any():
         return None
-    place = np.unravel_index(int(np.argmax(unequal)), unequal.shape)
-    return b[place], a[place], np.inf, tuple(int(i) for i in place)
+    index = np.unravel_index(int(np.argmax(unequal)), unequal.shape)
+    return b[index], a[index], np.inf, tuple(int(i) for i in index)
 
 
 def _is_float(array) -> bool:

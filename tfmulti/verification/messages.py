@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.step import gradients
-from tfmulti.verification import causes, own
+from tfmulti.verification import causes, custom_parts
 from tfmulti.verification.differences import Difference
-from tfmulti.verification.places import Place
+from tfmulti.verification.origin import Origin
 from tfmulti.verification.runs import PREDICT, TRAIN, Case
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
@@ -75,7 +75,7 @@ def describe(
     case: Case,
     found: list[Difference],
     growth: dict[str, float],
-    place: Place | None = None,
+    origin: Origin | None = None,
     view: str = "",
 ) -> ValueError:
     """Returns the error for the differences of a `Trial`; its attribute `finding` is the cause.
@@ -84,10 +84,10 @@ def describe(
         case: The verified step.
         found: The differences; not empty.
         growth: The factor by which each output grows if every row is repeated.
-        place: Where the first difference begins; None if unknown.
+        origin: Where the first difference begins; None if unknown.
         view: The synthetic rows or state, in words; empty if there were none.
     """
-    finding = _explain(case, found, growth, place)
+    finding = _explain(case, found, growth, origin)
     number = case.strategy.num_replicas_in_sync
     first = found[0]
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
@@ -112,8 +112,8 @@ def describe_drift(case: Case, name: str) -> ValueError:
         case: The verified step.
         name: A variable that differs, or "" where it does between workers.
     """
-    parts = own.own_parts(case.model, case.kind)
-    steps = [part for part in parts if part.kind in (own.STEP, own.OPTIMIZER)]
+    parts = custom_parts.find_custom_parts(case.model, case.kind)
+    steps = [part for part in parts if part.kind in (custom_parts.STEP, custom_parts.OPTIMIZER)]
     finding = causes.find(causes.DRIFT, _name(steps or parts))
     error = ValueError(
         f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; nothing "
@@ -175,41 +175,41 @@ def _number(value) -> str:
     return f"{array:.7g}" if array.ndim == 0 and array.dtype.kind in "fiub" else str(value)
 
 
-def _explain(case, found, growth, place) -> causes.Finding:
-    parts = own.own_parts(case.model, case.kind)
-    steps = [part for part in parts if part.kind == own.STEP]
+def _explain(case, found, growth, origin) -> causes.Finding:
+    parts = custom_parts.find_custom_parts(case.model, case.kind)
+    steps = [part for part in parts if part.kind == custom_parts.STEP]
     first, changed = found[0], _changes_weights(found, found[0].step)
     if case.kind == PREDICT:
-        begins = _parts_of(parts, place) if place and place.layer else []
-        layers = [part for part in parts if part.kind == own.LAYER and not place]
+        begins = _parts_of(parts, origin) if origin and origin.layer else []
+        layers = [part for part in parts if part.kind == custom_parts.LAYER and not origin]
         return causes.find(causes.PREDICTION, _name(begins or [*steps, *layers]))
     if _is_of_metric(case.model, first) and not changed:
-        metrics = [part for part in parts if part.kind == own.METRIC]
+        metrics = [part for part in parts if part.kind == custom_parts.METRIC]
         cause = causes.METRIC if metrics else causes.METRIC_OF_NUMBERS
         return causes.find(cause, _name(metrics or steps))
     state = [each for each in found if _is_of(each, WEIGHT, OWN) and each.step == first.step]
     holders = [part for each in state for part in _holders(parts, each)]
     if steps:
         holders = [part for part in holders if part.thing is not case.model]
-    if state and (first in state or (place and place.layer in [p.thing for p in holders])):
+    if state and (first in state or (origin and origin.layer in [p.thing for p in holders])):
         return causes.find(causes.STATE, _name(holders or steps or parts))
     if first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed:
         return causes.find(causes.LOG, _name(steps))
-    if place and place.layer:
-        cause = causes.SUM_ADD_LOSS if place.sums else causes.BATCH_ADD_LOSS
-        if place.adds and place.layer.activity_regularizer is not None:
-            return causes.find_activity_regularizer(_name(_parts_of(parts, place)))
-        cause = cause if place.adds else causes.STATISTICS
-        return causes.find(cause, _name(_parts_of(parts, place)))
+    if origin and origin.layer:
+        cause = causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS
+        if origin.adds and origin.layer.activity_regularizer is not None:
+            return causes.find_activity_regularizer(_name(_parts_of(parts, origin)))
+        cause = cause if origin.adds else causes.STATISTICS
+        return causes.find(cause, _name(_parts_of(parts, origin)))
     return _explain_loss(
-        case, found, growth, [p for p in parts if not place or p.kind != own.LAYER]
+        case, found, growth, [p for p in parts if not origin or p.kind != custom_parts.LAYER]
     )
 
 
 def _explain_loss(case, found, growth, parts) -> causes.Finding:
-    order = [own.STEP, own.LOSS, own.LAYER, own.OPTIMIZER]
+    order = [custom_parts.STEP, custom_parts.LOSS, custom_parts.LAYER, custom_parts.OPTIMIZER]
     suspects = sorted((p for p in parts if p.kind in order), key=lambda p: order.index(p.kind))
-    stepped = bool(suspects) and suspects[0].kind == own.STEP
+    stepped = bool(suspects) and suspects[0].kind == custom_parts.STEP
     most = max((growth.get(each.what, 1.0) for each in found), default=1.0)
     if _DOUBLES < most < _MORE_THAN_DOUBLES:
         cause = causes.SUM_STEP if stepped else causes.SUM_LOSS
@@ -217,7 +217,7 @@ def _explain_loss(case, found, growth, parts) -> causes.Finding:
         cause = causes.SCALED
     elif stepped and gradients.has_taken_of_inputs(case.model):
         cause = causes.INPUT_GRADIENT
-    elif suspects and suspects[0].kind == own.LAYER:
+    elif suspects and suspects[0].kind == custom_parts.LAYER:
         # The loss is Keras's own: what mixes rows comes before it.
         cause = causes.STATISTICS
     else:
@@ -233,16 +233,16 @@ def _is_scaled(difference, number) -> bool:
     return any(abs(many / one / factor - 1) < _SAME for factor in (number, 1 / number))
 
 
-def _parts_of(parts, place) -> list:
+def _parts_of(parts, origin) -> list:
     """Returns the custom parts in the layer where a difference begins, or the layer's name."""
-    layer = place.layer
-    found = [part for part in parts if part.kind == own.LAYER and part.thing is layer]
+    layer = origin.layer
+    found = [part for part in parts if part.kind == custom_parts.LAYER and part.thing is layer]
     return found or [f"{type(layer).__name__} {layer.name!r}"]
 
 
 def _holders(parts, difference) -> list:
     path = difference.what.split(" ")[-1].split("/")[:-1]
-    layers = [part for part in parts if part.kind == own.LAYER]
+    layers = [part for part in parts if part.kind == custom_parts.LAYER]
     inner = [part for part in layers if getattr(part.thing, "name", None) == "".join(path[-1:])]
     return inner or [part for part in layers if getattr(part.thing, "name", None) in path]
 

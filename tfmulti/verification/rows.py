@@ -51,11 +51,11 @@ class Rows:
             is_padding = (weights == 0) & np.signbit(weights)
             counted = np.flatnonzero(~is_padding).tolist() or counted
         last = len(counted) - 1
-        places = [round(i * last / (number - 1)) for i in range(number)]
+        indices = [round(i * last / (number - 1)) for i in range(number)]
         if last < number - 1:
-            places = [i % len(counted) for i in range(number)]
+            indices = [i % len(counted) for i in range(number)]
         # The last row comes first: a step may take fewer rows.
-        chosen = [counted[place] for place in [*places[-1:], *places[:-1]]]
+        chosen = [counted[index] for index in [*indices[-1:], *indices[:-1]]]
         return [_gather(part, chosen) for part in self.parts]
 
     def roles(self) -> list[int]:
@@ -80,11 +80,6 @@ def can_be_cut(batch) -> bool:
     parts = [p for p in tf.nest.flatten(batch, expand_composites=False) if p is not None]
     kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, np.ndarray)
     return bool(parts) and all(isinstance(p, kinds) and len(p.shape) for p in parts)
-
-
-def num_rows(batch) -> tf.Tensor:
-    """Returns the number of rows of a batch, an int32 scalar."""
-    return rows.count_rows(rows.parts_of(batch)[0])
 
 
 def gather_local(strategy: tf.distribute.Strategy, batch):
@@ -138,16 +133,16 @@ def take_replica_batches(strategy, batch, *, counted: bool, padded: bool):
     number = strategy.num_replicas_in_sync
     num_rows = rows.count_rows(rows.parts_of(batch)[0])
     batches = []
-    for place in topology.local_batch_indices(strategy):
-        replica_batch = rows.take_replica_rows(batch, place, number)
+    for index in topology.local_batch_indices(strategy):
+        replica_batch = rows.take_replica_rows(batch, index, number)
         replica_batch = _pad(replica_batch, -(-num_rows // number)) if padded else replica_batch
         batches.append(Counted(replica_batch, num_rows) if counted else replica_batch)
     return iterators.to_replicas(strategy, tuple(batches))
 
 
-def first_row(place, number: int, num_rows) -> tf.Tensor:
+def first_row(index, number: int, num_rows) -> tf.Tensor:
     """Returns the index in the batch of a replica batch's first row."""
-    return place * (num_rows // number) + tf.minimum(place, num_rows % number)
+    return index * (num_rows // number) + tf.minimum(index, num_rows % number)
 
 
 def _pad(replica_batch, most):
@@ -181,14 +176,14 @@ def _repeat(part, times):
     return tf.concat([part] * times, axis=0)
 
 
-def _gather(part, places):
+def _gather(part, indices):
     if isinstance(part, tf.SparseTensor):
-        return tf.sparse.concat(0, [_take_one(part, place) for place in places])
-    return tf.gather(part, places)
+        return tf.sparse.concat(0, [_take_one(part, index) for index in indices])
+    return tf.gather(part, indices)
 
 
-def _take_one(part, place):
-    start = tf.concat([[tf.cast(place, tf.int64)], tf.zeros_like(part.dense_shape[1:])], axis=0)
+def _take_one(part, index):
+    start = tf.concat([[tf.cast(index, tf.int64)], tf.zeros_like(part.dense_shape[1:])], axis=0)
     return tf.sparse.slice(part, start, tf.concat([[1], part.dense_shape[1:]], axis=0))
 
 
@@ -214,7 +209,7 @@ def _with_paths(structure, path=()):
         for name, part in structure.items():
             yield from _with_paths(part, (*path, name))
     elif isinstance(structure, (list, tuple)):
-        for place, part in enumerate(structure):
-            yield from _with_paths(part, (*path, place))
+        for index, part in enumerate(structure):
+            yield from _with_paths(part, (*path, index))
     else:
         yield path, structure

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.step import accumulation, gradients, model_contents
+from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.rows import Rows
 
@@ -85,12 +86,12 @@ class Reference:
 
     def __init__(self, case: Case, example: list):
         self._case, self.not_replaced = case, {}
-        with as_one_device(case.strategy):
+        with _as_one_device(case.strategy):
             self.function = _traced(case, self._run, example)
 
     def __call__(self, parts: list) -> Outcome:
         """Runs it on rows."""
-        with as_one_device(self._case.strategy):
+        with _as_one_device(self._case.strategy):
             outputs, metrics = self.function(*parts)
         return Outcome([_by_name(each) for each in outputs], [_by_name(each) for each in metrics])
 
@@ -100,7 +101,7 @@ class Reference:
 
         def whole(data):
             keras_compat.be_first_replica()
-            with keras_compat.fixed_random_numbers(lambda: (0, rows_lib.num_rows(data))) as draws:
+            with keras_compat.fixed_random_numbers(lambda: (0, num_rows(data))) as draws:
                 outputs = step(data)
             self.not_replaced.update(draws.not_replaced)
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
@@ -155,19 +156,19 @@ class Distributed:
 
     def _run(self, *parts):
         case, strategy = self._case, self._case.strategy
-        num_rows = rows_lib.rows.count_rows(parts[0])
+        all_rows = rows_lib.rows.count_rows(parts[0])
         number = strategy.num_replicas_in_sync
         step = _step_of(case)
 
         def on_replica(data):
             context = tf.distribute.get_replica_context()
-            place = topology.replica_batch_index(context)
-            start = rows_lib.first_row(place, number, num_rows)
+            index = topology.replica_batch_index(context)
+            start = rows_lib.first_row(index, number, all_rows)
             replica = 1 + tf.cast(context.replica_id_in_sync_group, tf.int64)
             salt = self.salt.read_value() * replica
 
             def rows():
-                return start, rows_lib.num_rows(data), salt
+                return start, num_rows(data), salt
 
             with keras_compat.fixed_random_numbers(rows) as draws:
                 outputs = step(data)
@@ -185,22 +186,10 @@ class Distributed:
         return keras_compat.reduce_outputs(outputs, strategy, reduction)
 
 
-class as_one_device:
-    """Makes a strategy count one replica, and reduce nothing, within the context."""
-
-    def __init__(self, strategy):
-        self._strategy = strategy
-        self._inside = (keras_compat.reducing_nothing(strategy), keras_compat.separate_traces())
-
-    def __enter__(self):
-        for each in self._inside:
-            each.__enter__()
-        self._strategy.counts_one_replica = True
-
-    def __exit__(self, *error):
-        self._strategy.counts_one_replica = False
-        for each in reversed(self._inside):
-            each.__exit__(*error)
+@contextlib.contextmanager
+def _as_one_device(strategy):
+    with keras_compat.as_one_device(strategy), keras_compat.separate_traces():
+        yield
 
 
 def _step_of(case):

@@ -116,7 +116,7 @@ class State:
             keras_compat.write_handle(part.handle, value)
 
     def _add(self, variables, kind, paths=()):
-        for place, variable in enumerate(variables):
+        for index, variable in enumerate(variables):
             self.is_sharded |= hasattr(variable, "is_here")
             if not getattr(variable, "is_here", True):
                 # A slot, or a weight, that another worker keeps.
@@ -128,7 +128,7 @@ class State:
                 continue
             name = getattr(variable, "path", getattr(variable, "name", ""))
             # TensorFlow gives all unnamed variables the same name.
-            name = paths[place] if paths and name.startswith("Variable") else name
+            name = paths[index] if paths and name.startswith("Variable") else name
             parts = getattr(value, "values", None)
             if hasattr(variable, "is_here"):
                 handle = (parts or (value,))[0].handle

@@ -18,7 +18,7 @@ from tfmulti.verification.differences import (
     largest_change,
     without_gradient,
 )
-from tfmulti.verification.places import Place, find_place
+from tfmulti.verification.origin import Origin, find_origin
 from tfmulti.verification.runs import TRAIN, Case, Distributed, Outcome, Reference
 from tfmulti.verification.state import (
     COMPARED,
@@ -67,7 +67,7 @@ class Trial:
     Attributes:
         growth: After a difference was found, the factor by which each output grows if every row
             is repeated: 1 for a mean, 2 for a sum.
-        place: Where the first difference begins, after one was found.
+        origin: Where the first difference begins, after one was found.
         made_up: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
@@ -84,7 +84,7 @@ class Trial:
         )
         self._state = State(case.model, self._functions, [self._distributed.salt])
         self.growth: dict[str, float] = {}
-        self.place: Place | None = None
+        self.origin: Origin | None = None
         self.outside: list[str] = []
         self.made_up = ""
         self.attributes: list[str] = []
@@ -137,7 +137,7 @@ class Trial:
                 self.growth = self._measure_growth(begin, expected, examples)
                 self._state.write(begin)
                 last = differences[0].step if differences else len(examples)
-                self.place = find_place(self._case, self._state, examples[:last], self._close)
+                self.origin = find_origin(self._case, self._state, examples[:last], self._close)
             return differences
         finally:
             self._state.write(original)

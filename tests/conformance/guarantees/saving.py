@@ -8,7 +8,7 @@ from pathlib import Path
 import keras
 
 from conformance import training
-from conformance.guarantee import Guarantee, Place
+from conformance.guarantee import Guarantee, Origin
 from conformance.guarantees import common
 
 
@@ -34,7 +34,7 @@ def moved(guarantee, place, first, second):
 
 
 def _alone(place):
-    return Place(None, place.stock, place.worker, place.order)
+    return Origin(None, place.stock, place.worker, place.order)
 
 
 def to_one(guarantee, place):

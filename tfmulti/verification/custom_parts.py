@@ -21,7 +21,7 @@ _METRICS = ("compute_metrics", "get_metrics_result")
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnPart:
+class CustomPart:
     """A custom part of a model: a step, loss, layer, metric or optimizer that is not Keras's.
 
     Attributes:
@@ -40,7 +40,7 @@ class OwnPart:
         return f"{self.name} ({self.where})" if self.where else self.name
 
 
-def own_parts(model: keras.Model, kind: str) -> list[OwnPart]:
+def find_custom_parts(model: keras.Model, kind: str) -> list[CustomPart]:
     """Returns the custom parts of a model, those of its step first.
 
     Args:
@@ -86,9 +86,9 @@ def where_is(thing) -> str:
     return f"{path}:{line}"
 
 
-def _of(kind, thing, name=None, holder=None) -> OwnPart:
+def _of(kind, thing, name=None, holder=None) -> CustomPart:
     name = name or getattr(thing, "__name__", type(thing).__name__)
-    return OwnPart(kind, name, where_is(thing), holder or thing)
+    return CustomPart(kind, name, where_is(thing), holder or thing)
 
 
 def _method(model, name):
@@ -158,7 +158,7 @@ def is_stock(model: keras.Model, kind: str) -> bool:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    if type(model).__module__.split(".")[0] != "keras" or own_parts(model, kind):
+    if type(model).__module__.split(".")[0] != "keras" or find_custom_parts(model, kind):
         return False
     # An operation in a model's graph may combine rows, such as ops.mean over the first axis.
     graphs = [each for x in [model, *keras_compat.all_layers(model)] for each in _operations(x)]

@@ -12,7 +12,7 @@ from tfmulti.step import rows as rows_lib
 from tfmulti.step.rows import ReplicaBatch, as_current
 
 
-def guard(fn, kind: str, model: keras.Model | None, *, padded: bool):
+def wrap_step(fn, kind: str, model: keras.Model | None, *, padded: bool):
     """Wraps a Keras step so that it counts its rows, and an empty replica batch has no effect.
 
     Args:

@@ -25,7 +25,7 @@ from tfmulti.verification.state import State
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Origin:
     """Where a difference begins.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Event:
     gives: list[np.ndarray]
 
 
-def find_place(case: Case, state: State, examples: list, close: float) -> Place | None:
+def find_origin(case: Case, state: State, examples: list, close: float) -> Origin | None:
     """Returns where a difference begins, or None if that cannot be determined.
 
     Args:
@@ -141,28 +141,28 @@ def _events(case, run, examples) -> list[list[_Event]]:
     return [found[replica] for replica in sorted(found)]
 
 
-def _first(whole, distributed, num_rows, close) -> Place | None:
+def _first(whole, distributed, num_rows, close) -> Origin | None:
     number = len(distributed)
     parts = [replica_slice(num_rows, number, replica) for replica in range(number)]
-    for place, event in enumerate(whole):
-        here = [each[place] for each in distributed if place < len(each)]
+    for index, event in enumerate(whole):
+        here = [each[index] for each in distributed if index < len(each)]
         if len(here) < number or any(each.layer is not event.layer for each in here):
             return None
         if event.given is None:
             if not all(x.shape == event.gives[0].shape for e in here for x in e.gives):
-                return Place(event.layer, adds=True, sums=True)
+                return Origin(event.layer, adds=True, sums=True)
             weights = [(stop - start) / num_rows for start, stop in parts]
             pairs = list(zip(weights, (each.gives[0] for each in here), parts))
             mean = sum(weight * x for weight, x, (start, stop) in pairs if stop > start)
             if _unlike(mean, event.gives[0], close):
                 added = sum(x for _, x, (start, stop) in pairs if stop > start)
-                return Place(event.layer, True, not _unlike(added, event.gives[0], close))
+                return Origin(event.layer, True, not _unlike(added, event.gives[0], close))
             continue
         rows = [(e, part) for e, part in zip(here, parts) if part[1] > part[0]]
         if any(_differ(e.gives, event.gives, part, num_rows, close) for e, part in rows):
             if not any(_differ(e.given, event.given, part, num_rows, close) for e, part in rows):
-                return Place(event.layer)
-    return Place()
+                return Origin(event.layer)
+    return Origin()
 
 
 def _differ(some, whole, part, num_rows, close) -> bool:
