@@ -13,9 +13,8 @@ sys.path.append(str(HERE))
 import cases
 import tensor_worker as worker
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 needs_mpi = pytest.mark.skipif(
-    not MPIEXEC.exists(), reason="tensor parallelism needs MPI: pip install tfmulti[mpi]"
+    not cases.MPIEXEC.exists(), reason="tensor parallelism needs MPI: pip install tfmulti[mpi]"
 )
 FAST = ("both",)
 SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
@@ -34,13 +33,8 @@ def fast_fixture(run_workers, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    seen = [{}, {}]
     names = (*SLOW, "halves", "refusals")
-    for start in range(0, len(names), 5):
-        folder = tmp_path_factory.mktemp("tensor")
-        for found, new in zip(seen, run(run_workers, folder, names[start : start + 5])):
-            found.update(new)
-    return seen
+    return run(run_workers, tmp_path_factory.mktemp("tensor"), names, at_once=4)
 
 
 def assert_exact(seen, name, close=1e-12):

@@ -33,7 +33,7 @@ class Group:
 
     @property
     def me(self) -> int:
-        """The place of this worker in its group."""
+        """The number of this worker in its group."""
         return topology.worker_index(self.strategy) % self.parts
 
     def all_rows(self, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -112,13 +112,13 @@ class Group:
     def _swap(self, tensors):
         """Gives each worker its tensor, and returns what each of them has for this one."""
         first = topology.worker_index(self.strategy) - self.me
-        others = [place for place in range(self.parts) if place != self.me]
+        others = [worker for worker in range(self.parts) if worker != self.me]
         received = self.strategy.extended.exchange_among(
-            [tensors[place] for place in others], [first + place for place in others]
+            [tensors[worker] for worker in others], [first + worker for worker in others]
         )
         swapped = list(tensors)
-        for place, tensor in zip(others, received):
-            swapped[place] = tensor
+        for worker, tensor in zip(others, received):
+            swapped[worker] = tensor
         return swapped
 
 

@@ -84,8 +84,8 @@ class Split:
             own if part == self.part else tf.zeros(self.shape_of(part), own.dtype)
             for part in range(self.parts)
         ]
-        for place, value in owners.from_owners(strategy, parts, list(range(self.parts))):
-            parts[place] = value
+        for part, value in owners.from_owners(strategy, parts, list(range(self.parts))):
+            parts[part] = value
         return tf.concat(parts, self.axis)
 
     def pad(self, own):
