@@ -39,10 +39,29 @@ def pytest_collection_modifyitems(config, items):
             seen[test] += 1
             if seen[test] > marker.args[0]:
                 item.add_marker("slow")
+        fixture = _module_fixture(item)
+        if fixture is not None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}.{fixture}"))
     # Neighbours take alike long: they go to different parts.
     part, parts = map(int, config.getoption("--part").split("/"))
-    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % parts != part - 1])
-    items[:] = items[part - 1 :: parts]
+    groups = {_group(item): None for item in items}
+    mine = set(list(groups)[part - 1 :: parts])
+    config.hook.pytest_deselected(items=[x for x in items if _group(x) not in mine])
+    items[:] = [x for x in items if _group(x) in mine]
+
+
+def _module_fixture(item):
+    """A fixture that tests of a module share, as one that starts workers; it is made once."""
+    known = getattr(item, "_fixtureinfo", None)
+    found = known.name2fixturedefs.items() if known is not None else ()
+    names = [name for name, (*_, fixture) in found if fixture.scope == "module"]
+    return min(names, default=None)
+
+
+def _group(item):
+    """What goes to one process and to one part: a test, or all tests that share a fixture."""
+    marker = item.get_closest_marker("xdist_group")
+    return item.nodeid if marker is None else marker.args[0]
 
 
 @pytest.fixture(autouse=True)
