@@ -193,7 +193,7 @@ def test_one_device_trains_as_without(name, eager):
     assert difference(*runs) < 1e-12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_replicas_train_as_without(synchronized):
     strategy = create_strategy(2)

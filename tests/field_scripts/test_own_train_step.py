@@ -151,6 +151,7 @@ class Seesaw(keras.Model):
         return {"left_loss": left_loss, "right_loss": right_loss}
 
 
+@pytest.mark.slow
 def test_two_optimizers_do_as_on_one_device():
     def train(num_replicas):
         keras.utils.set_random_seed(0)

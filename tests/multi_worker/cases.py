@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ MPIEXEC = Path(sys.executable).parent / "mpiexec"
 def main(cases, default) -> None:
     """Runs the program of a worker: its arguments are a folder, and names of cases.
 
+    Steps are verified, unless the variable VERIFY says `never`, as `make test` does to save time.
+
     Args:
         cases: Functions of a strategy, the folder and a name, by name.
         default: The one for other names.
@@ -20,7 +23,7 @@ def main(cases, default) -> None:
     import tfmulti
 
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
-    strategy = tfmulti.create_strategy("multi_worker", verify="always")
+    strategy = tfmulti.create_strategy("multi_worker", verify=os.environ.get("VERIFY", "always"))
     for name in names:
         seen = cases.get(name, default)(strategy, folder, name)
         print(json.dumps({name: seen}), flush=True)

@@ -14,7 +14,7 @@ import pipeline_worker as worker
 needs_mpi = pytest.mark.skipif(
     not cases.MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
 )
-FAST = ("dense", "attention", "refusals")
+FAST = ("dense", "refusals")
 SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
 
 

@@ -33,7 +33,7 @@ def run(run_workers, folder, names, **more):
 
 @pytest.fixture(scope="module", name="fast")
 def fast_fixture(run_workers, tmp_path_factory):
-    return run(run_workers, tmp_path_factory.mktemp("sharded"), FAST)
+    return run(run_workers, tmp_path_factory.mktemp("sharded"), FAST, env={"VERIFY": "never"})
 
 
 @pytest.fixture(scope="module", name="slow")
