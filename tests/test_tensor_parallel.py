@@ -15,6 +15,7 @@ from tfmulti.parallel.group_rows import Group
 from tfmulti.parallel.tensor import tensor_parallel
 from tfmulti.step import owners
 from tfmulti.step.split_weights import Split
+from tfmulti.train.config import TrainConfig
 
 
 def block():
@@ -185,3 +186,14 @@ def test_features_stay_split_between_a_column_split_and_the_row_split_that_alone
     assert not paired(wide(), back(), outputs=["wide", "back"])
     assert not paired(wide(), back(), layout={"wide": "column"})
     assert not paired(wide(), back(), layout={"wide": "row", "back": "row"})
+
+
+def test_the_command_line_splits_layers():
+    config = TrainConfig(tensor_parallel="dense/kernel=column,(a=b)/kernel=row")
+    assert config.layout == {"dense/kernel": "column", "(a=b)/kernel": "row"}
+    assert config.sharded == "parameters" and TrainConfig().layout == {}
+    for wrong in ({"shard": "state"}, {"pipeline_stages": 2}):
+        with pytest.raises(ValueError, match="Leave --"):
+            TrainConfig(tensor_parallel="dense/kernel=column", **wrong)
+    with pytest.raises(ValueError, match="PATTERN=KIND"):
+        TrainConfig(tensor_parallel="dense/kernel")

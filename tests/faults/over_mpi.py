@@ -33,6 +33,7 @@ def _line_of(launcher, words: str) -> str:
 
 SHARDED = ("--shard", "parameters")
 STAGES = ("--pipeline_stages", "2")
+SPLIT = ("--tensor_parallel", "kernel=column")
 
 
 def lost(number, victim, flags=()):
@@ -84,6 +85,8 @@ SCENARIOS = {
     "a worker is killed, in a pipeline": lost(signal.SIGKILL, 1, STAGES),
     "the chief is killed, in a pipeline": lost(signal.SIGKILL, 0, STAGES),
     "a worker is frozen, in a pipeline": lost(signal.SIGSTOP, 1, STAGES),
+    "a worker is killed, tensor parallelism": lost(signal.SIGKILL, 1, SPLIT),
+    "a worker is frozen, tensor parallelism": lost(signal.SIGSTOP, 1, SPLIT),
     "a worker is frozen, over MPI": lost(signal.SIGSTOP, 1),
     "the chief is frozen, over MPI": lost(signal.SIGSTOP, 0),
     "an exception in one pipeline, over MPI": bad_record,

@@ -51,6 +51,15 @@ def bytes_of(variable) -> int:
     return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
 
 
+def held_bytes(variable) -> int:
+    """Returns the bytes of a variable that this worker holds: all, a part, or none."""
+    if not getattr(variable, "is_here", True):
+        return 0
+    split = getattr(variable, "split", None)
+    shape = variable.shape if split is None else split.shape_of()
+    return int(np.prod(shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+
+
 def owned_bytes(variable) -> int:
     """Returns the bytes of a variable that one worker owns; 0 for one that is split over all."""
     return bytes_of(variable) if getattr(variable, "split", None) is None else 0

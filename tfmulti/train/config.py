@@ -34,6 +34,7 @@ _NOT_ON_SERVERS = (
     "shard",
     "steps_per_execution",
     "synchronize_every",
+    "tensor_parallel",
 )
 
 
@@ -121,6 +122,11 @@ class TrainConfig:
     )
     micro_batches: int = setting(
         4, "In how many parts the rows of a step pass through a pipeline.", at_least=1
+    )
+    tensor_parallel: str | None = setting(
+        None,
+        "Split wide layers over all workers: patterns of weights' paths and kinds, such as "
+        "dense/kernel=column,dense_1/kernel=row.",
     )
     synchronize_every: int = setting(
         1,
@@ -264,8 +270,26 @@ class TrainConfig:
                 f"Received: pipeline_stages={self.pipeline_stages}, shard='state'. "
                 "Leave --shard out."
             )
+        self._check_layout()
         if self.synchronize_every > 1:
             self._check_local_steps()
+
+    def _check_layout(self):
+        if self.tensor_parallel is None:
+            return
+        if not all("=" in item for item in self.tensor_parallel.split(",")):
+            raise ValueError(
+                "`tensor_parallel` must be patterns and kinds of splits, as in "
+                f"dense/kernel=column. Received: tensor_parallel={self.tensor_parallel!r}. "
+                "Write PATTERN=KIND,PATTERN=KIND."
+            )
+        for name, value in (("pipeline_stages", self.pipeline_stages), ("shard", self.shard)):
+            if value not in (None, "parameters"):
+                raise ValueError(
+                    "`tensor_parallel` keeps parts of weights and slots on each worker. Received: "
+                    f"tensor_parallel={self.tensor_parallel!r}, {name}={value!r}. "
+                    f"Leave --{name} out."
+                )
 
     def _check_local_steps(self):
         others = (
@@ -282,8 +306,19 @@ class TrainConfig:
 
     @property
     def sharded(self) -> str | None:
-        """What is sharded: a pipeline's weights lie with the workers of their stages."""
-        return "parameters" if self.pipeline_stages else self.shard
+        """What is sharded: weights of stages and split weights lie with their workers."""
+        return "parameters" if self.pipeline_stages or self.tensor_parallel else self.shard
+
+    @property
+    def layout(self) -> dict[str, str]:
+        """The splits of `tensor_parallel`, by pattern.
+
+        >>> TrainConfig(tensor_parallel="dense/kernel=column").layout
+        {'dense/kernel': 'column'}
+        """
+        items = self.tensor_parallel.split(",") if self.tensor_parallel else []
+        pairs = [item.rpartition("=") for item in items]
+        return {pattern: kind for pattern, _, kind in pairs}
 
     def resolve_global_batch_size(self, num_replicas: int) -> int:
         """Returns the examples per step over all replicas.

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmulti.data.datasets import resolve_function
 from tfmulti.parallel.activations import checkpoint_activations
 from tfmulti.parallel.pipeline import pipeline
+from tfmulti.parallel.tensor import tensor_parallel
 from tfmulti.step.optimizer import DistributedOptimizer, distribute_optimizers
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
@@ -167,6 +168,8 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
         pipeline(model, stages, config.micro_batches, checkpoint_activations=again)
     elif config.checkpoint_activations:
         checkpoint_activations(model)
+    if config.tensor_parallel:
+        tensor_parallel(model, config.layout)
     if model.compiled:
         given = [name for name in _OPTIMIZER_FLAGS if getattr(config, name) != _default(name)]
         if given:

@@ -146,9 +146,7 @@ def summarize_run(
         num_examples=plan.num_examples,
         steps_per_epoch=plan.steps_per_epoch,
         epochs=config.epochs,
-        weight_bytes=sum(
-            owners.bytes_of(v) for v in model.variables if getattr(v, "is_here", True)
-        ),
+        weight_bytes=sum(map(owners.held_bytes, model.variables)),
         updated_bytes=_updated_bytes(config, num_workers, model.trainable_variables),
         shard=config.sharded if num_workers > 1 else None,
     )
@@ -156,8 +154,8 @@ def summarize_run(
 
 def _updated_bytes(config, num_workers, variables) -> int:
     """Returns the bytes of the weights that a worker updates, the largest of what each has."""
-    if config.pipeline_stages:
-        return sum(owners.bytes_of(v) for v in variables if getattr(v, "is_here", True))
+    if config.pipeline_stages or config.tensor_parallel:
+        return sum(map(owners.held_bytes, variables))
     return max(owners.bytes_of_each(variables, num_workers if config.sharded else 1))
 
 
