@@ -39,29 +39,28 @@ def pytest_collection_modifyitems(config, items):
             seen[test] += 1
             if seen[test] > marker.args[0]:
                 item.add_marker("slow")
-        fixture = _module_fixture(item)
-        if fixture is not None:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}.{fixture}"))
     # Neighbours take alike long: they go to different parts.
     part, parts = map(int, config.getoption("--part").split("/"))
-    groups = {_group(item): None for item in items}
+    groups = dict.fromkeys(_group(item.nodeid) for item in items)
     mine = set(list(groups)[part - 1 :: parts])
-    config.hook.pytest_deselected(items=[x for x in items if _group(x) not in mine])
-    items[:] = [x for x in items if _group(x) in mine]
+    config.hook.pytest_deselected(items=[x for x in items if _group(x.nodeid) not in mine])
+    items[:] = [x for x in items if _group(x.nodeid) in mine]
 
 
-def _module_fixture(item):
-    """A fixture that tests of a module share, as one that starts workers; it is made once."""
-    known = getattr(item, "_fixtureinfo", None)
-    found = known.name2fixturedefs.items() if known is not None else ()
-    names = [name for name, (*_, fixture) in found if fixture.scope == "module"]
-    return min(names, default=None)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return _group(nodeid)
+
+    return Groups(config, log)
 
 
-def _group(item):
-    """What goes to one process and to one part: a test, or all tests that share a fixture."""
-    marker = item.get_closest_marker("xdist_group")
-    return item.nodeid if marker is None else marker.args[0]
+def _group(nodeid):
+    """What goes to one process and one part: a test, or all that share fixtures of workers."""
+    return nodeid.split("::")[0] if "/multi_worker/" in nodeid else nodeid
 
 
 @pytest.fixture(autouse=True)
