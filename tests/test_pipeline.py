@@ -89,7 +89,9 @@ def test_a_layer_that_cannot_be_made_anew_counts_as_free():
         assert layer_costs.measured_costs(model, rows=2)[1] == 0
 
 
-@pytest.mark.parametrize("given", [{"measure_rows": 0}, {"measure_rows": 4, "stages": "layer_1"}])
+@pytest.mark.parametrize(
+    "given", [{"measure_rows": 0}, {"measure_rows": True}, {"measure_rows": 4, "stages": "layer_1"}]
+)
 def test_rows_to_time_layers_on_are_for_cuts_without_names(given):
     with pytest.raises(ValueError, match="for cuts that are not named"):
         pipeline(chain(4, 4), **given)

@@ -18,6 +18,11 @@ from tfmulti.step.split_weights import Split
 from tfmulti.train.config import TrainConfig
 
 
+def built(model):
+    model.built = True
+    return model
+
+
 def block():
     given = keras.Input((4,), dtype="int32")
     one = layers.Embedding(10, 6, name="table")(given)
@@ -83,9 +88,15 @@ def test_models_and_layers_that_cannot_be_split_are_told():
         (in_a_loop, "with the layer each around it"),
         (compiled, "must be called before `compile`"),
         (lambda: keras.Sequential([layers.Dense(3)]), "has not been built"),
+        (lambda: built(keras.Model()), "no weights"),
     ):
         with pytest.raises(ValueError, match=told):
             tensor_parallel(create(), {"wide/kernel": "column"})
+
+
+def test_a_pattern_must_be_a_regular_expression():
+    with pytest.raises(ValueError, match=r"Received: 'wide/\(kernel': missing \)"):
+        tensor_parallel(block(), {"wide/(kernel": "column"})
 
 
 @pytest.mark.parametrize("parts", [2, 3])

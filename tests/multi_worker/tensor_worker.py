@@ -180,6 +180,15 @@ def scaled():
     return optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0)
 
 
+def unfreeze(model):
+    for layer in model.layers:
+        layer.trainable = True
+
+
+def normalize_features(model):
+    model.get_layer("wide").activation = keras.activations.softmax
+
+
 # Each has `model` and `layout`, and `optimizer`, `compile` and more where they are not the usual.
 TRAINED = {
     "column": {"model": mlp, "layout": {"wide/kernel": "column"}},
@@ -239,6 +248,8 @@ TRAINED = {
         "x": WORDS,
     },
     "frozen": {"model": frozen, "layout": PAIR, "optimizer": adam()},
+    "unfrozen": {"model": frozen, "layout": PAIR, "later": unfreeze},
+    "another activation": {"model": mlp, "layout": PAIR, "later": normalize_features},
     "normalized": {"model": normalized, "layout": PAIR},
     "penalties": {
         "model": lambda: mlp(kernel_regularizer="l2", activity_regularizer="l2"),
@@ -273,6 +284,7 @@ def create(strategy, case, way, seed=1):
         if way != "copies":
             number = int(os.environ.get("GROUP", topology.num_workers(strategy)))
             model = tfmulti.tensor_parallel(model, case["layout"], number)
+        case.get("later", lambda model: None)(model)
         model.compile(
             tfmulti.DistributedOptimizer(
                 case.get("optimizer", lambda: optimizers.SGD(0.1, momentum=0.9))(),
@@ -381,7 +393,15 @@ def refusals(strategy, folder, name):
         with strategy.scope():
             tfmulti.tensor_parallel(tfmulti.pipeline(mlp()), PAIR)
 
+    def adapted():
+        with strategy.scope():
+            model = tfmulti.tensor_parallel(mlp(), PAIR)
+            model.get_layer("wide").enable_lora(2)
+            model.compile(tfmulti.DistributedOptimizer("sgd", shard="parameters"), "mse")
+        model.fit(NUMBERS, NUMBERS[:, :3], verbose=0)
+
     return {
+        "lora": cases.message_of(adapted),
         "groups of three": needs(mlp, group=3),
         "groups of one": needs(mlp, group=1),
         "narrow": needs(lambda: mlp(layers.Dense(1, name="wide")), layout={"wide": "column"}),

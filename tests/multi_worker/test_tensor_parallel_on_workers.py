@@ -73,6 +73,7 @@ def test_sums_of_halves_are_rounded_as_products_are(slow):
 @needs_mpi
 def test_what_cannot_be_split_is_told(slow):
     told = slow[0]["refusals"]
+    assert "wide/kernel, with LoRA" in told["lora"]
     assert "Received: group=3, 2 workers" in told["groups of three"]
     assert "Received: group=1, 2 workers" in told["groups of one"]
     assert "1 along its column axis, and 2 workers" in told["narrow"]

@@ -110,7 +110,8 @@ def _set_value(variable, strategy, value):
 
     def create():
         with tf.device(strategy.extended.worker_devices[0]):
-            return tf.Variable(value, trainable=variable.trainable, name=variable.name)
+            # As it was created: Keras freezes and unfreezes weights without it.
+            return tf.Variable(value, trainable=old.trainable, name=variable.name)
 
     # In a strategy's scope, creating a variable is a collective. The scope is the thread's.
     with futures.ThreadPoolExecutor(1) as thread:

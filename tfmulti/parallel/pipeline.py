@@ -83,6 +83,7 @@ class _Pipeline:
     def __init__(self, model, strategy, starts, num_micro_batches, recomputes):
         self._model, self._strategy = model, strategy
         self._worker = topology.worker_index(strategy)
+        self._num_workers = topology.num_workers(strategy)
         self._cut = Cut(model, starts)
         self._num_micro_batches, self._recomputes = num_micro_batches, recomputes
         self._call, self._plans = model.call, {}
@@ -102,6 +103,9 @@ class _Pipeline:
                 count.setdefault(id(weight), [weight, 0])[1] += 1
         self._weights = [(weight, number > 1) for weight, number in count.values()]
         self._model.call = self.call
+        if self._num_micro_batches == 1 and len(self._stages) == self._num_workers:
+            for layer in keras_compat.all_layers(self._model):
+                layer.tfmulti_sees_batch = True
 
     def call(self, inputs, training=None, mask=None, **kwargs):
         """Passes a batch through the stages in a step; elsewhere it is the model's own call."""
@@ -261,7 +265,7 @@ def _refuse_model(model, micro_batches):
 def _refuse_rows(measure_rows, stages):
     if measure_rows is None:
         return
-    is_number = isinstance(measure_rows, int) and measure_rows > 0
+    is_number = isinstance(measure_rows, int) and measure_rows > 0 and measure_rows is not True
     if not is_number or not (stages is None or isinstance(stages, int)):
         raise ValueError(
             "`measure_rows` is the number of rows to time layers on, for cuts that are not named. "

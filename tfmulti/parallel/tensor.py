@@ -93,6 +93,7 @@ def _chosen(model, layout) -> list[tuple[keras.layers.Layer, str]]:
                 f"Received: layout={{{pattern!r}: {kind!r}}}. Use 'column' for a layer's outputs, "
                 "'row' for its inputs, 'vocabulary' for the rows of a table."
             )
+        _refuse_pattern(pattern)
         found = [x for x in layers if re.search(pattern, tensor_layers.weight_of(x).path)]
         if not found:
             raise ValueError(_no_match(model, pattern, layers))
@@ -108,6 +109,16 @@ def _chosen(model, layout) -> list[tuple[keras.layers.Layer, str]]:
     return [(layer, kind) for layer, kind, _ in chosen.values()]
 
 
+def _refuse_pattern(pattern):
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            "Each pattern of `layout` must be a regular expression. "
+            f"Received: {pattern!r}: {error}. Use for example 'dense/kernel'."
+        ) from error
+
+
 def _no_match(model, pattern, layers) -> str:
     others = [weight.path for weight in model.weights if re.search(pattern, weight.path)]
     matched = f"which matches {', '.join(others[:3])}" if others else "which matches nothing"
@@ -121,6 +132,7 @@ def _no_match(model, pattern, layers) -> str:
 
 def _refuse_layer(model, layer, kind):
     path = tensor_layers.weight_of(layer).path
+    tensor_layers.refuse_other_weights(layer)
     if tensor_layers.axes_of(layer, kind) is None:
         raise ValueError(
             "`layout` must split a Dense or EinsumDense by 'column' or 'row', and an Embedding by "
@@ -134,8 +146,6 @@ def _refuse_layer(model, layer, kind):
         if isinstance(each, loops) and any(x is layer for x in keras_compat.all_layers(each))
     ]
     reasons = {
-        "LoRA": getattr(layer, "lora_enabled", False),
-        "quantization": getattr(layer, "quantization_mode", None),
         "a constraint": tensor_layers.weight_of(layer).constraint,
         f"the layer {within[0] if within else ''} around it": within,
     }
@@ -159,11 +169,12 @@ def _refuse_narrow(layer, kind, number):
 
 
 def _refuse_model(model):
-    if not model.built:
+    if not model.built or not model.weights:
         raise ValueError(
             "`tensor_parallel` needs a built model, whose weights have paths. "
-            f"Received: {model.name!r}, which has not been built. Give it an `Input`, or call "
-            "`build`."
+            f"Received: {model.name!r}, which has {'no weights' if model.built else 'not been'}"
+            f"{'' if model.built else ' built'}. Give it an `Input`; call a subclassed model on a "
+            "batch of the data."
         )
     if getattr(model, "optimizer", None) is not None:
         raise ValueError(

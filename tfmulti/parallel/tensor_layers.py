@@ -114,9 +114,10 @@ class Pair:
         self._calls = tuple(layer.call for layer in self._layers)
 
     def is_open(self) -> bool:
-        """Whether the model itself calls its layers, one after the other."""
+        """Whether the model itself calls its layers, one after the other, as they were."""
         calls = tuple(layer.call for layer in self._layers)
-        return getattr(_local, "model", None) is self._model and calls == self._calls
+        is_called = getattr(_local, "model", None) is self._model and calls == self._calls
+        return is_called and _is_by_element(self._layers[0])
 
     def column(self, layer, axes, group, inputs):
         """Returns this worker's part of a layer's outputs, for the rows of its group."""
@@ -207,6 +208,7 @@ def split_call(
         is_step = parameters.in_replica() and current_replica_batch() is not None
         if not is_step or keras_compat.is_symbolic(inputs):
             return call(inputs, *args, **kwargs)
+        refuse_other_weights(layer)
         if not isinstance(inputs, tf.Tensor):
             raise ValueError(
                 "A layer whose weight is split takes dense tensors. Received: a "
@@ -223,6 +225,21 @@ def split_call(
         return _finished(layer, with_padding(rows, inputs))
 
     return run
+
+
+def refuse_other_weights(layer: keras.layers.Layer) -> None:
+    """Raises ValueError if a layer computes with more than its weight, before or after a split."""
+    reasons = {
+        "LoRA": getattr(layer, "lora_enabled", False),
+        "quantization": getattr(layer, "quantization_mode", None),
+    }
+    found = [name for name, has in reasons.items() if has]
+    if found:
+        raise ValueError(
+            "A layer that is split computes with a part of its weight alone. Received: "
+            f"{weight_of(layer).path}, with {found[0]}. Take it out of `layout`: "
+            "shard='parameters' shards it."
+        )
 
 
 def _column(layer, axes, group, own):

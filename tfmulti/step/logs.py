@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.step import weighting
 from tfmulti.step.rows import current_replica_batch
 
 # Methods of Keras that a user's class can override.
@@ -197,7 +198,7 @@ def _to_tensor(value) -> tf.Tensor | None:
 
 def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
     """Returns this replica's flat contribution to the sum over all rows, for each float log."""
-    rows = tf.cast(replica_batch.num_real, tf.float32)
+    rows = tf.cast(replica_batch.num_real, weighting.dtype())
     parts = {}
     for path, log in logs.items():
         value = _to_tensor(log)
@@ -206,13 +207,13 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
         if value.shape.rank and tf.executing_eagerly():
             # It may have a number for each row, and replicas differ in their numbers of rows.
             continue
-        flat = tf.reshape(tf.cast(value, tf.float32), [-1])
+        flat = tf.reshape(tf.cast(value, weighting.dtype()), [-1])
         parts[path] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
     return parts
 
 
 def _concat(parts) -> tf.Tensor:
-    return tf.concat([tf.reshape(tf.cast(part, tf.float32), [-1]) for part in parts], axis=0)
+    return tf.concat([tf.reshape(tf.cast(part, weighting.dtype()), [-1]) for part in parts], axis=0)
 
 
 def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:

@@ -134,15 +134,15 @@ def _refuse_weights_of_rows(values, sample_weight):
 
 
 def _denominator(sample_weight, mask, reduction):
-    """Returns Keras's divisor as a float32 scalar, or None if it is proportional to rows."""
+    """Returns Keras's divisor as a scalar, or None if it is proportional to rows."""
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        weights = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
-        valid = None if mask is None else tf.cast(mask, tf.float32)
+        weights = None if sample_weight is None else tf.cast(sample_weight, weighting.dtype())
+        valid = None if mask is None else tf.cast(mask, weighting.dtype())
         if weights is None or valid is None:
             return tf.reduce_sum(valid if weights is None else weights)
         while weights.shape.rank < valid.shape.rank:
             weights = weights[..., None]
         return tf.reduce_sum(weights * valid)
     if reduction in ("mean", "sum_over_batch_size") and mask is not None:
-        return tf.reduce_sum(tf.cast(mask, tf.float32))
+        return tf.reduce_sum(tf.cast(mask, weighting.dtype()))
     return None

@@ -169,7 +169,7 @@ class ReplicaBatch:
 
     @property
     def weight(self) -> tf.Tensor:
-        """Weight of this replica's mean in the mean over all replicas, float32 scalar."""
+        """Weight of this replica's mean in the mean over all replicas, a scalar."""
         return weighting.row_weight(self.num_real, self.count_globally())
 
 

@@ -22,31 +22,38 @@ one device computes is the sum over replicas of w_r times the replica's local me
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 
 
+def dtype() -> tf.DType:
+    """The dtype of weights and counts: float32, or `keras.config.floatx()` if that is float64."""
+    return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+
+
 def row_weight(num_real: tf.Tensor, num_global: tf.Tensor) -> tf.Tensor:
-    """Returns w_r as a float32 scalar, from the rows of this replica and of the whole batch."""
-    return tf.math.divide_no_nan(tf.cast(num_real, tf.float32), num_global)
+    """Returns w_r as a scalar of `dtype()`, from the rows of this replica and of the batch."""
+    return tf.math.divide_no_nan(tf.cast(num_real, dtype()), tf.cast(num_global, dtype()))
 
 
 def mean_correction(count: tf.Tensor, replica_batch) -> tf.Tensor:
-    """Returns (c_r / c) / w_r for a loss that divides by a local count, as a float32 scalar.
+    """Returns (c_r / c) / w_r for a loss that divides by a local count, a scalar of `dtype()`.
 
     It is a collective: every replica must call it.
 
     Args:
-        count: The divisor of this replica's loss, a float32 scalar.
+        count: The divisor of this replica's loss, a scalar of `dtype()`.
         replica_batch: This replica's batch.
     """
-    count = tf.where(replica_batch.num_real > 0, count, 0.0)
+    count = tf.where(replica_batch.num_real > 0, count, tf.zeros_like(count))
     total = tf.distribute.get_replica_context().all_reduce("SUM", count)
     return tf.math.divide_no_nan(count, total) * sum_correction(replica_batch)
 
 
 def sum_correction(replica_batch) -> tf.Tensor:
-    """Returns 1 / w_r as a float32 scalar; it turns the weighted sum over replicas into a sum."""
-    return tf.math.divide_no_nan(1.0, replica_batch.weight)
+    """Returns 1 / w_r, a scalar; it turns the weighted sum over replicas into a sum."""
+    weight = replica_batch.weight
+    return tf.math.divide_no_nan(tf.ones_like(weight), weight)
 
 
 def initial_gradient(target, replica_batch):

@@ -148,6 +148,8 @@ def local_normalization(model: keras.Model) -> list:
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.trainable
         and not layer.synchronized
+        # In a pipeline one worker can have the rows of all.
+        and not getattr(layer, "tfmulti_sees_batch", False)
     ]
 
 
