@@ -381,9 +381,9 @@ def refusals(strategy, folder, name):
 
         return cases.message_of(program)
 
-    def sharded(optimizer):
+    def sharded(create_optimizer):
         with strategy.scope():
-            return tfmulti.DistributedOptimizer(optimizer, shard="parameters")
+            return tfmulti.DistributedOptimizer(create_optimizer(), shard="parameters")
 
     def cut():
         with strategy.scope():
@@ -407,8 +407,8 @@ def refusals(strategy, folder, name):
         "narrow": needs(lambda: mlp(layers.Dense(1, name="wide")), layout={"wide": "column"}),
         "twice": needs(lambda: tfmulti.tensor_parallel(mlp(), PAIR)),
         "not sharded": needs(mlp, optimizer="sgd"),
-        "lamb": needs(mlp, optimizer=sharded(optimizers.Lamb())),
-        "clipnorm": needs(mlp, optimizer=sharded(optimizers.SGD(clipnorm=0.1))),
+        "lamb": needs(mlp, optimizer=sharded(optimizers.Lamb)),
+        "clipnorm": needs(mlp, optimizer=sharded(lambda: optimizers.SGD(clipnorm=0.1))),
         "pipeline": cases.message_of(cut),
         "of a pipeline": cases.message_of(of_a_pipeline),
     }
