@@ -14,6 +14,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+from own_steps import OwnStep, Penalized
 
 import tfmulti
 from tfmulti import topology
@@ -105,19 +106,6 @@ def twins():
     return keras.Model(given, layers.Dense(3)(layers.Subtract()(pair)))
 
 
-class OwnStep(keras.Model):
-    """Clips by the norm of all gradients, which are on several workers, by hand."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
 class OnNeighbors(keras.Model):
     """Trains on inputs that were moved along the gradient of the loss."""
 
@@ -148,22 +136,6 @@ class Sensitive(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss, "steep": steep}
-
-
-class Penalized(keras.Model):
-    """A penalty on gradients, which needs a second derivative."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                outputs = self(x, training=True)
-            steep = tf.reduce_mean(tf.square(inner.gradient(outputs, x)))
-            loss = self.compute_loss(x, y, outputs) + steep
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
 
 
 def stepping(kind):

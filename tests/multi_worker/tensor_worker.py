@@ -13,6 +13,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+from own_steps import OwnStep, Penalized
 
 import tfmulti
 from tfmulti import topology
@@ -114,19 +115,6 @@ class Tied(keras.Model):
         return self.out(ops.mean(hidden, 1)) + 0.01 * ops.mean(words, axis=(1, 2))[:, None]
 
 
-class OwnStep(keras.Model):
-    """Clips by the norm of all gradients by hand."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
 class Unreduced(keras.Model):
     """Adds the gradients of two parts of the rows, and reduces them once."""
 
@@ -140,22 +128,6 @@ class Unreduced(keras.Model):
                 found = tape.gradient(loss, self.trainable_variables)
             sums = [old + scale * new for old, new in zip(sums, found)]
         self.optimizer.apply(tfmulti.reduce_gradients(sums), self.trainable_variables)
-        return {"loss": loss}
-
-
-class Penalized(keras.Model):
-    """A penalty on gradients, which needs a second derivative."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                outputs = self(x, training=True)
-            steep = tf.reduce_mean(tf.square(inner.gradient(outputs, x)))
-            loss = self.compute_loss(x, y, outputs) + steep
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
 
 

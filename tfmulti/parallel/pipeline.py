@@ -70,8 +70,7 @@ def pipeline(
     starts = starts_at(model, stages) if is_named else None
     number = _number_of_stages(strategy, stages)
     if starts is None:
-        rows = measure_rows
-        costs = measured_costs(model, rows) if rows else estimated_costs(model)
+        costs = measured_costs(model, measure_rows) if measure_rows else estimated_costs(model)
         starts = even_starts(model, costs, number)
     _Pipeline(model, strategy, starts, micro_batches, checkpoint_activations).install()
     return model
