@@ -37,10 +37,14 @@ def mark_updates_alike(optimizer: keras.optimizers.Optimizer) -> None:
     object.__setattr__(optimizer, "tfmulti_updates_alike", True)
 
 
-def within_replicas(original):
+def within_replicas(original, reduce_in_step):
     """Refuses an optimizer of several replicas that is applied in none of them.
 
     One of one replica is applied wherever it is, as without a strategy.
+
+    Args:
+        original: Keras's own method.
+        reduce_in_step: Function of gradients that returns those of the whole batch in a Keras step.
     """
 
     def apply(self, grads, trainable_variables=None):
@@ -55,7 +59,7 @@ def within_replicas(original):
                 "tfmulti.DistributedGradientTape; for one device leave the scope out."
             )
         with contextlib.nullcontext() if here else strategy.scope():
-            return original(self, grads, trainable_variables)
+            return original(self, reduce_in_step(grads), trainable_variables)
 
     return apply
 
@@ -203,9 +207,18 @@ def within_steps(original, take_gradient):
     def gradient(self, target, sources, output_gradients=None, *args, **kwargs):
         if args:
             kwargs["unconnected_gradients"] = args[0]
+        if _in_vectorized_loop():
+            # The gradient of one row or one element; its replica's optimizer or code combines it.
+            return original(self, target, sources, output_gradients, **kwargs)
         return take_gradient(original, self, target, sources, output_gradients, **kwargs)
 
     return gradient
+
+
+def _in_vectorized_loop() -> bool:
+    """Whether `tf.vectorized_map` or `tf.GradientTape.jacobian` traces its function now."""
+    scopes = tf.get_current_name_scope().split("/")
+    return any(scope == "loop_body" or scope.startswith("loop_body_") for scope in scopes)
 
 
 def inline_functions(original, inlines):

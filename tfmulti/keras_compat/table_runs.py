@@ -65,6 +65,7 @@ _OPTIMIZERS = (
         replacement.of_optimizer,
         "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name no cause",
         "test_canary_an_optimizer_outside_of_replicas",
+        ("reduce_in_step",),
         arguments=("grads", "trainable_variables"),
     ),
     model_entry(

@@ -92,10 +92,12 @@ def no_sync():
 
 
 def reduce_gradients(grads) -> list:
-    """Adds gradients that were taken within `no_sync` over all replicas.
+    """Adds gradients of each replica's rows over all replicas.
 
     Args:
-        grads: Gradients, a list of tensors, `tf.IndexedSlices` and None.
+        grads: Gradients that were taken within `no_sync`, or means over this replica's rows that
+            were computed from the gradients of single rows; a list of tensors, `tf.IndexedSlices`
+            and None.
 
     Returns:
         The gradients of the whole batch, in the same order; on one replica the list unchanged.
@@ -104,7 +106,11 @@ def reduce_gradients(grads) -> list:
     if not topology.is_one_of_several_replicas():
         return grads
     _local.reduced = True
-    return _reduce_present(grads, [None] * len(grads), current_replica_batch())
+    replica_batch = current_replica_batch()
+    if replica_batch is not None and not getattr(_local, "weighed", False):
+        # They do not come from `gradient` of a tape, but from `jacobian` or `tf.gradients`.
+        grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
+    return _reduce_present(grads, [None] * len(grads), replica_batch)
 
 
 def reduce_for_update(grads) -> list:
@@ -113,13 +119,15 @@ def reduce_for_update(grads) -> list:
     Args:
         grads: The optimizer's input, a list of tensors, `tf.IndexedSlices` and None.
     """
-    if not topology.is_one_of_several_replicas() or has_reduced():
-        return list(grads)
-    replica_batch = current_replica_batch()
-    if replica_batch is not None and not getattr(_local, "weighed", False):
-        # They do not come from a tape, but for example from `tf.gradients`.
-        grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
-    return reduce_gradients(grads)
+    return list(grads) if has_reduced() else reduce_gradients(grads)
+
+
+def reduce_in_step(grads) -> list:
+    """Does `reduce_for_update` for an optimizer that is not a `DistributedOptimizer`.
+
+    In a function of a script's own the number of rows is unknown; Keras reduces there.
+    """
+    return reduce_for_update(grads) if in_keras_step() else grads
 
 
 def has_reduced() -> bool:

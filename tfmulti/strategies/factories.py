@@ -216,6 +216,7 @@ def _repair_keras():
         predict=predict_on_batch.predict,
         prepare_callback=stock_callbacks.prepare_callback,
         recompute=recompute.recomputed,
+        reduce_in_step=gradients.reduce_in_step,
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_made_outside,
         regularization_loss=losses.regularization_loss,
