@@ -94,6 +94,27 @@ def test_the_error_says_what_was_made_up():
         fit(**TOLD["padding"], as_dataset=True)
 
 
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (step(later.skipped_where_large, later.linear), "with outliers"),
+        (dict(step(later.mean), make=later.Guarded), "with numbers that are NaN"),
+        (dict(step(later.mean), make=later.AssignedByHand), "trainable weight.*trainable=False"),
+    ],
+    ids=["by a bound", "by a test for NaN", "by hand"],
+)
+@pytest.mark.filterwarnings("ignore:.*decides by a number")
+def test_replicas_that_would_update_differently_are_reported(case, reason):
+    with pytest.raises(ValueError, match=f"must give one device's result.*{reason}"):
+        fit(**case, num_replicas=3)
+
+
+def test_a_decision_by_local_rows_is_reported_with_its_line():
+    # The loss is above the bound on all rows that are compared.
+    with pytest.warns(UserWarning, match="`train_step` decides by.*Relu at .*later.py:"):
+        fit(**step(later.mean_above_a_bound))
+
+
 def last_class():
     x, y = later.sorted_classes()
     return x, y * 0 + 2
@@ -140,6 +161,7 @@ FINE = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FINE)
+@pytest.mark.filterwarnings("error:.*decides by a number")
 def test_no_false_alarm(name):
     fit(**FINE[name], as_dataset=True)
 

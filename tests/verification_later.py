@@ -125,6 +125,51 @@ def mean_of_rows_tokens(model, y, losses, weights, outputs):
     return tf.reduce_mean(rows)
 
 
+def skipped_where_large(model, y, losses, weights, outputs):
+    """Each replica decides by the mean of its own rows."""
+    loss = tf.reduce_mean(losses)
+    return tf.where(loss > 50.0, 0.0, loss)
+
+
+def mean_above_a_bound(model, y, losses, weights, outputs):
+    return tf.nn.relu(tf.reduce_mean(losses) - 0.01)
+
+
+def linear():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+
+
+class Guarded(Step):
+    """Skips an update if the loss of a replica's own rows is not finite."""
+
+    def __init__(self):
+        super().__init__(mean, linear)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        is_finite = tf.math.is_finite(loss)
+        gradients = [tf.where(is_finite, each, tf.zeros_like(each)) for each in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own_loss": loss}
+
+
+class AssignedByHand(Step):
+    """Changes trainable weights from local rows, without a tape; its optimizer does nothing."""
+
+    def __init__(self):
+        super().__init__(mean, linear)
+
+    def train_step(self, data):
+        x, y = data
+        weight = self.net.trainable_variables[0]
+        weight.assign_add(0.1 * tf.matmul(x, self(x), transpose_a=True) / 8.0)
+        return {"rows": tf.reduce_mean(x)}
+
+
 def mean(model, y, losses, weights, outputs):
     return tf.reduce_mean(losses)
 

@@ -26,7 +26,7 @@ from tfmulti.verification.custom_parts import is_stock, neutral_layers
 from tfmulti.verification.runs import TRAIN, Case, Distributed
 from tfmulti.verification.state import restored_attributes
 from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
-from tfmulti.verification.views import PLAIN, WAYS, View, later_views
+from tfmulti.verification.views import PLAIN, WAYS, View, later_views, views_of_outliers
 
 
 class Feed(NamedTuple):
@@ -202,6 +202,8 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return drift, ""
+            if trial.decisions:
+                warnings.warn(messages.describe_decisions(case, trial.decisions), stacklevel=3)
             if trial.shuffles:
                 warnings.warn(messages.SHUFFLES, stacklevel=3)
             error, proven = _look_further(trial, case, workers)
@@ -234,7 +236,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
             ways, proven = ways + some, proven or seen.least == _SAME
         if seen.least > _UNKNOWN and some == WAYS:
             break
-    for views in later_views(ways):
+    for views in (*later_views(ways), *views_of_outliers(trial.tests_numbers)):
         for view in views:
             seen = _look(trial, view, case, workers)
             if seen.most == _DIFFERS:

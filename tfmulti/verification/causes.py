@@ -28,7 +28,7 @@ REPLICAS = "replicas disagree"
 ROUNDING = "rounding, amplified by the model"
 UNKNOWN = "unknown"
 
-_GATHER = "tfmulti.gather_batch(rows), which gives the rows of all replicas"
+ALL_ROWS = "tfmulti.gather_batch(rows), which gives the rows of all replicas"
 _MEAN = (
     "a mean over rows (reduce_mean), with no division by a fixed batch size or by the number of "
     "replicas"
@@ -42,26 +42,28 @@ ADVICE = {
     RANDOMNESS: "Nothing is wrong: each replica draws its own random numbers, so the result cannot "
     "equal that of one device. To compare the rest of the model, set the rate of these layers "
     "to 0.",
-    STATISTICS: f"Compute statistics over rows in the call of a layer, from {_GATHER}.",
+    STATISTICS: f"Compute statistics over rows in the call of a layer, from {ALL_ROWS}.",
     SUM_LOSS: f"Return one value for each row, or {_MEAN}; for a sum use a keras.losses.Loss with "
     "reduction='sum'.",
     BATCH_LOSS: "Each replica sees only its own rows, so this loss has another value there. "
-    f"In compile write tfmulti.WholeBatchLoss(loss); elsewhere compute it from {_GATHER}.",
+    f"In compile write tfmulti.WholeBatchLoss(loss); elsewhere compute it from {ALL_ROWS}.",
     SUM_ADD_LOSS: "Write a mean over rows, such as add_loss(ops.mean(...)); the mean over the rows "
     "of all replicas is then exact.",
-    BATCH_ADD_LOSS: f"Compute the added loss from {_GATHER}.",
+    BATCH_ADD_LOSS: f"Compute the added loss from {ALL_ROWS}.",
     SCALED: f"Write the loss as on one device: {_MEAN}.",
     SUM_STEP: f"Write the loss as {_MEAN}.",
     INPUT_GRADIENT: "Differentiate a sum over rows (reduce_sum) of terms that each depend on one "
     "row, not a mean, and normalize the gradient row by row.",
-    BATCH_STEP: f"Compute terms that compare or combine rows from {_GATHER}.",
-    STATE: f"Update it from {_GATHER}.",
+    BATCH_STEP: "Compute terms that compare or combine rows, and the numbers by which the step "
+    f"decides, clips or takes a maximum, from {ALL_ROWS}. A weight that the step itself assigns "
+    "from rows needs trainable=False: replicas then average its changes.",
+    STATE: f"Update it from {ALL_ROWS}.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
     METRIC_OF_NUMBERS: "Pass it a value for each row, or compute the number from "
     "tfmulti.gather_batch(rows).",
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
-    PREDICTION: f"Compute the prediction of a row from that row alone, or from {_GATHER}.",
+    PREDICTION: f"Compute the prediction of a row from that row alone, or from {ALL_ROWS}.",
     DRIFT: "Draw there what is the same on all replicas, as "
     "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations]), or add the random numbers "
     "to rows or to the loss, before gradients are taken.",

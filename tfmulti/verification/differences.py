@@ -16,6 +16,13 @@ import numpy as np
 CLOSE = {"float64": 2e-4, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
 _FIRST_MOMENTS = ("momentum", "_m", "_u")
 _LAST_PLACES = 4
+# Half a unit in the last place, relative.
+_ROUNDINGS = {
+    "bfloat16": 2**-8,
+    "float16": 2**-11,
+    # The weights of replica batches, and logs, are float32 in a float64 model too.
+    "float64": 2**-24,
+}
 _NOISE = 10
 
 
@@ -104,6 +111,9 @@ def without_gradient(moments: dict[str, np.ndarray], close: float) -> np.ndarray
         <= (close if name.endswith(_FIRST_MOMENTS) else close**2) * largest_change(moment)
         for name, moment in moments.items()
     ]
+    if all(largest_change(moment) == 0 for moment in moments.values()):
+        # No optimizer has updated the variable.
+        return False
     return np.logical_and.reduce(found) if found else False
 
 
@@ -134,6 +144,24 @@ def distance(value, reference) -> float:
         apart = np.abs(a - b)
     both = (a == b) | (np.isnan(a) & np.isnan(b))
     return float(np.where(both, 0.0, np.where(np.isfinite(apart), apart, np.inf)).max())
+
+
+def move_last_place(value: np.ndarray, name: str, compute_dtype: str) -> np.ndarray:
+    """Returns an array with each number moved up or down by about a unit in its last place.
+
+    Args:
+        value: The array; others than float32 and float64 are returned unchanged.
+        name: A name, on which the directions depend.
+        compute_dtype: The dtype in which the model computes.
+    """
+    if value.dtype not in (np.float32, np.float64):
+        return value
+    way = np.random.default_rng([*name.encode()]).choice([-1, 1], value.shape)
+    way, rounding = way.astype(value.dtype), _ROUNDINGS.get(compute_dtype)
+    if rounding is not None:
+        # A smaller change would be lost in the model's low precision.
+        return value * (1 + rounding * way).astype(value.dtype)
+    return np.nextafter(value, way * np.inf)
 
 
 def _allowed(reference, change, noise, close):

@@ -126,6 +126,21 @@ def describe_drift(case: Case, name: str) -> ValueError:
     return error
 
 
+def describe_decisions(case: Case, decisions: list[str]) -> str:
+    """Returns the warning for a step that decides by one replica's own rows.
+
+    Args:
+        case: The verified step.
+        decisions: The operations with file and line; not empty.
+    """
+    return (
+        f"`{_METHODS[case.kind]}` decides by a number that each replica computes from its own "
+        f"rows: {', '.join(decisions[:_MOST_NAMED])}. Replicas can decide differently from one "
+        "another and from one device, also where a few rows show no difference. Compute the "
+        f"number from {causes.ALL_ROWS}."
+    )
+
+
 def describe_outside(case: Case, names: list[str]) -> ValueError:
     """Returns the error for variables outside the scope that a step changes.
 

@@ -14,6 +14,7 @@ from tfmulti import keras_compat, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
+from tfmulti.verification.decisions import find_decisions
 from tfmulti.verification.rows import Rows
 
 TRAIN, TEST, PREDICT = "train", "test", "predict"
@@ -124,10 +125,12 @@ class Distributed:
         salt: A variable; other than 0, each replica draws random numbers of its own.
         draws: Whether it draws random numbers.
         shuffles: Whether it puts rows in a random order.
+        decisions: Where it decides by one replica's own rows; empty if it runs eagerly.
     """
 
     def __init__(self, case: Case, example: list, only_build: bool = False):
-        self._case = case
+        self._case, self.decisions = case, []
+        self._rows: list[list[tf.Tensor]] = []
         self.salt = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.draws = self.shuffles = False
         with keras_compat.separate_traces():
@@ -135,6 +138,9 @@ class Distributed:
                 _trace_built(case, self._run, example, is_done=lambda: is_built(case.model))
             else:
                 self.function = _traced(case, self._run, example)
+        if not only_build and not case.eager and case.kind == TRAIN:
+            self.decisions = find_decisions(self.function.graph, self._rows)
+        self._rows = []
 
     def __call__(self, parts: list) -> Outcome:
         """Runs it on rows."""
@@ -160,7 +166,10 @@ class Distributed:
         number = strategy.num_replicas_in_sync
         step = _step_of(case)
 
+        self._rows = []
+
         def on_replica(data):
+            self._rows.append(tf.nest.flatten(data, expand_composites=True))
             context = tf.distribute.get_replica_context()
             index = topology.replica_batch_index(context)
             start = rows_lib.first_row(index, number, all_rows)

@@ -7,6 +7,7 @@ a step fails on a variation, or its result is not finite, the variation is ignor
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -18,6 +19,8 @@ from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE
 
 LABELS, PADDING, WEIGHTS = "labels", "padding", "sample weights"
 WAYS = (LABELS, PADDING, WEIGHTS)
+# Some rows become so large, or NaN, that a step which decides by its loss decides otherwise there.
+OUTLIERS, SMALL_OUTLIERS, NOT_NUMBERS = "outliers", "small outliers", "numbers that are NaN"
 # One less than a multiple of every number to 10: an optimizer that accumulates then updates.
 _SOON, _LATE = 5039, 1_441_439
 # Chosen so that neighbouring replica batches differ.
@@ -50,7 +53,7 @@ class View:
         return not self.ways and not self.iterations
 
     def __str__(self):
-        what = [f"other {way}" for way in self.ways]
+        what = [f"other {way}" if way in WAYS else way for way in self.ways]
         if self.iterations:
             what.append(f"optimizer.iterations at {self.iterations}")
             what.append(f"variables that are 0 at {self.setting:g}")
@@ -60,7 +63,7 @@ class View:
 PLAIN = View()
 
 
-def later_views(ways: tuple[str, ...]) -> list[tuple[View, View]]:
+def later_views(ways: tuple[str, ...]) -> list[tuple[View, ...]]:
     """Returns views with the state of later steps, each with a fallback in case it fails.
 
     Args:
@@ -68,6 +71,20 @@ def later_views(ways: tuple[str, ...]) -> list[tuple[View, View]]:
     """
     pairs = ((_SOON, 1.0), (_LATE, 1000.0))
     return [(View(ways, *pair), View(ways, *pair, counters=False)) for pair in pairs]
+
+
+def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
+    """Returns views in which replicas have rows of unlike sizes, each with fallbacks.
+
+    A step that skips an update, or changes its loss, by the size of the loss must decide for the
+    whole batch; otherwise each replica decides by its own rows, which ordinary rows rarely show.
+
+    Args:
+        tests_numbers: Whether the step tests numbers for NaN or infinity.
+    """
+    now = (View((OUTLIERS,)), View((SMALL_OUTLIERS,)))
+    later = [View((way,), _SOON, 1.0) for way in (OUTLIERS, SMALL_OUTLIERS)]
+    return [now, tuple(later), *([(View((NOT_NUMBERS,)),)] if tests_numbers else [])]
 
 
 def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
@@ -167,7 +184,41 @@ def _weigh_one(weights):
     return np.where(factors == 0, 0.0, weights * factors).astype(weights.dtype)
 
 
-_VARY = {LABELS: _exchange, PADDING: _pad, WEIGHTS: _weigh}
+def _enlarge(arrays, roles, factor):
+    """Multiplies numbers of some rows by a factor, in neighbouring replica batches others."""
+
+    def enlarge(array, role):
+        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role == 2:
+            return array
+        whose = np.resize(_WHOSE, len(array)).reshape([-1] + [1] * (array.ndim - 1))
+        is_even = np.arange(array.shape[-1] if array.ndim > 1 else 1) % 2 == 0
+        powers = np.where(whose == 1, is_even * 0.25, np.where(is_even, 0.5, 1.0) * (whose == 2))
+        powers = powers.reshape(len(array)) if array.ndim == 1 else powers
+        return (array * factor**powers).astype(array.dtype)
+
+    return [enlarge(array, role) for array, role in zip(arrays, roles)]
+
+
+def _spoil(arrays, roles):
+    """Makes the numbers of some rows NaN; the first replica batch keeps its numbers."""
+
+    def spoil(array, role):
+        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role == 2:
+            return array
+        chosen = np.resize(_WHOSE, len(array)).reshape([-1] + [1] * (array.ndim - 1)) == 2
+        return np.where(chosen, array.dtype.type(np.nan), array)
+
+    return [spoil(array, role) for array, role in zip(arrays, roles)]
+
+
+_VARY = {
+    LABELS: _exchange,
+    PADDING: _pad,
+    WEIGHTS: _weigh,
+    OUTLIERS: functools.partial(_enlarge, factor=1000.0),
+    SMALL_OUTLIERS: functools.partial(_enlarge, factor=10.0),
+    NOT_NUMBERS: _spoil,
+}
 
 
 def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> list[np.ndarray]:

@@ -1,0 +1,105 @@
+"""Finds steps that decide by a number computed from one replica's own rows.
+
+A step may skip an update where its loss is large, or train a discriminator only while its accuracy
+is low. One device decides by the mean of the batch, and each replica by the mean of its own rows.
+They decide alike for most rows, so a comparison of results seldom shows it; the graph does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+# Operations with a kink or a jump.
+_DECIDING = {
+    *("Abs", "Greater", "GreaterEqual", "IsFinite", "IsInf", "IsNan", "Less", "LessEqual"),
+    *("Maximum", "Minimum", "Relu", "Relu6", "Sign"),
+}
+# In gradients of the others, with the same inputs.
+_DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
+_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+_PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
+_TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
+# Keras's functions for tensors are called by everybody's code.
+_KERAS_FUNCTIONS = tuple(f"{_KERAS}src{os.sep}{name}{os.sep}" for name in ("ops", "backend"))
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
+    """Returns where a step decides by one replica's own rows: the operation, file and line.
+
+    Only numbers are looked at that have no axis, and that reach an update of a variable. What
+    Keras and tfmulti decide themselves is left out.
+
+    Args:
+        graph: The graph of the step on the local replicas.
+        rows_of_replicas: For each local replica, the tensors of its rows.
+    """
+    operations = graph.get_operations()
+    depends = _dependencies(operations, rows_of_replicas)
+    updating = _reaching_updates(operations)
+    found = {}
+    for each in operations:
+        are_numbers = all(t.dtype.is_floating and t.shape.rank == 0 for t in each.inputs)
+        if each.type not in _DECIDING or not are_numbers or len(depends[each]) != 1:
+            continue
+        readers = {reader for tensor in each.inputs for reader in tensor.consumers()}
+        gradients = {reader for reader in readers if reader.type in _DECIDING_GRADIENT}
+        if not updating.isdisjoint({each, *gradients}) and (place := _place(each)):
+            found[f"{each.type} at {place}"] = None
+    return list(found)
+
+
+def _dependencies(operations, rows_of_replicas) -> dict:
+    """Returns for each operation the replicas on whose rows its outputs depend."""
+    everything = frozenset(range(max(len(rows_of_replicas), 2)))
+    rows = {
+        tensor.op: frozenset([replica])
+        for replica, tensors in enumerate(rows_of_replicas)
+        for tensor in tensors
+    }
+    depends: dict = {}
+    # Operations come after those that they read.
+    for each in operations:
+        known = [depends.get(tensor.op, frozenset()) for tensor in each.inputs]
+        if each in rows:
+            depends[each] = rows[each]
+        elif each.type in _OF_SHAPES:
+            depends[each] = frozenset()
+        elif "Collective" in each.type or "PyFunc" in each.type:
+            depends[each] = everything
+        else:
+            depends[each] = frozenset().union(*known)
+    return depends
+
+
+def _reaching_updates(operations) -> set:
+    """Returns the operations whose outputs reach an update of a variable."""
+    reaching = set()
+    for each in reversed(operations):
+        if each in reaching or _updates(each):
+            reaching.add(each)
+            reaching.update(tensor.op for tensor in each.inputs)
+    return reaching
+
+
+def _updates(operation) -> bool:
+    has_variable = any(tensor.dtype == tf.resource for tensor in operation.inputs)
+    is_branch = operation.type in ("If", "Case", "While", "StatefulPartitionedCall")
+    return has_variable and (is_branch or operation.type.startswith(("Assign", "Resource")))
+
+
+def _place(operation) -> str:
+    """Returns the file and line that made an operation; "" if they are Keras's or ours."""
+    for frame in reversed(operation.traceback):
+        path = frame.filename
+        if path.startswith((_TENSORFLOW, *_KERAS_FUNCTIONS)):
+            continue
+        if path.startswith((_KERAS, _OURS)):
+            return ""
+        path = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+        return f"{path}:{frame.lineno}"
+    return ""
