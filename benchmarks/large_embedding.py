@@ -2,8 +2,8 @@
 
 `python -m benchmarks.large_embedding [--rows 16000000] [--columns 64] [--num_ps 2] [--steps 10]`
 
-Memory is the peak of each process's resident memory, VmHWM, which this program reads in /proc. The
-worker holds no table: what it needs, a process with TensorFlow needs without one.
+Memory is the peak of each process's resident memory, as the kernel counts it. The worker
+holds no table: what it needs, a process with TensorFlow needs without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from tfmulti.runtime import processes
+from tfmulti.runtime import memory, processes
 
 OPTIMIZERS = ("sgd", "adagrad")
 _LOOK_S = 0.02
@@ -82,7 +82,7 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
         peak: dict[str, int] = {}
         while any(each.poll() is None for each in started.values()):
             for name, process in started.items():
-                peak[name] = max(peak.get(name, 0), read_peak(process.pid))
+                peak[name] = max(peak.get(name, 0), memory.peak_of(process.pid))
             failed = [name for name, each in started.items() if each.poll()]
             if failed:
                 raise RuntimeError(
@@ -109,16 +109,6 @@ def _start(arguments, config):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def read_peak(pid: int) -> int:
-    """Returns the peak of a process's resident memory in bytes; 0 where it has ended."""
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            lines = [line for line in status if line.startswith("VmHWM")]
-    except OSError:
-        return 0
-    return int(lines[0].split()[1]) * 1024 if lines else 0
 
 
 def main() -> None:
