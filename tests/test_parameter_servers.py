@@ -104,19 +104,19 @@ def test_a_part_is_drawn_in_pieces_that_differ(monkeypatch, seed):
     def draw(part):
         given = keras.random.SeedGenerator(7) if seed == "generator" else seed
         initializer = keras.initializers.RandomNormal(stddev=2.0, seed=given)
-        pieces = partitioned._InPieces(initializer, part)
-        variable = tf.Variable(pieces((1000, 8), "float32"))
-        partitioned.fill_in_pieces(variable)
+        pieces = partitioned.Pieces()
+        variable = tf.Variable(pieces.initializer(initializer, part)((1000, 8), "float32"))
+        pieces.fill(variable)
+        # Only a variable that waits for its values gets them.
+        plain = tf.Variable(tf.ones((2, 2)))
+        pieces.fill(plain)
+        assert (plain.numpy() == 1).all()
         return variable.numpy()
 
     one, other = draw(0), draw(1)
     assert len(np.unique(one)) > 7900 and len(np.intersect1d(one, other)) < 100
     assert abs(one.mean()) < 0.1 and abs(one.std() - 2) < 0.1
     assert (one == draw(0)).all() == (seed is not None)
-    # Only a variable that waits for its values gets them.
-    plain = tf.Variable(tf.ones((2, 2)))
-    partitioned.fill_in_pieces(plain)
-    assert (plain.numpy() == 1).all()
 
 
 def test_a_row_beyond_the_table_is_an_error():

@@ -59,6 +59,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         num_servers: Parameter servers.
         num_workers: Workers.
         bytes_on_servers: Bytes of the variables that were placed on each server, without slots.
+        pieces: What draws the first values of large tables.
     """
 
     has_parameter_servers = True
@@ -75,7 +76,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.num_workers = len(cluster.spec["worker"])
         self.bytes_on_servers = [0] * self.num_servers
         self._coordinator = None
-        keras_compat.place_variables(self, self.bytes_on_servers, partitioned.fill_in_pieces)
+        self.pieces = partitioned.Pieces()
+        keras_compat.place_variables(self, self.bytes_on_servers, self.pieces.fill)
 
     @property
     def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
