@@ -18,6 +18,26 @@ NO_GPUS = ""
 """What CUDA_VISIBLE_DEVICES must be for a task that computes no steps."""
 
 
+def check_num_ps(num_ps: int | None, strategy: str) -> None:
+    """Raises ValueError for an invalid `num_ps`, and with a strategy that has no servers.
+
+    >>> check_num_ps(None, "mirrored"), check_num_ps(2, "parameter_server")
+    (None, None)
+    """
+    if num_ps is None:
+        return
+    if isinstance(num_ps, bool) or not hasattr(num_ps, "__index__") or num_ps < 1:
+        raise ValueError(
+            "`num_ps` must be None or a whole number from 1. "
+            f"Received: num_ps={num_ps!r}. Use for example num_ps=1."
+        )
+    if strategy not in ("auto", "parameter_server"):
+        raise ValueError(
+            "`num_ps` can be used with parameter_server and auto only. Received: "
+            f"num_ps={num_ps}, and {strategy!r}. Use 'parameter_server', or leave num_ps out."
+        )
+
+
 def read_num_ps(environ: Mapping[str, str]) -> int:
     """Returns how many tasks are parameter servers; 0 where TFMULTI_NUM_PS is not set.
 

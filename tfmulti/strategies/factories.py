@@ -14,6 +14,7 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
+from tfmulti.cluster.roles import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import partitioned, recompute
 from tfmulti.step import (
@@ -103,7 +104,7 @@ def create_strategy(
     checks.refuse_keras_distribution()
     check_strategy_arguments(name, devices, logical_cpus, communication)
     check_verify(verify)
-    check_num_ps(name, num_ps)
+    check_num_ps(num_ps, name)
     _repair_keras()
     cluster, reason = _find_cluster(name, tf_config, num_ps), "as requested"
     if name == "auto":
@@ -250,22 +251,6 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         raise ValueError(
             "`logical_cpus` must not be negative. "
             f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
-        )
-
-
-def check_num_ps(name, num_ps) -> None:
-    """Raises ValueError for an invalid `num_ps`, and with a strategy that has no servers."""
-    if num_ps is None:
-        return
-    if isinstance(num_ps, bool) or not hasattr(num_ps, "__index__") or num_ps < 1:
-        raise ValueError(
-            "`num_ps` must be None or a whole number from 1. "
-            f"Received: num_ps={num_ps!r}. Use for example num_ps=1."
-        )
-    if name not in ("auto", "parameter_server"):
-        raise ValueError(
-            "`num_ps` can be used with parameter_server and auto only. "
-            f"Received: num_ps={num_ps}, name={name!r}. Leave it out, or use 'parameter_server'."
         )
 
 
