@@ -15,6 +15,7 @@ from tfmulti import checkpoint, keras_compat, topology
 from tfmulti.checkpoint import generations
 from tfmulti.checkpoint.state import Snapshot, metric_variables, put_back, restore, take_snapshot
 from tfmulti.runtime import command_line
+from tfmulti.settings import check_whole_number
 from tfmulti.strategies import coordination
 
 
@@ -35,11 +36,8 @@ class Run:
 
 def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
     """Raises ValueError for invalid arguments of `Checkpoint`."""
-    for name, value, least in (("every_steps", every_steps, 1), ("keep", keep, 1)):
-        if value is not None and value < least:
-            raise ValueError(
-                f"`{name}` must be at least {least}. Received: {name}={value}. Use a larger number."
-            )
+    for name, value in (("every_steps", every_steps), ("keep", keep)):
+        check_whole_number(name, value, "Use a larger number.", optional=True)
     if every_minutes is not None and every_minutes <= 0:
         raise ValueError(
             "`every_minutes` must be more than 0. "

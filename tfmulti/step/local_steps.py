@@ -27,17 +27,6 @@ _ROUND_BYTES = 64 * 2**20
 _FLOATS = ("float32", "float64")
 
 
-def check_steps(synchronize_every) -> None:
-    """Raises ValueError if the number of steps is not a whole number from 1 on."""
-    whole = isinstance(synchronize_every, int) and not isinstance(synchronize_every, bool)
-    if not whole or synchronize_every < 1:
-        raise ValueError(
-            "`synchronize_every` must be a whole number of at least 1. "
-            f"Received: synchronize_every={synchronize_every!r}. "
-            "Use 1 to add gradients in every step, 8 to average weights after every 8 steps."
-        )
-
-
 def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: int) -> None:
     """Makes training with an optimizer average weights after so many steps of each worker.
 

@@ -9,6 +9,7 @@ import keras
 
 from tfmulti import keras_compat
 from tfmulti.choices import COMPRESSIONS, SHARDS
+from tfmulti.settings import check_choice, check_whole_number
 from tfmulti.step import finite, gradients, local_steps, model_contents, sharded_state
 
 
@@ -59,12 +60,9 @@ def DistributedOptimizer(
     'SGD'
     """
     optimizer = _get(optimizer)
-    if compression not in (None, *COMPRESSIONS):
-        raise ValueError(
-            f"`compression` must be None or one of {', '.join(COMPRESSIONS)}. "
-            f"Received: compression={compression!r}. Use 'bfloat16' for half the bytes."
-        )
-    check_shard(shard)
+    advice = "Use 'bfloat16' for half the bytes."
+    check_choice("compression", compression, (None, *COMPRESSIONS), advice)
+    check_choice("shard", shard, (None, *SHARDS), "Use 'state' for the optimizer's slots.")
     if compression is not None and shard == "parameters":
         raise ValueError(
             "Gradients of sharded parameters are sent in full precision. Received: "
@@ -88,17 +86,9 @@ def DistributedOptimizer(
     return optimizer
 
 
-def check_shard(shard) -> None:
-    """Raises ValueError for an unknown `shard`."""
-    if shard not in (None, *SHARDS):
-        raise ValueError(
-            f"`shard` must be None or one of {', '.join(SHARDS)}. "
-            f"Received: shard={shard!r}. Use 'state' for the optimizer's slots."
-        )
-
-
 def _check_local_steps(synchronize_every, compression, shard) -> None:
-    local_steps.check_steps(synchronize_every)
+    advice = "Use 1 to add gradients in every step, 8 to average weights after every 8 steps."
+    check_whole_number("synchronize_every", synchronize_every, advice)
     if synchronize_every > 1 and shard is not None:
         raise ValueError(
             "`synchronize_every` above 1 needs all weights and slots on every worker. "

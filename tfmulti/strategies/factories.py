@@ -17,6 +17,7 @@ from tfmulti.cluster import schedulers
 from tfmulti.cluster.roles import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import partitioned, recompute
+from tfmulti.settings import check_choice
 from tfmulti.step import (
     accumulation,
     gradients,
@@ -102,8 +103,7 @@ def create_strategy(
     1
     """
     checks.refuse_keras_distribution()
-    check_strategy_arguments(name, devices, logical_cpus, communication)
-    check_verify(verify)
+    _check_arguments(name, devices, logical_cpus, communication, verify)
     check_num_ps(num_ps, name)
     _repair_keras()
     cluster, reason = _find_cluster(name, tf_config, num_ps), "as requested"
@@ -229,18 +229,12 @@ def _repair_keras():
     )
 
 
-def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:
-    """Raises ValueError for invalid arguments of `create_strategy`."""
-    if name not in STRATEGIES:
-        raise ValueError(
-            f"`name` must be one of {', '.join(STRATEGIES)}. "
-            f"Received: name={name!r}. Use 'auto' to have it chosen."
-        )
-    if communication not in COMMUNICATIONS:
-        raise ValueError(
-            f"`communication` must be one of {', '.join(COMMUNICATIONS)}. "
-            f"Received: communication={communication!r}. Use 'auto' to have it chosen."
-        )
+def _check_arguments(name, devices, logical_cpus, communication, verify):
+    advice = "Use 'auto' to have it chosen."
+    check_choice("name", name, STRATEGIES, advice)
+    check_choice("communication", communication, COMMUNICATIONS, advice)
+    advice = "Use 'auto' to verify models with custom parts only."
+    check_choice("verify", verify, VERIFY, advice)
     if devices is not None and name in ("multi_worker", "parameter_server", "tpu"):
         raise ValueError(
             "`devices` can be used with one_device, mirrored and auto only. "
@@ -251,15 +245,6 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         raise ValueError(
             "`logical_cpus` must not be negative. "
             f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
-        )
-
-
-def check_verify(verify) -> None:
-    """Raises ValueError for an invalid `verify`."""
-    if verify not in VERIFY:
-        raise ValueError(
-            f"`verify` must be one of {', '.join(VERIFY)}. "
-            f"Received: verify={verify!r}. Use 'auto' to verify models with custom parts only."
         )
 
 
