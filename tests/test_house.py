@@ -15,6 +15,7 @@ PACKAGE = Path(tfmulti.__file__).parent
 ORDER = [
     "choices",
     "settings",
+    "marks",
     "sharding",
     "runtime",
     "cluster",

@@ -100,8 +100,6 @@ from tfmulti.keras_compat.steps import clip_global_norm_by as clip_global_norm_b
 from tfmulti.keras_compat.steps import has_own_step as has_own_step
 from tfmulti.keras_compat.steps import is_accumulating as is_accumulating
 from tfmulti.keras_compat.steps import is_update_step as is_update_step
-from tfmulti.keras_compat.steps import mark_step as mark_step
-from tfmulti.keras_compat.steps import mark_updates_alike as mark_updates_alike
 from tfmulti.keras_compat.steps import noting_assigned as noting_assigned
 from tfmulti.keras_compat.steps import strategy_of as strategy_of
 from tfmulti.keras_compat.steps import track_variable as track_variable

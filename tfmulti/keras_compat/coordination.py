@@ -10,6 +10,8 @@ from concurrent import futures
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from tfmulti import marks
+
 _INTERNAL = 13
 _FAILURE = "tfmulti/failure"
 _LOOK_MS, _HEALTH_MS = 2_000, 8_000
@@ -139,7 +141,7 @@ def own_launchers(strategy: tf.distribute.Strategy) -> None:
     """Marks what a strategy of ours has made to launch collectives, wherever it is used."""
     for each in vars(strategy.extended).values():
         for launcher in getattr(each, "_launchers", ()):
-            launcher.tfmulti_launches = True
+            marks.LAUNCHES.set(launcher, True)
 
 
 def gather_alike(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:

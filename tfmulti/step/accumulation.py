@@ -18,7 +18,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.step import finite, gradients
 
 
@@ -27,7 +27,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
         return False
-    shards = getattr(optimizer, "tfmulti_shards", None)
+    shards = marks.SHARDS.get(optimizer)
     if shards is not None and shards.shards_parameters:
         # Gradients of sharded parameters are added where they are computed.
         return False
@@ -54,7 +54,7 @@ def accumulate(apply_gradients, optimizer, grads, variables) -> None:
     sums = keras_compat.accumulators(optimizer, variables)
     for total, grad in zip(sums, grads):
         total.assign(total + grad * tf.cast(context.num_replicas_in_sync, grad.dtype))
-    object.__setattr__(optimizer, "tfmulti_parts", True)
+    marks.HAS_LOCAL_SUMS.set(optimizer, True)
     update = functools.partial(_update, optimizer, variables)
     update = gradients.one_step(update, reduced=True)
     is_update = keras_compat.is_update_step(optimizer)
@@ -97,7 +97,7 @@ def settle(model: keras.Model, optimizers) -> None:
     sums = [
         total
         for optimizer in optimizers
-        if getattr(optimizer, "tfmulti_parts", False) and keras_compat.is_accumulating(optimizer)
+        if marks.HAS_LOCAL_SUMS.get(optimizer) and keras_compat.is_accumulating(optimizer)
         for total in keras_compat.accumulators(optimizer, model.trainable_variables)
     ]
     if not sums:

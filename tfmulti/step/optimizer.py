@@ -7,7 +7,7 @@ import types
 
 import keras
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.choices import COMPRESSIONS, SHARDS
 from tfmulti.settings import check_choice, check_whole_number
 from tfmulti.step import finite, gradients, local_steps, model_contents, sharded_state
@@ -72,17 +72,17 @@ def DistributedOptimizer(
     if synchronize_every > 1:
         local_steps.take_local_steps(optimizer, synchronize_every)
     if compression is not None:
-        object.__setattr__(optimizer, "tfmulti_compression", compression)
+        marks.COMPRESSION.set(optimizer, compression)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if shard is not None:
         sharded_state.shard_state(inner, shard)
-    if getattr(optimizer, "tfmulti_distributed", False):
+    if marks.DISTRIBUTED.get(optimizer):
         return optimizer
-    if inner is not optimizer and getattr(inner, "tfmulti_distributed", False):
+    if inner is not optimizer and marks.DISTRIBUTED.get(inner):
         _undo(inner)
-    keras_compat.mark_updates_alike(inner)
+    marks.UPDATES_ALIKE.set(inner, True)
     object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
-    object.__setattr__(optimizer, "tfmulti_distributed", True)
+    marks.DISTRIBUTED.set(optimizer, True)
     return optimizer
 
 
@@ -137,8 +137,8 @@ def distribute_loaded(model: keras.Model) -> None:
 
 
 def _undo(optimizer):
-    for name in ("apply", "tfmulti_distributed"):
-        object.__delattr__(optimizer, name)
+    object.__delattr__(optimizer, "apply")
+    marks.DISTRIBUTED.delete(optimizer)
 
 
 def _apply(self, grads, trainable_variables=None):

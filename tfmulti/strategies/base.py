@@ -7,7 +7,7 @@ import weakref
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, step, topology
+from tfmulti import keras_compat, marks, step, topology
 from tfmulti.step import gradients, iterators, local_steps, model_contents
 from tfmulti.strategies import checks
 
@@ -151,8 +151,8 @@ def _refuse_bare(model):
     bare = [
         type(optimizer).__name__
         for optimizer in model_contents.optimizers_of(model)
-        if not getattr(optimizer, "tfmulti_distributed", False)
-        and not getattr(getattr(optimizer, "inner_optimizer", None), "tfmulti_distributed", False)
+        if not marks.DISTRIBUTED.get(optimizer)
+        and not marks.DISTRIBUTED.get(getattr(optimizer, "inner_optimizer", None))
     ]
     if bare:
         raise ValueError(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, verification
+from tfmulti import keras_compat, marks, verification
 from tfmulti.parallel import sharded_parameters
 from tfmulti.step import local_steps, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
@@ -108,7 +108,7 @@ def refuse_made_outside(model: keras.Model) -> None:
     owned = [*model.trainable_variables, *model.metrics_variables]
     slots = optimizer.variables if optimizer is not None else []
     # Those of sharded state have one owner.
-    owned += [each for each in slots if not getattr(each, "tfmulti_is_sharded", False)]
+    owned += [each for each in slots if not marks.IS_SHARDED.get(each)]
     kind = tf.distribute.DistributedValues
     with keras_compat.held_values():
         strange = [v for v in owned if not isinstance(v.value, kind)]
@@ -141,7 +141,7 @@ def build_by_step(model: keras.Model, batch) -> bool:
     """
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
-    kind = _KINDS.get(getattr(model, "tfmulti_call", ("",))[0])
+    kind = _KINDS.get(marks.CALL.get(model)[0])
     return kind is not None and verification.build_by_step(model, kind, batch)
 
 
@@ -162,7 +162,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
         x = keras.utils.unpack_x_y_sample_weight(look())[0]
         sparse_gradients.note_positions(model, verification.rows_lib.gather_local(strategy, x))
-    name, validates = getattr(model, "tfmulti_call", ("", False))
+    name, validates = marks.CALL.get(model)
     if name not in _KINDS:
         return
     if _KINDS[name] == TRAIN:
@@ -179,8 +179,8 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
 def _warn_of_local_normalization(model):
     """Names the layers whose result depends on the number of replicas, once for each model."""
     layers = local_normalization(model)
-    if layers and not getattr(model, "tfmulti_warned_of_statistics", False):
-        object.__setattr__(model, "tfmulti_warned_of_statistics", True)
+    if layers and not marks.WARNED_OF_STATISTICS.get(model):
+        marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
         warnings.warn(
             f"Batch normalization that is not synchronized normalizes each replica's rows by "
@@ -193,8 +193,8 @@ def _warn_of_local_normalization(model):
 def _warn_of_local_steps(model):
     """Says once for each model that its workers train apart, as its optimizer was told to."""
     number = local_steps.steps_of(model)
-    if number > 1 and not getattr(model, "tfmulti_told_of_local_steps", False):
-        object.__setattr__(model, "tfmulti_told_of_local_steps", True)
+    if number > 1 and not marks.WARNED_OF_LOCAL_STEPS.get(model):
+        marks.WARNED_OF_LOCAL_STEPS.set(model, True)
         warnings.warn(
             f"With synchronize_every={number} each worker takes {number} steps with its own rows "
             "before weights and slots are averaged, so the result differs from that of one device. "

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.custom_parts import is_stock, neutral_layers
@@ -83,10 +83,10 @@ def verify_once(
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     if workers.compare(strategy, int(bool(error)))[1]:
         # Another attempt shall verify, and raise, again.
-        model.tfmulti_verified[1].discard(_key(case))
+        marks.VERIFIED.get(model)[1].discard(_key(case))
         raise error or ValueError(messages.elsewhere(kind))
     if reason and early:
-        model.tfmulti_verified[1].discard(_key(case))
+        marks.VERIFIED.get(model)[1].discard(_key(case))
     elif reason:
         _warn(kind, reason)
 
@@ -129,10 +129,10 @@ def _is_wanted(strategy, model, kind, feed) -> bool:
 
 def _is_first_time(case) -> bool:
     compiled = keras_compat.compiled_state(case.model)
-    done = getattr(case.model, "tfmulti_verified", None)
+    done = marks.VERIFIED.get(case.model)
     if done is None or done[0] is not compiled:
         done = (compiled, set())
-        object.__setattr__(case.model, "tfmulti_verified", done)
+        marks.VERIFIED.set(case.model, done)
     if _key(case) in done[1]:
         return False
     done[1].add(_key(case))

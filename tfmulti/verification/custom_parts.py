@@ -11,7 +11,7 @@ import types
 import keras
 from absl import logging
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.step import model_contents
 
 STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optimizer"
@@ -149,7 +149,7 @@ def local_normalization(model: keras.Model) -> list:
         and layer.trainable
         and not layer.synchronized
         # In a pipeline one worker can have the rows of all.
-        and not getattr(layer, "tfmulti_sees_batch", False)
+        and not marks.SEES_BATCH.get(layer)
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import model_contents
 from tfmulti.verification.differences import (
     CLOSE,
@@ -314,7 +314,7 @@ class Trial:
         return noise
 
     def _add_noise(self, noise, expected, found):
-        for marks, (one, values), (other, moved) in zip(noise, expected, found):
+        for at_step, (one, values), (other, moved) in zip(noise, expected, found):
             pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
             for kind, many, few in (
                 ("", one.outputs, other.outputs),
@@ -323,7 +323,7 @@ class Trial:
                 pairs += [(kind + name, many[0][name], few[0][name]) for name in many[0]]
             for name, a, b in pairs:
                 apart = distance(a, b)
-                marks[name] = max(marks.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
+                at_step[name] = max(at_step.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
@@ -378,10 +378,8 @@ def _is_float(value) -> bool:
 def _compute_dtype(model) -> str:
     """Returns the coarsest dtype in which a part of a model computes or sends gradients."""
     layers = [model, *keras_compat.all_layers(model)]
-    sent = {
-        getattr(each, "tfmulti_compression", None)
-        for each in model_contents.optimizers_of(model, nested=True)
-    }
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    sent = {marks.COMPRESSION.get(each) for each in optimizers}
     found = ({layer.compute_dtype for layer in layers} | sent) & set(CLOSE)
     return max(found or {"float32"}, key=CLOSE.get)
 
