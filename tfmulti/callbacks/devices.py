@@ -67,7 +67,7 @@ class Devices(keras.callbacks.Callback):
         super().__init__()
         if interval_s <= 0:
             raise ValueError(
-                "`interval_s` must be more than 0. "
+                "`interval_s` must be above 0. "
                 f"Received: interval_s={interval_s}. Use for example 1.0."
             )
         self._folder = None if folder is None else Path(folder)

@@ -1,4 +1,4 @@
-"""The one meter of speed, and the callback that adds what it measures to the logs."""
+"""Measures the throughput of training, and adds it to the logs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
         check_whole_number(name, value, "Use a larger number.", optional=True)
     if every_minutes is not None and every_minutes <= 0:
         raise ValueError(
-            "`every_minutes` must be more than 0. "
+            "`every_minutes` must be above 0. "
             f"Received: every_minutes={every_minutes}. Use for example 10."
         )
     if dataset is None and (every_steps or every_minutes):

@@ -1,4 +1,4 @@
-"""What an error of TensorFlow says of the other workers, in words that name them.
+"""Errors of TensorFlow that another worker has caused, rewritten so that they name it.
 
 TensorFlow's own text blames heartbeats or sockets, and names a task somewhere in the middle.
 """

@@ -1,4 +1,4 @@
-"""Whether a task of TensorFlow is there: it listens, and it answers.
+"""Whether a task of TensorFlow is running: it listens, and it answers.
 
 A process that is frozen, or whose network is cut, still has a port that takes connections, and
 nothing that waits for it gets an error. A server of gRPC sends its settings to each new connection

@@ -1,4 +1,4 @@
-"""What workers tell one another beside their tensors, and the keys of these tensors."""
+"""Messages between workers through TensorFlow's coordination service, and keys of collectives."""
 
 from __future__ import annotations
 

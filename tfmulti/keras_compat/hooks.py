@@ -1,4 +1,4 @@
-"""What takes the place of methods by which Keras begins, ends and builds."""
+"""Replacements of methods that Keras calls around steps: for callbacks, calls, saving and data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of Keras's building, losses, metrics and statistics."""
+"""Replacements of how Keras builds models, and computes losses, metrics and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the place of a step's function, of tapes, and of optimizers' methods within it."""
+"""Replacements within a step: its function, tapes, and the methods of optimizers."""
 
 from __future__ import annotations
 

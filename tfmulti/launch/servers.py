@@ -1,7 +1,7 @@
-"""Watches a chief, its workers and its parameter servers, of whom workers are restarted alone.
+"""Monitors a chief, its workers and its parameter servers; a failed worker is restarted alone.
 
-A worker has nothing that others lack: the rest goes on, and it joins again. A server has a part of
-the model, and the chief the run: where one of them fails, all are ended, and the job may start
+A worker holds no state: the others continue, and it joins them again. A server holds a part of the
+model, and the chief controls the run: if one of them fails, all are stopped, and the job may start
 again from a checkpoint.
 """
 

@@ -1,4 +1,4 @@
-"""Adds tensors of all workers through MPI, or sends those of one, as TensorFlow goes on.
+"""Adds tensors of all workers through MPI, or sends those of one, while TensorFlow computes.
 
 A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
 all workers. The graph starts a sum when its tensors are there, and fetches it when all that were

@@ -25,7 +25,7 @@ def name_worker(cluster: Cluster, index: int) -> str:
 
 
 def name_workers(cluster: Cluster, indices: Iterable[int]) -> str:
-    """Returns several workers' tasks and addresses, with commas between."""
+    """Returns several workers' tasks and addresses, separated by commas."""
     return ", ".join(name_worker(cluster, index) for index in sorted(indices))
 
 

@@ -1,4 +1,4 @@
-"""What workers must do alike, ask of all and publish for one another, and tell the launcher.
+"""Coordinates workers: they compare what they do, agree on requests, and exchange texts.
 
 They compare by small reductions, by program order, and by texts in TensorFlow's coordination
 service.

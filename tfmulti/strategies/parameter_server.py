@@ -302,7 +302,7 @@ def is_lost_worker(error: BaseException) -> bool:
 def lost_error(names: Iterable[str]) -> ServerLost:
     """Returns the error for servers that have gone."""
     return ServerLost(
-        "Each parameter server must be there: it has a part of the model. "
+        "Each parameter server must be running: it holds a part of the model. "
         f"Received: {', '.join(names)} is lost. Start all again: with "
         "tfmulti.callbacks.Checkpoint or --workdir they resume from the last checkpoint."
     )

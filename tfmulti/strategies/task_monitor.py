@@ -1,4 +1,4 @@
-"""Which workers and servers of a job are there, as the chief sees it."""
+"""Monitors, in the chief, which workers and servers of a job are running."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TaskMonitor:
         since = self._without_workers_since = self._without_workers_since or now
         if now - since > self._patience_s:
             raise WorkersLost(
-                "At least one worker must be there to compute steps. Received: no worker since "
+                "At least one worker must be running to compute steps. Received: no worker since "
                 f"{self._patience_s + MISSES:.0f} s. Start workers again, or with the launcher's "
                 "--max_restarts have it do so."
             )

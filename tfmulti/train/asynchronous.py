@@ -188,7 +188,7 @@ def _check(model, callbacks, max_staleness, epochs):
         for kind, advice in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(
-                    "`callbacks` must be such as work without `fit`. "
+                    "`callbacks` must not depend on `fit`. "
                     f"Received: {type(callback).__name__}. {advice}"
                 )
 

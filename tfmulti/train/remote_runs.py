@@ -1,4 +1,4 @@
-"""The chief's part of training with parameter servers: sends steps out, and applies what comes."""
+"""The chief's part of training with parameter servers: sends steps to workers, and updates."""
 
 from __future__ import annotations
 

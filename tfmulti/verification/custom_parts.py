@@ -1,4 +1,4 @@
-"""Tells custom parts of a model from stock parts, and finds unsynchronized normalization."""
+"""Finds the custom parts of a model, and its unsynchronized normalization."""
 
 from __future__ import annotations
 

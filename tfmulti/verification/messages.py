@@ -1,4 +1,4 @@
-"""What a user sees of verification: an error with its likely cause, or one line if it is slow."""
+"""Messages of verification: an error with its likely cause, or one line if it is slow."""
 
 from __future__ import annotations
 
