@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -39,28 +38,26 @@ def read_cluster(
     return cluster, Check(_TF_CONFIG, OK, cluster.describe())
 
 
-def check_addresses(
-    cluster: Cluster | None, environ: Mapping[str, str] = os.environ, source: str = "TF_CONFIG"
-) -> list[Check]:
+def check_addresses(cluster: Cluster | None, environ: Mapping[str, str]) -> list[Check]:
     """Checks the addresses of a cluster; unknown without one."""
     names = ("names of hosts", "own address", "own port", "private addresses", "secret")
     if cluster is None:
         return [Check(name, UNKNOWN, "no cluster here") for name in names]
     return [
-        check_names(cluster, source),
+        check_names(cluster),
         check_own_address(cluster),
-        check_own_port(cluster, source),
+        check_own_port(cluster),
         check_private(cluster),
         check_secret(cluster, environ),
     ]
 
 
-def check_names(cluster: Cluster, source: str) -> Check:
+def check_names(cluster: Cluster) -> Check:
     """Resolves the name of every host."""
     hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
     names = [host for host in hosts if not is_ip_address(host)]
     try:
-        network.check_hosts(cluster, source=source, timeout=_NAMES_S)
+        network.check_hosts(cluster, source=_TF_CONFIG, timeout=_NAMES_S)
     except ClusterError as error:
         hint = "Correct the name, write the IP address, or ask who keeps the names (DNS)."
         return Check("names of hosts", FAILURE, str(error), hint)
@@ -106,11 +103,11 @@ def _is_loopback(host) -> bool:
     return host == "localhost"
 
 
-def check_own_port(cluster: Cluster, source: str) -> Check:
+def check_own_port(cluster: Cluster) -> Check:
     """Checks that this worker's port is free."""
     port = split_address(cluster.address)[1]
     try:
-        network.check_port(cluster, source=source)
+        network.check_port(cluster, source=_TF_CONFIG)
     except ClusterError as error:
         hint = "See who holds it with `ss -ltnp`: an earlier run? End it, or use another port."
         return Check("own port", FAILURE, str(error), hint)

@@ -107,7 +107,7 @@ def _units(model):
 
 
 def _gathers(layer):
-    return getattr(layer, "tfmulti_gathers", False)
+    return marks.GATHERS.get(layer)
 
 
 def _sharded(layer):

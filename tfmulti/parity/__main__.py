@@ -37,13 +37,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _compare(config, tracebacks) -> int:
     from tfmulti.parity import experiment
-    from tfmulti.parity import experiment as experiment_lib
 
     console = create_console()
-    result = experiment.run_experiment(
-        config, print_fn=lambda line: console.print(line, style="dim")
-    )
-    experiment_lib.show(result, config, console, tracebacks)
+    print_fn = lambda line: console.print(line, style="dim")
+    result = experiment.run_experiment(config, print_fn)
+    experiment.show(result, config, console, tracebacks)
     if config.json:
         written = {
             "config": dataclasses.asdict(config),

@@ -85,7 +85,7 @@ class Result:
         return all(outcome.verdict == EQUAL for outcome in self.outcomes)
 
 
-def run_experiment(config: ParityConfig, print_fn: Callable[[str], object] = print) -> Result:
+def run_experiment(config: ParityConfig, print_fn: Callable[[str], object]) -> Result:
     """Trains on one device and in every configuration, compares, and looks for causes.
 
     Args:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
 
+_MAX_NAMED = 3
+
 
 class RendezvousError(RuntimeError):
     """Workers are missing, or their settings differ; the message names them."""
@@ -116,6 +118,7 @@ def check_alike(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) 
         )
 
 
-def _few(cluster, indices, most=3) -> str:
-    named = ", ".join("{} {}".format(*cluster.tasks[index]) for index in indices[:most])
-    return named if len(indices) <= most else f"{named} and {len(indices) - most} more"
+def _few(cluster, indices) -> str:
+    named = ", ".join("{} {}".format(*cluster.tasks[index]) for index in indices[:_MAX_NAMED])
+    more = len(indices) - _MAX_NAMED
+    return named if more <= 0 else f"{named} and {more} more"
