@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from comparison import WAYS, Comparison, apart, usual_loss
-from own_steps import OwnStep, Penalized
+from custom_steps import CustomStep, Penalized
 
 import tfmulti
 from tfmulti import topology
@@ -181,7 +181,7 @@ TRAINED = {
     "scaled": {"model": dense, "optimizer": scaled},
     "eager": {"model": dense, "compile": {"run_eagerly": True}},
     "several steps": {"model": dense, "compile": {"steps_per_execution": 2}},
-    "own step": {"model": lambda: stepping(OwnStep)},
+    "own step": {"model": lambda: stepping(CustomStep)},
     "gradients of inputs": {"model": lambda: stepping(OnNeighbors)},
     "two gradients": {"model": lambda: stepping(Sensitive)},
     "twins": {"model": twins},

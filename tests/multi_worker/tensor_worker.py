@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from comparison import WAYS, Comparison, apart
-from own_steps import OwnStep, Penalized
+from custom_steps import CustomStep, Penalized
 
 import tfmulti
 from tfmulti import topology
@@ -236,7 +236,7 @@ TRAINED = {
     "scaled": {"model": mlp, "layout": PAIR, "optimizer": scaled},
     "eager": {"model": mlp, "layout": PAIR, "compile": {"run_eagerly": True}},
     "several steps": {"model": mlp, "layout": PAIR, "compile": {"steps_per_execution": 2}},
-    "own step": {"model": lambda: stepping(OwnStep), "layout": PAIR},
+    "own step": {"model": lambda: stepping(CustomStep), "layout": PAIR},
     "unreduced": {"model": lambda: stepping(Unreduced), "layout": PAIR},
     "second derivatives": {"model": lambda: stepping(Penalized), "layout": PAIR},
     "recomputed": {
