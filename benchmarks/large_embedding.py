@@ -22,7 +22,7 @@ from rich.table import Table
 from tfmulti.runtime import memory, processes
 
 OPTIMIZERS = ("sgd", "adagrad")
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _PROGRAM = """
 import json, sys
 import keras, numpy as np, tensorflow as tf, tfmulti
@@ -90,7 +90,7 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
                     f"Received: {failed[0]} ended with {started[failed[0]].returncode}. "
                     "Look at what it has written above."
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         found = json.loads(started["chief"].stdout.read().splitlines()[-1])
     return {**found, "peak": peak}
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfmulti
 from tfmulti.cluster import ClusterError, resolve_cluster
-from tfmulti.cluster.presence import GONE, SILENT, THERE, Presence, look_at
+from tfmulti.cluster.presence import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
@@ -243,8 +243,8 @@ def test_a_task_is_lost_that_is_silent_for_long_and_is_back_once_it_answers():
 def test_what_listens_without_an_answer_is_silent():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert look_at(address, timeout_s=0.1) == SILENT
-    assert look_at(address, timeout_s=0.1) == GONE
+        assert probe(address, timeout_s=0.1) == SILENT
+    assert probe(address, timeout_s=0.1) == GONE
 
 
 PRELUDE = """

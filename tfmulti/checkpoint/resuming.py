@@ -189,7 +189,7 @@ def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) ->
         run.dataset.set_position(*state["position"])
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
     if state["num_replicas"] != strategy.num_replicas_in_sync:
-        _tell_what_differs(run.model, state["num_replicas"], strategy, print_fn)
+        _report_differences(run.model, state["num_replicas"], strategy, print_fn)
     return Resumed(state, tensors)
 
 
@@ -211,7 +211,7 @@ def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generat
     return found if chief else generations.latest_good(copies, print_fn)
 
 
-def _tell_what_differs(model, before, strategy, print_fn):
+def _report_differences(model, before, strategy, print_fn):
     causes = []
     if keras_compat.local_statistics(model):
         causes.append("unsynchronized batch normalization")

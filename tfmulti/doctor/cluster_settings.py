@@ -275,14 +275,14 @@ def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Che
     first = next((each for each in _NO_PROXIES if environ.get(each)), None)
     around = [each.strip() for each in environ[first].split(",")] if first else []
     hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    through = sorted(host for host in hosts if not any(_goes_round(host, each) for each in around))
+    through = sorted(host for host in hosts if not any(_bypasses(host, each) for each in around))
     if not through:
         return [Check(name, OK, f"{text}; {first} keeps the workers out of it")]
     hint = f"Set no_grpc_proxy={','.join(through)}, or unset the proxy for training."
     return [Check(name, WARNING, f"{text}, to other workers too: they may hang", hint)]
 
 
-def _goes_round(host, entry) -> bool:
+def _bypasses(host, entry) -> bool:
     """Whether an entry is the host, a domain that it is in, or a range of addresses with it."""
     if is_ip_address(host) and "/" in entry:
         try:

@@ -137,14 +137,14 @@ _MAX_ROWS, _MAX_COLLECTIVES = 2**18, 2**13 - 2
 _MAX_SIZE = 262_139
 
 
-def own_launchers(strategy: tf.distribute.Strategy) -> None:
+def mark_launchers(strategy: tf.distribute.Strategy) -> None:
     """Marks what a strategy of ours has made to launch collectives, wherever it is used."""
     for each in vars(strategy.extended).values():
         for launcher in getattr(each, "_launchers", ()):
             marks.LAUNCHES.set(launcher, True)
 
 
-def gather_alike(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+def gather_from_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
     """Returns the tensors of all workers, one after the other along the first axis.
 
     Unlike `ReplicaContext.all_gather` it may stand in a branch that all workers take alike.

@@ -71,7 +71,7 @@ def of_launcher(launcher, *_, **__) -> bool:
     return marks.LAUNCHES.get(launcher) or in_scope()
 
 
-def while_one_is_there(*_, **__) -> bool:
+def while_a_strategy_exists(*_, **__) -> bool:
     """While one of our strategies is there: a model that was made in no scope is told of."""
     return bool(_strategies)
 

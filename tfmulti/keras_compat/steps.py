@@ -149,7 +149,7 @@ def clip_global_norm_by(optimizer, function) -> None:
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
 
 
-def has_own_step(model: keras.Model, kind: str) -> bool:
+def has_custom_step(model: keras.Model, kind: str) -> bool:
     """Whether a model's `"train"` or `"test"` step is another than Keras's.
 
     Keras's own step of training hands gradients straight on.

@@ -35,7 +35,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
         return False
     if getattr(model.distribute_strategy, "keeps_whole_sums", False):
         return False
-    return not keras_compat.has_own_step(model, "train")
+    return not keras_compat.has_custom_step(model, "train")
 
 
 def accumulate(apply_gradients, optimizer, grads, variables) -> None:
@@ -111,7 +111,7 @@ def settle(model: keras.Model, optimizers) -> None:
     tf.function(lambda: strategy.run(settle_replica))()
 
 
-def settle_own(model: keras.Model) -> None:
+def settle_compiled(model: keras.Model) -> None:
     """Calls `settle` for the optimizer that was passed to `compile`, if there is one."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and getattr(model.distribute_strategy, "repairs_keras", False):

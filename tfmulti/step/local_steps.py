@@ -93,7 +93,7 @@ def _pairs(optimizers, numbers) -> str:
     return ", ".join(f"{type(o).__name__} with {number}" for o, number in zip(optimizers, numbers))
 
 
-def on_own_rows(fn, strategy):
+def on_local_rows(fn, strategy):
     """Returns a step that computes what one device computes from the rows of this replica.
 
     Args:

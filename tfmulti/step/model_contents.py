@@ -69,7 +69,7 @@ def optimizers_in_use(model, *, nested: bool = False) -> list:
     found, compiled = optimizers_of(model, nested=nested), getattr(model, "optimizer", None)
     parts = [compiled, getattr(compiled, "inner_optimizer", None)]
     is_chosen = any(marks.DISTRIBUTED.get(part) for part in parts)
-    if is_chosen or not keras_compat.has_own_step(model, "train"):
+    if is_chosen or not keras_compat.has_custom_step(model, "train"):
         return found
     return [each for each in found if each is not compiled] or found
 

@@ -266,7 +266,7 @@ def hands_on_gradients(model: keras.Model) -> bool:
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
-    return stock and not keras_compat.has_own_step(model, "train")
+    return stock and not keras_compat.has_custom_step(model, "train")
 
 
 def drop_others(gradients, variables) -> list:

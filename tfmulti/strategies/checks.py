@@ -26,7 +26,7 @@ def note_strategy(strategy: tf.distribute.Strategy) -> None:
     _latest = weakref.ref(strategy)
 
 
-def look_for_scope(model: keras.Model, name: str, data) -> None:
+def check_scope(model: keras.Model, name: str, data) -> None:
     """Warns if `fit` trains a model on one device although the script has a larger strategy.
 
     Args:
@@ -42,7 +42,7 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
     if name != "fit":
         return
     if getattr(model.distribute_strategy, "repairs_keras", False):
-        refuse_made_outside(model)
+        refuse_outside_scope(model)
         refuse_keras_distribution()
         return
     made_for = getattr(data, "strategy", None)
@@ -96,7 +96,7 @@ def refuse_keras_distribution() -> None:
         )
 
 
-def refuse_made_outside(model: keras.Model) -> None:
+def refuse_outside_scope(model: keras.Model) -> None:
     """Raises ValueError for a variable without a copy for each replica: all would update it.
 
     It also finds variables that are created later than their layer, by building or LoRA.
@@ -145,13 +145,13 @@ def build_by_step(model: keras.Model, batch) -> bool:
     return kind is not None and verification.build_by_step(model, kind, batch)
 
 
-def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
+def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     """Prepares the losses and metrics of a built model, and verifies its step.
 
     Args:
         strategy: The model's strategy.
         model: The model, built.
-        look: Function that returns a batch, as the replicas receive it.
+        peek: Function that returns a batch, as the replicas receive it.
         iterator: Keras's iterator over the batches; None for `train_on_batch`.
     """
     if strategy.num_replicas_in_sync == 1:
@@ -160,7 +160,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     whole_batch.prepare_losses(model)
     whole_batch.prepare_metrics(model)
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
-        x = keras.utils.unpack_x_y_sample_weight(look())[0]
+        x = keras.utils.unpack_x_y_sample_weight(peek())[0]
         sparse_gradients.note_positions(model, verification.rows_lib.gather_local(strategy, x))
     name, validates = marks.CALL.get(model)
     if name not in _KINDS:
@@ -170,7 +170,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     if name == "fit":
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
-    feed = _feed(look, iterator)
+    feed = _feed(peek, iterator)
     verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit" and validates:
         verification.verify_once(model, TEST, feed, _WORKERS, early=True)
@@ -252,8 +252,8 @@ def _first_rows(data):
     """Returns some rows of the data of `predict`, or None if reading would consume them."""
     if isinstance(data, tf.data.Dataset):
         iterator = iter(data)
-        look = getattr(iterator, "look", None)
-        return look() if look else next(iterator, None)
+        peek = getattr(iterator, "peek", None)
+        return peek() if peek else next(iterator, None)
     if isinstance(data, keras.utils.PyDataset):
         return data[0]
     kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -268,12 +268,12 @@ def _first_rows(data):
 _MOST = 64
 
 
-def _feed(look, iterator) -> Feed:
+def _feed(peek, iterator) -> Feed:
     if iterator is None:
-        return Feed(look)
+        return Feed(peek)
     own, static = keras_compat.feed_of(iterator)
     plan = getattr(own, "plan", None)
     if plan is None:
-        return Feed(look, static)
+        return Feed(peek, static)
     padded = plan.remainder == "pad"
-    return Feed(look, plan.remainder in _EVEN, counted=True, padded=padded)
+    return Feed(peek, plan.remainder in _EVEN, counted=True, padded=padded)

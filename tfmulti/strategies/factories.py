@@ -119,7 +119,7 @@ def create_strategy(
         strategy = create_parameter_server(cluster, start_timeout)
         strategy.why = f"{name}: {_sizes(cluster)} ({reason})"
         strategy.verify = verify
-        return _noted(strategy)
+        return _registered(strategy)
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
@@ -139,12 +139,12 @@ def create_strategy(
     strategy.why = f"{name} on {names} ({reason})"
     if name == "multi_worker":
         strategy.why += f", over {strategy.communication}"
-    keras_compat.own_launchers(strategy)
+    keras_compat.mark_launchers(strategy)
     checks.note_strategy(strategy)
-    return _noted(strategy)
+    return _registered(strategy)
 
 
-def _noted(strategy):
+def _registered(strategy):
     keras_compat.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
@@ -171,7 +171,7 @@ def _before_call(model, name, data):
     checks.refuse_calls_on_servers(model, name)
     coordination.compare_call(model.distribute_strategy, name)
     local_steps.average_weights(model)
-    checks.look_for_scope(model, name, data)
+    checks.check_scope(model, name, data)
     checks.before_call(model, name, data)
 
 
@@ -183,7 +183,7 @@ def _before_batch(model, name, data):
 def _settle(model):
     """Makes all workers hold the same, before code outside of steps reads the model."""
     local_steps.average_weights(model)
-    accumulation.settle_own(model)
+    accumulation.settle_compiled(model)
 
 
 def _warn_of_others(name, cluster):
@@ -218,7 +218,7 @@ def _repair_keras():
         prepare_callback=stock_callbacks.prepare_callback,
         recompute=recompute.recomputed,
         reduce_loss=losses.reduce_loss,
-        refuse=checks.refuse_made_outside,
+        refuse=checks.refuse_outside_scope,
         regularization_loss=losses.regularization_loss,
         settle=_settle,
         take_gradient=take,

@@ -29,7 +29,7 @@ from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
 _WITHOUT_ROLES = (kubernetes.SOURCE, sagemaker.SOURCE, slurm.SOURCE)
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LAST_S = 30.0
 _GOODBYE_S = 5.0
 # TensorFlow numbers the Python functions of a process in the order in which they are made.
@@ -219,12 +219,12 @@ def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
     chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
     began = preempted_at = time.monotonic()
     presence = Presence(chief)
-    while not told.wait(_LOOK_S):
+    while not told.wait(_POLL_S):
         now = time.monotonic()
         preempted_at = preempted_at if preempted.is_set() else now
         if now - preempted_at > _LAST_S:
             return None
-        lost = presence.look()
+        lost = presence.check()
         if lost and presence.has_been_there:
             return (
                 f"{name} serves the chief, and ends with it. Received: no chief at {chief} any "

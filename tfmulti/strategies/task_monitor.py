@@ -7,7 +7,7 @@ import threading
 import time
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, look_at
+from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, probe
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
 from tfmulti.strategies.parameter_server import (
@@ -100,7 +100,7 @@ class TaskMonitor:
         while not self._stopped.is_set() or NO_ANSWER in self._lost.values():
             time.sleep(_EVERY_S)
             for name, task in self._tasks.items():
-                self.note(name, look_at(task.address))
+                self.note(name, probe(task.address))
             error, now = self._find_error(), time.monotonic()
             if error is None:
                 self._ending_since = None
@@ -110,7 +110,7 @@ class TaskMonitor:
                 end_stuck_chief(error)
 
     def note(self, name: str, seen: str) -> None:
-        """Notes what was seen of a task, as `presence.look_at` returns it."""
+        """Notes what was seen of a task, as `presence.probe` returns it."""
         why = self._tasks[name].note(seen)
         if why is None:
             self._lost.pop(name, None)

@@ -87,7 +87,7 @@ def train_async(
     strategy.requests = requests = SettledRequests()
     step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
     if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, iter(train).look(), max_staleness == 0 and strategy.num_workers > 1)
+        split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
     heart = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([LauncherHeartbeat(heart)] if heart else []), *callbacks],

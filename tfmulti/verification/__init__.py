@@ -33,13 +33,13 @@ class Feed(NamedTuple):
     """Describes the data of a step.
 
     Attributes:
-        look: Function that returns a batch, of all local replicas.
+        peek: Function that returns a batch, of all local replicas.
         static: Whether all batches have the same number of rows.
         counted: Whether the data pipeline provides the number of rows of a step.
         padded: Whether it pads replica batches with rows of weight 0.
     """
 
-    look: Callable
+    peek: Callable
     static: bool = False
     counted: bool = False
     padded: bool = False
@@ -64,7 +64,7 @@ def verify_once(
     strategy = model.distribute_strategy
     if not _is_wanted(strategy, model, kind, feed):
         return
-    batch = rows_lib.gather_local(strategy, feed.look())
+    batch = rows_lib.gather_local(strategy, feed.peek())
     if not rows_lib.can_be_cut(batch):
         _warn(kind, "a part of the batch has no rows")
         return
@@ -104,7 +104,7 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
     """
     batch = rows_lib.gather_local(model.distribute_strategy, batch)
     dense = all(isinstance(p, tf.Tensor) for p in tf.nest.flatten(batch) if p is not None)
-    own = keras_compat.has_own_step(model, kind)
+    own = keras_compat.has_custom_step(model, kind)
     if not rows_lib.can_be_cut(batch) or (dense and not own):
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
@@ -192,7 +192,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
         trial, reason = _try(lambda: Trial(case, agree), case.model)
         if not agree(trial is not None):
             continue
-        first = _look(trial, PLAIN, case, workers)
+        first = _try_view(trial, PLAIN, case, workers)
         reason = first.reason
         if first.most == _DIFFERS:
             return first.error, ""
@@ -227,7 +227,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
     """Returns the error or None, and whether a comparison showed equal results."""
     ways, proven = (), False
     for some in (WAYS, *((way,) for way in WAYS)):
-        seen = _look(trial, View(some), case, workers)
+        seen = _try_view(trial, View(some), case, workers)
         if seen.most == _DIFFERS:
             return seen.error, True
         if seen.least > _UNKNOWN:
@@ -236,7 +236,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
             break
     for views in later_views(ways):
         for view in views:
-            seen = _look(trial, view, case, workers)
+            seen = _try_view(trial, view, case, workers)
             if seen.most == _DIFFERS:
                 return seen.error, True
             proven = proven or seen.least == _SAME
@@ -245,7 +245,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
     return None, proven
 
 
-def _look(trial, view, case, workers) -> _Seen:
+def _try_view(trial, view, case, workers) -> _Seen:
     found, reason, kind = _found(trial, view, case.model)
     error = None
     if trial.outside:
@@ -253,7 +253,7 @@ def _look(trial, view, case, workers) -> _Seen:
     elif trial.attributes:
         error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
-        known = trial.growth, trial.origin, trial.made_up
+        known = trial.growth, trial.origin, trial.synthetic_values
         error, kind = messages.describe(case, found, *known), _DIFFERS
     return _Seen(*workers.compare(case.strategy, kind), error, reason)
 

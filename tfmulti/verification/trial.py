@@ -68,7 +68,7 @@ class Trial:
         growth: After a difference was found, the factor by which each output grows if every row
             is repeated: 1 for a mean, 2 for a sum.
         origin: Where the first difference begins, after one was found.
-        made_up: The synthetic values of the latest view, in words.
+        synthetic_values: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
     """
@@ -86,7 +86,7 @@ class Trial:
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
         self.outside: list[str] = []
-        self.made_up = ""
+        self.synthetic_values = ""
         self.attributes: list[str] = []
         self._original = self._at_begin = None
         # The values that are finite after the step on one device with unchanged rows.
@@ -112,7 +112,7 @@ class Trial:
             parts, used = vary_rows(self._case.rows, examples[0], view.ways)
             if not view.iterations and not used:
                 raise NotVerified(_NOTHING_TO_VARY)
-            examples, self.made_up = [parts], str(dataclasses.replace(view, ways=used))
+            examples, self.synthetic_values = [parts], str(dataclasses.replace(view, ways=used))
         original = self._originally()
         try:
             begin = self._begin(original, view)
