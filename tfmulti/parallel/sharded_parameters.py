@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.parallel.recompute import recomputed
+from tfmulti.parallel.activations import recomputed
 from tfmulti.step import model_contents, parameters
 from tfmulti.step.split_weights import SplitParameter
 

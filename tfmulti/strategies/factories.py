@@ -16,7 +16,7 @@ from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.cluster.roles import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
-from tfmulti.parallel import partitioned, recompute
+from tfmulti.parallel import activations, partitioned
 from tfmulti.settings import check_choice
 from tfmulti.step import (
     accumulation,
@@ -216,7 +216,7 @@ def _repair_keras():
         once_built=checks.verify_once_built,
         predict=predict_on_batch.predict,
         prepare_callback=stock_callbacks.prepare_callback,
-        recompute=recompute.recomputed,
+        recompute=activations.recomputed,
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_outside_scope,
         regularization_loss=losses.regularization_loss,
