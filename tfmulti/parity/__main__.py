@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 
 from tfmulti.parity.config import ParityConfig
@@ -21,18 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0 where every configuration agrees with one device, 1 where one differs or
         fails, 2 for a wrong command line.
     """
-    argv = sys.argv if argv is None else argv
-    more = (command_line.define_traceback,)
-    config, values, code = command_line.read_command_line(ParityConfig, argv, USAGE, *more)
-    if code is not None:
-        return code
-    # So that the processes of a configuration are ended when this one is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
-    try:
-        return _compare(config, values.traceback)
-    except Exception as error:
-        command_line.show_error(error, values.traceback)
-        return command_line.ERROR
+    return command_line.run(ParityConfig, USAGE, _compare, argv)
 
 
 def _compare(config, tracebacks) -> int:
