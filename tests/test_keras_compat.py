@@ -775,7 +775,7 @@ def test_versions_that_were_not_tried_are_told():
     "name", [(keras.Model, "_nothing", ()), (keras.Model, "_symbolic_build", ("nothing",))]
 )
 def test_a_missing_private_name_is_an_error_with_versions(name):
-    with pytest.raises(RuntimeError, match=rf"not here: {name[1]}. Received: keras .*tried"):
+    with pytest.raises(RuntimeError, match=rf"missing: {name[1]}. Received: keras .*tested"):
         keras_compat.check_versions(names=[name])
 
 
