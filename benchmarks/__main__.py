@@ -10,9 +10,9 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.kinds import BenchmarksConfig
 from benchmarks.socket_copy import SOCKET_COPY
-from tfmulti.bench.__main__ import run
 from tfmulti.bench.setups import create_setup
 from tfmulti.runtime import command_line, files
+from tfmulti.runtime.console import create_console
 
 USAGE = "python -m benchmarks [flags]: measures tfmulti beside its peers, in a clone of it."
 _ROOT = Path(__file__).resolve().parent.parent
@@ -20,16 +20,17 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, shows tables, and writes files; returns the exit code, as `tfmulti.bench` does."""
-    return run(BenchmarksConfig, USAGE, _measure, argv)
+    return command_line.run(BenchmarksConfig, USAGE, _measure, argv)
 
 
-def _measure(config, console) -> int:
+def _measure(config, tracebacks) -> int:
     # The processes find this folder too, wherever they are started.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     from tfmulti.bench import report, results
 
+    console = create_console()
     print_fn = lambda line: console.print(line, style="dim")
     if config.monitors:
         return _measure_monitors(config, console, print_fn)

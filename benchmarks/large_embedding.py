@@ -2,8 +2,8 @@
 
 `python -m benchmarks.large_embedding [--rows 16000000] [--columns 64] [--num_ps 2] [--steps 10]`
 
-Memory is the peak of each process's resident memory, VmHWM, which this program reads in /proc. The
-worker holds no table: what it needs, a process with TensorFlow needs without one.
+Memory is the peak of each process's resident memory, as the kernel counts it. The worker
+holds no table: what it needs, a process with TensorFlow needs without one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from tfmulti.runtime import processes
+from tfmulti.runtime import memory, processes
 
 OPTIMIZERS = ("sgd", "adagrad")
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _PROGRAM = """
 import json, sys
 import keras, numpy as np, tensorflow as tf, tfmulti
@@ -82,7 +82,7 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
         peak: dict[str, int] = {}
         while any(each.poll() is None for each in started.values()):
             for name, process in started.items():
-                peak[name] = max(peak.get(name, 0), read_peak(process.pid))
+                peak[name] = max(peak.get(name, 0), memory.peak_of(process.pid))
             failed = [name for name, each in started.items() if each.poll()]
             if failed:
                 raise RuntimeError(
@@ -90,7 +90,7 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
                     f"Received: {failed[0]} ended with {started[failed[0]].returncode}. "
                     "Look at what it has written above."
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         found = json.loads(started["chief"].stdout.read().splitlines()[-1])
     return {**found, "peak": peak}
 
@@ -109,16 +109,6 @@ def _start(arguments, config):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-def read_peak(pid: int) -> int:
-    """Returns the peak of a process's resident memory in bytes; 0 where it has ended."""
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            lines = [line for line in status if line.startswith("VmHWM")]
-    except OSError:
-        return 0
-    return int(lines[0].split()[1]) * 1024 if lines else 0
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from benchmarks.network import Link
 _WORKER = """
 import json, sys, time
 import keras, tfmulti
+from benchmarks.launched import sent_bytes
 every, units, steps, device = (*map(int, sys.argv[1:4]), sys.argv[4])
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
 keras.utils.set_random_seed(0)
@@ -39,12 +40,9 @@ with strategy.scope():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-def sent():
-    with open(f"/sys/class/net/{device}/statistics/tx_bytes") as count:
-        return int(count.read())
 class Clock(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        self.end = (time.perf_counter(), sent())
+        self.end = (time.perf_counter(), sent_bytes(device))
         if epoch == 0:
             self.begin = self.end
 clock = Clock()

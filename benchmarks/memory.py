@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 _PROCESS = """
-import json, resource, sys, time
+import json, sys, time
 import keras, numpy as np, tfmulti
 from keras import layers
+from tfmulti.runtime.memory import peak_of
 blocks, units, rows, checkpointed, xla = map(int, sys.argv[1:])
 def block():
     inner = [layers.Dense(units, activation="gelu") for _ in range(4)]
@@ -30,15 +31,13 @@ if checkpointed:
     tfmulti.checkpoint_activations(model)
 model.compile("sgd", "mse", jit_compile=bool(xla))
 x = np.zeros((rows, units), "float32")
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 model.train_on_batch(x[:32], x[:32, :1])
-before, seconds = peak(), []
+before, seconds = peak_of(), []
 for _ in range(4):
     begin = time.perf_counter()
     model.train_on_batch(x, x[:, :1])
     seconds.append(time.perf_counter() - begin)
-print(json.dumps({"bytes": peak() - before, "seconds": min(seconds[1:])}))
+print(json.dumps({"bytes": peak_of() - before, "seconds": min(seconds[1:])}))
 """
 
 

@@ -25,6 +25,8 @@ from benchmarks.launched import run_on_workers
 _WORKER = """
 import contextlib, json, sys, time
 import keras, numpy as np, tfmulti
+from benchmarks.launched import sent_bytes
+from tfmulti.runtime.memory import peak_of
 layers, units, shard = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
 class Clock(keras.callbacks.Callback):
@@ -35,13 +37,8 @@ class Clock(keras.callbacks.Callback):
         self.begin = time.perf_counter()
     def on_train_batch_end(self, batch, logs=None):
         self.seconds.append(time.perf_counter() - self.begin)
-        with open("/sys/class/net/lo/statistics/tx_bytes") as count:
-            self.sent.append(int(count.read()))
-def peak_bytes():
-    with open("/proc/self/status") as status:
-        [peak] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")]
-    return peak
-before = peak_bytes()
+        self.sent.append(sent_bytes())
+before = peak_of()
 sharded = tfmulti.sharded_parameters() if shard == "parameters" else contextlib.nullcontext()
 with strategy.scope(), sharded:
     hidden = [keras.layers.Dense(units, activation="tanh") for _ in range(layers)]
@@ -51,7 +48,7 @@ x = np.zeros((160, units), "float32")
 clock = Clock()
 data = tfmulti.distribute_train((x, x[:, :1]), strategy, 16)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
-peak = peak_bytes()
+peak = peak_of()
 slots = 2 * 4 * model.count_params()
 sent = (clock.sent[8] - clock.sent[2]) / 6
 print(json.dumps(

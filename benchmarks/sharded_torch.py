@@ -12,6 +12,9 @@ import os
 import sys
 import time
 
+from benchmarks.launched import sent_bytes
+from tfmulti.runtime.memory import peak_of
+
 WAYS = {None: "ddp", "state": "zero", "parameters": "fsdp"}
 """PyTorch's name of what is sharded: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2."""
 
@@ -55,17 +58,6 @@ def _create(layers, units, way, num_workers):
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def _peak_bytes() -> int:
-    with open("/proc/self/status") as status:
-        [peak] = [int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM")]
-    return peak
-
-
-def _sent_bytes() -> int:
-    with open("/sys/class/net/lo/statistics/tx_bytes") as count:
-        return int(count.read())
-
-
 def main() -> None:
     """Trains ten steps."""
     import torch
@@ -73,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(1)
     layers, units, way = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     num_workers = _join()
-    before = _peak_bytes()
+    before = peak_of()
     model, optimizer = _create(layers, units, way, num_workers)
     x = torch.zeros(16 // num_workers, units)
     seconds, sent = [], []
@@ -83,9 +75,9 @@ def main() -> None:
         torch.nn.functional.mse_loss(model(x), x[:, :1]).backward()
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
-        sent.append(_sent_bytes())
+        sent.append(sent_bytes())
     slots = 2 * 4 * (layers * (units * units + units) + units + 1)
-    found = {"bytes": _peak_bytes(), "before": before, "slots": slots}
+    found = {"bytes": peak_of(), "before": before, "slots": slots}
     found |= {"seconds": sorted(seconds)[4], "sent": (sent[8] - sent[2]) / 6}
     print(json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()

@@ -27,7 +27,7 @@ SETUPS = {
     "two workers": ("--strategy=multi_worker",),
 }
 _STATUS = "/proc/self/status"
-_LOOK_S = 0.005
+_POLL_S = 0.005
 _DEFINE = {
     bool: flags.DEFINE_bool,
     int: flags.DEFINE_integer,
@@ -180,7 +180,7 @@ def limit_memory(settings: DenseSettings, advice: str) -> None:
 
     def watch():
         while read_status("VmRSS") - begin <= settings.memory_mb * 10**6:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         print(
             "error: training must fit into memory. Received: a worker that needs more than "
             f"--memory_mb={settings.memory_mb}. {advice}",

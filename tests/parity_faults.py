@@ -24,7 +24,7 @@ def rows_of_the_moment():
 
 
 def reshuffled():
-    """A shuffle of the user's own, which comes in another order at every pass."""
+    """A custom shuffle, which comes in another order at every pass."""
     (x, y), test = rows()
     train = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(NUM_ROWS)
     return train, tf.data.Dataset.from_tensor_slices(test)
@@ -55,7 +55,7 @@ def clean_in_many_ways(train):
 
 
 def clean_step(train):
-    return compiled(OwnStep())
+    return compiled(CustomStep())
 
 
 def many_faults(train):
@@ -234,7 +234,7 @@ class Largest(layers.Layer):
         return x
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = layers.Dense(2)
@@ -257,28 +257,28 @@ class OwnStep(keras.Model):
         self.optimizer.apply(gradients, variables)
 
 
-class Scaled(OwnStep):
+class Scaled(CustomStep):
     def loss_of(self, y, outputs):
         num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
         return super().loss_of(y, outputs) / num_replicas
 
 
-class Summing(OwnStep):
+class Summing(CustomStep):
     def loss_of(self, y, outputs):
         return ops.sum(ops.square(y - outputs))
 
 
-class Contrastive(OwnStep):
+class Contrastive(CustomStep):
     def loss_of(self, y, outputs):
         return ops.mean(ops.logsumexp(ops.matmul(outputs, ops.transpose(outputs)), axis=1))
 
 
-class NoisyStep(OwnStep):
+class NoisyStep(CustomStep):
     def loss_of(self, y, outputs):
         return super().loss_of(y, outputs + tf.random.normal(tf.shape(outputs)))
 
 
-class HiddenOptimizer(OwnStep):
+class HiddenOptimizer(CustomStep):
     def __init__(self):
         super().__init__()
         self.hidden = [keras.optimizers.SGD(0.1, clipnorm=0.1)]

@@ -12,7 +12,7 @@ ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
 LABELS = np.random.RandomState(1).randn(43, 1).astype("float32")
 
 
-class Own(keras.Sequential):
+class CustomModel(keras.Sequential):
     """A model with a step of its own, which is verified."""
 
     def train_step(self, data):
@@ -66,6 +66,6 @@ def train(num_replicas, kind, fit):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fit", [arrays, seeded, unseeded, changing])
-@pytest.mark.parametrize("kind", [keras.Sequential, Own])
+@pytest.mark.parametrize("kind", [keras.Sequential, CustomModel])
 def test_the_order_is_one_devices(kind, fit):
     np.testing.assert_allclose(train(3, kind, fit), train(0, kind, fit), rtol=0, atol=1e-6)

@@ -83,7 +83,7 @@ def test_training_goes_on_without_a_reader_that_fails():
 
 
 def test_an_interval_must_be_above_0():
-    with pytest.raises(ValueError, match="`interval_s` must be more than 0"):
+    with pytest.raises(ValueError, match="`interval_s` must be above 0"):
         Devices(interval_s=0.0)
 
 

@@ -187,7 +187,7 @@ def test_two_mpis_and_files_that_hide_packages(tmp_path):
     ],
 )
 def test_a_tensorflow_that_fails_is_a_failure_with_its_last_words(code, words, hint):
-    report = tensorflow_process.ask(1.0, [sys.executable, "-c", code])
+    report = tensorflow_process.run_tensorflow(1.0, [sys.executable, "-c", code])
     found = tensorflow_process.check_import(report)
     assert found.status == "failure"
     assert words in found.detail

@@ -72,11 +72,11 @@ def test_no_tf_config_is_no_fault():
 def test_a_port_that_somebody_holds_is_a_failure():
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster = cluster_of(1, ports=[server.getsockname()[1]])
-        check = cluster_settings.check_own_port(cluster, "TF_CONFIG")
+        check = cluster_settings.check_own_port(cluster)
         assert check.status == "failure"
         assert 'TF_CONFIG["cluster"]["worker"][0]' in check.detail
         assert "ss -ltnp" in check.hint
-    assert cluster_settings.check_own_port(cluster, "TF_CONFIG").status == "ok"
+    assert cluster_settings.check_own_port(cluster).status == "ok"
 
 
 def test_addresses_that_cannot_work():
@@ -94,7 +94,7 @@ def test_addresses_that_cannot_work():
     check = cluster_settings.check_own_address(foreign)
     assert (check.status, "index" in check.hint) == ("warning", True)
     unknown = Cluster({"worker": ["no-such-host.invalid:1234"]}, "worker", 0)
-    check = cluster_settings.check_names(unknown, "TF_CONFIG")
+    check = cluster_settings.check_names(unknown)
     assert check.status == "failure"
     assert "no-such-host.invalid" in check.detail
 

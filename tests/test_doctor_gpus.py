@@ -66,14 +66,14 @@ def test_a_driver_that_does_not_answer_says_so():
     assert "the driver: Driver/library version mismatch" in check.detail
     assert "restart" in check.hint
     never = threading.Event()
-    found = gpus.ask_driver(never.wait, 0.1)
+    found = gpus.query_driver(never.wait, 0.1)
     never.set()
     assert (found.gpus, found.fault) == ((), "no answer in 0.1 s")
 
 
 def test_an_environment_without_nvidias_module_is_examined_all_the_same(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = gpus.ask_driver()
+    found = gpus.query_driver()
     assert (found.gpus, "pynvml" in found.fault) == ((), True)
 
 
@@ -127,16 +127,16 @@ def test_a_gpu_that_computes_nothing_is_a_failure():
 
 
 def test_unlike_gpus_warn():
-    assert gpus.check_alike(pair(), {}).detail == "2 x Tesla T4 (15360 MiB)"
+    assert gpus.check_equal(pair(), {}).detail == "2 x Tesla T4 (15360 MiB)"
     mixed = [*pair(), Gpu(2, A100, memory_mib=81920)]
-    check = gpus.check_alike(mixed, {})
+    check = gpus.check_equal(mixed, {})
     assert check.status == "warning"
     assert "CUDA_DEVICE_ORDER" in check.hint
-    check = gpus.check_alike(mixed, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    check = gpus.check_equal(mixed, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert "CUDA_DEVICE_ORDER" not in check.hint
     smaller = [Gpu(0, T4, memory_mib=16384), Gpu(1, T4, memory_mib=8192)]
-    assert gpus.check_alike(smaller, {}).status == "warning"
-    assert gpus.check_alike([], {}).status == "unknown"
+    assert gpus.check_equal(smaller, {}).status == "warning"
+    assert gpus.check_equal([], {}).status == "unknown"
 
 
 def test_gpus_in_use_divided_or_for_one_process_warn():

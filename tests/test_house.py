@@ -15,6 +15,7 @@ PACKAGE = Path(tfmulti.__file__).parent
 ORDER = [
     "choices",
     "settings",
+    "marks",
     "sharding",
     "runtime",
     "cluster",
@@ -74,6 +75,16 @@ def test_private_names_of_keras_and_tensorflow_live_in_one_place():
     for path in FILES:
         found = [name for name in imports_of(path) if name.startswith(private)]
         assert not found or module_of(path) == "keras_compat", f"{path} uses {found}"
+
+
+def test_what_is_noted_on_objects_of_others_is_listed_in_one_place():
+    ours = ("marks", "keras_compat/replacement")
+    for path in FILES:
+        if str(path.relative_to(PACKAGE)).removesuffix(".py") not in ours:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            names = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+            noted = [name for name in names if name.startswith("tfmulti_")]
+            assert not noted, f"{path} sets or reads {noted}: use tfmulti.marks"
 
 
 def test_modules_and_functions_are_small():

@@ -138,7 +138,7 @@ def test_several_outputs_with_loss_weights():
     assert len(reference) == len(padded[0])
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """A train_step that averages by itself, or with a Keras loss, and never calls scale_loss."""
 
     def __init__(self, loss_fn):
@@ -172,7 +172,7 @@ class OwnStep(keras.Model):
     ids=["by itself", "a Keras loss"],
 )
 def test_a_train_step_without_scale_loss(loss_fn):
-    assert_one_devices_result(lambda: OwnStep(loss_fn), rows()[:2], loss="mse")
+    assert_one_devices_result(lambda: CustomStep(loss_fn), rows()[:2], loss="mse")
 
 
 def test_a_bare_optimizer_keeps_keras_scaling():

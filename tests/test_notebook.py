@@ -250,7 +250,7 @@ def test_what_cannot_go_to_another_process_is_named():
     ):
         with pytest.raises(ValueError, match=rf"(?s)`function` must .* Received: .*{received}"):
             tfmulti.notebook_launch(function, 2)
-    with pytest.raises(RuntimeError, match=r"(?s)ValueError: What `function` returns .*lock"):
+    with pytest.raises(RuntimeError, match=r"(?s)ValueError: `function` must return .*lock"):
         tfmulti.notebook_launch(lambda: {"lock": threading.Lock()}, 1)
 
 

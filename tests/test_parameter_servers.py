@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfmulti
 from tfmulti.cluster import ClusterError, resolve_cluster
-from tfmulti.cluster.presence import GONE, SILENT, THERE, Presence, look_at
+from tfmulti.cluster.presence import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
@@ -104,19 +104,19 @@ def test_a_part_is_drawn_in_pieces_that_differ(monkeypatch, seed):
     def draw(part):
         given = keras.random.SeedGenerator(7) if seed == "generator" else seed
         initializer = keras.initializers.RandomNormal(stddev=2.0, seed=given)
-        pieces = partitioned._InPieces(initializer, part)
-        variable = tf.Variable(pieces((1000, 8), "float32"))
-        partitioned.fill_in_pieces(variable)
+        pieces = partitioned.Pieces()
+        variable = tf.Variable(pieces.initializer(initializer, part)((1000, 8), "float32"))
+        pieces.fill(variable)
+        # Only a variable that waits for its values gets them.
+        plain = tf.Variable(tf.ones((2, 2)))
+        pieces.fill(plain)
+        assert (plain.numpy() == 1).all()
         return variable.numpy()
 
     one, other = draw(0), draw(1)
     assert len(np.unique(one)) > 7900 and len(np.intersect1d(one, other)) < 100
     assert abs(one.mean()) < 0.1 and abs(one.std() - 2) < 0.1
     assert (one == draw(0)).all() == (seed is not None)
-    # Only a variable that waits for its values gets them.
-    plain = tf.Variable(tf.ones((2, 2)))
-    partitioned.fill_in_pieces(plain)
-    assert (plain.numpy() == 1).all()
 
 
 def test_a_row_beyond_the_table_is_an_error():
@@ -243,8 +243,8 @@ def test_a_task_is_lost_that_is_silent_for_long_and_is_back_once_it_answers():
 def test_what_listens_without_an_answer_is_silent():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert look_at(address, timeout_s=0.1) == SILENT
-    assert look_at(address, timeout_s=0.1) == GONE
+        assert probe(address, timeout_s=0.1) == SILENT
+    assert probe(address, timeout_s=0.1) == GONE
 
 
 PRELUDE = """

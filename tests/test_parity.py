@@ -128,8 +128,8 @@ def test_other_data_other_starts_and_other_steps_are_told(tmp_path):
 def test_workers_must_agree_bit_for_bit(tmp_path):
     one = write(tmp_path / "one", [([1, 2.0], 0.0), ([1, 2.0], 1.0)], [0.5], 0.5)
     other = write(tmp_path / "b", [([1, 2.0], 0.0), ([1, 2.0], 1.0 + 1e-16 + 4e-16)], [0.5], 0.5)
-    assert compare.first_unlike_workers([one, one]) is None
-    assert compare.first_unlike_workers([one, one, other]) == ("dense/bias", 1)
+    assert compare.first_differing_workers([one, one]) is None
+    assert compare.first_differing_workers([one, one, other]) == ("dense/bias", 1)
 
 
 def test_noise_is_measured_only_where_the_order_of_rows_means_nothing():

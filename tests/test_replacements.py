@@ -238,17 +238,17 @@ def test_a_strategy_that_is_gone_counts_no_more(monkeypatch):
     monkeypatch.setattr(replacement, "_strategies", type(replacement._strategies)())
     strategy = Gone()
     replacement.note_strategy(strategy)
-    assert replacement.while_one_is_there()
+    assert replacement.while_a_strategy_exists()
     del strategy
     gc.collect()
-    assert not replacement.while_one_is_there()
+    assert not replacement.while_a_strategy_exists()
 
 
 def test_a_launcher_is_ours_where_our_strategy_has_made_it():
     launcher = types.SimpleNamespace()
     assert not replacement.of_launcher(launcher)
     extended = types.SimpleNamespace(ops=types.SimpleNamespace(_launchers=[launcher]))
-    keras_compat.own_launchers(types.SimpleNamespace(extended=extended))
+    keras_compat.mark_launchers(types.SimpleNamespace(extended=extended))
     assert replacement.of_launcher(launcher)
 
 

@@ -44,7 +44,7 @@ EXACT = {
     "an own layer": dict(make=lambda: dense(cases.Scale()), loss="mse"),
     "a counting layer": dict(make=lambda: dense(cases.CountSteps())),
     "a metric of sums": dict(make=dense, metrics=[cases.MeanError]),
-    "an own step": dict(make=cases.OwnStep),
+    "an own step": dict(make=cases.CustomStep),
     "two optimizers": dict(make=cases.Pair),
     "gradients of nothing": dict(
         make=lambda: dense(layers.BatchNormalization(synchronized=True)),
@@ -76,7 +76,7 @@ def test_no_false_alarm(name, num_replicas):
 
 
 def of_gradients(change):
-    return lambda: cases.OwnStep(change)
+    return lambda: cases.CustomStep(change)
 
 
 def clip(gradients):
@@ -115,15 +115,15 @@ TOLD = {
         "add_loss that sums over the batch, in AddPerRow",
     ),
     "a step's sum": (
-        dict(make=lambda: cases.OwnStep(loss=cases.sum_of_squares)),
+        dict(make=lambda: cases.CustomStep(loss=cases.sum_of_squares)),
         "a step that sums over the batch, in train_step",
     ),
     "a number of replicas": (
-        dict(make=lambda: cases.OwnStep(loss=cases.scaled)),
+        dict(make=lambda: cases.CustomStep(loss=cases.scaled)),
         "a step that depends on the number of replicas, in train_step",
     ),
     "a step's negatives": (
-        dict(make=lambda: cases.OwnStep(loss=cases.negatives)),
+        dict(make=lambda: cases.CustomStep(loss=cases.negatives)),
         "a step that depends on the whole batch at once, in train_step",
     ),
     "negatives": (
@@ -279,7 +279,7 @@ def test_predict_is_verified():
     assert model.predict(cases.rows()[0], batch_size=8, verbose=0).shape == (cases.NUM_ROWS, 2)
 
 
-class OwnNoise(layers.Layer):
+class CustomNoise(layers.Layer):
     def call(self, x, training=False):
         if not training:
             return x
@@ -289,7 +289,7 @@ class OwnNoise(layers.Layer):
 
 def test_random_numbers_that_cannot_be_fixed_are_told_once():
     strategy = create_strategy()
-    model = compile_in(strategy, lambda: dense(OwnNoise()))
+    model = compile_in(strategy, lambda: dense(CustomNoise()))
     with pytest.warns(UserWarning, match="not verified: random") as caught:
         model.fit(*cases.rows(), batch_size=8, verbose=0)
         model.fit(*cases.rows(), batch_size=8, verbose=0)

@@ -122,8 +122,8 @@ class MeanError(keras.metrics.Metric):
         return ops.divide_no_nan(self.total, self.count)
 
 
-class OwnStep(keras.Model):
-    """A `train_step` of the user's own; `change` does something with its gradients."""
+class CustomStep(keras.Model):
+    """A custom `train_step`; `change` does something with its gradients."""
 
     def __init__(self, change=lambda gradients: gradients, loss=squares):
         super().__init__()
@@ -173,7 +173,7 @@ class Pair(keras.Model):
         return {"mean_loss": self.mean_loss.result()}
 
 
-class WithFunction(OwnStep):
+class WithFunction(CustomStep):
     """Its inner `tf.function` reads the number of replicas, and is traced in training too."""
 
     def __init__(self):
@@ -191,7 +191,7 @@ class WithFunction(OwnStep):
         return super().train_step((self.factor(x), y))
 
 
-class WithNet(OwnStep):
+class WithNet(CustomStep):
     def __init__(self, net):
         super().__init__()
         self.net = net
@@ -224,7 +224,7 @@ def scaled(y, prediction):
     return mean_of_squares(y, prediction) / number
 
 
-class Adversarial(OwnStep):
+class Adversarial(CustomStep):
     """Rows are moved along the gradient of a mean, which depends on how many rows there are."""
 
     def train_step(self, data):
@@ -241,7 +241,7 @@ class AdversarialOfRows(Adversarial):
     reduce = staticmethod(tf.reduce_sum)
 
 
-class Bank(OwnStep):
+class Bank(CustomStep):
     def __init__(self):
         super().__init__()
         self.bank = self.add_weight(shape=(9, 2), initializer="zeros", trainable=False)
@@ -251,13 +251,13 @@ class Bank(OwnStep):
         return super().train_step(data)
 
 
-class CountRows(OwnStep):
+class CountRows(CustomStep):
     def train_step(self, data):
         logs = super().train_step(data)
         return {**logs, "rows": tf.cast(tf.shape(data[0])[0], tf.float32)}
 
 
-class Total(OwnStep):
+class Total(CustomStep):
     def __init__(self):
         super().__init__()
         self.total = keras.metrics.Sum(name="total")
@@ -272,7 +272,7 @@ class Total(OwnStep):
         return {"total": self.total.result()}
 
 
-class CentredPrediction(OwnStep):
+class CentredPrediction(CustomStep):
     def predict_step(self, data):
         prediction = self(data[0] if isinstance(data, tuple) else data)
         return prediction - tf.reduce_mean(prediction, axis=0)

@@ -1,8 +1,9 @@
-"""Dataclass fields that become flags, with the constraints of their values."""
+"""Dataclass fields that become flags, and the constraints of settings and arguments."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 
 def setting(default, text: str, choices=None, at_least=None, word=None):
@@ -34,13 +35,57 @@ def _check_value(field, value):
             f"`{field.name}` must be a whole number or {word!r}. "
             f"Received: {field.name}={value!r}. Use for example 32."
         )
-    if choices and value not in choices:
-        raise ValueError(
-            f"`{field.name}` must be one of {', '.join(choices)}. "
-            f"Received: {field.name}={value!r}. See --help."
-        )
+    if choices:
+        check_choice(field.name, value, choices, "See --help.")
     if at_least is not None and not value >= at_least:
         raise ValueError(
             f"`{field.name}` must be at least {at_least}. "
             f"Received: {field.name}={value!r}. Use a larger number."
+        )
+
+
+def check_choice(name: str, value, choices: Sequence[str | None], advice: str) -> None:
+    """Raises ValueError for an argument that is none of its choices.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        choices: All valid values; None as the first one makes it optional.
+        advice: What to do, the last part of the message.
+
+    >>> check_choice("shard", "slots", (None, "state"), "Use 'state'.")
+    Traceback (most recent call last):
+    ValueError: `shard` must be None or one of state. Received: shard='slots'. Use 'state'.
+    """
+    if value in choices:
+        return
+    optional = "None or " if choices[0] is None else ""
+    names = ", ".join(each for each in choices if each is not None)
+    raise ValueError(
+        f"`{name}` must be {optional}one of {names}. Received: {name}={value!r}. {advice}"
+    )
+
+
+def check_whole_number(
+    name: str, value, advice: str, at_least: int = 1, optional: bool = False
+) -> None:
+    """Raises ValueError for an argument that is no whole number, or too small.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        advice: What to do, the last part of the message.
+        at_least: The smallest valid number.
+        optional: Whether None is valid.
+
+    >>> check_whole_number("epochs", 0.5, "Use for example 3.")
+    Traceback (most recent call last):
+    ValueError: `epochs` must be a whole number from 1. Received: epochs=0.5. Use for example 3.
+    """
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < at_least:
+        raise ValueError(
+            f"`{name}` must be {'None or ' if optional else ''}a whole number from {at_least}. "
+            f"Received: {name}={value!r}. {advice}"
         )

@@ -12,6 +12,8 @@ import functools
 
 import numpy as np
 
+from tfmulti.settings import check_choice, check_whole_number
+
 REMAINDERS = ("uneven", "pad", "drop", "repeat_first")
 
 # Padding rows have weight -0.0. The sign distinguishes them from a zero weight of the user, which
@@ -95,18 +97,16 @@ class ShardPlan:
     steps: int | None = None
 
     def __post_init__(self):
-        check_remainder(self.remainder)
+        advice = "Use 'uneven' to keep every example once."
+        check_choice("remainder", self.remainder, REMAINDERS, advice)
         check_batch_size(self.global_batch_size, self.num_replicas)
         if self.num_examples < 1:
             raise ValueError(
                 "A dataset must hold at least one example. "
                 f"Received: num_examples={self.num_examples}. Check the split and its filters."
             )
-        if self.steps is not None and (not hasattr(self.steps, "__index__") or self.steps < 1):
-            raise ValueError(
-                "`steps_per_epoch` must be a whole number from 1. "
-                f"Received: steps_per_epoch={self.steps!r}. Leave it out for one pass an epoch."
-            )
+        advice = "Leave it out for one pass an epoch."
+        check_whole_number("steps_per_epoch", self.steps, advice, optional=True)
         if self.remainder == "drop" and self.num_examples < self.global_batch_size:
             raise ValueError(
                 '`remainder="drop"` keeps whole batches only, and there is none. '
@@ -201,22 +201,9 @@ def _cached_order(num_examples: int, seed: int | None, number: int) -> np.ndarra
     return order
 
 
-def check_remainder(remainder: str) -> None:
-    """Raises ValueError unless `remainder` is one of `REMAINDERS`."""
-    if remainder not in REMAINDERS:
-        raise ValueError(
-            f"`remainder` must be one of {', '.join(REMAINDERS)}. "
-            f"Received: remainder={remainder!r}. Use 'uneven' to keep every example once."
-        )
-
-
 def check_batch_size(global_batch_size: int, num_replicas: int) -> None:
     """Raises ValueError unless it is a whole number that gives every replica a row."""
-    if isinstance(global_batch_size, bool) or not hasattr(global_batch_size, "__index__"):
-        raise ValueError(
-            "`global_batch_size` must be a whole number, the examples of a step over all replicas. "
-            f"Received: global_batch_size={global_batch_size!r}. Use for example 64."
-        )
+    check_whole_number("global_batch_size", global_batch_size, "Use for example 64.")
     if global_batch_size < num_replicas:
         raise ValueError(
             "`global_batch_size` must be at least the number of replicas. "

@@ -28,7 +28,7 @@ IN_EVERY_RUN = [
     "padded, with weights of its own",
     "global_clipnorm",
     "one replica overflows, as compile() has it",
-    "optimizer of the user's own",
+    "custom optimizer",
     "gradients sent as bfloat16",
     "loss that gives one number",
     "batch normalization, each its own",

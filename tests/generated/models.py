@@ -7,7 +7,7 @@ import functools
 import keras
 import tensorflow as tf
 from conformance.guarantee import TOLD, Guarantee
-from conformance.guarantees import common, own_losses, own_metrics, row_state
+from conformance.guarantees import common, custom_losses, custom_metrics, row_state
 from keras import layers, ops
 
 from generated import steps
@@ -91,8 +91,8 @@ LAYERS = {
     "BatchNormalization, frozen": lambda: [frozen()],
     "BatchNormalization, synchronized": lambda: [synchronized()],
     "running mean": lambda: [row_state.RunningMean()],
-    "add_loss of a mean": lambda: [own_losses.MeanPenalty()],
-    "add_loss of a sum": lambda: [own_losses.SumPenalty()],
+    "add_loss of a mean": lambda: [custom_losses.MeanPenalty()],
+    "add_loss of a sum": lambda: [custom_losses.SumPenalty()],
     "activity regularizer": lambda: [regularized()],
     "centred": lambda: [row_state.Centred()],
 }
@@ -124,7 +124,7 @@ def squares_masked(y_true, y_pred):
     return tf.math.divide_no_nan(squares, ops.sum(mask))
 
 
-class Surest(own_metrics.Own):
+class Surest(custom_metrics.CustomMetric):
     """The largest output of an epoch."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
@@ -143,24 +143,24 @@ LOSSES = {
     # A sum over rows needs small steps to stay in bounds.
     "Huber, sum": lambda: keras.losses.Huber(0.01, reduction="sum"),
     "squares by rows": lambda: squares_by_rows,
-    "squares, one number": lambda: own_losses.mean_square,
-    "squares, compute_average_loss": lambda: own_losses.averaged_over_all,
-    "root of mean squares": lambda: own_losses.root_mean_square,
+    "squares, one number": lambda: custom_losses.mean_square,
+    "squares, compute_average_loss": lambda: custom_losses.averaged_over_all,
+    "root of mean squares": lambda: custom_losses.root_mean_square,
     "squares, masked": lambda: squares_masked,
 }
 METRICS = {
     "accuracy": lambda: "accuracy",
     "weighted accuracy": lambda: keras.metrics.SparseCategoricalAccuracy(name="weighted"),
     "top 2": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2, name="top"),
-    "perplexity": own_metrics.Perplexity,
+    "perplexity": custom_metrics.Perplexity,
     "mae": lambda: "mae",
     "weighted mae": lambda: keras.metrics.MeanAbsoluteError(name="weighted"),
     "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
     "surest": lambda: Surest("surest"),
-    "largest": lambda: own_metrics.Largest("largest"),
-    "batches": lambda: own_metrics.Batches("batches"),
-    "moving average": lambda: own_metrics.Moving("moving"),
-    "total of means": lambda: own_metrics.TotalOfMeans("total"),
+    "largest": lambda: custom_metrics.Largest("largest"),
+    "batches": lambda: custom_metrics.Batches("batches"),
+    "moving average": lambda: custom_metrics.Moving("moving"),
+    "total of means": lambda: custom_metrics.TotalOfMeans("total"),
 }
 # A gradient that is 0 but for rounding stays small beside this epsilon.
 ADAM = {"learning_rate": 0.01, "epsilon": 1e-3}

@@ -1,4 +1,4 @@
-"""Steps of the user's own, around a network."""
+"""Custom steps, around a network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keras import ops
 
 
 class Around(keras.Model):
-    """A model of the user's own around a network."""
+    """A custom model around a network."""
 
     def __init__(self, net):
         super().__init__()
@@ -27,8 +27,8 @@ class WithLoss(Around):
         return loss + 0.1 * ops.mean(ops.square(y_pred))
 
 
-class Own(Around):
-    """A step of the user's own; others change what it does to the loss and the gradients."""
+class CustomStep(Around):
+    """A custom step; others change what it does to the loss and the gradients."""
 
     def train_step(self, data):
         return self.own_step(data)
@@ -58,24 +58,24 @@ class Own(Around):
         self.optimizer.apply_gradients(zip(gradients, variables))
 
 
-class ByTheBook(Own):
+class ByTheBook(CustomStep):
     def scaled(self, loss):
         return self.optimizer.scale_loss(loss)
 
 
-class Compiled(Own):
+class Compiled(CustomStep):
     @tf.function
     def train_step(self, data):
         return self.own_step(data)
 
 
-class Partial(Own):
+class Partial(CustomStep):
     def __init__(self, net):
         super().__init__(net)
         self.train_step = functools.partial(type(self).own_step, self)
 
 
-class TwoOptimizers(Own):
+class TwoOptimizers(CustomStep):
     def keep(self, first, second):
         self.first, self.second = first, second
 
@@ -97,20 +97,20 @@ class TwoInDict(TwoOptimizers):
         return self.held["body"], self.held["head"]
 
 
-class Clipped(Own):
+class Clipped(CustomStep):
     def update(self, gradients, variables):
         gradients, _ = tf.clip_by_global_norm(gradients, 0.2)
         super().update(gradients, variables)
 
 
-class Summed(Own):
+class Summed(CustomStep):
     def loss_of(self, x, y, output, weights):
         return 0.01 * tf.reduce_sum(tf.square(output - tf.cast(tf.reshape(y, (-1, 1)), "float32")))
 
 
 STEPS = {
     "stock": None,
-    "own": Own,
+    "own": CustomStep,
     "own, by the book": ByTheBook,
     "own, under tf.function": Compiled,
     "own, a partial": Partial,

@@ -236,8 +236,8 @@ def dice_reference():
     return [np.array(v) for v in floats(models[0])]
 
 
-class OwnStep(keras.Model):
-    """A step of the user's own, which clips by itself, and updates two parts with an optimizer."""
+class CustomStep(keras.Model):
+    """A custom step, which clips by itself, and updates two parts with an optimizer."""
 
     def __init__(self):
         super().__init__()
@@ -267,7 +267,7 @@ def numbers():
 
 def own_model(optimizer):
     keras.utils.set_random_seed(1)
-    model = OwnStep()
+    model = CustomStep()
     model(np.zeros((1, 5)))
     model.compile(optimizer)
     optimizer.build(model.trainable_variables)
@@ -286,7 +286,7 @@ def two_optimizers(optimizer, wrap=lambda optimizer: optimizer):
 
 
 def own_reference(how, num_workers=2, every=4):
-    """What the step of the user's own gives, by TensorFlow without a strategy.
+    """What the custom step gives, by TensorFlow without a strategy.
 
     Args:
         how: How losses are averaged, as in `own_steps`.
@@ -334,7 +334,7 @@ MEANS = {"by number": by_number, "gathered": gathered}
 
 
 def own_steps(strategy, folder, name):
-    """A step of the user's own: in a graph, several in one call, eagerly, with other means."""
+    """A custom step: in a graph, several in one call, eagerly, with other means."""
     seen = {}
     hows = {
         "graph": {},

@@ -116,7 +116,7 @@ def metric_variable(strategy, worker):
     return {"logs": logs, "history": history.history["last"], "evaluate": result}
 
 
-class OwnLogs(keras.Model):
+class CustomLogs(keras.Model):
     """Returns what it has computed by itself, and never updates the metric of that name."""
 
     def __init__(self):
@@ -147,7 +147,7 @@ class OwnLogs(keras.Model):
 def own_logs(strategy, worker):
     """Every batch's logs of a step of one's own: a number, a metric's result, a vector."""
     with strategy.scope():
-        model = OwnLogs()
+        model = CustomLogs()
         model.compile(tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     seen = []
     note = keras.callbacks.LambdaCallback(

@@ -145,7 +145,7 @@ def bounded(strategy, folder):
     return {"history": history.history, "counts": counts_of(model)}
 
 
-class Own(keras.Model):
+class CustomStep(keras.Model):
     """A step of its own, with batch normalization, dropout and a state that counts rows."""
 
     def __init__(self):
@@ -172,7 +172,7 @@ class Own(keras.Model):
 
 def own_step(strategy, folder):
     with strategy.scope():
-        model = Own()
+        model = CustomStep()
         model.compile(keras.optimizers.Adam(0.05), "mse")
     masks = []
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: masks.append(logs))

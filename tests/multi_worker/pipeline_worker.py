@@ -4,7 +4,6 @@ Prints a line of JSON with what each case saw. A case trains a model with copies
 stages, in the same process, in float64.
 """
 
-import contextlib
 import os
 import warnings
 
@@ -14,7 +13,8 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
-from own_steps import OwnStep, Penalized
+from comparison import WAYS, Comparison, apart, usual_loss
+from custom_steps import CustomStep, Penalized
 
 import tfmulti
 from tfmulti import topology
@@ -155,7 +155,7 @@ def scaled():
     return optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
 
 
-# Each has `model`, and `optimizer`, `pipeline` and `compile` where they are not the usual ones.
+# As `Comparison` takes them, and `pipeline`, settings.
 TRAINED = {
     "dense": {"model": dense},
     "skips": {"model": skips},
@@ -163,7 +163,13 @@ TRAINED = {
     "recurrent": {"model": recurrent, "x": WORDS},
     "convolutions": {"model": convolutions},
     "penalties": {"model": penalties},
-    "several": {"model": several, "x": {"a": NUMBERS, "b": WORDS}},
+    "several": {
+        "model": several,
+        "x": {"a": NUMBERS, "b": WORDS},
+        "y": {"class": CLASSES, "sum": NUMBERS[:, :1]},
+        "loss": lambda: {"class": usual_loss(), "sum": "mse"},
+        "metrics": None,
+    },
     "one micro-batch": {"model": dense, "pipeline": {"micro_batches": 1}},
     "more micro-batches than rows": {"model": dense, "pipeline": {"micro_batches": 40}},
     "few rows": {"model": dense, "global_batch_size": 5},
@@ -175,7 +181,7 @@ TRAINED = {
     "scaled": {"model": dense, "optimizer": scaled},
     "eager": {"model": dense, "compile": {"run_eagerly": True}},
     "several steps": {"model": dense, "compile": {"steps_per_execution": 2}},
-    "own step": {"model": lambda: stepping(OwnStep)},
+    "own step": {"model": lambda: stepping(CustomStep)},
     "gradients of inputs": {"model": lambda: stepping(OnNeighbors)},
     "two gradients": {"model": lambda: stepping(Sensitive)},
     "twins": {"model": twins},
@@ -188,100 +194,55 @@ TRAINED = {
 }
 
 
-def create(strategy, case, way, seed=1):
-    """Creates a model with copies of it, or in stages; created in parts, or as a whole."""
-    keras.utils.set_random_seed(seed)
-    in_parts = way == "created in parts"
-    with strategy.scope(), tfmulti.sharded_parameters() if in_parts else contextlib.nullcontext():
-        model = case.get("copies", case["model"])() if way == "copies" else case["model"]()
-        if way != "copies":
-            number = int(os.environ.get("STAGES", topology.num_workers(strategy)))
-            settings = {"stages": number, "micro_batches": 3, **case.get("pipeline", {})}
-            model = tfmulti.pipeline(model, **settings)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(
-            tfmulti.DistributedOptimizer(
-                case.get("optimizer", lambda: optimizers.SGD(0.1, momentum=0.9))(),
-                shard=None if way == "copies" else "parameters",
-            ),
-            {"class": loss, "sum": "mse"} if isinstance(case.get("x"), dict) else loss,
-            metrics=None if isinstance(case.get("x"), dict) else ["accuracy"],
-            **case.get("compile", {}),
-        )
-    return model
+def divide(strategy, model, case):
+    number = int(os.environ.get("STAGES", topology.num_workers(strategy)))
+    settings = {"stages": number, "micro_batches": 3, **case.get("pipeline", {})}
+    return tfmulti.pipeline(model, **settings)
+
+
+def held(model):
+    """The sharded weights, those of them that are here, and all weights."""
+    sharded = [v for v in model.variables if isinstance(v, ShardedParameter)]
+    return [len(sharded), sum(v.is_here for v in sharded), len(model.trainable_variables)]
+
+
+COMPARISON = Comparison(divide, held, NUMBERS, CLASSES)
+
+
+def create(strategy, case, way="stages"):
+    return COMPARISON.create(strategy, case, way)
 
 
 def batches(strategy, case):
-    x = case.get("x", NUMBERS)
-    y = {"class": CLASSES, "sum": NUMBERS[:, :1]} if isinstance(x, dict) else CLASSES
-    size = case.get("global_batch_size", 16)
-    return tfmulti.distribute_train((x, y), strategy, size, seed=3)
-
-
-def apart(one, other):
-    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+    return COMPARISON.batches(strategy, case)
 
 
 def trained(strategy, folder, name):
     """How far a model in stages is from copies of it."""
     keras.config.set_floatx("float64")
-    case, seen = TRAINED[name], {"weights": [], "history": [], "held": []}
-    copies = create(strategy, case, "copies")
-    expected = copies.fit(batches(strategy, case), epochs=2, verbose=0).history
-    for way in ("created in parts", "created as a whole")[: 2 if name == "dense" else 1]:
-        model = create(strategy, case, way)
-        found = model.fit(batches(strategy, case), epochs=2, verbose=0).history
-        seen["weights"].append(apart(copies, model))
-        apart_in = [abs(a - b) for key in expected for a, b in zip(expected[key], found[key])]
-        seen["history"].append(max(apart_in))
-        held = [v for v in model.variables if isinstance(v, ShardedParameter)]
-        seen["held"].append([len(held), sum(v.is_here for v in held)])
-    seen["total"] = len(model.trainable_variables)
-    return seen
+    return COMPARISON.train(strategy, TRAINED[name], WAYS if name == "dense" else WAYS[:1])
 
 
 def life(strategy, folder, name):
     """Evaluates, predicts, saves, and resumes in stages and from copies."""
     keras.config.set_floatx("float64")
-    case, seen = TRAINED["dense"], {}
-
-    def fitted(way, where, epochs=2, seed=1):
-        model, data = create(strategy, case, way, seed), batches(strategy, case)
-        checkpoint = tfmulti.callbacks.Checkpoint(folder / where, data)
-        model.fit(data, epochs=epochs, verbose=0, callbacks=[checkpoint])
-        return model
-
-    whole, copies = fitted("stages", "whole", 4), fitted("copies", "copies")
-    stages = fitted("stages", "stages")
-    rows = tfmulti.distribute_eval((NUMBERS, CLASSES), strategy, 16)
-    pairs = zip(copies.evaluate(rows, verbose=0), stages.evaluate(rows, verbose=0))
-    seen["evaluate"] = max(abs(a - b) for a, b in pairs)
-    predictions = [each.predict(NUMBERS, verbose=0) for each in (copies, stages)]
-    seen["predict"] = float(np.abs(predictions[0] - predictions[1]).max())
-    if topology.is_chief(strategy):
-        stages.save(folder / "model.keras")
-        loaded = keras.models.load_model(folder / "model.keras")
-        seen["file"] = float(np.abs(np.asarray(loaded(NUMBERS)) - predictions[0]).max())
-    for where in ("stages", "copies"):
-        seen[f"resumed from {where}"] = apart(whole, fitted("stages", where, 4, seed=9))
-    return seen
+    return COMPARISON.live(strategy, folder, TRAINED["dense"])
 
 
 def chosen_differences(strategy, folder, name):
     """Dropout and local batch normalization: what is told to differ, and still verified."""
     keras.config.set_floatx("float64")
     noisy = {"model": lambda: chain(layers.Dense(32), layers.Dropout(0.5), layers.Dense(16))}
-    model = create(strategy, noisy, "stages")
+    model = create(strategy, noisy)
     before = [v.numpy().tolist() for v in model.variables if v.name == "seed_generator_state"]
     model.fit(batches(strategy, noisy), epochs=1, verbose=0)
     after = [v.numpy().tolist() for v in model.variables if v.name == "seed_generator_state"]
     case = {"model": normalized}
-    plain = create(strategy, case, "stages")
-    recomputed = create(strategy, case | {"pipeline": {"checkpoint_activations": True}}, "stages")
+    plain = create(strategy, case)
+    recomputed = create(strategy, case | {"pipeline": {"checkpoint_activations": True}})
     for each in (plain, recomputed):
         each.fit(batches(strategy, case), epochs=2, verbose=0)
-    whole = create(strategy, case | {"pipeline": {"micro_batches": 1}}, "stages")
+    whole = create(strategy, case | {"pipeline": {"micro_batches": 1}})
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         whole.fit(batches(strategy, case), epochs=1, verbose=0)
@@ -326,11 +287,11 @@ def refusals(strategy, folder, name):
         return keras.Model(words, layers.Dense(3)(layers.Embedding(4, 3)(numbers)))
 
     def gathered():
-        model = create(strategy, {"model": lambda: chain(Centered(), layers.Dense(8))}, "stages")
+        model = create(strategy, {"model": lambda: chain(Centered(), layers.Dense(8))})
         model.fit(batches(strategy, {}), verbose=0)
 
     def penalized():
-        model = create(strategy, {"model": lambda: stepping(Penalized)}, "stages")
+        model = create(strategy, {"model": lambda: stepping(Penalized)})
         model.fit(batches(strategy, {}), verbose=0)
 
     return {

@@ -252,7 +252,7 @@ def settings(strategy, folder, name):
 
 
 def two_optimizers(strategy, folder, name):
-    """A step of the user's own, in which each optimizer updates a part of the model."""
+    """A custom step, in which each optimizer updates a part of the model."""
     models = []
     for shard in (None, "parameters"):
         keras.utils.set_random_seed(1)

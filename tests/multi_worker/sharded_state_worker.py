@@ -184,7 +184,7 @@ def skips(strategy, folder, name):
 
 
 def two_optimizers(strategy, folder, name):
-    """A step of the user's own, in which each optimizer updates a part of the model in turn."""
+    """A custom step, in which each optimizer updates a part of the model in turn."""
     weights = []
     for shard in (None, "state"):
         keras.utils.set_random_seed(1)

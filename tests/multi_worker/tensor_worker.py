@@ -4,7 +4,6 @@ Prints a line of JSON with what each case saw. A case trains a model with copies
 whose layers are split, in the same process, in float64.
 """
 
-import contextlib
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -13,7 +12,8 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
-from own_steps import OwnStep, Penalized
+from comparison import WAYS, Comparison, apart
+from custom_steps import CustomStep, Penalized
 
 import tfmulti
 from tfmulti import topology
@@ -161,7 +161,7 @@ def normalize_features(model):
     model.get_layer("wide").activation = keras.activations.softmax
 
 
-# Each has `model` and `layout`, and `optimizer`, `compile` and more where they are not the usual.
+# As `Comparison` takes them, and `layout`.
 TRAINED = {
     "column": {"model": mlp, "layout": {"wide/kernel": "column"}},
     "row": {"model": mlp, "layout": {"back": "row"}},
@@ -236,7 +236,7 @@ TRAINED = {
     "scaled": {"model": mlp, "layout": PAIR, "optimizer": scaled},
     "eager": {"model": mlp, "layout": PAIR, "compile": {"run_eagerly": True}},
     "several steps": {"model": mlp, "layout": PAIR, "compile": {"steps_per_execution": 2}},
-    "own step": {"model": lambda: stepping(OwnStep), "layout": PAIR},
+    "own step": {"model": lambda: stepping(CustomStep), "layout": PAIR},
     "unreduced": {"model": lambda: stepping(Unreduced), "layout": PAIR},
     "second derivatives": {"model": lambda: stepping(Penalized), "layout": PAIR},
     "recomputed": {
@@ -247,36 +247,9 @@ TRAINED = {
 }
 
 
-def create(strategy, case, way, seed=1):
-    """Creates a model with copies of it, or with layers that are split; in parts or as a whole."""
-    keras.utils.set_random_seed(seed)
-    in_parts = way == "created in parts"
-    with strategy.scope(), tfmulti.sharded_parameters() if in_parts else contextlib.nullcontext():
-        model = case["model"]()
-        if way != "copies":
-            number = int(os.environ.get("GROUP", topology.num_workers(strategy)))
-            model = tfmulti.tensor_parallel(model, case["layout"], number)
-        case.get("later", lambda model: None)(model)
-        model.compile(
-            tfmulti.DistributedOptimizer(
-                case.get("optimizer", lambda: optimizers.SGD(0.1, momentum=0.9))(),
-                shard=None if way == "copies" else "parameters",
-            ),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            **case.get("compile", {}),
-        )
-    return model
-
-
-def batches(strategy, case):
-    size = case.get("global_batch_size", 16)
-    return tfmulti.distribute_train((case.get("x", NUMBERS), CLASSES), strategy, size, seed=3)
-
-
-def apart(one, other):
-    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+def divide(strategy, model, case):
+    number = int(os.environ.get("GROUP", topology.num_workers(strategy)))
+    return tfmulti.tensor_parallel(model, case["layout"], number)
 
 
 def held(model):
@@ -287,47 +260,20 @@ def held(model):
     return [sum(here), sum(int(np.prod(v.shape)) for v in parts), len(slots)]
 
 
+COMPARISON = Comparison(divide, held, NUMBERS, CLASSES)
+
+
 def trained(strategy, folder, name):
     """How far a model whose layers are split is from copies of it."""
     keras.config.set_floatx(os.environ.get("FLOATX", "float64"))
-    case, seen = TRAINED[name], {"weights": [], "history": [], "held": []}
-    copies = create(strategy, case, "copies")
-    expected = copies.fit(batches(strategy, case), epochs=2, verbose=0).history
-    for way in ("created in parts", "created as a whole")[: 2 if name == "both" else 1]:
-        model = create(strategy, case, way)
-        found = model.fit(batches(strategy, case), epochs=2, verbose=0).history
-        seen["weights"].append(apart(copies, model))
-        apart_in = [abs(a - b) for key in expected for a, b in zip(expected[key], found[key])]
-        seen["history"].append(max(apart_in))
-        seen["held"].append(held(model))
-    return seen
+    return COMPARISON.train(strategy, TRAINED[name], WAYS if name == "both" else WAYS[:1])
 
 
 def life(strategy, folder, name):
     """Evaluates, predicts, saves, and resumes split and from copies."""
     keras.config.set_floatx("float64")
     strategy.verify = "never"
-    case, seen = TRAINED["everything"] | {"optimizer": adam()}, {}
-
-    def fitted(way, where, epochs=2, seed=1):
-        model, data = create(strategy, case, way, seed), batches(strategy, case)
-        checkpoint = tfmulti.callbacks.Checkpoint(folder / where, data)
-        model.fit(data, epochs=epochs, verbose=0, callbacks=[checkpoint])
-        return model
-
-    whole, copies = fitted("split", "whole", 4), fitted("copies", "copies")
-    split = fitted("split", "split")
-    rows = tfmulti.distribute_eval((WORDS, CLASSES), strategy, 16)
-    pairs = zip(copies.evaluate(rows, verbose=0), split.evaluate(rows, verbose=0))
-    seen["evaluate"] = max(abs(a - b) for a, b in pairs)
-    predictions = [each.predict(WORDS, verbose=0) for each in (copies, split)]
-    seen["predict"] = float(np.abs(predictions[0] - predictions[1]).max())
-    if topology.is_chief(strategy):
-        split.save(folder / "split.keras")
-        copies.save(folder / "copies.keras")
-    for where in ("split", "copies"):
-        seen[f"resumed from {where}"] = apart(whole, fitted("split", where, 4, seed=9))
-    return seen
+    return COMPARISON.live(strategy, folder, TRAINED["everything"] | {"optimizer": adam()})
 
 
 def halves(strategy, folder, name):
@@ -335,9 +281,9 @@ def halves(strategy, folder, name):
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("mixed_bfloat16")
     case = TRAINED["attention"] | {"optimizer": lambda: optimizers.SGD(0.1)}
-    models = [create(strategy, case, way) for way in ("copies", "split")]
+    models = [COMPARISON.create(strategy, case, way) for way in ("copies", "split")]
     for model in models:
-        model.fit(batches(strategy, case), epochs=2, verbose=0)
+        model.fit(COMPARISON.batches(strategy, case), epochs=2, verbose=0)
     keras.config.set_dtype_policy("float32")
     return {"weights": apart(*models)}
 

@@ -49,7 +49,7 @@ def test_stages_give_the_result_of_copies(fast, name):
 @needs_mpi
 def test_each_worker_holds_the_weights_of_its_stage_alone(fast):
     for one, other in zip(*(each["dense"]["held"] for each in fast)):
-        assert one[0] == other[0] == fast[0]["dense"]["total"]
+        assert one[0] == other[0] == one[2]
         assert 0 < one[1] < one[0] and one[1] + other[1] == one[0]
 
 
@@ -81,7 +81,7 @@ def test_every_model_and_setting_gives_the_result_of_copies(slow, name):
 def test_evaluates_predicts_saves_and_resumes(slow):
     for each in (worker_seen["life"] for worker_seen in slow):
         assert max(each.values()) < 1e-12, each
-        assert each["resumed from stages"] == 0.0
+        assert each["resumed from divided"] == 0.0
 
 
 @pytest.mark.slow

@@ -91,9 +91,10 @@ def test_evaluates_predicts_saves_and_resumes(run_workers, tmp_path):
     seen = run(run_workers, tmp_path, ["life"])
     for each in (worker_seen["life"] for worker_seen in seen):
         assert max(each.values()) < 1e-12, each
-        assert each["resumed from split"] == 0.0
-    split, copies = (keras.models.load_model(tmp_path / f"{x}.keras") for x in ("split", "copies"))
-    one, other = ([*each.variables, *each.optimizer.variables] for each in (split, copies))
+        assert each["resumed from divided"] == 0.0
+    names = ("divided", "copies")
+    divided, copies = (keras.models.load_model(tmp_path / f"{name}.keras") for name in names)
+    one, other = ([*each.variables, *each.optimizer.variables] for each in (divided, copies))
     for found, expected in zip(one, other, strict=True):
         np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=1e-12)
 

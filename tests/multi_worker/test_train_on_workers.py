@@ -109,7 +109,7 @@ def data():
     y = x["a"].sum(1) - x["b"].sum(1)
     return (x, y), (x, y)
 
-class Own(keras.Model):
+class CustomStep(keras.Model):
     def __init__(self):
         super().__init__()
         self.dense = keras.layers.Dense(1)
@@ -141,7 +141,7 @@ class Own(keras.Model):
 def model(train):
     # Another seed on every worker must not matter.
     keras.utils.set_random_seed(random.SystemRandom().randrange(2**31))
-    own = Own()
+    own = CustomStep()
     own.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), keras.losses.MeanSquaredError())
     return own
 """

@@ -21,7 +21,7 @@ def main():
     said = {}
     for name, make, loss, metrics in (
         ("right", cases.dense, cases.squares, [cases.MeanError]),
-        ("own step", cases.OwnStep, "mse", []),
+        ("own step", cases.CustomStep, "mse", []),
         ("wrong loss", cases.dense, cases.root_of_mean, []),
         ("wrong state", lambda: cases.dense(cases.RunningMean()), "mse", []),
         ("wrong metric", cases.dense, "mse", [cases.Largest]),

@@ -82,7 +82,7 @@ class BenchConfig:
         given = getattr(self, flag)
         if given is not None and not set(_split(given)) <= set(known):
             raise ValueError(
-                f"`{flag}` must be of {', '.join(known)}, with commas between. "
+                f"`{flag}` must be some of {', '.join(known)}, separated by commas. "
                 f"Received: {flag}={given!r}. Use for example --{flag} {example}."
             )
 

@@ -23,7 +23,7 @@ from tfmulti.bench.worker import INDEX, PIPES
 from tfmulti.launch.group import Group
 from tfmulti.launch.logs import Ended, log_tail, open_logs
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _END_S = 15.0
 
 
@@ -126,13 +126,13 @@ class Job:
         limit = time.monotonic() + self._timeout_s
         while len(lines) < len(self._answers):
             waiting = [file for file in self._answers if file not in lines]
-            for file in select.select(waiting, [], [], _LOOK_S)[0]:
+            for file in select.select(waiting, [], [], _POLL_S)[0]:
                 if line := file.readline():
                     lines[file] = line
                 else:
                     # It has closed the pipe, and exits soon; then its log is complete.
                     limit = min(limit, time.monotonic() + _END_S)
-                    time.sleep(_LOOK_S)
+                    time.sleep(_POLL_S)
             self._check(limit, what)
         return [json.loads(lines[file]) for file in self._answers]
 
@@ -154,13 +154,13 @@ class Job:
         with contextlib.suppress(queue.Empty):
             ended = self._ended.get_nowait()
             raise JobFailed(
-                self._last_words(ended.index) or f"process {ended.index} {ended.describe()}"
+                self._last_output(ended.index) or f"process {ended.index} {ended.describe()}"
             )
         if time.monotonic() > limit:
-            words = self._last_words()
+            words = self._last_output()
             raise JobFailed(f"no answer within {self._timeout_s:g} s {what}\n{words}".strip())
 
-    def _last_words(self, first: int = 0) -> str:
+    def _last_output(self, first: int = 0) -> str:
         for index in sorted(self._logs, key=lambda index: index != first):
             words = log_tail(self._logs[index].since_start())
             if words.strip():

@@ -1,4 +1,4 @@
-"""Tells a result: tables for the terminal and in Markdown, bench.json, bench.csv."""
+"""Reports a result: tables for the terminal and in Markdown, bench.json, bench.csv."""
 
 from __future__ import annotations
 

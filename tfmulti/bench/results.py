@@ -1,4 +1,4 @@
-"""Makes figures of times: summaries, the parts of a step, rows; describes the machine."""
+"""Summarizes measured times: medians, the parts of a step, rows; describes the machine."""
 
 from __future__ import annotations
 

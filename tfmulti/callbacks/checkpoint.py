@@ -134,7 +134,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch, self._last_batch = epoch, -1
         if self._dataset is not None:
             self._last_batch += resuming.steps_done(self._dataset)
-        self._stop_if_told()
+        self._stop_if_requested()
 
     def on_train_batch_begin(self, batch, logs=None):
         """Sends this worker's requests to the others with the next step."""
@@ -155,7 +155,7 @@ class Checkpoint(keras.callbacks.Callback):
         if due or told:
             self._save(self._epoch, begun=True, within_epoch=True)
             self._requests.clear("save")
-        self._stop_if_told()
+        self._stop_if_requested()
 
     def on_epoch_end(self, epoch, logs=None):
         """Ends if all workers have agreed to stop and there is no dataset with a position."""
@@ -175,7 +175,7 @@ class Checkpoint(keras.callbacks.Callback):
             return False
         return self._clock() - self._last_time >= self._every_minutes * 60
 
-    def _stop_if_told(self):
+    def _stop_if_requested(self):
         if self._requests.agreed("stop") and self._dataset is not None:
             self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()

@@ -11,6 +11,7 @@ from absl import logging
 
 from tfmulti import keras_compat
 from tfmulti.choices import ON_NONFINITE
+from tfmulti.settings import check_choice
 from tfmulti.step import finite
 
 _STEPS_BETWEEN_LOOKS_AT_A_GPU = 10
@@ -44,11 +45,7 @@ class NonFinite(keras.callbacks.Callback):
 
     def __init__(self, action: str = "stop", print_fn: Callable[[str], None] = logging.warning):
         super().__init__()
-        if action not in ON_NONFINITE:
-            raise ValueError(
-                f"`action` must be one of {', '.join(ON_NONFINITE)}. "
-                f"Received: action={action!r}. Use 'stop' to end with an error."
-            )
+        check_choice("action", action, ON_NONFINITE, "Use 'stop' to end with an error.")
         self._action, self._print_fn, self._guard = action, print_fn, None
         self.skipped = 0
 

@@ -67,13 +67,13 @@ class Devices(keras.callbacks.Callback):
         super().__init__()
         if interval_s <= 0:
             raise ValueError(
-                "`interval_s` must be more than 0. "
+                "`interval_s` must be above 0. "
                 f"Received: interval_s={interval_s}. Use for example 1.0."
             )
         self._folder = None if folder is None else Path(folder)
         self._print_fn, self._interval_s, self._given = print_fn, interval_s, readers
         self._sampler: hardware.Sampler | None = None
-        self._told_of_missing = False
+        self._has_reported_missing = False
         self.readings: dict[str, float] = {}
         self.imbalance: str | None = None
 
@@ -89,7 +89,7 @@ class Devices(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Reports the previous epoch, and discards the samples between the epochs."""
-        self._tell_of_epoch()
+        self._report_epoch()
         self._sampler.take()
         if self._folder is not None and self._table is None:
             self._open_files(epoch)
@@ -110,7 +110,7 @@ class Devices(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Reports the last epoch, and ends the thread."""
-        self._tell_of_epoch()
+        self._report_epoch()
         self._stop()
         if self._writer is not None:
             self._writer.close()
@@ -125,10 +125,10 @@ class Devices(keras.callbacks.Callback):
         told = [missing] if missing else []
         if no_gpu is not None and tf.config.list_physical_devices("GPU"):
             told.append(f"no GPU is read: {no_gpu}")
-        if not self._told_of_missing:
+        if not self._has_reported_missing:
             for line in told:
                 self._print_fn(line)
-        self._told_of_missing = True
+        self._has_reported_missing = True
         return readers
 
     def _open_files(self, epoch):
@@ -139,7 +139,7 @@ class Devices(keras.callbacks.Callback):
         with tf.init_scope(), tf.device("CPU:0"):
             self._writer = tf.summary.create_file_writer(str(self._folder / name))
 
-    def _tell_of_epoch(self):
+    def _report_epoch(self):
         """Reports an epoch; called when all workers have ended it and no bar is drawn."""
         if self._ended_epoch is None:
             return

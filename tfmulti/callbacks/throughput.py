@@ -1,4 +1,4 @@
-"""The one meter of speed, and the callback that adds what it measures to the logs."""
+"""Measures the throughput of training, and adds it to the logs."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Starts the clock, except in the first epoch, whose first call compiles."""
-        self._tell_line()
+        self._print_line()
         self._first_step, self._has_ended = steps_before(self._dataset), False
         self._meter.begin_epoch(epoch, self._first_step)
         self._waited, self._waited_before = None, self._seconds_waited() if self.steps else None
@@ -293,9 +293,9 @@ class Throughput(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Reports the last epoch."""
-        self._tell_line()
+        self._print_line()
 
-    def _tell_line(self):
+    def _print_line(self):
         # Not at the end of the epoch, when a progress bar's line is not ended.
         if self._line is not None:
             self._print_fn(self._line)

@@ -15,6 +15,7 @@ from tfmulti import checkpoint, keras_compat, topology
 from tfmulti.checkpoint import generations
 from tfmulti.checkpoint.state import Snapshot, metric_variables, put_back, restore, take_snapshot
 from tfmulti.runtime import command_line
+from tfmulti.settings import check_whole_number
 from tfmulti.strategies import coordination
 
 
@@ -35,14 +36,11 @@ class Run:
 
 def check_arguments(dataset, every_steps, every_minutes, keep) -> None:
     """Raises ValueError for invalid arguments of `Checkpoint`."""
-    for name, value, least in (("every_steps", every_steps, 1), ("keep", keep, 1)):
-        if value is not None and value < least:
-            raise ValueError(
-                f"`{name}` must be at least {least}. Received: {name}={value}. Use a larger number."
-            )
+    for name, value in (("every_steps", every_steps), ("keep", keep)):
+        check_whole_number(name, value, "Use a larger number.", optional=True)
     if every_minutes is not None and every_minutes <= 0:
         raise ValueError(
-            "`every_minutes` must be more than 0. "
+            "`every_minutes` must be above 0. "
             f"Received: every_minutes={every_minutes}. Use for example 10."
         )
     if dataset is None and (every_steps or every_minutes):
@@ -191,7 +189,7 @@ def resume(folder: Path, strategy, run: Run, print_fn: Callable[[str], None]) ->
         run.dataset.set_position(*state["position"])
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
     if state["num_replicas"] != strategy.num_replicas_in_sync:
-        _tell_what_differs(run.model, state["num_replicas"], strategy, print_fn)
+        _report_differences(run.model, state["num_replicas"], strategy, print_fn)
     return Resumed(state, tensors)
 
 
@@ -213,7 +211,7 @@ def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generat
     return found if chief else generations.latest_good(copies, print_fn)
 
 
-def _tell_what_differs(model, before, strategy, print_fn):
+def _report_differences(model, before, strategy, print_fn):
     causes = []
     if keras_compat.local_statistics(model):
         causes.append("unsynchronized batch normalization")

@@ -1,4 +1,4 @@
-"""Variables by which a launcher and its workers speak to one another.
+"""Environment variables by which a launcher and its workers communicate.
 
 `python -m tfmulti.launch` sets them; another launcher, or a manifest, may do the same.
 """

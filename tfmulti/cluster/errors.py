@@ -1,4 +1,4 @@
-"""The one error of the cluster, and the form of its message."""
+"""`ClusterError`, and the form of its message."""
 
 from __future__ import annotations
 

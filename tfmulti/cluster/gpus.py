@@ -1,4 +1,4 @@
-"""Which of a host's GPUs are a task's own, where the scheduler lets all tasks see the same ones."""
+"""Divides a host's GPUs among its tasks, if the scheduler lets every task see all of them."""
 
 from __future__ import annotations
 

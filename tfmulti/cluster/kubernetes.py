@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from tfmulti.cluster import environment
 from tfmulti.cluster.errors import variable_error
 from tfmulti.cluster.task import Cluster
-from tfmulti.cluster.variables import alone_here, read_first_port, read_number
+from tfmulti.cluster.variables import read_first_port, read_number, single_worker
 
 SOURCE = "Kubernetes"
 INDEX = "JOB_COMPLETION_INDEX"
@@ -52,7 +52,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
         )
     count = read_number(environ, environment.NUM_WORKERS, SOURCE, at_least=1)
     if count == 1:
-        return alone_here(SOURCE)
+        return single_worker(SOURCE)
     if index >= count:
         raise variable_error(
             environment.NUM_WORKERS,

@@ -1,4 +1,4 @@
-"""Addresses of tasks, and what the network must give before training starts."""
+"""Addresses of tasks, and checks of the network before training starts."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _parse_spec(value: object, allowed: tuple[str, ...], fail: Fail) -> dict[str
 
 def _spec_type_error(task_type: object, field: str, fail: Fail) -> ClusterError:
     if task_type == SERVER_TYPE:
-        rule = "must not be there: multi_worker trains without parameter servers"
+        rule = "must not be given: multi_worker trains without parameter servers"
         advice = (
             'Remove "ps": every "worker" keeps a copy of the variables; or choose the strategy '
             "parameter_server."

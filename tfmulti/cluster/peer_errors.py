@@ -1,4 +1,4 @@
-"""What an error of TensorFlow says of the other workers, in words that name them.
+"""Errors of TensorFlow that another worker has caused, rewritten so that they name it.
 
 TensorFlow's own text blames heartbeats or sockets, and names a task somewhere in the middle.
 """
@@ -71,7 +71,7 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
         return None
     unlike = [text.find(sign) for sign in _UNLIKE if sign in text]
     if unlike:
-        return PeerError(ERROR, _describe_unlike(text[min(unlike) :].splitlines()[0]))
+        return PeerError(ERROR, _describe_mismatch(text[min(unlike) :].splitlines()[0]))
     if REPORT in text:
         said = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
         reported = _REPORTED.search(text)
@@ -109,7 +109,7 @@ def _reason(text) -> str:
     return f"{found[0] if found else 'its connection has closed'}. Start all workers again."
 
 
-def _describe_unlike(line) -> str:
+def _describe_mismatch(line) -> str:
     return (
         "Workers must do the same steps with the same model. "
         f"Received: {line[:_MAX_LENGTH]} "

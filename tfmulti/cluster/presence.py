@@ -1,4 +1,4 @@
-"""Whether a task of TensorFlow is there: it listens, and it answers.
+"""Whether a task of TensorFlow is running: it listens, and it answers.
 
 A process that is frozen, or whose network is cut, still has a port that takes connections, and
 nothing that waits for it gets an error. A server of gRPC sends its settings to each new connection
@@ -28,10 +28,10 @@ THERE, SILENT, GONE = "there", "silent", "gone"
 
 def is_reachable(address: str) -> bool:
     """Whether a task listens at an address, and answers."""
-    return look_at(address) == THERE
+    return probe(address) == THERE
 
 
-def look_at(address: str, timeout_s: float = _CONNECT_S) -> str:
+def probe(address: str, timeout_s: float = _CONNECT_S) -> str:
     """Returns `THERE` for a task that answers, `SILENT` for one that does not, else `GONE`.
 
     Args:
@@ -54,36 +54,36 @@ def look_at(address: str, timeout_s: float = _CONNECT_S) -> str:
 
 
 class Presence:
-    """What was seen of a task, look by look.
+    """What was seen of a task at one check after another.
 
     Args:
         address: Its host and port.
-        look: Function of an address that returns what was seen.
+        probe_fn: Function of an address, as `probe`.
         clock: Returns seconds.
 
     Attributes:
         has_been_there: Whether it has ever answered.
 
     Example:
-        >>> presence = Presence("127.0.0.1:1", look=lambda address: GONE)
-        >>> [presence.look() for _ in range(3)]
+        >>> presence = Presence("127.0.0.1:1", probe_fn=lambda address: GONE)
+        >>> [presence.check() for _ in range(3)]
         [None, None, 'nothing listens there']
     """
 
     def __init__(
         self,
         address: str,
-        look: Callable[[str], str] = look_at,
+        probe_fn: Callable[[str], str] = probe,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.address = address
-        self._look, self._clock = look, clock
+        self._probe, self._clock = probe_fn, clock
         self._misses, self._silent_since = 0, None
         self.has_been_there = False
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Looks once more; returns why the task counts as lost, or None."""
-        return self.note(self._look(self.address))
+        return self.note(self._probe(self.address))
 
     def note(self, seen: str) -> str | None:
         """Notes what was seen; returns why the task counts as lost, or None."""

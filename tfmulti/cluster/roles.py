@@ -13,9 +13,24 @@ from tfmulti.cluster import environment
 from tfmulti.cluster.errors import variable_error
 from tfmulti.cluster.task import SERVER_TYPE, Cluster
 from tfmulti.cluster.variables import read_number
+from tfmulti.settings import check_whole_number
 
 NO_GPUS = ""
 """What CUDA_VISIBLE_DEVICES must be for a task that computes no steps."""
+
+
+def check_num_ps(num_ps: int | None, strategy: str) -> None:
+    """Raises ValueError for an invalid `num_ps`, and with a strategy that has no servers.
+
+    >>> check_num_ps(None, "mirrored"), check_num_ps(2, "parameter_server")
+    (None, None)
+    """
+    check_whole_number("num_ps", num_ps, "Use for example num_ps=1.", optional=True)
+    if num_ps is not None and strategy not in ("auto", "parameter_server"):
+        raise ValueError(
+            "`num_ps` can be used with parameter_server and auto only. Received: "
+            f"num_ps={num_ps}, and {strategy!r}. Use 'parameter_server', or leave num_ps out."
+        )
 
 
 def read_num_ps(environ: Mapping[str, str]) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from tfmulti.cluster.errors import show, variable_error
 from tfmulti.cluster.task import Cluster
-from tfmulti.cluster.variables import alone_here, read_first_port
+from tfmulti.cluster.variables import read_first_port, single_worker
 
 SOURCE = "SageMaker"
 _PORT = 2222
@@ -49,7 +49,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
             " SM_CURRENT_HOST and SM_RESOURCE_CONFIG.",
         )
     if len(hosts) == 1:
-        return alone_here(SOURCE)
+        return single_worker(SOURCE)
     port = read_first_port(environ, _PORT, 1, SOURCE)
     workers = [f"{host}:{port}" for host in hosts]
     return Cluster({"worker": workers}, "worker", hosts.index(here), SOURCE, names_come_late=True)

@@ -57,10 +57,9 @@ def find_cluster(
         _refuse_servers_of_mpi(environ, servers)
         found = from_tf_config(mpi.tf_config(), source=mpi.SOURCE)
         return dataclasses.replace(found, source=mpi.SOURCE)
-    for scheduler in (slurm, kubernetes, sagemaker):
-        find = scheduler.find_cluster
-        if scheduler is slurm:
-            find = functools.partial(find, num_ps=servers)
+    # Slurm's tasks share the GPUs of a host, and servers get none.
+    find_in_slurm = functools.partial(slurm.find_cluster, num_ps=servers)
+    for find in (find_in_slurm, kubernetes.find_cluster, sagemaker.find_cluster):
         cluster = find(environ)
         if cluster is not None:
             return roles.assign_roles(cluster, servers)

@@ -14,11 +14,11 @@ from tfmulti.cluster import gpus, roles
 from tfmulti.cluster.errors import ClusterError, variable_error
 from tfmulti.cluster.task import Cluster
 from tfmulti.cluster.variables import (
-    alone_here,
     expand_hosts,
     list_addresses,
     read_first_port,
     read_number,
+    single_worker,
 )
 
 SOURCE = "Slurm"
@@ -62,10 +62,10 @@ def find_cluster(
         return None
     if not is_step(environ):
         _check_alone(environ)
-        return alone_here(SOURCE)
+        return single_worker(SOURCE)
     hosts, tasks = _read_layout(environ)
     if sum(tasks) == 1:
-        return alone_here(SOURCE)
+        return single_worker(SOURCE)
     host = read_number(environ, "SLURM_NODEID", SOURCE)
     place = read_number(environ, "SLURM_LOCALID", SOURCE)
     if host >= len(hosts) or place >= tasks[host]:

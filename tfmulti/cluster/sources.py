@@ -87,11 +87,11 @@ def resolve_cluster(
     else:
         path = _check_path(tf_config)
         if os.path.isdir(path):  # Unlike Path.is_dir, it never raises.
-            asked = _ask_task(path, task_type, task_index, environ)
+            asked = _requested_task(path, task_type, task_index, environ)
             path = path / f"{asked['type']}_{asked['index']}.json"
         config, source = _read_file(path), f"the file {path}"
     cluster = from_tf_config(config, source=source, servers=servers)
-    _check_asked(cluster, asked, source)
+    _check_requested(cluster, asked, source)
     _check_servers(cluster, servers, num_ps)
     if check_network:
         _check_network(cluster, source, network_timeout, resolve_host)
@@ -169,7 +169,7 @@ def _list_files(folder: Path) -> str:
     return f"Files in {folder}: {', '.join(found) or 'none that ends in .json'}."
 
 
-def _ask_task(
+def _requested_task(
     folder: Path, task_type: str | None, task_index: int | None, environ: Mapping[str, str]
 ) -> dict[str, object]:
     kind = environ.get("TASK_TYPE", "worker") if task_type is None else task_type
@@ -196,7 +196,7 @@ def _ask_task(
     return {"type": kind, "index": index}
 
 
-def _check_asked(cluster: Cluster, asked: Mapping[str, object], source: str) -> None:
+def _check_requested(cluster: Cluster, asked: Mapping[str, object], source: str) -> None:
     task = {"type": cluster.task_type, "index": cluster.task_index}
     for key, value in asked.items():
         # Two files with the same task inside would start one worker twice and another never.

@@ -107,7 +107,7 @@ def read_first_port(environ: Mapping[str, str], default: int, num_ports: int, so
     return first
 
 
-def alone_here(source: str) -> Cluster:
+def single_worker(source: str) -> Cluster:
     """Returns a cluster of this process alone, at a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

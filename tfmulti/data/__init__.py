@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfmulti.data.audit import ShardAudit as ShardAudit
 from tfmulti.data.epochs import EpochDataset
 from tfmulti.data.sources import create_source
+from tfmulti.settings import check_whole_number
 from tfmulti.sharding import ShardPlan
 
 
@@ -62,7 +63,7 @@ def distribute_train(
     >>> int(train.cardinality()), train.position
     (3, (0, 0))
     """
-    check_seed(seed)
+    check_whole_number("seed", seed, "Use the same on every worker, such as 0.", at_least=0)
     source = create_source(data, shuffle_buffer)
     plan = ShardPlan(
         source.num_examples,
@@ -108,12 +109,3 @@ def distribute_eval(
         remainder=remainder,
     )
     return EpochDataset(source, plan, strategy)
-
-
-def check_seed(seed) -> None:
-    """Raises ValueError unless `seed` is an integer from 0."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0:
-        raise ValueError(
-            "`seed` must be an integer from 0, the same on every worker. "
-            f"Received: seed={seed!r}. Use for example seed=0."
-        )

@@ -262,9 +262,9 @@ class Pass:
         tensors = tf.nest.flatten(step, expand_composites=True)
         with tf.control_dependencies([t for t in tensors if isinstance(t, tf.Tensor)]):
             self._position.taken.assign_add(1)
-        return self.look(step)
+        return self.peek(step)
 
-    def look(self, step: tuple):
+    def peek(self, step: tuple):
         """Returns a step's replica batches as one distributed value."""
         if self.strategy is None:
             return step[0]

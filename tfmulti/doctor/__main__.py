@@ -14,7 +14,7 @@ from rich.console import Console
 from tfmulti.cluster import Cluster
 from tfmulti.doctor import cluster_settings, gpus, host, packages, peers, report
 from tfmulti.doctor.cuda import check_cuda
-from tfmulti.doctor.tensorflow_process import ask, check_import
+from tfmulti.doctor.tensorflow_process import check_import, run_tensorflow
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line
 from tfmulti.settings import check_settings, setting
@@ -91,19 +91,19 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
     cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
     # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
-    driver = gpus.ask_driver()
+    driver = gpus.query_driver()
     found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
     cluster_checks += found
-    said = ask(config.tensorflow_timeout)
+    answer = run_tensorflow(config.tensorflow_timeout)
     num_gpus = len(driver.gpus)
     num_workers = cluster.num_workers if cluster else 1
     areas = [
-        ("Programs", [*packages.check_packages(), check_import(said)]),
-        ("GPUs", gpus.check_gpus(driver, said, environ)),
+        ("Programs", [*packages.check_packages(), check_import(answer)]),
+        ("GPUs", gpus.check_gpus(driver, answer, environ)),
         (
             "CUDA and links",
             [
-                *check_cuda(driver, said),
+                *check_cuda(driver, answer),
                 gpus.check_nvlink(driver.gpus),
                 gpus.check_topology(driver),
             ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -39,28 +38,26 @@ def read_cluster(
     return cluster, Check(_TF_CONFIG, OK, cluster.describe())
 
 
-def check_addresses(
-    cluster: Cluster | None, environ: Mapping[str, str] = os.environ, source: str = "TF_CONFIG"
-) -> list[Check]:
+def check_addresses(cluster: Cluster | None, environ: Mapping[str, str]) -> list[Check]:
     """Checks the addresses of a cluster; unknown without one."""
     names = ("names of hosts", "own address", "own port", "private addresses", "secret")
     if cluster is None:
         return [Check(name, UNKNOWN, "no cluster here") for name in names]
     return [
-        check_names(cluster, source),
+        check_names(cluster),
         check_own_address(cluster),
-        check_own_port(cluster, source),
+        check_own_port(cluster),
         check_private(cluster),
         check_secret(cluster, environ),
     ]
 
 
-def check_names(cluster: Cluster, source: str) -> Check:
+def check_names(cluster: Cluster) -> Check:
     """Resolves the name of every host."""
     hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
     names = [host for host in hosts if not is_ip_address(host)]
     try:
-        network.check_hosts(cluster, source=source, timeout=_NAMES_S)
+        network.check_hosts(cluster, source=_TF_CONFIG, timeout=_NAMES_S)
     except ClusterError as error:
         hint = "Correct the name, write the IP address, or ask who keeps the names (DNS)."
         return Check("names of hosts", FAILURE, str(error), hint)
@@ -106,11 +103,11 @@ def _is_loopback(host) -> bool:
     return host == "localhost"
 
 
-def check_own_port(cluster: Cluster, source: str) -> Check:
+def check_own_port(cluster: Cluster) -> Check:
     """Checks that this worker's port is free."""
     port = split_address(cluster.address)[1]
     try:
-        network.check_port(cluster, source=source)
+        network.check_port(cluster, source=_TF_CONFIG)
     except ClusterError as error:
         hint = "See who holds it with `ss -ltnp`: an earlier run? End it, or use another port."
         return Check("own port", FAILURE, str(error), hint)
@@ -278,14 +275,14 @@ def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Che
     first = next((each for each in _NO_PROXIES if environ.get(each)), None)
     around = [each.strip() for each in environ[first].split(",")] if first else []
     hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    through = sorted(host for host in hosts if not any(_goes_round(host, each) for each in around))
+    through = sorted(host for host in hosts if not any(_bypasses(host, each) for each in around))
     if not through:
         return [Check(name, OK, f"{text}; {first} keeps the workers out of it")]
     hint = f"Set no_grpc_proxy={','.join(through)}, or unset the proxy for training."
     return [Check(name, WARNING, f"{text}, to other workers too: they may hang", hint)]
 
 
-def _goes_round(host, entry) -> bool:
+def _bypasses(host, entry) -> bool:
     """Whether an entry is the host, a domain that it is in, or a range of addresses with it."""
     if is_ip_address(host) and "/" in entry:
         try:

@@ -27,7 +27,7 @@ _PATHS = {
 }
 
 
-def ask_driver(read=read_driver, timeout_s: float = TIMEOUT_S) -> Driver:
+def query_driver(read=read_driver, timeout_s: float = TIMEOUT_S) -> Driver:
     """Returns the driver and its GPUs; one that cannot be asked has the reason as its fault."""
     try:
         return in_time(read, timeout_s)
@@ -43,7 +43,7 @@ def check_gpus(driver: Driver, report: Report, environ: Mapping[str, str]) -> li
         check_visible(environ.get(VISIBLE), indices, words, len(driver.gpus)),
         check_tensorflow(driver, None if "MIG" in words else len(indices), report),
         check_computing(report),
-        check_alike(driver.gpus, environ),
+        check_equal(driver.gpus, environ),
         check_free(driver.gpus),
         check_modes(driver.gpus),
         check_pcie(driver.gpus),
@@ -140,7 +140,7 @@ def check_computing(report: Report) -> Check:
     return Check(name, OK, f"{console.count(len(gpus), 'GPU')} computed the right result")
 
 
-def check_alike(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Check:
+def check_equal(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Check:
     """Checks that all GPUs are of one model with the same memory."""
     name = "GPUs alike"
     if not gpus:

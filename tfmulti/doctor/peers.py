@@ -25,7 +25,7 @@ from tfmulti.doctor.packages import version_of
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.hardware.gpus import Gpu
 from tfmulti.rendezvous.client import Client
-from tfmulti.rendezvous.errors import RendezvousError, check_alike, describe_fault, name_worker
+from tfmulti.rendezvous.errors import RendezvousError, check_equal, describe_fault, name_worker
 from tfmulti.rendezvous.messages import MessageError, digest_cluster, find_token, read_line
 from tfmulti.rendezvous.server import Server
 from tfmulti.runtime import console
@@ -374,7 +374,7 @@ def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Che
     everyone = {cluster.worker_index: notes, **said}
     try:
         alike = [name for name in notes if name not in _MAY_DIFFER]
-        check_alike(
+        check_equal(
             cluster,
             {who: {name: said[name] for name in alike} for who, said in everyone.items()},
         )

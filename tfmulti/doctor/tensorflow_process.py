@@ -148,7 +148,9 @@ class Report:
     words: str = ""
 
 
-def ask(timeout_s: float, command: Sequence[str] = (sys.executable, "-c", SCRIPT)) -> Report:
+def run_tensorflow(
+    timeout_s: float, command: Sequence[str] = (sys.executable, "-c", SCRIPT)
+) -> Report:
     """Imports TensorFlow in another process, and lets each GPU compute something there.
 
     Args:

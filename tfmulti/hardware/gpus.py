@@ -131,9 +131,9 @@ class _Nvml:
         self.module = nvml
         get = nvml.nvmlDeviceGetHandleByIndex
         self.handles = [get(number) for number in range(nvml.nvmlDeviceGetCount())]
-        self.uuids = [self.ask("nvmlDeviceGetUUID", handle) for handle in self.handles]
+        self.uuids = [self.query("nvmlDeviceGetUUID", handle) for handle in self.handles]
 
-    def ask(self, name, *arguments):
+    def query(self, name, *arguments):
         try:
             return getattr(self.module, name)(*arguments)
         except self.module.NVMLError:
@@ -141,7 +141,7 @@ class _Nvml:
 
     def close(self) -> None:
         """Ends NVML, if it has not ended already."""
-        self.ask("nvmlShutdown")
+        self.query("nvmlShutdown")
 
 
 def read_driver(nvml=None, root: Path = Path("/")) -> Driver:
@@ -158,10 +158,10 @@ def read_driver(nvml=None, root: Path = Path("/")) -> Driver:
         is_absent = isinstance(error, nvml.NVMLError_LibraryNotFound)
         return Driver(fault=str(error), is_absent=is_absent, on_bus=on_bus)
     with contextlib.closing(host):
-        number = host.ask("nvmlSystemGetCudaDriverVersion")
+        number = host.query("nvmlSystemGetCudaDriverVersion")
         return Driver(
             gpus=tuple(_describe(host, index) for index in range(len(host.handles))),
-            version=host.ask("nvmlSystemGetDriverVersion"),
+            version=host.query("nvmlSystemGetDriverVersion"),
             # 12050 is 12.5.
             cuda=f"{number // 1000}.{number % 1000 // 10}" if number else None,
             on_bus=on_bus,
@@ -183,20 +183,20 @@ def count_on_bus(root: Path = Path("/")) -> int:
 
 
 def _describe(host, index) -> Gpu:
-    def ask(name):
-        return host.ask(f"nvmlDeviceGet{name}", host.handles[index])
+    def query(name):
+        return host.query(f"nvmlDeviceGet{name}", host.handles[index])
 
-    memory, mode, divided = ask("MemoryInfo"), ask("ComputeMode"), ask("MigMode")
+    memory, mode, divided = query("MemoryInfo"), query("ComputeMode"), query("MigMode")
     return Gpu(
         index=index,
-        name=ask("Name") or "GPU",
+        name=query("Name") or "GPU",
         uuid=host.uuids[index],
         memory_mib=None if memory is None else memory.total // _MIB,
         used_mib=None if memory is None else memory.used // _MIB,
-        gen=ask("CurrPcieLinkGeneration"),
-        gen_max=ask("MaxPcieLinkGeneration"),
-        width=ask("CurrPcieLinkWidth"),
-        width_max=ask("MaxPcieLinkWidth"),
+        gen=query("CurrPcieLinkGeneration"),
+        gen_max=query("MaxPcieLinkGeneration"),
+        width=query("CurrPcieLinkWidth"),
+        width_max=query("MaxPcieLinkWidth"),
         compute_mode=_MODES.get(mode),
         is_divided=None if divided is None else bool(divided[0]),
         nvlinks=tuple(_read_links(host, host.handles[index])),
@@ -205,17 +205,17 @@ def _describe(host, index) -> Gpu:
 
 def _read_links(host, handle):
     field = getattr(host.module, "NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON", None)
-    found = None if field is None else host.ask("nvmlDeviceGetFieldValues", handle, [field])
+    found = None if field is None else host.query("nvmlDeviceGetFieldValues", handle, [field])
     speed = found[0].value.uiVal * _MILLI if found and found[0].nvmlReturn == 0 else None
     for link in range(_MOST_LINKS):
-        active = host.ask("nvmlDeviceGetNvLinkState", handle, link)
+        active = host.query("nvmlDeviceGetNvLinkState", handle, link)
         if active is None:
             return
         yield speed if active else 0.0
 
 
 def _read_paths(host) -> dict[tuple[int, int], str]:
-    buses = [host.ask("nvmlDeviceGetPciInfo", handle) for handle in host.handles]
+    buses = [host.query("nvmlDeviceGetPciInfo", handle) for handle in host.handles]
     paths = {}
     for first in range(len(host.handles)):
         ends = _read_ends(host, host.handles[first])
@@ -224,7 +224,7 @@ def _read_paths(host) -> dict[tuple[int, int], str]:
             bus = buses[second].busId if buses[second] is not None else None
             links = sum(end in (bus, "switch") for end in ends)
             pair = host.handles[first], host.handles[second]
-            level = _PATHS.get(host.ask("nvmlDeviceGetTopologyCommonAncestor", *pair))
+            level = _PATHS.get(host.query("nvmlDeviceGetTopologyCommonAncestor", *pair))
             path = f"NV{links}" if links else level
             if path is not None:
                 paths[first, second] = path
@@ -235,10 +235,10 @@ def _read_ends(host, handle) -> list:
     """Returns where each active NVLink of a GPU ends: a PCI bus address, or `"switch"`."""
     ends = []
     for link in range(_MOST_LINKS):
-        if not host.ask("nvmlDeviceGetNvLinkState", handle, link):
+        if not host.query("nvmlDeviceGetNvLinkState", handle, link):
             continue
-        kind = host.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-        remote = host.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+        kind = host.query("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        remote = host.query("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         if kind == host.module.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             ends.append("switch")
         elif remote is not None:
@@ -262,7 +262,7 @@ class Gpus:
         self._handles = []
         for each in find_visible(environ.get("CUDA_VISIBLE_DEVICES"), self._host.uuids)[0]:
             if isinstance(each, str):
-                handle = self._host.ask("nvmlDeviceGetHandleByUUID", each)
+                handle = self._host.query("nvmlDeviceGetHandleByUUID", each)
             else:
                 handle = self._host.handles[each]
             if handle is None:
@@ -293,14 +293,14 @@ class Gpus:
 
     def _read_one(self, handle) -> dict[str, float]:
         found = {}
-        utilization = self._host.ask("nvmlDeviceGetUtilizationRates", handle)
+        utilization = self._host.query("nvmlDeviceGetUtilizationRates", handle)
         if utilization is not None:
             found["percent"] = float(utilization.gpu)
-        memory = self._host.ask("nvmlDeviceGetMemoryInfo", handle)
+        memory = self._host.query("nvmlDeviceGetMemoryInfo", handle)
         if memory is not None:
             found["memory_gb"] = memory.used / _GB
             found["memory_percent"] = 100.0 * memory.used / memory.total
-        milliwatts = self._host.ask("nvmlDeviceGetPowerUsage", handle)
+        milliwatts = self._host.query("nvmlDeviceGetPowerUsage", handle)
         if milliwatts is not None:
             found["watts"] = milliwatts * _MILLI
         return found

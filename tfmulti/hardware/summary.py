@@ -1,4 +1,4 @@
-"""The few numbers of a host that go to a run's logs, and the lines that people read."""
+"""Summarizes what was read of a host: numbers for the logs of a run, and lines for people."""
 
 from __future__ import annotations
 

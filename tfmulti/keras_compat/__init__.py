@@ -18,9 +18,9 @@ from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
 from tfmulti.keras_compat.calls import values_of as values_of
 from tfmulti.keras_compat.calls import variables_read as variables_read
 from tfmulti.keras_compat.coordination import check_peers as check_peers
-from tfmulti.keras_compat.coordination import gather_alike as gather_alike
+from tfmulti.keras_compat.coordination import gather_from_workers as gather_from_workers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
-from tfmulti.keras_compat.coordination import own_launchers as own_launchers
+from tfmulti.keras_compat.coordination import mark_launchers as mark_launchers
 from tfmulti.keras_compat.coordination import publish as publish
 from tfmulti.keras_compat.coordination import read_if_published as read_if_published
 from tfmulti.keras_compat.coordination import read_published as read_published
@@ -97,11 +97,9 @@ from tfmulti.keras_compat.servers import take_initial_epoch as take_initial_epoc
 from tfmulti.keras_compat.steps import accumulators as accumulators
 from tfmulti.keras_compat.steps import after_updates as after_updates
 from tfmulti.keras_compat.steps import clip_global_norm_by as clip_global_norm_by
-from tfmulti.keras_compat.steps import has_own_step as has_own_step
+from tfmulti.keras_compat.steps import has_custom_step as has_custom_step
 from tfmulti.keras_compat.steps import is_accumulating as is_accumulating
 from tfmulti.keras_compat.steps import is_update_step as is_update_step
-from tfmulti.keras_compat.steps import mark_step as mark_step
-from tfmulti.keras_compat.steps import mark_updates_alike as mark_updates_alike
 from tfmulti.keras_compat.steps import noting_assigned as noting_assigned
 from tfmulti.keras_compat.steps import strategy_of as strategy_of
 from tfmulti.keras_compat.steps import track_variable as track_variable

@@ -1,4 +1,4 @@
-"""What workers tell one another beside their tensors, and the keys of these tensors."""
+"""Messages between workers through TensorFlow's coordination service, and keys of collectives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from concurrent import futures
 
 import tensorflow as tf
 from tensorflow.python.eager import context
+
+from tfmulti import marks
 
 _INTERNAL = 13
 _FAILURE = "tfmulti/failure"
@@ -135,14 +137,14 @@ _MAX_ROWS, _MAX_COLLECTIVES = 2**18, 2**13 - 2
 _MAX_SIZE = 262_139
 
 
-def own_launchers(strategy: tf.distribute.Strategy) -> None:
+def mark_launchers(strategy: tf.distribute.Strategy) -> None:
     """Marks what a strategy of ours has made to launch collectives, wherever it is used."""
     for each in vars(strategy.extended).values():
         for launcher in getattr(each, "_launchers", ()):
-            launcher.tfmulti_launches = True
+            marks.LAUNCHES.set(launcher, True)
 
 
-def gather_alike(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+def gather_from_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
     """Returns the tensors of all workers, one after the other along the first axis.
 
     Unlike `ReplicaContext.all_gather` it may stand in a branch that all workers take alike.

@@ -1,4 +1,4 @@
-"""What takes the place of methods by which Keras begins, ends and builds."""
+"""Replacements of methods that Keras calls around steps: for callbacks, calls, saving and data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.ops import gen_experimental_dataset_ops
+
+from tfmulti import marks
 
 
 def prepare_callbacks(original, prepare, more):
@@ -95,7 +97,7 @@ def before_calls(name: str):
     def make(original, look=None):
         def call(self, *args, **kwargs):
             validates = kwargs.get("validation_data") is not None or kwargs.get("validation_split")
-            object.__setattr__(self, "tfmulti_call", (name, bool(validates)))
+            marks.CALL.set(self, (name, bool(validates)))
             if look is not None:
                 look(self, name, args[0] if args else kwargs.get("x"))
             return original(self, *args, **kwargs)

@@ -12,6 +12,8 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
+from tfmulti import marks
+
 STEP_KINDS = {"train_step": "train", "test_step": "test"}
 
 
@@ -50,7 +52,7 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
         `"train"`, `"test"`, `"predict"` or None, and the model where it can be known.
     """
     fn = inspect.unwrap(fn)
-    marked = getattr(fn, "tfmulti_step", None)
+    marked = marks.STEP.get(fn)
     if marked is not None:
         return marked
     model = getattr(fn, "__self__", None)

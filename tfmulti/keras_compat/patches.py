@@ -1,4 +1,4 @@
-"""What takes the place of Keras's building, losses, metrics and statistics."""
+"""Replacements of how Keras builds models, and computes losses, metrics and statistics."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def build_from_one_replica(
             return original(model, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
             before_pass(strategy, iterator)
-        look = functools.partial(_look, iterator) if iterator is not None else lambda: data_batch
+        peek = functools.partial(_peek, iterator) if iterator is not None else lambda: data_batch
         try:
             batch = _zeros_like_batches(iterator) if iterator is not None else None
-            batch = look() if batch is None else batch
+            batch = peek() if batch is None else batch
             if lacks_call(model):
                 model.built = True
             by_step = build_by_step(model, batch)
@@ -79,7 +79,7 @@ def build_from_one_replica(
             # One that is run line by line builds itself as it goes.
             if not model.run_eagerly:
                 raise
-        once_built(strategy, model, look, iterator)
+        once_built(strategy, model, peek, iterator)
         return None
 
     return build
@@ -104,7 +104,7 @@ def _zeros(spec):
     return tf.fill(shape, "") if spec.dtype == tf.string else tf.zeros(shape, spec.dtype)
 
 
-def _look(epoch_iterator):
+def _peek(epoch_iterator):
     """Returns a batch, without a trace where that can be: from arrays, or one that Keras keeps."""
     adapter = epoch_iterator.data_adapter
     first_batches = getattr(adapter, "_first_batches", None)
@@ -121,8 +121,8 @@ def _look(epoch_iterator):
     if batch is not None:
         return batch
     for _, _, iterator in epoch_iterator:
-        look = getattr(iterator, "look", None)
-        return look() if look else next(iterator)
+        peek = getattr(iterator, "peek", None)
+        return peek() if peek else next(iterator)
     raise ValueError(
         "A dataset must hold at least one batch. Received: an empty dataset. "
         "Check the split and its filters."

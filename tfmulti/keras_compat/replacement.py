@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
+from tfmulti import marks
+
 _MARK = "tfmulti_replaces"
 _local = threading.local()
 _strategies: weakref.WeakSet = weakref.WeakSet()
@@ -66,10 +68,10 @@ def of_dataset(dataset, *_, **__) -> bool:
 
 def of_launcher(launcher, *_, **__) -> bool:
     """In a replica of one of our strategies, or on what it has made to launch collectives."""
-    return getattr(launcher, "tfmulti_launches", False) or in_scope()
+    return marks.LAUNCHES.get(launcher) or in_scope()
 
 
-def while_one_is_there(*_, **__) -> bool:
+def while_a_strategy_exists(*_, **__) -> bool:
     """While one of our strategies is there: a model that was made in no scope is told of."""
     return bool(_strategies)
 

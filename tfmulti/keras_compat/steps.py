@@ -1,4 +1,4 @@
-"""What takes the place of a step's function, of tapes, and of optimizers' methods within it."""
+"""Replacements within a step: its function, tapes, and the methods of optimizers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import autograph_util
+
+from tfmulti import marks
 
 
 def update_alike(plain):
@@ -23,18 +25,13 @@ def update_alike(plain):
 
     def make(original, gradients_are_global):
         def method(self, *args, **kwargs):
-            alike = getattr(self, "tfmulti_updates_alike", False) or gradients_are_global()
+            alike = marks.UPDATES_ALIKE.get(self) or gradients_are_global()
             alike = alike or self._distribution_strategy.num_replicas_in_sync == 1
             return (plain if alike else original)(self, *args, **kwargs)
 
         return method
 
     return make
-
-
-def mark_updates_alike(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer update replicas alike in any step: it reduces its gradients itself."""
-    object.__setattr__(optimizer, "tfmulti_updates_alike", True)
 
 
 def within_replicas(original, reduce_in_step):
@@ -156,7 +153,7 @@ def clip_global_norm_by(optimizer, function) -> None:
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
 
 
-def has_own_step(model: keras.Model, kind: str) -> bool:
+def has_custom_step(model: keras.Model, kind: str) -> bool:
     """Whether a model's `"train"` or `"test"` step is another than Keras's.
 
     Keras's own step of training hands gradients straight on.
@@ -185,15 +182,11 @@ def mark_steps(original):
         def step(data):
             return step_function(data)
 
-        mark_step(step, "train" if step_function == self.train_step else "test", self)
+        kind = "train" if step_function == self.train_step else "test"
+        marks.STEP.set(step, (kind, self))
         return original(self, step)
 
     return make_function
-
-
-def mark_step(fn, kind: str, model: keras.Model) -> None:
-    """Tells `step_of` what a function of a batch is that `strategy.run` is going to be given."""
-    fn.tfmulti_step = (kind, model)
 
 
 def within_steps(original, take_gradient):

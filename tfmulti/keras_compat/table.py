@@ -109,8 +109,8 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
     missing = [name for owner, name, arguments in names if not _fits(owner, name, arguments)]
     if missing:
         raise RuntimeError(
-            "tfmulti needs names inside Keras and TensorFlow that are not here: "
-            f"{', '.join(missing)}. Received: {have}. Install what was tried: {tried}."
+            "tfmulti needs private names of Keras and TensorFlow that are missing: "
+            f"{', '.join(missing)}. Received: {have}. Install the tested versions: {tried}."
         )
     strange = [name for name, version in versions.items() if not _was_tried(name, version)]
     if strange:

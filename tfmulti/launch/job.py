@@ -31,7 +31,7 @@ CAUSE_S = 5.0
 FIRST_DELAY_S = 1.0
 """Seconds until the first restart; each further one waits twice as long."""
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Errors of the program or the user: a restart would not help.
 _PERMANENT = (1, 2)
@@ -122,7 +122,7 @@ class Job:
                 return 0 if done else 128 + outcome.signalled
             if outcome.first is None:
                 return 0
-            self._tell_failure(outcome.first, outcome.ended)
+            self._report_failure(outcome.first, outcome.ended)
             delay = self._delay_of_restart(outcome.first)
             if delay is None:
                 return outcome.first.exit_code
@@ -166,7 +166,7 @@ class Job:
         ended: list[Ended] = []
         first, signalled, failed_at, kill_at = None, None, None, None
         while len(ended) < len(group):
-            event = self.next_event(_LOOK_S)
+            event = self.next_event(_POLL_S)
             if isinstance(event, Ended):
                 ended.append(event)
             elif event is not None:
@@ -181,7 +181,7 @@ class Job:
                 waits = found.returncode == environment.PEER_LOST and now - failed_at < CAUSE_S
                 if not waits:
                     first, kill_at = found, now + min(self.config.grace, PEERS_GRACE_S)
-                    self._tell_who_hangs(found, ended)
+                    self._report_hanging(found, ended)
                     group.send(signal.SIGTERM)
             if kill_at is not None and now >= kill_at:
                 group.kill()
@@ -266,7 +266,7 @@ class Job:
                 return event
         return None
 
-    def _tell_who_hangs(self, first, ended):
+    def _report_hanging(self, first, ended):
         """Names the workers that still run if all others report a lost peer."""
         if first.returncode != environment.PEER_LOST:
             return
@@ -275,7 +275,7 @@ class Job:
             names = ", ".join(self._names[index] for index in running)
             self.print_fn(f"No worker has failed on its own; still running: {names}")
 
-    def _tell_failure(self, first, ended):
+    def _report_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:
             for each in ended[: ended.index(first)]:
                 name = self._names[each.index]

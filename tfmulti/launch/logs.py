@@ -21,6 +21,7 @@ _LOG_LINE = re.compile(r"([IWEF]\d{4} |\d{4}-\d\d-\d\d |\(--traceback)")
 _MAX_LINES = 40
 _MAX_MESSAGE_LINES = 12
 _LAST_LINES = 5
+_LARGEST_OUTPUT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,14 +160,10 @@ class Log:
             self._write([self._rest])
             self._rest = b""
 
-    def since_start(self, most: int = 1 << 20) -> str:
-        """Returns the output of the worker since its last start, or the end of it.
-
-        Args:
-            most: Bytes at most.
-        """
+    def since_start(self) -> str:
+        """Returns the output of the worker since its last start; of a longer one its end."""
         with open(self.path, "rb") as file:
-            file.seek(max(self._start, self.path.stat().st_size - most))
+            file.seek(max(self._start, self.path.stat().st_size - _LARGEST_OUTPUT))
             return file.read().decode(errors="replace")
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Watches a chief, its workers and its parameter servers, of whom workers are restarted alone.
+"""Monitors a chief, its workers and its parameter servers; a failed worker is restarted alone.
 
-A worker has nothing that others lack: the rest goes on, and it joins again. A server has a part of
-the model, and the chief the run: where one of them fails, all are ended, and the job may start
+A worker holds no state: the others continue, and it joins them again. A server holds a part of the
+model, and the chief controls the run: if one of them fails, all are stopped, and the job may start
 again from a checkpoint.
 """
 
@@ -16,7 +16,7 @@ from tfmulti.launch.logs import Ended
 
 _CHIEF = 0
 _GRACE_S = 5.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 def watch(job, group):
@@ -43,7 +43,7 @@ class _Watch:
 
     def run(self):
         while self._running or self._due:
-            event = self._job.next_event(_LOOK_S)
+            event = self._job.next_event(_POLL_S)
             if isinstance(event, Ended):
                 self._note(event)
             elif event is not None:
@@ -96,7 +96,7 @@ class _Watch:
             self._due.clear()
             self._kill_at = now + self._job.config.grace
             return
-        lost = [each for each in self._ended if each.returncode and not self._goes_on(each)]
+        lost = [each for each in self._ended if each.returncode and not self._may_continue(each)]
         found = logs.first_failure(lost)
         if found is None:
             return
@@ -107,7 +107,7 @@ class _Watch:
         self._due.clear()
         self._group.send(signal.SIGTERM)
 
-    def _goes_on(self, ended) -> bool:
+    def _may_continue(self, ended) -> bool:
         # A worker that has ended well was told by the chief that all is done.
         well = {each.index for each in self._ended if not each.returncode}
         going = self._running | set(self._due) | well

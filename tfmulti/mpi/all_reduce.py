@@ -1,4 +1,4 @@
-"""Adds tensors of all workers through MPI, or sends those of one, as TensorFlow goes on.
+"""Adds tensors of all workers through MPI, or sends those of one, while TensorFlow computes.
 
 A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
 all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
@@ -37,7 +37,7 @@ MPI_CALLS = (
     "send",
 )
 """The methods of `MpiAllReduce` that a strategy over MPI has."""
-_LOOK_S = 0.3
+_POLL_S = 0.3
 # MPI moves what is being sent only while it is called.
 _PROGRESS_S = 0.0005
 _SENT = 7
@@ -295,7 +295,7 @@ class MpiAllReduce:
 
     def _finish(self, number) -> np.ndarray:
         call = self._calls.pop(int(number))
-        while not call.done.wait(_LOOK_S):
+        while not call.done.wait(_POLL_S):
             self._check_peers()
         if call.error is not None:
             self._check_peers()

@@ -174,10 +174,10 @@ def _write_call(folder, function, arguments, config):
         serialization.save_call(folder, function, *arguments)
     except serialization.SerializationError as error:
         raise ValueError(
-            "`function` must use only what can go to another process. "
+            "`function` must use only what can be sent to another process. "
             f"Received: {_name(function)} with {error}. "
-            "Make datasets, models and all that is TensorFlow's inside of the function; give "
-            "arrays of numpy."
+            "Create datasets, models and other TensorFlow objects inside the function; pass NumPy "
+            "arrays."
         ) from error
     typed = cells.sources()
     settings = {
@@ -214,11 +214,10 @@ def _load_result(folder):
         # Keras begins with the configuration of the whole model, at each level.
         text = re.split(r"(?:Exception|Error) encountered[\w ]*: ", str(error))[-1]
         raise RuntimeError(
-            "What `function` returns must be what this process can load. "
+            "`function` must return what this process can load. "
             f"Received: {type(error).__name__}: {text[:_MESSAGE_LENGTH]} "
-            "Give classes of your own a get_config, and **kwargs to pass on, as keras.saving "
-            "needs it. "
-            f"What was trained is kept in {own}"
+            "Give custom classes a get_config, and a constructor with **kwargs, as keras.saving "
+            f"requires. The result is kept in {own}"
         ) from None
 
 

@@ -104,7 +104,7 @@ def save_call(folder: Path, function, args: tuple, kwargs: dict) -> None:
     registered there too.
 
     Raises:
-        SerializationError: For what only this process can have.
+        SerializationError: For what cannot be sent to another process.
     """
     with open(folder / _FILE, "wb") as file:
         pickler = _CallPickler(file)
@@ -141,16 +141,16 @@ def save_result(folder: Path, result: object) -> None:
     """Serializes the result of a function.
 
     Raises:
-        ValueError: For what only this process can have.
+        ValueError: For what cannot be sent to another process.
     """
     with open(folder / _FILE, "wb") as file:
         try:
             _ResultPickler(file, folder).dump(result)
         except _FAILURES as error:
             raise ValueError(
-                "What `function` returns must be what another process can have. "
+                "`function` must return what can be sent to another process. "
                 f"Received: {type(result).__qualname__} with {_describe(error).rstrip('.')}. "
-                "Return the history, a keras.Model, arrays of numpy, or a tuple or dict of such."
+                "Return the history, a keras.Model, NumPy arrays, or a tuple or dict of these."
             ) from error
 
 

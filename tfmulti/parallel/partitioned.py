@@ -6,8 +6,6 @@ each step. Here each server looks up its own rows, and only these travel; so do 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -108,6 +106,7 @@ def _create_parts(layer, parts) -> list[keras.Variable]:
     shape = (layer.input_dim, layer.output_dim)
     dtype = layer.variable_dtype
     size = np.prod(shape, dtype=np.int64) * tf.as_dtype(dtype).size
+    pieces = tf.distribute.get_strategy().pieces
     # Drawn as on one device. Larger tables draw each part for itself: nobody has room for all.
     whole = _Whole(layer, shape, dtype, parts) if size <= _DRAWN_WHOLE_BYTES else None
     tables = []
@@ -117,7 +116,7 @@ def _create_parts(layer, parts) -> list[keras.Variable]:
         if whole is not None:
             initializer = whole.rows(start, stop)
         elif type(initializer) in _IN_PIECES:
-            initializer = _InPieces(initializer, number)
+            initializer = pieces.initializer(initializer, number)
         elif isinstance(initializer, keras.initializers.Initializer):
             initializer = initializer.clone()
         tables.append(
@@ -156,46 +155,49 @@ class _Whole:
         return draw
 
 
-class _InPieces:
-    """The first values of a part: zeros, which `fill_in_pieces` replaces once the part is there.
+class Pieces:
+    """Draws the first values of the parts of large tables piece by piece, on their servers.
 
-    TensorFlow would draw all of them in temporary values of the same size, for which a server may
-    have no room.
+    TensorFlow would draw all values of a part as temporary ones of the same size, for which a
+    server may have no room.
     """
 
-    waiting: ClassVar[list[_InPieces]] = []
+    def __init__(self):
+        self._waiting = None
 
-    def __init__(self, initializer, part):
-        self._initializer, self._part = initializer, part
+    def initializer(self, initializer, part: int):
+        """Returns an initializer of a part: zeros, which `fill` then replaces."""
 
-    def __call__(self, shape, dtype=None):
-        self.waiting.append(self)
-        return tf.zeros(shape, dtype)
+        def draw_zeros(shape, dtype=None):
+            self._waiting = initializer, part
+            return tf.zeros(shape, dtype)
 
-    def fill(self, variable):
+        return draw_zeros
+
+    def fill(self, variable: tf.Variable) -> None:
+        """Gives a new variable its first values, if it is such a part."""
+        if self._waiting is None:
+            return
+        (initializer, part), self._waiting = self._waiting, None
         rows, columns = variable.shape
         step = max(1, _PIECE_BYTES // (columns * variable.dtype.size))
-        for number, start in enumerate(range(0, rows, step)):
-            stop = min(start + step, rows)
-            values = self._of_piece(number)((stop - start, columns), dtype=variable.dtype.name)
-            variable.scatter_update(tf.IndexedSlices(values, tf.range(start, stop)))
-
-    def _of_piece(self, number):
-        """Keras's initializers draw the same values at each call: a piece has its own seed."""
-        config = self._initializer.get_config()
-        if "seed" in config:
-            seed = self._initializer.seed
-            seeds = [seed] if isinstance(seed, int) else np.asarray(seed.next()).tolist()
-            [drawn] = np.random.SeedSequence([*seeds, self._part, number]).generate_state(1)
-            config["seed"] = int(drawn >> 1)
-        return type(self._initializer).from_config(config)
-
-
-def fill_in_pieces(variable: tf.Variable) -> None:
-    """Gives a part of a large table its first values, piece by piece, on its server."""
-    if _InPieces.waiting:
         with tf.init_scope(), tf.device(variable.device):
-            _InPieces.waiting.pop().fill(variable)
+            for number, start in enumerate(range(0, rows, step)):
+                stop = min(start + step, rows)
+                draw = _initializer_of_piece(initializer, part, number)
+                values = draw((stop - start, columns), dtype=variable.dtype.name)
+                variable.scatter_update(tf.IndexedSlices(values, tf.range(start, stop)))
+
+
+def _initializer_of_piece(initializer, part, number):
+    """Keras's initializers draw the same values at each call: a piece has its own seed."""
+    config = initializer.get_config()
+    if "seed" in config:
+        seed = initializer.seed
+        seeds = [seed] if isinstance(seed, int) else np.asarray(seed.next()).tolist()
+        [drawn] = np.random.SeedSequence([*seeds, part, number]).generate_state(1)
+        config["seed"] = int(drawn >> 1)
+    return type(initializer).from_config(config)
 
 
 def _call(layer, tables, inputs):

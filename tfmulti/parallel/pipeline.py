@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.parallel import schedule
 from tfmulti.parallel.cutting import Cut, even_starts, starts_at
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
@@ -104,7 +104,7 @@ class _Pipeline:
         self._model.call = self.call
         if self._num_micro_batches == 1 and len(self._stages) == self._num_workers:
             for layer in keras_compat.all_layers(self._model):
-                layer.tfmulti_sees_batch = True
+                marks.SEES_BATCH.set(layer, True)
 
     def call(self, inputs, training=None, mask=None, **kwargs):
         """Passes a batch through the stages in a step; elsewhere it is the model's own call."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
-from tfmulti.parallel.recompute import recomputed
+from tfmulti import keras_compat, marks
+from tfmulti.parallel.activations import recomputed
 from tfmulti.step import model_contents, parameters
 from tfmulti.step.split_weights import SplitParameter
 
@@ -60,8 +60,8 @@ def gather_in_calls(model: keras.Model) -> None:
         model: A built model.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    shards = getattr(optimizer, "tfmulti_shards", None)
-    sharded = getattr(model.distribute_strategy, "tfmulti_parameters", None)
+    shards = marks.SHARDS.get(optimizer)
+    sharded = marks.PARAMETERS.get(model.distribute_strategy)
     if shards is not None and shards.shards_parameters:
         sharded = parameters.of_strategy(model.distribute_strategy)
         for layer in keras_compat.all_layers(model):
@@ -72,7 +72,7 @@ def gather_in_calls(model: keras.Model) -> None:
         return
     for layer in _units(model):
         layer.call = recomputed(layer, layer.call, gathered=lambda layer=layer: _sharded(layer))
-        layer.tfmulti_gathers = True
+        marks.GATHERS.set(layer, True)
 
 
 def refuse_other_optimizers(model: keras.Model) -> None:
@@ -81,7 +81,7 @@ def refuse_other_optimizers(model: keras.Model) -> None:
         return
     for optimizer in model_contents.optimizers_in_use(model, nested=True):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        shards = getattr(inner, "tfmulti_shards", None)
+        shards = marks.SHARDS.get(inner)
         if shards is None or not shards.shards_parameters:
             raise ValueError(
                 "Sharded weights need an optimizer that updates them where they are. Received: "
@@ -107,7 +107,7 @@ def _units(model):
 
 
 def _gathers(layer):
-    return getattr(layer, "tfmulti_gathers", False)
+    return marks.GATHERS.get(layer)
 
 
 def _sharded(layer):

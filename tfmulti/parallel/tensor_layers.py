@@ -10,7 +10,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.parallel.group_rows import Group, real_rows, with_padding
 from tfmulti.step import current_replica_batch, parameters, sparse_gradients
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
@@ -107,7 +107,7 @@ class Pair:
         # It takes a part of its inputs.
         row.input_spec = keras.layers.InputSpec(min_ndim=2)
         if column.bias is not None:
-            column.bias.tfmulti_of_group = True
+            marks.OF_GROUP.set(column.bias, True)
 
     def set_calls(self) -> None:
         """Notes the layers' calls, which nothing may be put around for them to be a pair."""
@@ -284,7 +284,7 @@ def _finished(layer, outputs):
     """Adds the bias, of which every worker has a copy, and applies the activation."""
     if getattr(layer, "bias", None) is not None:
         bias = tf.convert_to_tensor(layer.bias)
-        if hasattr(layer.bias, "tfmulti_of_group"):
+        if marks.OF_GROUP.get(layer.bias):
             bias = parameters.with_gradient_of_rows(bias)
         outputs = keras.ops.add(outputs, bias)
     activation = getattr(layer, "activation", None)
@@ -295,7 +295,7 @@ def _are_positions(layer, inputs):
     """Whether a table is read by position; then each worker reads it whole, as without a split."""
     if not tf.executing_eagerly():
         return sparse_gradients.are_positions(inputs)
-    noted = getattr(current_replica_batch().model, "tfmulti_positions", {})
+    noted = marks.TABLE_READS.get(current_replica_batch().model) or {}
     return noted.get(id(weight_of(layer))) == sparse_gradients.POSITIONS
 
 

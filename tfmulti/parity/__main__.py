@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 
 from tfmulti.parity.config import ParityConfig
@@ -21,29 +20,16 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0 where every configuration agrees with one device, 1 where one differs or
         fails, 2 for a wrong command line.
     """
-    argv = sys.argv if argv is None else argv
-    more = (command_line.define_traceback,)
-    config, values, code = command_line.read_command_line(ParityConfig, argv, USAGE, *more)
-    if code is not None:
-        return code
-    # So that the processes of a configuration are ended when this one is asked to end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(command_line.ERROR))
-    try:
-        return _compare(config, values.traceback)
-    except Exception as error:
-        command_line.show_error(error, values.traceback)
-        return command_line.ERROR
+    return command_line.run(ParityConfig, USAGE, _compare, argv)
 
 
 def _compare(config, tracebacks) -> int:
     from tfmulti.parity import experiment
-    from tfmulti.parity import experiment as experiment_lib
 
     console = create_console()
-    result = experiment.run_experiment(
-        config, print_fn=lambda line: console.print(line, style="dim")
-    )
-    experiment_lib.show(result, config, console, tracebacks)
+    print_fn = lambda line: console.print(line, style="dim")
+    result = experiment.run_experiment(config, print_fn)
+    experiment.show(result, config, console, tracebacks)
     if config.json:
         written = {
             "config": dataclasses.asdict(config),

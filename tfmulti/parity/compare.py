@@ -165,13 +165,13 @@ def compare(record: Record, reference: Record, tolerance: float) -> Comparison:
     return found
 
 
-def first_unlike_replicas(record: Record) -> tuple[str, int] | None:
+def first_differing_replicas(record: Record) -> tuple[str, int] | None:
     """Returns the variable and the step at which one process's replicas first differ, or None."""
     unlike = record.read_summary().unlike
     return (unlike[min(unlike)][0], min(unlike)) if unlike else None
 
 
-def first_unlike_workers(records: list[Record]) -> tuple[str, int] | None:
+def first_differing_workers(records: list[Record]) -> tuple[str, int] | None:
     """Returns the variable and the step at which workers first differ, bit for bit, or None."""
     summary = records[0].read_summary()
     for step in summary.steps:

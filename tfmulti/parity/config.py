@@ -74,7 +74,7 @@ def _numbers(name, text) -> list[int]:
         return []
     if not all(part.isdecimal() and int(part) >= 2 for part in parts):
         raise ValueError(
-            f"`{name}` must be numbers from 2, with commas between, or 0 for none. "
+            f"`{name}` must be numbers from 2, separated by commas, or 0 for none. "
             f"Received: {name}={text!r}. Use for example --{name} 2,3."
         )
     return sorted({int(part) for part in parts})

@@ -22,8 +22,8 @@ from tfmulti.parity.compare import (
     Comparison,
     Record,
     compare,
-    first_unlike_replicas,
-    first_unlike_workers,
+    first_differing_replicas,
+    first_differing_workers,
     noise_of,
 )
 from tfmulti.parity.config import ParityConfig
@@ -85,7 +85,7 @@ class Result:
         return all(outcome.verdict == EQUAL for outcome in self.outcomes)
 
 
-def run_experiment(config: ParityConfig, print_fn: Callable[[str], object] = print) -> Result:
+def run_experiment(config: ParityConfig, print_fn: Callable[[str], object]) -> Result:
     """Trains on one device and in every configuration, compares, and looks for causes.
 
     Args:
@@ -138,8 +138,8 @@ def _judge(config, run_folder, setup, reference, allowed) -> Outcome:
     elif found.first is not None:
         outcome.findings.append(causes.find(causes.ROUNDING, found.first[0]))
     for cause, unlike in (
-        (causes.WORKERS, first_unlike_workers(records)),
-        (causes.REPLICAS, first_unlike_replicas(records[0])),
+        (causes.WORKERS, first_differing_workers(records)),
+        (causes.REPLICAS, first_differing_replicas(records[0])),
     ):
         if unlike is not None:
             outcome.verdict = DIFFERS

@@ -255,13 +255,13 @@ class Recorder(keras.callbacks.Callback):
         unlike = [
             path
             for path, variable in zip(self._summary.paths, weights)
-            if _are_unlike(local(variable.value))
+            if _differ(local(variable.value))
         ]
         if unlike:
             self._summary.unlike[step] = unlike
 
 
-def _are_unlike(values) -> bool:
+def _differ(values) -> bool:
     """Whether the replicas of this process hold different values of a variable."""
     first, *others = [np.asarray(value).tobytes() for value in values]
     return any(other != first for other in others)

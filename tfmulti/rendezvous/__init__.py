@@ -28,7 +28,7 @@ from collections.abc import Mapping
 
 from tfmulti.cluster import Cluster, environment
 from tfmulti.rendezvous.client import Client
-from tfmulti.rendezvous.errors import RendezvousError, check_alike, missing_error, twice_error
+from tfmulti.rendezvous.errors import RendezvousError, check_equal, missing_error, twice_error
 from tfmulti.rendezvous.messages import MAX_BYTES, find_token
 from tfmulti.rendezvous.server import Server
 
@@ -89,7 +89,7 @@ def join(
         raise twice_error(cluster, outcome["twice"], outcome["machines"])
     # JSON turns the positions into strings, except on the first worker.
     said = {int(index): dict(theirs) for index, theirs in outcome["settings"].items()}
-    check_alike(cluster, said)
+    check_equal(cluster, said)
     return said
 
 

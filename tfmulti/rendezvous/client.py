@@ -11,7 +11,7 @@ from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
 from tfmulti.cluster.network import split_address
 from tfmulti.rendezvous import messages
-from tfmulti.rendezvous.errors import RendezvousError, describe_fault, name_worker, where_told
+from tfmulti.rendezvous.errors import RendezvousError, describe_fault, name_worker, where_configured
 from tfmulti.rendezvous.messages import Token
 from tfmulti.rendezvous.server import LINE_S, Talk, cut
 
@@ -126,7 +126,7 @@ class Client:
             return RendezvousError(
                 "All workers must have the same cluster, in the same order. "
                 f"Received: {json.dumps(mine)} here, and {theirs} on {host}. "
-                f"Make sure that it is the same in {where_told(self.cluster)}."
+                f"Make sure that it is the same in {where_configured(self.cluster)}."
             )
         return RendezvousError(
             f"All workers must have the same token. Received: {received}. "

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
 
+_MAX_NAMED = 3
+
 
 class RendezvousError(RuntimeError):
     """Workers are missing, or their settings differ; the message names them."""
@@ -25,7 +27,7 @@ def name_worker(cluster: Cluster, index: int) -> str:
 
 
 def name_workers(cluster: Cluster, indices: Iterable[int]) -> str:
-    """Returns several workers' tasks and addresses, with commas between."""
+    """Returns several workers' tasks and addresses, separated by commas."""
     return ", ".join(name_worker(cluster, index) for index in sorted(indices))
 
 
@@ -47,7 +49,7 @@ def missing_error(
         f"Received: after {seconds:.1f} s {len(missing)} did not connect: "
         f"{name_workers(cluster, missing)}{seen}. "
         "Start them, or read in their logs why they ended; check that the addresses are the same "
-        f"in {where_told(cluster)}, and that no firewall blocks the ports. "
+        f"in {where_configured(cluster)}, and that no firewall blocks the ports. "
         "A larger start_timeout (seconds) waits longer."
     )
 
@@ -58,15 +60,15 @@ def twice_error(cluster: Cluster, index: int, hosts: Iterable[str]) -> Rendezvou
         "Every worker must have a different task. "
         f"Received: two workers with the task of {name_worker(cluster, index)}, "
         f"from {' and '.join(hosts)}. "
-        f"Give each a different index in {where_told(cluster)}."
+        f"Give each a different index in {where_configured(cluster)}."
     )
 
 
-def where_told(cluster: Cluster) -> str:
+def where_configured(cluster: Cluster) -> str:
     """Returns where a cluster's tasks and addresses are set, for the middle of a sentence.
 
     Example:
-        >>> where_told(Cluster({"worker": ["a:1"]}, "worker", 0, source="Slurm"))
+        >>> where_configured(Cluster({"worker": ["a:1"]}, "worker", 0, source="Slurm"))
         'the variables that Slurm sets for every worker'
     """
     if cluster.source == "TF_CONFIG":
@@ -88,7 +90,7 @@ def describe_fault(error: BaseException) -> str:
     return str(error) or "no answer in time"
 
 
-def check_alike(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) -> None:
+def check_equal(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) -> None:
     """Checks that the settings of all workers agree.
 
     Args:
@@ -116,6 +118,7 @@ def check_alike(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) 
         )
 
 
-def _few(cluster, indices, most=3) -> str:
-    named = ", ".join("{} {}".format(*cluster.tasks[index]) for index in indices[:most])
-    return named if len(indices) <= most else f"{named} and {len(indices) - most} more"
+def _few(cluster, indices) -> str:
+    named = ", ".join("{} {}".format(*cluster.tasks[index]) for index in indices[:_MAX_NAMED])
+    more = len(indices) - _MAX_NAMED
+    return named if more <= 0 else f"{named} and {more} more"

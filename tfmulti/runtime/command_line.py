@@ -7,9 +7,11 @@ import dataclasses
 import difflib
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -169,6 +171,30 @@ def read_command_line(settings: type, argv: list[str], usage: str, *define_more)
             print(f"error: {error}", file=sys.stderr)
             code = BAD_USAGE
     return None, values, code
+
+
+def run(settings: type, usage: str, program: Callable, argv: list[str] | None) -> int:
+    """Reads a command line, and runs a program whose processes end when this one is ended.
+
+    Args:
+        settings: The dataclass whose fields are the flags.
+        usage: See `parse`.
+        program: Function of the settings, and of whether to show tracebacks; returns the exit code.
+        argv: The command line; None for this process's.
+
+    Returns:
+        The exit code: the program's, 1 for an error, 2 for a wrong command line.
+    """
+    argv = sys.argv if argv is None else argv
+    config, values, code = read_command_line(settings, argv, usage, define_traceback)
+    if code is not None:
+        return code
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ERROR))
+    try:
+        return program(config, values.traceback)
+    except Exception as error:
+        show_error(error, values.traceback)
+        return ERROR
 
 
 def _describe(flag) -> str:

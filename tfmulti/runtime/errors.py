@@ -107,7 +107,9 @@ def _reorder(text) -> str:
     in_call = _IN_CALL.search(text)
     if in_call is None:
         return text
-    received = [f"{name}={value}" for name, value in _ARGUMENT.findall(text) if _tells(value)]
+    received = [
+        f"{name}={value}" for name, value in _ARGUMENT.findall(text) if _is_informative(value)
+    ]
     heard = f", which received {', '.join(received)}" if received else ""
     cause = in_call[2].split("Error encountered:\n\n")[-1]
     return f"{_reorder(cause.strip())}\n  in {in_call[1]}(){heard}"
@@ -128,7 +130,7 @@ def _cut(line) -> str:
     return line if len(line) <= _LINE_LENGTH else line[:_LINE_LENGTH] + " ..."
 
 
-def _tells(value) -> bool:
+def _is_informative(value) -> bool:
     return value not in ("None", "False", "True", "<class 'inspect._empty'>")
 
 

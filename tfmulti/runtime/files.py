@@ -54,12 +54,11 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
         temporary.unlink(missing_ok=True)
 
 
-def check_folder(path: str | os.PathLike[str], argument: str) -> None:
+def check_folder(path: str | os.PathLike[str]) -> None:
     """Creates a folder and writes into it, so that an error is raised before training.
 
     Args:
-        path: The folder.
-        argument: The name of the argument or flag that names it.
+        path: The folder, which the flag `workdir` names.
 
     Raises:
         ValueError: If it is a file, read-only or full.
@@ -75,8 +74,8 @@ def check_folder(path: str | os.PathLike[str], argument: str) -> None:
     except OSError as error:
         reason = _REASONS.get(error.errno, error.strerror)
         raise ValueError(
-            f"`{argument}` must be a folder that can be written to. "
-            f"Received: {argument}={os.fspath(path)!r}: {reason}. "
+            "`workdir` must be a folder that can be written to. "
+            f"Received: workdir={os.fspath(path)!r}: {reason}. "
             "Name another folder, free disk space, or change its permissions."
         ) from error
     finally:

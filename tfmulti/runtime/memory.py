@@ -69,13 +69,13 @@ def peak_of(process: int | str = "self") -> int:
     return _read_status(process, _PEAK)
 
 
-def resident(process: int | str = "self") -> int:
-    """Returns the memory that a process has now, in bytes; 0 if it has ended.
+def resident() -> int:
+    """Returns the memory that this process has now, in bytes.
 
     >>> 0 < resident() <= peak_of()
     True
     """
-    return _read_status(process, _RESIDENT)
+    return _read_status("self", _RESIDENT)
 
 
 def _read_status(process, pattern) -> int:

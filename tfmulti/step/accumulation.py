@@ -18,7 +18,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.step import finite, gradients
 
 
@@ -27,7 +27,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
     optimizer = getattr(model, "optimizer", None)
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
         return False
-    shards = getattr(optimizer, "tfmulti_shards", None)
+    shards = marks.SHARDS.get(optimizer)
     if shards is not None and shards.shards_parameters:
         # Gradients of sharded parameters are added where they are computed.
         return False
@@ -35,7 +35,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
         return False
     if getattr(model.distribute_strategy, "keeps_whole_sums", False):
         return False
-    return not keras_compat.has_own_step(model, "train")
+    return not keras_compat.has_custom_step(model, "train")
 
 
 def accumulate(apply_gradients, optimizer, grads, variables) -> None:
@@ -54,7 +54,7 @@ def accumulate(apply_gradients, optimizer, grads, variables) -> None:
     sums = keras_compat.accumulators(optimizer, variables)
     for total, grad in zip(sums, grads):
         total.assign(total + grad * tf.cast(context.num_replicas_in_sync, grad.dtype))
-    object.__setattr__(optimizer, "tfmulti_parts", True)
+    marks.HAS_LOCAL_SUMS.set(optimizer, True)
     update = functools.partial(_update, optimizer, variables)
     update = gradients.one_step(update, reduced=True)
     is_update = keras_compat.is_update_step(optimizer)
@@ -97,7 +97,7 @@ def settle(model: keras.Model, optimizers) -> None:
     sums = [
         total
         for optimizer in optimizers
-        if getattr(optimizer, "tfmulti_parts", False) and keras_compat.is_accumulating(optimizer)
+        if marks.HAS_LOCAL_SUMS.get(optimizer) and keras_compat.is_accumulating(optimizer)
         for total in keras_compat.accumulators(optimizer, model.trainable_variables)
     ]
     if not sums:
@@ -111,7 +111,7 @@ def settle(model: keras.Model, optimizers) -> None:
     tf.function(lambda: strategy.run(settle_replica))()
 
 
-def settle_own(model: keras.Model) -> None:
+def settle_compiled(model: keras.Model) -> None:
     """Calls `settle` for the optimizer that was passed to `compile`, if there is one."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and getattr(model.distribute_strategy, "repairs_keras", False):

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import topology
+from tfmulti import marks, topology
 from tfmulti.step import local_steps
 
 
@@ -32,7 +32,7 @@ class FiniteGuard:
             if not optimizer.built:
                 optimizer.build(trainable_variables)
         grads = list(grads)
-        shards = getattr(optimizer, "tfmulti_shards", None)
+        shards = marks.SHARDS.get(optimizer)
         if shards is None or not shards.has_owned_gradients:
             bad = _bad_ones(grads)
         else:
@@ -69,7 +69,7 @@ class FiniteGuard:
 
 def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
     """Returns the guard that `watch` installed in an optimizer, or None."""
-    return getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_guard", None)
+    return marks.GUARD.get(getattr(optimizer, "inner_optimizer", optimizer))
 
 
 def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
@@ -80,15 +80,15 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     guard = FiniteGuard()
-    object.__setattr__(inner, "tfmulti_guard", guard)
-    if not getattr(inner, "tfmulti_distributed", False):
+    marks.GUARD.set(inner, guard)
+    if not marks.DISTRIBUTED.get(inner):
         object.__setattr__(inner, "apply", types.MethodType(guard.apply, inner))
     return guard
 
 
 def update_of(optimizer: keras.optimizers.Optimizer):
     """Returns the function that applies reduced gradients: the guard's, or the class's own."""
-    guard = getattr(optimizer, "tfmulti_guard", None)
+    guard = marks.GUARD.get(optimizer)
     return local_steps.update if guard is None else guard.apply
 
 

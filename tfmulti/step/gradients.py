@@ -18,7 +18,7 @@ import weakref
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import local_steps, parameters, sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
@@ -332,7 +332,7 @@ def _reduce_known(values, variables, replica_batch) -> list:
 def _compression(model) -> str | None:
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kinds = [getattr(each, "tfmulti_compression", None) for each in (optimizer, inner)]
+    kinds = [marks.COMPRESSION.get(each) for each in (optimizer, inner)]
     return kinds[0] or kinds[1]
 
 

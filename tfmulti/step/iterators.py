@@ -50,9 +50,9 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
         """Draws the next step as a `tf.experimental.Optional` of replica batches."""
         return OptionalBatches(self.iterator.get_next_as_optional(), self.source)
 
-    def look(self):
+    def peek(self):
         """Draws a step to inspect it, without counting it as taken."""
-        return rows.without_count(_owner(self).look(next(self.iterator)))
+        return rows.without_count(_owner(self).peek(next(self.iterator)))
 
     def __iter__(self):
         return self
@@ -94,7 +94,7 @@ _numbers = itertools.count()
 
 
 def register(owner) -> int:
-    """Registers an object with `element_spec`, `take` and `look`; returns its number."""
+    """Registers an object with `element_spec`, `take` and `peek`; returns its number."""
     number = next(_numbers)
     _owners[number] = owner
     return number
@@ -134,4 +134,4 @@ class WholeBatches:
         """Returns a step's replica batches as one distributed value."""
         return to_replicas(self.strategy, batches)
 
-    look = take
+    peek = take

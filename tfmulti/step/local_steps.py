@@ -18,24 +18,13 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import model_contents, owners
 from tfmulti.step.rows import current_replica_batch
 
 # Averaged together: so much memory is needed beside the variables.
 _ROUND_BYTES = 64 * 2**20
 _FLOATS = ("float32", "float64")
-
-
-def check_steps(synchronize_every) -> None:
-    """Raises ValueError if the number of steps is not a whole number from 1 on."""
-    whole = isinstance(synchronize_every, int) and not isinstance(synchronize_every, bool)
-    if not whole or synchronize_every < 1:
-        raise ValueError(
-            "`synchronize_every` must be a whole number of at least 1. "
-            f"Received: synchronize_every={synchronize_every!r}. "
-            "Use 1 to add gradients in every step, 8 to average weights after every 8 steps."
-        )
 
 
 def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: int) -> None:
@@ -59,7 +48,7 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
             "each device: python -m tfmulti.launch --num_workers N."
         )
     _refuse_loss_scaling(optimizer, synchronize_every)
-    object.__setattr__(optimizer, "tfmulti_synchronize_every", synchronize_every)
+    marks.SYNCHRONIZE_EVERY.set(optimizer, synchronize_every)
 
 
 def _refuse_loss_scaling(optimizer, synchronize_every):
@@ -86,7 +75,7 @@ def steps_of(model: keras.Model | None) -> int:
         return 1
     optimizers = model_contents.optimizers_in_use(model)
     inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
-    numbers = [getattr(each, "tfmulti_synchronize_every", 1) for each in inner]
+    numbers = [marks.SYNCHRONIZE_EVERY.get(each) for each in inner]
     if len(set(numbers)) > 1:
         raise ValueError(
             "`synchronize_every` must be the same for all optimizers of a model, whose weights "
@@ -104,7 +93,7 @@ def _pairs(optimizers, numbers) -> str:
     return ", ".join(f"{type(o).__name__} with {number}" for o, number in zip(optimizers, numbers))
 
 
-def on_own_rows(fn, strategy):
+def on_local_rows(fn, strategy):
     """Returns a step that computes what one device computes from the rows of this replica.
 
     Args:
@@ -154,7 +143,7 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
         optimizer.iterations.assign_add(1)
         return tf.constant(True)
 
-    every, here = getattr(optimizer, "tfmulti_synchronize_every", 1), in_local_step()
+    every, here = marks.SYNCHRONIZE_EVERY.get(optimizer), in_local_step()
     if every > 1 and not here and not keras_compat.in_separate_traces():
         _refuse_own_loop(every)
     batch = current_replica_batch()
@@ -197,10 +186,10 @@ def count_step(model: keras.Model) -> None:
 
 def average_of(model: keras.Model) -> Average:
     """Returns what averages a model over workers; it is made at the first local step."""
-    found = getattr(model, "tfmulti_average", None)
+    found = marks.AVERAGE.get(model)
     if found is None:
         found = Average(model)
-        object.__setattr__(model, "tfmulti_average", found)
+        marks.AVERAGE.set(model, found)
     return found
 
 
@@ -218,14 +207,14 @@ def average_weights(model: keras.Model) -> None:
     >>> model = keras.Sequential([keras.layers.Dense(1)])
     >>> average_weights(model)
     """
-    average = getattr(model, "tfmulti_average", None)
+    average = marks.AVERAGE.get(model)
     if average is not None:
         average.settle()
 
 
 def num_pending(model: keras.Model) -> int:
     """Returns the local steps since the last average; 0 if all workers hold the same weights."""
-    average = getattr(model, "tfmulti_average", None)
+    average = marks.AVERAGE.get(model)
     return 0 if average is None else int(average.pending.numpy())
 
 

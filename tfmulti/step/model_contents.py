@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 
 # Packages whose objects are not searched; of keras, layers and optimizers are.
 _FOREIGN = (
@@ -68,8 +68,8 @@ def optimizers_in_use(model, *, nested: bool = False) -> list:
     """
     found, compiled = optimizers_of(model, nested=nested), getattr(model, "optimizer", None)
     parts = [compiled, getattr(compiled, "inner_optimizer", None)]
-    is_chosen = any(getattr(part, "tfmulti_distributed", False) for part in parts)
-    if is_chosen or not keras_compat.has_own_step(model, "train"):
+    is_chosen = any(marks.DISTRIBUTED.get(part) for part in parts)
+    if is_chosen or not keras_compat.has_custom_step(model, "train"):
         return found
     return [each for each in found if each is not compiled] or found
 

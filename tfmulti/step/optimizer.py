@@ -7,8 +7,9 @@ import types
 
 import keras
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.choices import COMPRESSIONS, SHARDS
+from tfmulti.settings import check_choice, check_whole_number
 from tfmulti.step import finite, gradients, local_steps, model_contents, sharded_state
 
 
@@ -59,12 +60,9 @@ def DistributedOptimizer(
     'SGD'
     """
     optimizer = _get(optimizer)
-    if compression not in (None, *COMPRESSIONS):
-        raise ValueError(
-            f"`compression` must be None or one of {', '.join(COMPRESSIONS)}. "
-            f"Received: compression={compression!r}. Use 'bfloat16' for half the bytes."
-        )
-    check_shard(shard)
+    advice = "Use 'bfloat16' for half the bytes."
+    check_choice("compression", compression, (None, *COMPRESSIONS), advice)
+    check_choice("shard", shard, (None, *SHARDS), "Use 'state' for the optimizer's slots.")
     if compression is not None and shard == "parameters":
         raise ValueError(
             "Gradients of sharded parameters are sent in full precision. Received: "
@@ -74,31 +72,23 @@ def DistributedOptimizer(
     if synchronize_every > 1:
         local_steps.take_local_steps(optimizer, synchronize_every)
     if compression is not None:
-        object.__setattr__(optimizer, "tfmulti_compression", compression)
+        marks.COMPRESSION.set(optimizer, compression)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if shard is not None:
         sharded_state.shard_state(inner, shard)
-    if getattr(optimizer, "tfmulti_distributed", False):
+    if marks.DISTRIBUTED.get(optimizer):
         return optimizer
-    if inner is not optimizer and getattr(inner, "tfmulti_distributed", False):
+    if inner is not optimizer and marks.DISTRIBUTED.get(inner):
         _undo(inner)
-    keras_compat.mark_updates_alike(inner)
+    marks.UPDATES_ALIKE.set(inner, True)
     object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
-    object.__setattr__(optimizer, "tfmulti_distributed", True)
+    marks.DISTRIBUTED.set(optimizer, True)
     return optimizer
 
 
-def check_shard(shard) -> None:
-    """Raises ValueError for an unknown `shard`."""
-    if shard not in (None, *SHARDS):
-        raise ValueError(
-            f"`shard` must be None or one of {', '.join(SHARDS)}. "
-            f"Received: shard={shard!r}. Use 'state' for the optimizer's slots."
-        )
-
-
 def _check_local_steps(synchronize_every, compression, shard) -> None:
-    local_steps.check_steps(synchronize_every)
+    advice = "Use 1 to add gradients in every step, 8 to average weights after every 8 steps."
+    check_whole_number("synchronize_every", synchronize_every, advice)
     if synchronize_every > 1 and shard is not None:
         raise ValueError(
             "`synchronize_every` above 1 needs all weights and slots on every worker. "
@@ -147,8 +137,8 @@ def distribute_loaded(model: keras.Model) -> None:
 
 
 def _undo(optimizer):
-    for name in ("apply", "tfmulti_distributed"):
-        object.__delattr__(optimizer, name)
+    object.__delattr__(optimizer, "apply")
+    marks.DISTRIBUTED.delete(optimizer)
 
 
 def _apply(self, grads, trainable_variables=None):

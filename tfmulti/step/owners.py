@@ -154,7 +154,7 @@ def _gathered(strategy, values, parts):
     # Workers gather in an order of their own, which the first element tells.
     mine = [tf.cast([me], dtype), *(tf.reshape(values[place], [-1]) for place in parts[me])]
     mine.append(tf.zeros([length - sum(sizes[me])], dtype))
-    gathered = keras_compat.gather_alike(strategy, tf.concat(mine, axis=0)[tf.newaxis])
+    gathered = keras_compat.gather_from_workers(strategy, tf.concat(mine, axis=0)[tf.newaxis])
     gathered = tf.ensure_shape(gathered, [number, length + 1])
     order = tf.argsort(gathered[:, 0])
     for worker, (part, each) in enumerate(zip(parts, sizes)):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import owners, slots
 from tfmulti.step.rows import current_replica_batch
 
@@ -176,9 +176,10 @@ def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
 
 def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:
     """Returns the sharded parameters of a strategy."""
-    found = getattr(strategy, "tfmulti_parameters", None)
+    found = marks.PARAMETERS.get(strategy)
     if found is None:
-        found = strategy.tfmulti_parameters = Parameters(strategy)
+        found = Parameters(strategy)
+        marks.PARAMETERS.set(strategy, found)
     return found
 
 
@@ -265,7 +266,7 @@ def hands_on_gradients(model: keras.Model) -> bool:
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
-    return stock and not keras_compat.has_own_step(model, "train")
+    return stock and not keras_compat.has_custom_step(model, "train")
 
 
 def drop_others(gradients, variables) -> list:
@@ -288,7 +289,7 @@ def may_have_padding(variable) -> bool:
 
     That of a split weight, or of the bias beside it, is of the rows of a group, without padding.
     """
-    of_group = getattr(variable, "split", None) or getattr(variable, "tfmulti_of_group", False)
+    of_group = getattr(variable, "split", None) or marks.OF_GROUP.get(variable)
     return is_unreduced(variable) and not of_group
 
 

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import model_contents, owners, parameters, slots, split_weights
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
@@ -39,7 +39,7 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
     Raises:
         ValueError: If the optimizer has its slots already, or a worker has several replicas.
     """
-    if getattr(optimizer, "tfmulti_shards", None) is not None:
+    if marks.SHARDS.get(optimizer) is not None:
         return
     strategy = keras_compat.strategy_of(optimizer)
     if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
@@ -54,7 +54,7 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
     parameters.refuse_several_replicas(strategy)
     shards_parameters = shard == "parameters"
     shards = Shards(optimizer, strategy, shards_parameters)
-    object.__setattr__(optimizer, "tfmulti_shards", shards)
+    marks.SHARDS.set(optimizer, shards)
     for name, method in (("build", _build), ("update_step", _update_step)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
@@ -66,12 +66,13 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
 
 
 def _build(self, variables):
-    self.tfmulti_shards.build(variables)
+    marks.SHARDS.get(self).build(variables)
 
 
 def _update_step(self, gradient, variable, learning_rate):
-    if self.tfmulti_shards.owns(variable):
-        with self.tfmulti_shards.refusing_shared_state(variable):
+    shards = marks.SHARDS.get(self)
+    if shards.owns(variable):
+        with shards.refusing_shared_state(variable):
             type(self).update_step(self, gradient, variable, learning_rate)
 
 
@@ -94,7 +95,7 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
         gradients: Its gradients.
         variables: Their variables; None for those that it was built for.
     """
-    shards = getattr(getattr(optimizer, "inner_optimizer", optimizer), "tfmulti_shards", None)
+    shards = marks.SHARDS.get(getattr(optimizer, "inner_optimizer", optimizer))
     if shards is None or not shards.shards_parameters:
         return list(gradients)
     variables = keras_compat.updated_variables(optimizer) if variables is None else variables
@@ -109,7 +110,7 @@ def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf
         optimizer: A `LossScaleOptimizer`.
         condition: The bool.
     """
-    shards = getattr(optimizer.inner_optimizer, "tfmulti_shards", None)
+    shards = marks.SHARDS.get(optimizer.inner_optimizer)
     if shards is None or not shards.shards_parameters:
         return condition
     return shards.count(tf.logical_not(condition)) == 0
@@ -126,7 +127,7 @@ def owners_of_gradients(model, variables) -> list[int] | None:
         variables: Some of its variables.
     """
     optimizer = getattr(model, "optimizer", None)
-    shards = getattr(optimizer, "tfmulti_shards", None)
+    shards = marks.SHARDS.get(optimizer)
     if shards is None or optimizer.gradient_accumulation_steps:
         return None
     if not parameters.hands_on_gradients(model):
@@ -149,7 +150,7 @@ def gather_optimizer_state(model: keras.Model) -> None:
     >>> gather_optimizer_state(model)
     """
     for optimizer in model_contents.optimizers_of(model, nested=True):
-        shards = getattr(optimizer, "tfmulti_shards", None)
+        shards = marks.SHARDS.get(optimizer)
         if shards is not None:
             shards.values.keep(shards.slots)
     sharded = [v for v in model.variables if isinstance(v, parameters.ShardedParameter)]
@@ -256,7 +257,7 @@ class Shards:
                 object.__delattr__(optimizer, name)
         for variable in optimizer.variables:
             if id(variable) not in before:
-                variable.tfmulti_is_sharded = True
+                marks.IS_SHARDED.set(variable, True)
 
     def _add(self, place, shape, initializer, dtype, name, with_weight=False, split=None):
         optimizer = self._optimizer

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.step import owners
 
 if TYPE_CHECKING:
@@ -184,7 +184,9 @@ class OwnedValues:
 
 def _number_of(variable) -> int:
     """Returns a variable's number, which no other one gets, as `id` may."""
-    return vars(variable).setdefault("tfmulti_number", next(_numbers))
+    if marks.NUMBER.get(variable) is None:
+        marks.NUMBER.set(variable, next(_numbers))
+    return marks.NUMBER.get(variable)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfmulti import marks
+
 TOKENS, POSITIONS, UNIQUE = "tokens", "positions", "unique"
 _COPIES = ("Cast", "Identity", "Reshape", "SelectV2")
 _SHAPES = ("Rank", "Shape", "ShapeN", "Size")
@@ -84,7 +86,7 @@ def note_positions(model: keras.Model, x) -> None:
         model: A model that is built.
         x: Some rows of its input.
     """
-    if hasattr(model, "tfmulti_positions"):
+    if marks.TABLE_READS.get(model) is not None:
         return
     try:
         reads = _trace_reads(model, x)
@@ -95,7 +97,7 @@ def note_positions(model: keras.Model, x) -> None:
     for table, kind in reads:
         # A table that is read in several ways has a gradient in which rows occur several times.
         found[table] = kind if found.get(table, kind) == kind else TOKENS
-    object.__setattr__(model, "tfmulti_positions", found)
+    marks.TABLE_READS.set(model, found)
 
 
 def noted_kind(grad, variable, model: keras.Model | None) -> str:
@@ -111,7 +113,7 @@ def noted_kind(grad, variable, model: keras.Model | None) -> str:
     """
     if not isinstance(grad, tf.IndexedSlices):
         return TOKENS
-    found = getattr(model, "tfmulti_positions", None)
+    found = marks.TABLE_READS.get(model)
     if found is None:
         raise ValueError(
             "An `Embedding` on several replicas needs a step that can be traced: the trace shows "

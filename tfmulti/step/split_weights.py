@@ -2,7 +2,7 @@
 
 To all who read it the variable is the whole weight, with its shape and its path: files,
 checkpoints and other code than the layer's are those of the model without a split. Its slots are
-split like it, so that an update which treats each element by itself needs nothing of the others.
+split like it, so that an element-wise update needs nothing of the others.
 `tfmulti.parallel.tensor` has layers compute with parts.
 """
 
@@ -262,7 +262,7 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
     kind = type(optimizer)
     if not keras_compat.is_stock(kind) or kind.__name__ not in _OF_ELEMENTS:
         raise ValueError(
-            "Split weights need an optimizer that treats each element by itself: a worker updates "
+            "Split weights need an element-wise optimizer, since each worker updates "
             f"a part. Received: {kind.__name__}, and {parts[0].path}, which is split. Use one of "
             f"{', '.join(_OF_ELEMENTS)}, or shard='parameters' without tfmulti.tensor_parallel."
         )

@@ -7,7 +7,7 @@ import weakref
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, step, topology
+from tfmulti import keras_compat, marks, step, topology
 from tfmulti.step import gradients, iterators, local_steps, model_contents
 from tfmulti.strategies import checks
 
@@ -67,11 +67,11 @@ class _ForKeras:
             self._refuse(kind, model)
         is_local = kind == "train" and several and local_steps.steps_of(model) > 1
         if is_local:
-            fn = local_steps.on_own_rows(fn, self)
+            fn = local_steps.on_local_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
             fn = step.wrap_step(fn, kind, model, padded=self.marks_padding)
-            several_here = topology.num_local_replicas(self) > 1
-            if kind != "predict" and several_here and not _is_distributed(args[0]):
+            has_several = topology.num_local_replicas(self) > 1
+            if kind != "predict" and has_several and not _is_distributed(args[0]):
                 fn = step.divide_whole_batch(fn)
         else:
             args = tuple(step.without_count(value) for value in args)
@@ -82,7 +82,7 @@ class _ForKeras:
         except AssertionError as error:
             if "regroup had different lengths" not in str(error):
                 raise
-            raise _unlike_replicas(error) from error
+            raise _replica_error(error) from error
         if is_local:
             local_steps.count_step(model)
         if kind in ("train", "test"):
@@ -94,7 +94,7 @@ class _ForKeras:
         if kind in ("train", "test"):
             _refuse_jit_compile(model, self.num_replicas_in_sync)
         if kind == "train":
-            checks.refuse_made_outside(model)
+            checks.refuse_outside_scope(model)
             if not self.distribute_optimizers:
                 _refuse_bare(model)
 
@@ -127,7 +127,7 @@ class _ForKeras:
         return super().experimental_distribute_dataset(dataset, options)
 
 
-def _unlike_replicas(error) -> RuntimeError:
+def _replica_error(error) -> RuntimeError:
     """Returns the error for replicas that do not come to the same collectives."""
     words = " ".join(str(error).split())
     return RuntimeError(
@@ -151,8 +151,8 @@ def _refuse_bare(model):
     bare = [
         type(optimizer).__name__
         for optimizer in model_contents.optimizers_of(model)
-        if not getattr(optimizer, "tfmulti_distributed", False)
-        and not getattr(getattr(optimizer, "inner_optimizer", None), "tfmulti_distributed", False)
+        if not marks.DISTRIBUTED.get(optimizer)
+        and not marks.DISTRIBUTED.get(getattr(optimizer, "inner_optimizer", None))
     ]
     if bare:
         raise ValueError(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, verification
+from tfmulti import keras_compat, marks, verification
 from tfmulti.parallel import sharded_parameters
 from tfmulti.step import local_steps, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
@@ -26,7 +26,7 @@ def note_strategy(strategy: tf.distribute.Strategy) -> None:
     _latest = weakref.ref(strategy)
 
 
-def look_for_scope(model: keras.Model, name: str, data) -> None:
+def check_scope(model: keras.Model, name: str, data) -> None:
     """Warns if `fit` trains a model on one device although the script has a larger strategy.
 
     Args:
@@ -42,7 +42,7 @@ def look_for_scope(model: keras.Model, name: str, data) -> None:
     if name != "fit":
         return
     if getattr(model.distribute_strategy, "repairs_keras", False):
-        refuse_made_outside(model)
+        refuse_outside_scope(model)
         refuse_keras_distribution()
         return
     made_for = getattr(data, "strategy", None)
@@ -96,7 +96,7 @@ def refuse_keras_distribution() -> None:
         )
 
 
-def refuse_made_outside(model: keras.Model) -> None:
+def refuse_outside_scope(model: keras.Model) -> None:
     """Raises ValueError for a variable without a copy for each replica: all would update it.
 
     It also finds variables that are created later than their layer, by building or LoRA.
@@ -108,7 +108,7 @@ def refuse_made_outside(model: keras.Model) -> None:
     owned = [*model.trainable_variables, *model.metrics_variables]
     slots = optimizer.variables if optimizer is not None else []
     # Those of sharded state have one owner.
-    owned += [each for each in slots if not getattr(each, "tfmulti_is_sharded", False)]
+    owned += [each for each in slots if not marks.IS_SHARDED.get(each)]
     kind = tf.distribute.DistributedValues
     with keras_compat.held_values():
         strange = [v for v in owned if not isinstance(v.value, kind)]
@@ -141,17 +141,17 @@ def build_by_step(model: keras.Model, batch) -> bool:
     """
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
-    kind = _KINDS.get(getattr(model, "tfmulti_call", ("",))[0])
+    kind = _KINDS.get(marks.CALL.get(model)[0])
     return kind is not None and verification.build_by_step(model, kind, batch)
 
 
-def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
+def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     """Prepares the losses and metrics of a built model, and verifies its step.
 
     Args:
         strategy: The model's strategy.
         model: The model, built.
-        look: Function that returns a batch, as the replicas receive it.
+        peek: Function that returns a batch, as the replicas receive it.
         iterator: Keras's iterator over the batches; None for `train_on_batch`.
     """
     if strategy.num_replicas_in_sync == 1:
@@ -160,9 +160,9 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     whole_batch.prepare_losses(model)
     whole_batch.prepare_metrics(model)
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
-        x = keras.utils.unpack_x_y_sample_weight(look())[0]
+        x = keras.utils.unpack_x_y_sample_weight(peek())[0]
         sparse_gradients.note_positions(model, verification.rows_lib.gather_local(strategy, x))
-    name, validates = getattr(model, "tfmulti_call", ("", False))
+    name, validates = marks.CALL.get(model)
     if name not in _KINDS:
         return
     if _KINDS[name] == TRAIN:
@@ -170,7 +170,7 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
     if name == "fit":
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
-    feed = _feed(look, iterator)
+    feed = _feed(peek, iterator)
     verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit" and validates:
         verification.verify_once(model, TEST, feed, _WORKERS, early=True)
@@ -179,8 +179,8 @@ def verify_once_built(strategy, model: keras.Model, look, iterator) -> None:
 def _warn_of_local_normalization(model):
     """Names the layers whose result depends on the number of replicas, once for each model."""
     layers = local_normalization(model)
-    if layers and not getattr(model, "tfmulti_warned_of_statistics", False):
-        object.__setattr__(model, "tfmulti_warned_of_statistics", True)
+    if layers and not marks.WARNED_OF_STATISTICS.get(model):
+        marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
         warnings.warn(
             f"Batch normalization that is not synchronized normalizes each replica's rows by "
@@ -193,8 +193,8 @@ def _warn_of_local_normalization(model):
 def _warn_of_local_steps(model):
     """Says once for each model that its workers train apart, as its optimizer was told to."""
     number = local_steps.steps_of(model)
-    if number > 1 and not getattr(model, "tfmulti_told_of_local_steps", False):
-        object.__setattr__(model, "tfmulti_told_of_local_steps", True)
+    if number > 1 and not marks.WARNED_OF_LOCAL_STEPS.get(model):
+        marks.WARNED_OF_LOCAL_STEPS.set(model, True)
         warnings.warn(
             f"With synchronize_every={number} each worker takes {number} steps with its own rows "
             "before weights and slots are averaged, so the result differs from that of one device. "
@@ -252,8 +252,8 @@ def _first_rows(data):
     """Returns some rows of the data of `predict`, or None if reading would consume them."""
     if isinstance(data, tf.data.Dataset):
         iterator = iter(data)
-        look = getattr(iterator, "look", None)
-        return look() if look else next(iterator, None)
+        peek = getattr(iterator, "peek", None)
+        return peek() if peek else next(iterator, None)
     if isinstance(data, keras.utils.PyDataset):
         return data[0]
     kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -268,12 +268,12 @@ def _first_rows(data):
 _MOST = 64
 
 
-def _feed(look, iterator) -> Feed:
+def _feed(peek, iterator) -> Feed:
     if iterator is None:
-        return Feed(look)
+        return Feed(peek)
     own, static = keras_compat.feed_of(iterator)
     plan = getattr(own, "plan", None)
     if plan is None:
-        return Feed(look, static)
+        return Feed(peek, static)
     padded = plan.remainder == "pad"
-    return Feed(look, plan.remainder in _EVEN, counted=True, padded=padded)
+    return Feed(peek, plan.remainder in _EVEN, counted=True, padded=padded)

@@ -1,4 +1,4 @@
-"""What workers must do alike, ask of all and publish for one another, and tell the launcher.
+"""Coordinates workers: they compare what they do, agree on requests, and exchange texts.
 
 They compare by small reductions, by program order, and by texts in TensorFlow's coordination
 service.
@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
 
 _UNKNOWN = -1
@@ -101,10 +101,10 @@ def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
     Keras counts only local batches, so one worker would stop while another waits for it. A worker
     that has no more data takes part with empty replica batches until all are done.
     """
-    if getattr(epoch_iterator, "tfmulti_agreed", False):
+    if marks.AGREED.get(epoch_iterator):
         # A validation iterator, which `fit` reuses after every epoch.
         return
-    epoch_iterator.tfmulti_agreed = True
+    marks.AGREED.set(epoch_iterator, True)
     number = keras_compat.number_of_batches(epoch_iterator, topology.num_local_replicas(strategy))
     least, most = compare(strategy, _UNKNOWN if number is None else number)
     if least != most:

@@ -14,8 +14,10 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
+from tfmulti.cluster.roles import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
-from tfmulti.parallel import partitioned, recompute
+from tfmulti.parallel import activations, partitioned
+from tfmulti.settings import check_choice
 from tfmulti.step import (
     accumulation,
     gradients,
@@ -101,9 +103,8 @@ def create_strategy(
     1
     """
     checks.refuse_keras_distribution()
-    check_strategy_arguments(name, devices, logical_cpus, communication)
-    check_verify(verify)
-    check_num_ps(name, num_ps)
+    _check_arguments(name, devices, logical_cpus, communication, verify)
+    check_num_ps(num_ps, name)
     _repair_keras()
     cluster, reason = _find_cluster(name, tf_config, num_ps), "as requested"
     if name == "auto":
@@ -118,7 +119,7 @@ def create_strategy(
         strategy = create_parameter_server(cluster, start_timeout)
         strategy.why = f"{name}: {_sizes(cluster)} ({reason})"
         strategy.verify = verify
-        return _noted(strategy)
+        return _registered(strategy)
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
@@ -138,12 +139,12 @@ def create_strategy(
     strategy.why = f"{name} on {names} ({reason})"
     if name == "multi_worker":
         strategy.why += f", over {strategy.communication}"
-    keras_compat.own_launchers(strategy)
+    keras_compat.mark_launchers(strategy)
     checks.note_strategy(strategy)
-    return _noted(strategy)
+    return _registered(strategy)
 
 
-def _noted(strategy):
+def _registered(strategy):
     keras_compat.note_strategy(strategy)
     logging.info("create_strategy: %s.", strategy.why)
     return strategy
@@ -170,7 +171,7 @@ def _before_call(model, name, data):
     checks.refuse_calls_on_servers(model, name)
     coordination.compare_call(model.distribute_strategy, name)
     local_steps.average_weights(model)
-    checks.look_for_scope(model, name, data)
+    checks.check_scope(model, name, data)
     checks.before_call(model, name, data)
 
 
@@ -182,7 +183,7 @@ def _before_batch(model, name, data):
 def _settle(model):
     """Makes all workers hold the same, before code outside of steps reads the model."""
     local_steps.average_weights(model)
-    accumulation.settle_own(model)
+    accumulation.settle_compiled(model)
 
 
 def _warn_of_others(name, cluster):
@@ -215,10 +216,10 @@ def _repair_keras():
         once_built=checks.verify_once_built,
         predict=predict_on_batch.predict,
         prepare_callback=stock_callbacks.prepare_callback,
-        recompute=recompute.recomputed,
+        recompute=activations.recomputed,
         reduce_in_step=gradients.reduce_in_step,
         reduce_loss=losses.reduce_loss,
-        refuse=checks.refuse_made_outside,
+        refuse=checks.refuse_outside_scope,
         regularization_loss=losses.regularization_loss,
         settle=_settle,
         take_gradient=take,
@@ -229,18 +230,12 @@ def _repair_keras():
     )
 
 
-def check_strategy_arguments(name, devices, logical_cpus, communication) -> None:
-    """Raises ValueError for invalid arguments of `create_strategy`."""
-    if name not in STRATEGIES:
-        raise ValueError(
-            f"`name` must be one of {', '.join(STRATEGIES)}. "
-            f"Received: name={name!r}. Use 'auto' to have it chosen."
-        )
-    if communication not in COMMUNICATIONS:
-        raise ValueError(
-            f"`communication` must be one of {', '.join(COMMUNICATIONS)}. "
-            f"Received: communication={communication!r}. Use 'auto' to have it chosen."
-        )
+def _check_arguments(name, devices, logical_cpus, communication, verify):
+    advice = "Use 'auto' to have it chosen."
+    check_choice("name", name, STRATEGIES, advice)
+    check_choice("communication", communication, COMMUNICATIONS, advice)
+    advice = "Use 'auto' to verify models with custom parts only."
+    check_choice("verify", verify, VERIFY, advice)
     if devices is not None and name in ("multi_worker", "parameter_server", "tpu"):
         raise ValueError(
             "`devices` can be used with one_device, mirrored and auto only. "
@@ -251,31 +246,6 @@ def check_strategy_arguments(name, devices, logical_cpus, communication) -> None
         raise ValueError(
             "`logical_cpus` must not be negative. "
             f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
-        )
-
-
-def check_num_ps(name, num_ps) -> None:
-    """Raises ValueError for an invalid `num_ps`, and with a strategy that has no servers."""
-    if num_ps is None:
-        return
-    if isinstance(num_ps, bool) or not hasattr(num_ps, "__index__") or num_ps < 1:
-        raise ValueError(
-            "`num_ps` must be None or a whole number from 1. "
-            f"Received: num_ps={num_ps!r}. Use for example num_ps=1."
-        )
-    if name not in ("auto", "parameter_server"):
-        raise ValueError(
-            "`num_ps` can be used with parameter_server and auto only. "
-            f"Received: num_ps={num_ps}, name={name!r}. Leave it out, or use 'parameter_server'."
-        )
-
-
-def check_verify(verify) -> None:
-    """Raises ValueError for an invalid `verify`."""
-    if verify not in VERIFY:
-        raise ValueError(
-            f"`verify` must be one of {', '.join(VERIFY)}. "
-            f"Received: verify={verify!r}. Use 'auto' to verify models with custom parts only."
         )
 
 

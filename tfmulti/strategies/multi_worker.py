@@ -192,7 +192,7 @@ _REPORT_LENGTH = 1_000
 _HEARD_S = 1.0
 
 
-def tell_others(error: BaseException, cluster: Cluster) -> None:
+def report_to_others(error: BaseException, cluster: Cluster) -> None:
     """Reports this worker's error to all workers, so that they need not wait for a timeout."""
     cause = " ".join(command_line.cause_of(error).split())
     task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
@@ -208,7 +208,7 @@ def end_worker(error: BaseException, cluster: Cluster | None) -> peer_errors.Pee
     peer_error = peer_errors.find_peer_error(error, cluster)
     if cluster is not None and cluster.num_workers > 1:
         if peer_error is None or peer_error.exit_code == peer_errors.ERROR:
-            tell_others(error, cluster)
+            report_to_others(error, cluster)
             if cluster.is_chief:
                 # The service ends with the chief; workers that wait for MPI poll it.
                 time.sleep(_HEARD_S)

@@ -29,7 +29,7 @@ from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
 _WITHOUT_ROLES = (kubernetes.SOURCE, sagemaker.SOURCE, slurm.SOURCE)
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LAST_S = 30.0
 _GOODBYE_S = 5.0
 # TensorFlow numbers the Python functions of a process in the order in which they are made.
@@ -59,6 +59,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         num_servers: Parameter servers.
         num_workers: Workers.
         bytes_on_servers: Bytes of the variables that were placed on each server, without slots.
+        pieces: What draws the first values of large tables.
     """
 
     has_parameter_servers = True
@@ -75,7 +76,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         self.num_workers = len(cluster.spec["worker"])
         self.bytes_on_servers = [0] * self.num_servers
         self._coordinator = None
-        keras_compat.place_variables(self, self.bytes_on_servers, partitioned.fill_in_pieces)
+        self.pieces = partitioned.Pieces()
+        keras_compat.place_variables(self, self.bytes_on_servers, self.pieces.fill)
 
     @property
     def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
@@ -217,12 +219,12 @@ def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
     chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
     began = preempted_at = time.monotonic()
     presence = Presence(chief)
-    while not told.wait(_LOOK_S):
+    while not told.wait(_POLL_S):
         now = time.monotonic()
         preempted_at = preempted_at if preempted.is_set() else now
         if now - preempted_at > _LAST_S:
             return None
-        lost = presence.look()
+        lost = presence.check()
         if lost and presence.has_been_there:
             return (
                 f"{name} serves the chief, and ends with it. Received: no chief at {chief} any "
@@ -300,7 +302,7 @@ def is_lost_worker(error: BaseException) -> bool:
 def lost_error(names: Iterable[str]) -> ServerLost:
     """Returns the error for servers that have gone."""
     return ServerLost(
-        "Each parameter server must be there: it has a part of the model. "
+        "Each parameter server must be running: it holds a part of the model. "
         f"Received: {', '.join(names)} is lost. Start all again: with "
         "tfmulti.callbacks.Checkpoint or --workdir they resume from the last checkpoint."
     )

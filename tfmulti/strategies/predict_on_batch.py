@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import step
+from tfmulti import marks, step
 
 
 def predict(model: keras.Model, x):
@@ -23,10 +23,10 @@ def predict(model: keras.Model, x):
         The predictions for these rows, in their order, as NumPy arrays; ragged and sparse tensors
         stay tensors.
     """
-    function, eager = getattr(model, "tfmulti_predict", (None, None))
+    function, eager = marks.PREDICT.get(model)
     if function is None or eager != model.run_eagerly:
         function = _create_function(model)
-        object.__setattr__(model, "tfmulti_predict", (function, model.run_eagerly))
+        marks.PREDICT.set(model, (function, model.run_eagerly))
     x = tf.nest.map_structure(
         lambda part: tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part, x
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti import topology
+from tfmulti import marks, topology
 from tfmulti.step import sharded_state, slots
 from tfmulti.strategies import coordination
 
@@ -50,10 +50,10 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
     if topology.is_chief(strategy):
         return
     for kind, name in _PLACES:
-        place = getattr(callback, name, None)
-        if isinstance(callback, kind) and not hasattr(callback, "tfmulti_place"):
-            callback.tfmulti_place = place
-            setattr(callback, name, str(_temporary_folder() / Path(str(place)).name))
+        path = str(getattr(callback, name, None))
+        if isinstance(callback, kind) and marks.PATH.get(callback) is None:
+            marks.PATH.set(callback, path)
+            setattr(callback, name, str(_temporary_folder() / Path(path).name))
 
 
 class GatherState(keras.callbacks.Callback):

@@ -1,4 +1,4 @@
-"""Which workers and servers of a job are there, as the chief sees it."""
+"""Monitors, in the chief, which workers and servers of a job are running."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, look_at
+from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, probe
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
 from tfmulti.strategies.parameter_server import (
@@ -75,7 +75,7 @@ class TaskMonitor:
         since = self._without_workers_since = self._without_workers_since or now
         if now - since > self._patience_s:
             raise WorkersLost(
-                "At least one worker must be there to compute steps. Received: no worker since "
+                "At least one worker must be running to compute steps. Received: no worker since "
                 f"{self._patience_s + MISSES:.0f} s. Start workers again, or with the launcher's "
                 "--max_restarts have it do so."
             )
@@ -100,7 +100,7 @@ class TaskMonitor:
         while not self._stopped.is_set() or NO_ANSWER in self._lost.values():
             time.sleep(_EVERY_S)
             for name, task in self._tasks.items():
-                self.note(name, look_at(task.address))
+                self.note(name, probe(task.address))
             error, now = self._find_error(), time.monotonic()
             if error is None:
                 self._ending_since = None
@@ -110,7 +110,7 @@ class TaskMonitor:
                 end_stuck_chief(error)
 
     def note(self, name: str, seen: str) -> None:
-        """Notes what was seen of a task, as `presence.look_at` returns it."""
+        """Notes what was seen of a task, as `presence.probe` returns it."""
         why = self._tasks[name].note(seen)
         if why is None:
             self._lost.pop(name, None)

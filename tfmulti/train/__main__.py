@@ -97,7 +97,7 @@ def _end(error, config, with_traceback) -> int:
 def _train(config: TrainConfig, verbose: bool) -> int:
     task = _find_task(config) if config.strategy in _WITH_CLUSTER else None
     if config.workdir and (task is None or task.is_chief):
-        files.check_folder(config.workdir, "workdir")
+        files.check_folder(config.workdir)
     command_line.import_tensorflow(verbose=verbose)
     if config.estimate_memory is not None:
         from tfmulti.train import memory_estimate

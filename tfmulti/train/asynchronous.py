@@ -16,6 +16,7 @@ from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.epochs import EpochDataset
 from tfmulti.parallel import remote_step, split_check, staleness
 from tfmulti.parallel.remote_step import RemoteStep
+from tfmulti.settings import check_whole_number
 from tfmulti.strategies.coordination import LauncherHeartbeat
 from tfmulti.strategies.parameter_server import who_computes
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
@@ -86,7 +87,7 @@ def train_async(
     strategy.requests = requests = SettledRequests()
     step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
     if strategy.verify != "never" and train.steps_left():
-        split_check.check(step, iter(train).look(), max_staleness == 0 and strategy.num_workers > 1)
+        split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
     heart = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
         [*([LauncherHeartbeat(heart)] if heart else []), *callbacks],
@@ -180,30 +181,16 @@ def _check(model, callbacks, max_staleness, epochs):
             f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "
             'compile it in the scope of create_strategy("parameter_server"), or call model.fit.'
         )
-    check_max_staleness(max_staleness)
-    if isinstance(epochs, bool) or not hasattr(epochs, "__index__") or epochs < 1:
-        raise ValueError(
-            f"`epochs` must be a whole number from 1. Received: epochs={epochs!r}. "
-            "Use for example epochs=3."
-        )
+    advice = "Use 0 for synchronous steps, None for no bound."
+    check_whole_number("max_staleness", max_staleness, advice, at_least=0, optional=True)
+    check_whole_number("epochs", epochs, "Use for example epochs=3.")
     for callback in callbacks:
         for kind, advice in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(
-                    "`callbacks` must be such as work without `fit`. "
+                    "`callbacks` must not depend on `fit`. "
                     f"Received: {type(callback).__name__}. {advice}"
                 )
-
-
-def check_max_staleness(value) -> None:
-    """Raises ValueError for an invalid `max_staleness`."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
-        raise ValueError(
-            "`max_staleness` must be None or a whole number from 0. "
-            f"Received: max_staleness={value!r}. Use 0 for synchronous steps, None for no bound."
-        )
 
 
 def _dataset(distribute, data, strategy, batch_size, **options) -> EpochDataset:

@@ -195,7 +195,7 @@ def _explain(size, found, limit) -> str:
     return f"{room}; {found.too_large} did not fit" if found.too_large else room
 
 
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _LAST_LINES = 5
 
 
@@ -291,7 +291,7 @@ def _messages(request, limit, log) -> Iterator[dict]:
 def _read(reading, process, limit):
     rest = b""
     while True:
-        if select.select([reading], [], [], _LOOK_S)[0]:
+        if select.select([reading], [], [], _POLL_S)[0]:
             piece = os.read(reading, 1 << 16)
             if not piece:
                 return

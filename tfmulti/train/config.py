@@ -19,6 +19,7 @@ from tfmulti.choices import (
     TRACKERS,
     VERIFY,
 )
+from tfmulti.cluster.roles import check_num_ps
 from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS
@@ -233,16 +234,7 @@ class TrainConfig:
 
     def _check_servers(self):
         """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
-        if self.num_ps is not None and self.strategy not in ("auto", "parameter_server"):
-            raise ValueError(
-                "`num_ps` can be used with parameter_server and auto only. Received: "
-                f"num_ps={self.num_ps}, strategy={self.strategy!r}. "
-                "Use --strategy parameter_server, or leave --num_ps out."
-            )
-        self._check_steps_on_servers()
-
-    def _check_steps_on_servers(self):
-        """Raises ValueError for what steps on parameter servers' workers do not know."""
+        check_num_ps(self.num_ps, self.strategy)
         if self.strategy != "parameter_server":
             if self.max_staleness is not None:
                 raise ValueError(

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.choices import SCALING_RULES
+from tfmulti.settings import check_choice
 
 
 @keras.saving.register_keras_serializable(package="tfmulti")
@@ -106,11 +107,7 @@ def scale_learning_rate(
 
 
 def _check(global_batch_size, base_batch_size, rule, warmup_epochs, steps_per_epoch):
-    if rule not in SCALING_RULES:
-        raise ValueError(
-            f"`rule` must be one of {', '.join(SCALING_RULES)}. "
-            f"Received: rule={rule!r}. Use 'linear' for large batches of SGD."
-        )
+    check_choice("rule", rule, SCALING_RULES, "Use 'linear' for large batches of SGD.")
     if global_batch_size < 1 or base_batch_size < 1:
         raise ValueError(
             "`global_batch_size` and `base_batch_size` must be at least 1. Received: "

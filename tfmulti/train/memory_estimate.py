@@ -1,4 +1,4 @@
-"""`--estimate_memory N`: the memory that each of N workers would need, told without training.
+"""`--estimate_memory N`: prints the memory that each of N workers would need, without training.
 
 The peak of a step is that of its graph: TensorFlow traces the step with the batch of one worker,
 and the sizes of its tensors are added and taken away again in the order in which they were made.
@@ -242,7 +242,7 @@ def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = (), sent: Sequence[tf.T
 
 
 def _run_a_small_step():
-    """Makes TensorFlow's runtime, which takes memory at the first step, be there."""
+    """Starts TensorFlow's runtime, which takes memory at the first step."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.zeros((1, 1)), np.zeros((1, 1)), verbose=0)

@@ -1,4 +1,4 @@
-"""The chief's part of training with parameter servers: sends steps out, and applies what comes."""
+"""The chief's part of training with parameter servers: sends steps to workers, and updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfmulti.strategies.coordination import CoordinationRequests
 from tfmulti.strategies.parameter_server import find_lost_server, is_lost_worker
 from tfmulti.strategies.task_monitor import TaskMonitor
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _MOST_RETRIES = 100
 
 
@@ -211,7 +211,7 @@ class RemoteRuns:
                 self._tell(line)
             self._monitor.check()
             try:
-                number, answer, error = self._answers.get(timeout=_LOOK_S)
+                number, answer, error = self._answers.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             if error is None:

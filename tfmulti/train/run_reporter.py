@@ -1,4 +1,4 @@
-"""What a run comes to, what one worker shows of it, and what it writes."""
+"""The results of a run: what one worker prints, and the files that it writes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.custom_parts import is_stock, neutral_layers
@@ -33,13 +33,13 @@ class Feed(NamedTuple):
     """Describes the data of a step.
 
     Attributes:
-        look: Function that returns a batch, of all local replicas.
+        peek: Function that returns a batch, of all local replicas.
         static: Whether all batches have the same number of rows.
         counted: Whether the data pipeline provides the number of rows of a step.
         padded: Whether it pads replica batches with rows of weight 0.
     """
 
-    look: Callable
+    peek: Callable
     static: bool = False
     counted: bool = False
     padded: bool = False
@@ -64,7 +64,7 @@ def verify_once(
     strategy = model.distribute_strategy
     if not _is_wanted(strategy, model, kind, feed):
         return
-    batch = rows_lib.gather_local(strategy, feed.look())
+    batch = rows_lib.gather_local(strategy, feed.peek())
     if not rows_lib.can_be_cut(batch):
         _warn(kind, "a part of the batch has no rows")
         return
@@ -83,10 +83,10 @@ def verify_once(
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     if workers.compare(strategy, int(bool(error)))[1]:
         # Another attempt shall verify, and raise, again.
-        model.tfmulti_verified[1].discard(_key(case))
+        marks.VERIFIED.get(model)[1].discard(_key(case))
         raise error or ValueError(messages.elsewhere(kind))
     if reason and early:
-        model.tfmulti_verified[1].discard(_key(case))
+        marks.VERIFIED.get(model)[1].discard(_key(case))
     elif reason:
         _warn(kind, reason)
 
@@ -104,7 +104,7 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
     """
     batch = rows_lib.gather_local(model.distribute_strategy, batch)
     dense = all(isinstance(p, tf.Tensor) for p in tf.nest.flatten(batch) if p is not None)
-    own = keras_compat.has_own_step(model, kind)
+    own = keras_compat.has_custom_step(model, kind)
     if not rows_lib.can_be_cut(batch) or (dense and not own):
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
@@ -129,10 +129,10 @@ def _is_wanted(strategy, model, kind, feed) -> bool:
 
 def _is_first_time(case) -> bool:
     compiled = keras_compat.compiled_state(case.model)
-    done = getattr(case.model, "tfmulti_verified", None)
+    done = marks.VERIFIED.get(case.model)
     if done is None or done[0] is not compiled:
         done = (compiled, set())
-        object.__setattr__(case.model, "tfmulti_verified", done)
+        marks.VERIFIED.set(case.model, done)
     if _key(case) in done[1]:
         return False
     done[1].add(_key(case))
@@ -192,7 +192,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
         trial, reason = _try(lambda: Trial(case, agree), case.model)
         if not agree(trial is not None):
             continue
-        first = _look(trial, PLAIN, case, workers)
+        first = _try_view(trial, PLAIN, case, workers)
         reason = first.reason
         if first.most == _DIFFERS:
             return first.error, ""
@@ -229,7 +229,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
     """Returns the error or None, and whether a comparison showed equal results."""
     ways, proven = (), False
     for some in (WAYS, *((way,) for way in WAYS)):
-        seen = _look(trial, View(some), case, workers)
+        seen = _try_view(trial, View(some), case, workers)
         if seen.most == _DIFFERS:
             return seen.error, True
         if seen.least > _UNKNOWN:
@@ -238,7 +238,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
             break
     for views in (*later_views(ways), *views_of_outliers(trial.tests_numbers)):
         for view in views:
-            seen = _look(trial, view, case, workers)
+            seen = _try_view(trial, view, case, workers)
             if seen.most == _DIFFERS:
                 return seen.error, True
             proven = proven or seen.least == _SAME
@@ -247,7 +247,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
     return None, proven
 
 
-def _look(trial, view, case, workers) -> _Seen:
+def _try_view(trial, view, case, workers) -> _Seen:
     found, reason, kind = _found(trial, view, case.model)
     error = None
     if trial.outside:
@@ -255,7 +255,7 @@ def _look(trial, view, case, workers) -> _Seen:
     elif trial.attributes:
         error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
-        known = trial.growth, trial.origin, trial.made_up
+        known = trial.growth, trial.origin, trial.synthetic_values
         error, kind = messages.describe(case, found, *known), _DIFFERS
     return _Seen(*workers.compare(case.strategy, kind), error, reason)
 

@@ -1,4 +1,4 @@
-"""Tells custom parts of a model from stock parts, and finds unsynchronized normalization."""
+"""Finds the custom parts of a model, and its unsynchronized normalization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import types
 import keras
 from absl import logging
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.step import model_contents
 
 STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optimizer"
@@ -52,23 +52,23 @@ def find_custom_parts(model: keras.Model, kind: str) -> list[CustomPart]:
         found += [_of(part, _method(model, name), name) for name in names if _method(model, name)]
     if kind != "predict":
         losses = keras_compat.compiled_losses(model) + keras_compat.own_losses(model)
-        found += [_of(LOSS, x) for x in map(_inner, losses) if _is_own(x)]
+        found += [_of(LOSS, x) for x in map(_inner, losses) if _is_custom(x)]
         found += [
-            _of(METRIC, x) for x in map(_inner, keras_compat.all_metrics(model)) if _is_own(x)
+            _of(METRIC, x) for x in map(_inner, keras_compat.all_metrics(model)) if _is_custom(x)
         ]
     for layer in [model, *keras_compat.all_layers(model)]:
-        if _is_own(layer) and (layer is not model or not isinstance(layer, keras.Model)):
+        if _is_custom(layer) and (layer is not model or not isinstance(layer, keras.Model)):
             found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
         elif layer is model and _method(model, "call"):
             found.append(_of(LAYER, _method(model, "call"), "call", model))
-        found += [_of(LAYER, x, holder=layer) for x in _own_functions(layer)]
+        found += [_of(LAYER, x, holder=layer) for x in _custom_functions(layer)]
         if kind != "predict" and keras_compat.sums_activity_penalty(layer):
             found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
     if kind == "train":
         found += [
             _of(OPTIMIZER, x)
             for x in model_contents.optimizers_of(model, nested=True)
-            if _is_own(x)
+            if _is_custom(x)
         ]
     return found
 
@@ -95,10 +95,10 @@ def _method(model, name):
     """Returns a method if it is not Keras's own, else None."""
     method = getattr(model, name, None)
     function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
-    return method if function is not None and _is_own(function) else None
+    return method if function is not None and _is_custom(function) else None
 
 
-def _is_own(thing) -> bool:
+def _is_custom(thing) -> bool:
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return not str(getattr(named, "__module__", "")).startswith(("keras.", "tfmulti."))
 
@@ -112,12 +112,12 @@ def _inner(thing):
     return thing
 
 
-def _own_functions(layer) -> list:
+def _custom_functions(layer) -> list:
     """Returns custom functions and objects in a Keras layer: activations, regularizers."""
     names = ("activation", "function", "activity_regularizer", "kernel_regularizer")
     names += ("bias_regularizer", "kernel_constraint", "recurrent_activation")
     held = [getattr(layer, name, None) for name in names]
-    return [thing for thing in held if callable(thing) and _is_own(thing)]
+    return [thing for thing in held if callable(thing) and _is_custom(thing)]
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def local_normalization(model: keras.Model) -> list:
         and layer.trainable
         and not layer.synchronized
         # In a pipeline one worker can have the rows of all.
-        and not getattr(layer, "tfmulti_sees_batch", False)
+        and not marks.SEES_BATCH.get(layer)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a user sees of verification: an error with its likely cause, or one line if it is slow."""
+"""Messages of verification: an error with its likely cause, or one line if it is slow."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def describe(
     first = found[0]
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
     more = ", ".join(names[:_MOST_NAMED])
-    made_up = f", with {view}" if view else ""
+    values = f", with {view}" if view else ""
     more += f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
     error = ValueError(
         f"`{_METHODS[case.kind]}` must give one device's result on {number} replicas; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
-        f"Received: {_say(first, case.sizes())}{made_up}{f'; also {more}' if more else ''}. "
+        f"Received: {_say(first, case.sizes())}{values}{f'; also {more}' if more else ''}. "
         f"Likely cause: {finding.cause}, in {finding.where}. {finding.advice} "
         'Set `verify="never"` in create_strategy to skip this check.'
     )

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
@@ -185,7 +185,7 @@ class Distributed:
             self.shuffles |= draws.shuffles
             return outputs
 
-        keras_compat.mark_step(on_replica, case.kind, case.model)
+        marks.STEP.set(on_replica, (case.kind, case.model))
         batch = case.rows.pack(parts)
         batches = rows_lib.take_replica_batches(
             strategy, batch, counted=case.counted, padded=case.padded and case.kind != PREDICT

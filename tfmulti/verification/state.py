@@ -24,6 +24,8 @@ TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
 """The role of a variable in the model; METRIC and OTHER are restored, but not compared."""
 COMPARED = (TRAINABLE, WEIGHT, OPTIMIZER, OWN)
 _RANDOM_STATES = ("seed_generator_state", "StateVar")
+# How deep parts of a model are looked for.
+_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +169,10 @@ def _held_variables(model) -> dict:
     return {path: thing for path, thing in walk(model) if isinstance(thing, kinds)}
 
 
-def walk(model, depth=8) -> list:
+def walk(model) -> list:
     """Returns the model and all objects that it holds in attributes and containers, with paths."""
     seen, found, level = set(), [], [("", model)]
-    for _ in range(depth):
+    for _ in range(_DEPTH):
         below = []
         for path, thing in level:
             if id(thing) not in seen:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import model_contents
 from tfmulti.verification.differences import (
     CLOSE,
@@ -60,7 +60,7 @@ class Trial:
         growth: After a difference was found, the factor by which each output grows if every row
             is repeated: 1 for a mean, 2 for a sum.
         origin: Where the first difference begins, after one was found.
-        made_up: The synthetic values of the latest view, in words.
+        synthetic_values: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
     """
@@ -78,7 +78,7 @@ class Trial:
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
         self.outside: list[str] = []
-        self.made_up = ""
+        self.synthetic_values = ""
         self.attributes: list[str] = []
         self._original = self._at_begin = None
         # The values that are finite after the step on one device with unchanged rows.
@@ -104,7 +104,7 @@ class Trial:
             parts, used = vary_rows(self._case.rows, examples[0], view.ways)
             if not view.iterations and not used:
                 raise NotVerified(_NOTHING_TO_VARY)
-            examples, self.made_up = [parts], str(dataclasses.replace(view, ways=used))
+            examples, self.synthetic_values = [parts], str(dataclasses.replace(view, ways=used))
         original = self._originally()
         try:
             begin = self._begin(original, view)
@@ -323,7 +323,7 @@ class Trial:
         return noise
 
     def _add_noise(self, noise, expected, found):
-        for marks, (one, values), (other, moved) in zip(noise, expected, found):
+        for at_step, (one, values), (other, moved) in zip(noise, expected, found):
             pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
             for kind, many, few in (
                 ("", one.outputs, other.outputs),
@@ -332,7 +332,7 @@ class Trial:
                 pairs += [(kind + name, many[0][name], few[0][name]) for name in many[0]]
             for name, a, b in pairs:
                 apart = distance(a, b)
-                marks[name] = max(marks.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
+                at_step[name] = max(at_step.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
@@ -387,9 +387,7 @@ def _is_float(value) -> bool:
 def _compute_dtype(model) -> str:
     """Returns the coarsest dtype in which a part of a model computes or sends gradients."""
     layers = [model, *keras_compat.all_layers(model)]
-    sent = {
-        getattr(each, "tfmulti_compression", None)
-        for each in model_contents.optimizers_of(model, nested=True)
-    }
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    sent = {marks.COMPRESSION.get(each) for each in optimizers}
     found = ({layer.compute_dtype for layer in layers} | sent) & set(CLOSE)
     return max(found or {"float32"}, key=CLOSE.get)

@@ -63,7 +63,7 @@ def accumulate_and_clip():
     return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.5)
 
 
-class OwnOptimizer(keras.optimizers.Optimizer):
+class CustomOptimizer(keras.optimizers.Optimizer):
     """A user's own, with a slot for each variable."""
 
     def build(self, variables):
@@ -135,10 +135,10 @@ GUARANTEES = [
         policy="mixed_float16",
         tolerance=2.0**-8,
     ),
-    guarantee("optimizer of the user's own", common.classifier(lambda: OwnOptimizer(0.1))),
+    guarantee("custom optimizer", common.classifier(lambda: CustomOptimizer(0.1))),
     guarantee(
         "own optimizer, clipped and averaged",
-        common.classifier(lambda: OwnOptimizer(0.1, clipnorm=0.1, use_ema=True)),
+        common.classifier(lambda: CustomOptimizer(0.1, clipnorm=0.1, use_ema=True)),
         rows="A2",
     ),
 ]

@@ -1,4 +1,4 @@
-"""How a step runs, and steps of the user's own."""
+"""How a step runs, and custom steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def guarantee(name, create, data=common.plain, **settings):
     return Guarantee(name, create, data=data, **settings)
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """Takes the gradient by itself, and logs what is no metric."""
 
     def __init__(self, loss_of):
@@ -36,7 +36,7 @@ class OwnStep(keras.Model):
 
 def own_step(loss_of):
     def create(wrap):
-        model = OwnStep(loss_of)
+        model = CustomStep(loss_of)
         model.compile(wrap(common.sgd()), "mse")
         return model
 
@@ -47,7 +47,7 @@ def by_hand(y, prediction):
     return tf.reduce_mean(tf.square(y - prediction))
 
 
-class OwnStepByTheBook(keras.Model):
+class CustomStepByTheBook(keras.Model):
     """Keras's guide to a `train_step` of one's own: compute_loss, scale_loss, metrics."""
 
     def __init__(self):
@@ -74,7 +74,7 @@ class OwnStepByTheBook(keras.Model):
 
 
 def by_the_book(wrap):
-    model = OwnStepByTheBook()
+    model = CustomStepByTheBook()
     model.compile(wrap(common.sgd()), "mse", metrics=["mae"])
     return model
 

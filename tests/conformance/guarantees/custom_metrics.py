@@ -1,4 +1,4 @@
-"""Metrics of the user's own, and what a step of the user's own logs."""
+"""Custom metrics, and what custom steps log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def guarantee(name, create, data=common.numbers, **settings):
     return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
-class Own(keras.metrics.Metric):
+class CustomMetric(keras.metrics.Metric):
     """A metric of one number."""
 
     def __init__(self, name):
@@ -27,21 +27,21 @@ class Own(keras.metrics.Metric):
         return self.value + 0.0
 
 
-class Largest(Own):
+class Largest(CustomMetric):
     """The largest error of an epoch."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.value.assign(ops.maximum(self.value, ops.max(ops.abs(y_true - y_pred))))
 
 
-class Batches(Own):
+class Batches(CustomMetric):
     """The number of batches."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.value.assign(self.value + 1.0)
 
 
-class Moving(Own):
+class Moving(CustomMetric):
     """A moving average of the batches' errors."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
@@ -49,14 +49,14 @@ class Moving(Own):
         self.value.assign(0.9 * self.value + 0.1 * error)
 
 
-class TotalOfMeans(Own):
+class TotalOfMeans(CustomMetric):
     """The sum of the batches' mean errors, as for a cost."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.value.assign_add(ops.mean(ops.abs(y_true - y_pred)))
 
 
-class Variable(Own):
+class Variable(CustomMetric):
     """Keras's own docstring: the result is the variable."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):

@@ -1,16 +1,16 @@
-"""What a step of the user's own may take for the loss: sums, divisions, vectors, other rows."""
+"""What a custom step may take for the loss: sums, divisions, vectors, other rows."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 from conformance.guarantee import TOLD
-from conformance.guarantees.own_steps import Own, compiled, guarantee
+from conformance.guarantees.custom_steps import CustomStep, compiled, guarantee
 
 BATCH_SIZE = 16
 
 
-class Summed(Own):
+class Summed(CustomStep):
     """Sums over the rows of a replica, which are no rows of the batch."""
 
     def loss_of(self, y, output):
@@ -64,14 +64,14 @@ class Vector(Summed):
         return {"own": tf.reduce_mean(super().train_step(data)["own"])}
 
 
-class ComputesLoss(Own):
+class ComputesLoss(CustomStep):
     """Keras's masked language model: a loss of its own in `compute_loss`."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return 0.01 * tf.reduce_sum(tf.square(y - y_pred))
 
 
-class Contrastive(Own):
+class Contrastive(CustomStep):
     """Two views of each row; the other rows of the batch are the negatives: SimCLR."""
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Steps of the user's own, by whatever name, and what they do to gradients."""
+"""Custom steps, by whatever name, and what they do to gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def network(*body, width=1):
     return keras.Sequential([keras.Input((5,)), *(body or [common.hidden()]), head(width)])
 
 
-class Own(keras.Model):
+class CustomStep(keras.Model):
     """A model around a network; each step below is another user's."""
 
     def __init__(self, *body, width=1):
@@ -64,7 +64,7 @@ def compiled(kind, *body, loss="mse", optimizer=common.sgd):
     return create
 
 
-class Compiled(Own):
+class Compiled(CustomStep):
     @tf.function
     def train_step(self, data):
         return self.update(data)
@@ -80,7 +80,7 @@ def noted(step):
     return wrapper
 
 
-class Decorated(Own):
+class Decorated(CustomStep):
     @noted
     def train_step(self, data):
         return self.update(data)
@@ -90,23 +90,23 @@ def one_step(model, data):
     return model.update(data)
 
 
-class Assigned(Own):
+class Assigned(CustomStep):
     train_step = one_step
 
 
-class Partial(Own):
+class Partial(CustomStep):
     def __init__(self):
         super().__init__()
         self.train_step = functools.partial(one_step, self)
 
 
-class Lambda(Own):
+class Lambda(CustomStep):
     def __init__(self):
         super().__init__()
         self.train_step = lambda data: self.update(data)
 
 
-class TwoUpdates(Own):
+class TwoUpdates(CustomStep):
     """One loss that is scaled once, and an update for each half of the variables."""
 
     def train_step(self, data):
@@ -122,7 +122,7 @@ class TwoUpdates(Own):
         return {"own": loss}
 
 
-class TwoLosses(Own):
+class TwoLosses(CustomStep):
     """Two losses; both scaled or only the second, each with an update of its own."""
 
     scales_first = True
@@ -146,7 +146,7 @@ class OneOfTwoScaled(TwoLosses):
     scales_first = False
 
 
-class TwoOptimizers(Own):
+class TwoOptimizers(CustomStep):
     """One loss, scaled by the first optimizer and applied by both."""
 
     def compile(self, first, second):
@@ -171,12 +171,12 @@ def two_optimizers(wrap):
     return model
 
 
-class Unscaled(Own):
+class Unscaled(CustomStep):
     def train_step(self, data):
         return self.update(data)
 
 
-class ClippedByNorm(Own):
+class ClippedByNorm(CustomStep):
     def train_step(self, data):
         gradients, loss = self.gradients(data)
         gradients, norm = tf.clip_by_global_norm(gradients, 0.2)
@@ -184,7 +184,7 @@ class ClippedByNorm(Own):
         return {"own": loss, "norm": norm}
 
 
-class ClippedByValue(Own):
+class ClippedByValue(CustomStep):
     def train_step(self, data):
         gradients, loss = self.gradients(data)
         gradients = [tf.clip_by_value(gradient, -0.02, 0.02) for gradient in gradients]
@@ -192,7 +192,7 @@ class ClippedByValue(Own):
         return {"own": loss}
 
 
-class SharpnessAware(Own):
+class SharpnessAware(CustomStep):
     """Foret et al.: the gradient at the worst point near by."""
 
     def train_step(self, data):
@@ -208,7 +208,7 @@ class SharpnessAware(Own):
         return {"own": loss}
 
 
-class Accumulating(Own):
+class Accumulating(CustomStep):
     """Adds the gradients of two steps, and clips their sum, without a condition."""
 
     def prepare(self):

@@ -1,4 +1,4 @@
-"""A `train_step` of the user's own gets one device's gradients and logs, whatever its loss."""
+"""A custom `train_step` gets one device's gradients and logs, whatever its loss."""
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ def compiled_loss(model, x, y, prediction):
     return model.compute_loss(x, y, prediction)
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """Has no `call()`, logs its loss by a metric of another name, as many do."""
 
     def __init__(self, loss_of):
@@ -53,7 +53,7 @@ class OwnStep(keras.Model):
         self.mean_loss.update_state(loss, sample_weight=num_rows)
 
 
-class CountsCalls(OwnStep):
+class CountsCalls(CustomStep):
     """Gives its running mean one number a step, with no weight, as most scripts do."""
 
     def count(self, loss, num_rows):
@@ -71,7 +71,7 @@ def rows():
     return x, generator.normal(size=(NUM_ROWS, 3)).astype("float32")
 
 
-def fit(num_replicas, loss_of, kind=OwnStep):
+def fit(num_replicas, loss_of, kind=CustomStep):
     keras.utils.set_random_seed(0)
     with create_strategy(num_replicas).scope():
         model = kind(loss_of)

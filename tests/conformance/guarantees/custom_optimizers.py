@@ -1,4 +1,4 @@
-"""Optimizers wherever a model holds them, around others, and of the user's own."""
+"""Optimizers wherever a model holds them, around others, and custom ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class InList(TwoParts):
 
 
 class Holder:
-    """An object of the user's own: no layer, no model."""
+    """A user's object: no layer, no model."""
 
     holds_optimizers = True
 
@@ -170,7 +170,7 @@ def resumed(guarantee, place):
     return training.results(model, place, {})
 
 
-class OwnApply(keras.optimizers.SGD):
+class CustomApply(keras.optimizers.SGD):
     """Clips in an `apply_gradients` of its own."""
 
     def apply_gradients(self, grads_and_vars):
@@ -307,7 +307,7 @@ GUARANTEES = [
     guarantee("loss scale outside, as attributes", held(AsAttributes, scaled_outside)),
     guarantee("one of two optimizers bare", held(AsAttributes, one_bare)),
     guarantee("optimizers in a list, resumed", held(InList), run=resumed, feed="arrays"),
-    guarantee("own apply_gradients", common.regressor(lambda: OwnApply(0.1))),
+    guarantee("own apply_gradients", common.regressor(lambda: CustomApply(0.1))),
     guarantee("an optimizer around an optimizer", around),
     guarantee("an optimizer of two", of_two),
     guarantee("positions by tf.gather, clipped", sparse(by_gather), common.tokens),

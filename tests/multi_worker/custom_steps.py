@@ -1,10 +1,10 @@
-"""Models with a `train_step` of the user's own, which several programs of workers train."""
+"""Models with a custom `train_step`, which several programs of workers train."""
 
 import keras
 import tensorflow as tf
 
 
-class OwnStep(keras.Model):
+class CustomStep(keras.Model):
     """Clips by hand, by the norm of gradients that are on several workers."""
 
     def train_step(self, data):

@@ -1,0 +1,93 @@
+"""What tfmulti notes on objects of Keras, TensorFlow and the user: every attribute that it adds.
+
+A note lives as long as its object, and whatever copies the object's attributes copies it. Its
+name begins with `tfmulti_`; Keras does not track it.
+"""
+
+from __future__ import annotations
+
+
+class Mark:
+    """One attribute.
+
+    Args:
+        name: Its name, without `tfmulti_`.
+        default: What `get` returns for an object that does not have it.
+
+    >>> class Anything: pass
+    >>> thing, mark = Anything(), Mark("size", 0)
+    >>> mark.get(thing), mark.set(thing, 3), mark.get(thing)
+    (0, None, 3)
+    """
+
+    def __init__(self, name: str, default=None):
+        self._name, self._default = f"tfmulti_{name}", default
+
+    def get(self, thing):
+        """Returns the value that an object has, or the default; of None, too."""
+        return getattr(thing, self._name, self._default)
+
+    def set(self, thing, value) -> None:
+        """Notes a value."""
+        object.__setattr__(thing, self._name, value)
+
+    def delete(self, thing) -> None:
+        """Removes the value that an object has."""
+        object.__delattr__(thing, self._name)
+
+
+# Optimizers.
+DISTRIBUTED = Mark("distributed", False)
+"""Whether `DistributedOptimizer` has made it one."""
+COMPRESSION = Mark("compression")
+"""The dtype in which its gradients are sent."""
+SYNCHRONIZE_EVERY = Mark("synchronize_every", 1)
+"""The steps between two averages over workers."""
+SHARDS = Mark("shards")
+"""Its sharded state, `step.sharded_state.Shards`."""
+GUARD = Mark("guard")
+"""What checks its gradients, `step.finite.FiniteGuard`."""
+UPDATES_ALIKE = Mark("updates_alike", False)
+"""Whether it updates replicas alike in any step."""
+HAS_LOCAL_SUMS = Mark("parts", False)
+"""Whether each replica accumulates gradients of its own."""
+
+# Models.
+CALL = Mark("call", ("", False))
+"""Keras's method that was called last, and whether it also validates."""
+VERIFIED = Mark("verified")
+"""The compiled state, and the kinds of steps that were verified with it."""
+PREDICT = Mark("predict", (None, None))
+"""The function of `predict_on_batch`, and whether it runs eagerly."""
+TABLE_READS = Mark("positions")
+"""How each embedding table is read, by the variable's id: see `step.sparse_gradients`."""
+AVERAGE = Mark("average")
+"""What averages it over workers, `step.local_steps.Average`."""
+WARNED_OF_STATISTICS = Mark("warned_of_statistics", False)
+"""Whether the user was warned of local batch statistics."""
+WARNED_OF_LOCAL_STEPS = Mark("told_of_local_steps", False)
+"""Whether the user was warned that workers train apart."""
+
+# Layers and variables.
+SEES_BATCH = Mark("sees_batch", False)
+"""Whether a layer's call has all rows of the global batch."""
+GATHERS = Mark("gathers", False)
+"""Whether a layer gathers sharded weights for its call."""
+OF_GROUP = Mark("of_group", False)
+"""Whether the gradient of a bias is that of the rows of a group of workers."""
+IS_SHARDED = Mark("is_sharded", False)
+"""Whether a slot has one owner."""
+NUMBER = Mark("number")
+"""A variable's number, which no other one gets."""
+
+# Strategies, and what takes part in a pass over data.
+PARAMETERS = Mark("parameters")
+"""A strategy's sharded parameters, `step.parameters.Parameters`."""
+LAUNCHES = Mark("launches", False)
+"""Whether a launcher of collectives belongs to one of our strategies."""
+AGREED = Mark("agreed", False)
+"""Whether workers have agreed on the number of batches of an iterator."""
+STEP = Mark("step")
+"""The kind of step that a function is, and its model."""
+PATH = Mark("place")
+"""Where a callback would write, were its worker the chief."""
