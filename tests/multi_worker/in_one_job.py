@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import cases
+import fewer_imports  # noqa: F401
 import keras
 
 
