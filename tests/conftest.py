@@ -41,10 +41,10 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("slow")
     # Neighbours take alike long: they go to different parts.
     part, parts = map(int, config.getoption("--part").split("/"))
-    groups = dict.fromkeys(_group(item.nodeid) for item in items)
-    mine = set(list(groups)[part - 1 :: parts])
-    config.hook.pytest_deselected(items=[x for x in items if _group(x.nodeid) not in mine])
-    items[:] = [x for x in items if _group(x.nodeid) in mine]
+    group_of = {item.nodeid: _group(item.nodeid, config) for item in items}
+    mine = set(list(dict.fromkeys(group_of.values()))[part - 1 :: parts])
+    config.hook.pytest_deselected(items=[x for x in items if group_of[x.nodeid] not in mine])
+    items[:] = [x for x in items if group_of[x.nodeid] in mine]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,14 +53,18 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return _group(nodeid)
+            return _group(nodeid, config)
 
     return Groups(config, log)
 
 
-def _group(nodeid):
+def _group(nodeid, config):
     """What goes to one process and one part: a test, or all that share fixtures of workers."""
-    return nodeid.split("::")[0] if "/multi_worker/" in nodeid else nodeid
+    file, _, _ = nodeid.partition("::")
+    if "/multi_worker/" not in file:
+        return nodeid
+    # Slow tests of a file share a job of workers; those of `make test` share one for the folder.
+    return file if config.option.markexpr != "not slow" else "tests/multi_worker"
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +91,12 @@ def run_workers():
     lines of each worker as the launcher shows them, without its name.
     """
 
-    def run(num_workers, arguments, *, env=None, check=True, options=()):
+    def run(
+        num_workers, arguments, *, env=None, check=True, options=(), timeout_s=WORKER_TIMEOUT_S
+    ):
         launch = ["-m", "tfmulti.launch", f"--num_workers={num_workers}", "--all_output", *options]
         command = [sys.executable, *launch, "--", sys.executable, *map(str, arguments)]
-        [done] = processes.run_together(command, [env or {}], timeout_s=WORKER_TIMEOUT_S)
+        [done] = processes.run_together(command, [env or {}], timeout_s=timeout_s)
         assert not check or done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
         names = [f"[worker {index}] " for index in range(num_workers)]
         lines = done.stdout.splitlines(keepends=True)

@@ -532,6 +532,8 @@ def test_events_of_signals_come_in_order():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+# In make test, tests/multi_worker/test_train_on_workers.py has it.
+@pytest.mark.slow
 def test_two_workers_train_to_the_same_weights(run):
     flags = ["--strategy=multi_worker", "--epochs=1", "--model=mlp"]
     command = [sys.executable, "-m", "tfmulti.train", *flags]

@@ -1,5 +1,6 @@
 """`--estimate_memory`: what a worker would need, beside what it then takes."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def recurrent(train):
     return keras.Sequential([keras.Input((UNITS,)), reshape, layers.LSTM(4), layers.Dense(3)])
 
 
+@functools.cache
 def rows():
     random = np.random.default_rng(0)
     x = random.normal(size=(24_576, UNITS)).astype("float32")

@@ -149,19 +149,18 @@ def test_mpiexec_needs_no_tf_config():
     assert len(digests) == 2 and len(set(digests)) == 1
 
 
-def test_a_launched_job_speaks_mpi_and_tells_who_is_lost(tmp_path):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("how", "failing", "expected"),
+    [("kill", 1, "is lost"), ("raise", 1, "its own mistake"), ("raise", 0, "its own mistake")],
+)
+def test_a_launched_job_speaks_mpi_and_tells_who_is_lost(tmp_path, how, failing, expected):
     launch = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--mpi"]
     command = [*launch, f"--log_dir={tmp_path}", "--", sys.executable, str(SCRIPT)]
-    cases = (
-        ("raise", 1, "its own mistake"),
-        ("raise", 0, "its own mistake"),
-        ("kill", 1, "is lost"),
+    done = subprocess.run(
+        [*command, how, str(failing)], capture_output=True, text=True, timeout=240
     )
-    for how, failing, expected in cases:
-        done = subprocess.run(
-            [*command, how, str(failing)], capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode not in (0, 2), done.stdout
-        text = (tmp_path / f"worker_{1 - failing}.log").read_text()
-        assert "over mpi" in text
-        assert expected in [line for line in text.splitlines() if line.startswith("error: ")][-1]
+    assert done.returncode not in (0, 2), done.stdout
+    text = (tmp_path / f"worker_{1 - failing}.log").read_text()
+    assert "over mpi" in text
+    assert expected in [line for line in text.splitlines() if line.startswith("error: ")][-1]

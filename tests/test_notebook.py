@@ -64,7 +64,8 @@ def test_two_replicas_in_a_kernel():
     assert "(2, 'mirrored on CPU:0, CPU:1 (as requested)')" in replicas
 
 
-@pytest.mark.sampled(1)
+# In make test, tests/test_strategies.py has the first.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "rule"),
     [

@@ -135,7 +135,7 @@ STEPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, verify", [*((name, "auto") for name in STEPS), ("mixup", "never")])
 def test_data_that_only_a_step_understands(name, verify):
     make, data, settings = STEPS[name]
@@ -270,6 +270,7 @@ def test_a_loop_of_ones_own_outside_of_replicas(outside):
         own_loop(create_strategy(2), outside)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("within", [False, True])
 def test_callbacks_that_take_gradients_and_read_numbers(within):
     """In the scope and outside of it: `fit` can be called in both."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
@@ -103,6 +104,17 @@ def test_a_dataset_for_another_strategy_is_refused():
 def test_logical_cpus_are_replicas():
     assert tfmulti.create_strategy("mirrored", logical_cpus=3).num_replicas_in_sync == 3
     assert tfmulti.create_strategy("auto", logical_cpus=2).num_replicas_in_sync == 2
+
+
+def test_logical_cpus_that_come_too_late_are_told_in_three_parts():
+    words = (
+        "`logical_cpus` must be set before TensorFlow is used.* Received: logical_cpus=5, with 4 in"
+        r" use. .* restart the process \(in a notebook: the kernel\).$"
+    )
+    # Whatever ran in this process before.
+    tf.constant(1) + 1
+    with pytest.raises(RuntimeError, match=words):
+        tfmulti.create_strategy("mirrored", logical_cpus=5)
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ TOLD = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", TOLD)
 def test_told_before_the_first_update_with_its_cause(name, num_replicas):

@@ -56,13 +56,13 @@ def decay():
 
 TOLD = {
     "annealed": step(later.by_iterations(later.deviation)),
-    "annealed where the rate has decayed": step(
-        later.by_iterations(later.deviation), optimizer=decay
-    ),
     "a late term": step(
         later.after_iterations(100_000, later.deviation), optimizer=keras.optimizers.Adam
     ),
     "a variable": step(later.by_setting("setting", later.deviation)),
+    "annealed where the rate has decayed": step(
+        later.by_iterations(later.deviation), optimizer=decay
+    ),
     "a plain variable": step(later.by_setting("plain_setting", later.deviation)),
     "a counter": step(later.by_setting("count", later.deviation)),
     "a flag": step(later.by_setting("flag", later.deviation)),
@@ -72,7 +72,7 @@ TOLD = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TOLD)
 def test_told_where_it_would_differ_later(name):
     # Of a dataset the first batch is seen alone: one class, no padding.
@@ -80,11 +80,12 @@ def test_told_where_it_would_differ_later(name):
         fit(**TOLD[name], as_dataset=name in ("classes", "weights", "padding"))
 
 
-def test_told_of_three_replicas_and_of_sorted_arrays():
-    for num_replicas in (2, 3):
-        with pytest.raises(ValueError, match="Received: own_loss") as caught:
-            fit(**TOLD["classes"], num_replicas=num_replicas)
-        assert "with other" not in str(caught.value)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_replicas", [3, 2])
+def test_told_of_three_replicas_and_of_sorted_arrays(num_replicas):
+    with pytest.raises(ValueError, match="Received: own_loss") as caught:
+        fit(**TOLD["classes"], num_replicas=num_replicas)
+    assert "with other" not in str(caught.value)
 
 
 def test_the_error_says_what_was_made_up():
@@ -132,11 +133,11 @@ def normalized():
 
 FINE = {
     "annealed": step(later.by_iterations(later.mean_square)),
-    "a variable": step(later.by_setting("setting", later.mean_square)),
-    "a counter": step(later.by_setting("count", later.mean_square)),
     "a flag": step(later.by_setting("flag", later.mean_square), optimizer=keras.optimizers.Adam),
     "a class": step(later.last_class_counts_more),
     "padding": step(later.mean_of_rows_tokens, later.tagger, later.tokens),
+    "a variable": step(later.by_setting("setting", later.mean_square)),
+    "a counter": step(later.by_setting("count", later.mean_square)),
     "no number for made-up labels": step(
         later.log_of_label,
         data=lambda: (later.sorted_classes()[0], later.sorted_classes()[1] * 0 + 2),
@@ -159,13 +160,14 @@ FINE = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FINE)
 @pytest.mark.filterwarnings("error:.*decides by a number")
 def test_no_false_alarm(name):
     fit(**FINE[name], as_dataset=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_variable_made_outside_of_the_scope_is_refused_by_name(eager, monkeypatch):
     # As in a script.
@@ -177,6 +179,7 @@ def test_a_variable_made_outside_of_the_scope_is_refused_by_name(eager, monkeypa
     assert not variable.numpy()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("eager", [False, True])
 def test_state_of_ones_own_is_no_random_number(eager):
     case = dict(data=later.sorted_classes, optimizer=keras.optimizers.SGD, run_eagerly=eager)

@@ -12,18 +12,22 @@ import numpy as np
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def main(folder, logical_cpus, *names):
+def run_case(strategy, folder, *names):
     import behaviour_cases
 
-    import tfmulti
-
-    strategy = tfmulti.create_strategy("multi_worker", logical_cpus=int(logical_cpus))
     arrays = {"num_replicas": np.array(strategy.num_replicas_in_sync)}
     for name in names:
         results = behaviour_cases.run_case(name.split("/")[0], strategy, name.split("/")[1])
         arrays |= {f"{name}/{key}": value for key, value in results.items()}
     index = strategy.cluster_resolver.task_id
-    np.savez(Path(folder) / f"worker_{index}.npz", **arrays)
+    np.savez(folder / f"worker_{index}.npz", **arrays)
+
+
+def main(folder, logical_cpus, *names):
+    import tfmulti
+
+    strategy = tfmulti.create_strategy("multi_worker", logical_cpus=int(logical_cpus))
+    run_case(strategy, Path(folder), *names)
 
 
 if __name__ == "__main__":

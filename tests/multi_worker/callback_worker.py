@@ -1,20 +1,19 @@
-"""One worker trains with stock callbacks: `python callback_worker.py FOLDER CASE`.
+"""One worker trains with stock callbacks: `python callback_worker.py FOLDER CASES`.
 
-Leaves `CASE_INDEX.json` in the folder: what the worker saw.
+Prints a line of JSON with what each case saw.
 """
 
-import json
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import cases
 import keras
 import numpy as np
 import tensorflow as tf
 
 import tfmulti
+from tfmulti import topology
 from tfmulti.sharding import epoch_order
 
 NUM_ROWS, BATCH_SIZE = 43, 16
@@ -101,7 +100,7 @@ def averages(strategy, folder):
 def one_stops(strategy, folder):
     """One worker alone asks to stop, after its second epoch."""
     model = build(strategy)
-    worker = int(os.environ["WORKER"])
+    worker = topology.worker_index(strategy)
 
     def ask(epoch, logs):
         model.stop_training = worker == 1 and epoch == 1
@@ -112,7 +111,7 @@ def one_stops(strategy, folder):
 
 def unequal(strategy, folder):
     """Datasets of workers that do not end together: batches of 4, one worker has 5, one 3."""
-    worker = int(os.environ["WORKER"])
+    worker = topology.worker_index(strategy)
     x, y = rows(32)
     mine = (x[:20], y[:20]) if worker == 0 else (x[20:], y[20:])
 
@@ -146,19 +145,25 @@ def backup(strategy, folder):
         return str(error).split(".")[0]
 
 
-CASES = [files, early_stopping, plateau, not_a_number, averages, one_stops, unequal, backup]
+CASES = {
+    each.__name__: each
+    for each in (
+        files,
+        early_stopping,
+        plateau,
+        not_a_number,
+        averages,
+        one_stops,
+        unequal,
+        backup,
+    )
+}
 
 
-def main(folder, logical_cpus):
-    strategy = tfmulti.create_strategy("multi_worker", logical_cpus=int(logical_cpus))
-    index = strategy.cluster_resolver.task_id
-    os.environ["WORKER"] = str(index)
-    seen = {}
-    for case in CASES:
-        keras.utils.clear_session()
-        seen[case.__name__] = case(strategy, Path(folder))
-    Path(folder, f"seen_{index}.json").write_text(json.dumps(seen))
+def run_case(strategy, folder, name):
+    keras.utils.clear_session()
+    return CASES[name](strategy, folder)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    cases.main(run_case, verify="auto")

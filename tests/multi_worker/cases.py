@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -11,22 +10,19 @@ MPIEXEC = Path(sys.executable).parent / "mpiexec"
 """Exists where the extra `mpi` is installed."""
 
 
-def main(cases, default) -> None:
+def main(run_case, verify="always") -> None:
     """Runs the program of a worker: its arguments are a folder, and names of cases.
 
-    Steps are verified, unless the variable VERIFY says `never`, as `make test` does to save time.
-
     Args:
-        cases: Functions of a strategy, the folder and a name, by name.
-        default: The one for other names.
+        run_case: A function of a strategy, the folder and a case's name.
+        verify: Whether steps are verified, as in `create_strategy`.
     """
     import tfmulti
 
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
-    strategy = tfmulti.create_strategy("multi_worker", verify=os.environ.get("VERIFY", "always"))
+    strategy = tfmulti.create_strategy("multi_worker", verify=verify)
     for name in names:
-        seen = cases.get(name, default)(strategy, folder, name)
-        print(json.dumps({name: seen}), flush=True)
+        print(json.dumps({name: run_case(strategy, folder, name)}), flush=True)
 
 
 def run(run_workers, program, folder, names, num_workers=2, at_once=None, **more) -> list[dict]:

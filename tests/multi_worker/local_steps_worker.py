@@ -472,5 +472,10 @@ CASES = {
     "refusals": refusals,
 }
 
+
+def run_case(strategy, folder, name):
+    return CASES.get(name, train)(strategy, folder, name)
+
+
 if __name__ == "__main__":
-    cases.main(CASES, default=train)
+    cases.main(run_case)

@@ -6,6 +6,7 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import fewer_imports  # noqa: F401
 import keras
 import numpy as np
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import fewer_imports  # noqa: F401
 import keras
 import numpy as np
 import tensorflow as tf

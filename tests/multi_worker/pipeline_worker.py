@@ -267,6 +267,8 @@ class Subclassed(keras.Model):
 
 
 def refusals(strategy, folder, name):
+    keras.config.set_floatx("float64")
+
     def needs(function):
         with strategy.scope():
             return cases.message_of(function)
@@ -311,5 +313,10 @@ def refusals(strategy, folder, name):
 
 CASES = {"life": life, "chosen differences": chosen_differences, "refusals": refusals}
 
+
+def run_case(strategy, folder, name):
+    return CASES.get(name, trained)(strategy, folder, name)
+
+
 if __name__ == "__main__":
-    cases.main(CASES, default=trained)
+    cases.main(run_case)

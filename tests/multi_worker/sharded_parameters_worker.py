@@ -380,5 +380,10 @@ CASES = {
     "refusals": refusals,
 }
 
+
+def run_case(strategy, folder, name):
+    return CASES.get(name, compare)(strategy, folder, name)
+
+
 if __name__ == "__main__":
-    cases.main(CASES, default=compare)
+    cases.main(run_case)

@@ -294,5 +294,10 @@ def refusals(strategy, folder, name):
 
 CASES = {"life": life, "skips": skips, "two optimizers": two_optimizers, "refusals": refusals}
 
+
+def run_case(strategy, folder, name):
+    return CASES.get(name, optimizer)(strategy, folder, name)
+
+
 if __name__ == "__main__":
-    cases.main(CASES, default=optimizer)
+    cases.main(run_case)

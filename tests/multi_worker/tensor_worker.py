@@ -334,5 +334,10 @@ def refusals(strategy, folder, name):
 
 CASES = {"life": life, "halves": halves, "refusals": refusals}
 
+
+def run_case(strategy, folder, name):
+    return CASES.get(name, trained)(strategy, folder, name)
+
+
 if __name__ == "__main__":
-    cases.main(CASES, default=trained)
+    cases.main(run_case)

@@ -1,7 +1,6 @@
 """Stock callbacks, the end of data and stopping, on two workers that share a folder."""
 
 import csv
-import json
 import sys
 from pathlib import Path
 
@@ -15,33 +14,43 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 
 import callback_worker
+import cases
+
+PROGRAM = "callback_worker"
 
 
 @pytest.fixture(scope="module", name="workers")
-def workers_fixture(run_workers, tmp_path_factory):
+def workers_fixture(over_the_ring):
+    return over_the_ring(PROGRAM)
+
+
+@pytest.fixture(scope="module", name="all_cases")
+def all_cases_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("callbacks")
-    environment = {"PYTHONPATH": str(HERE.parents[1])}
-    run_workers(2, [HERE / "callback_worker.py", folder, 0], env=environment)
-    return folder, [json.loads((folder / f"seen_{i}.json").read_text()) for i in range(2)]
+    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, list(callback_worker.CASES))
 
 
 def on_one_device(case, tmp_path):
     strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
-    return getattr(callback_worker, case)(strategy, tmp_path)
+    return callback_worker.run_case(strategy, tmp_path, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case.__name__ for case in callback_worker.CASES])
-def test_workers_see_the_same(workers, case):
-    _, seen = workers
-    assert seen[0][case] == seen[1][case]
+@pytest.mark.parametrize("case", callback_worker.CASES)
+def test_workers_see_the_same(all_cases, case):
+    assert all_cases[0][case] == all_cases[1][case]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ["files", "early_stopping", "plateau", "averages"])
+@pytest.mark.parametrize("case", ["files", "early_stopping"])
 def test_workers_do_as_one_device(workers, case, tmp_path):
     _, seen = workers
     assert_close(seen[0][case], on_one_device(case, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plateau", "averages"])
+def test_workers_change_rates_and_average_as_one_device(all_cases, case, tmp_path):
+    assert_close(all_cases[0][case], on_one_device(case, tmp_path))
 
 
 def assert_close(one, other):

@@ -20,19 +20,18 @@ sys.path.append(str(HERE))
 import cases
 import local_steps_worker as worker
 
-FAST = ("adam 4", "refusals")
+PROGRAM = "local_steps_worker"
 SLOW = ("adamw 2", "momentum 3", "accumulation 4", "averages 4", "schedule 2", "rmsprop 100")
 
 
 def run(run_workers, folder, names, **more):
     """What each worker saw of each case."""
-    return cases.run(run_workers, HERE / "local_steps_worker.py", folder, names, **more)
+    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, names, **more)
 
 
 @pytest.fixture(scope="module", name="fast")
-def fast_fixture(run_workers, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("local")
-    return folder, run(run_workers, folder, FAST, env={"VERIFY": "never"})
+def fast_fixture(over_the_ring):
+    return over_the_ring(PROGRAM)
 
 
 @pytest.fixture(scope="module", name="slow")

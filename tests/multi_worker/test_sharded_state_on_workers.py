@@ -16,20 +16,19 @@ sys.path.append(str(HERE))
 import cases
 import sharded_state_worker as worker
 
-# The refusals come last: a step that fails on each worker at another place leaves them apart.
-FAST = ("adamw", "refusals")
-SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
+PROGRAM = "sharded_state_worker"
+SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name != "adamw")
 
 
 def run(run_workers, folder, names, **more):
     """What each worker saw of each case."""
-    return cases.run(run_workers, HERE / "sharded_state_worker.py", folder, names, **more)
+    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, names, **more)
 
 
 @pytest.fixture(scope="module", name="fast")
-def fast_fixture(run_workers, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-    return folder, run(run_workers, folder, FAST, env={"VERIFY": "never"})
+def fast_fixture(over_the_ring):
+    _, seen = over_the_ring(PROGRAM)
+    return seen
 
 
 @pytest.fixture(scope="module", name="life")
@@ -52,9 +51,8 @@ def assert_same(seen):
 
 
 def test_sharded_state_gives_the_bits_of_copies(fast):
-    _, seen = fast
-    assert_same([each["adamw"] for each in seen])
-    copies, shards = zip(*(each["adamw"]["held"] for each in seen))
+    assert_same([each["adamw"] for each in fast])
+    copies, shards = zip(*(each["adamw"]["held"] for each in fast))
     assert sum(shards) <= copies[0] + 4
 
 
@@ -132,8 +130,7 @@ def test_files_are_those_of_one_device(life):
 
 
 def test_what_cannot_be_sharded_is_told(fast):
-    _, seen = fast
-    for told in (each["refusals"] for each in seen):
+    for told in (each["refusals"] for each in fast):
         assert "read by its variable's own update alone" in told["together"]
         assert "may read that variable alone" in told["weights"] and "reads" in told["weights"]
         assert "change its own slots alone" in told["counting"] and "count" in told["counting"]

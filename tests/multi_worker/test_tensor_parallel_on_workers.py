@@ -16,19 +16,20 @@ import tensor_worker as worker
 needs_mpi = pytest.mark.skipif(
     not cases.MPIEXEC.exists(), reason="tensor parallelism needs MPI: pip install tfmulti[mpi]"
 )
-FAST = ("both",)
-SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
+PROGRAM = "tensor_worker"
+SLOW = tuple(name for name in worker.TRAINED if name != "both")
 
 
 def run(run_workers, folder, names, **more):
     """What each worker saw of each case."""
-    program = HERE / "tensor_worker.py"
+    program = HERE / f"{PROGRAM}.py"
     return cases.run(run_workers, program, folder, names, options=["--mpi"], **more)
 
 
 @pytest.fixture(scope="module", name="fast")
-def fast_fixture(run_workers, tmp_path_factory):
-    return run(run_workers, tmp_path_factory.mktemp("tensor"), FAST)
+def fast_fixture(over_mpi):
+    _, seen = over_mpi(PROGRAM)
+    return seen
 
 
 @pytest.fixture(scope="module", name="slow")
@@ -43,9 +44,8 @@ def assert_exact(seen, name, close=1e-12):
 
 
 @needs_mpi
-@pytest.mark.parametrize("name", FAST)
-def test_split_layers_give_the_result_of_copies(fast, name):
-    assert_exact(fast, name)
+def test_split_layers_give_the_result_of_copies(fast):
+    assert_exact(fast, "both")
 
 
 @needs_mpi

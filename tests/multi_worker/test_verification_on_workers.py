@@ -9,24 +9,31 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+PROGRAM = "verification_worker"
 TOLD = {"wrong state": "RunningMean"}
 
 
-@pytest.mark.parametrize(
-    "logical_cpus",
-    [pytest.param(1, id="2x1"), pytest.param(2, id="2x2", marks=pytest.mark.slow)],
-)
+def test_two_workers_go_on_or_both_are_told(over_the_ring):
+    _, workers = over_the_ring(PROGRAM)
+    for said in workers:
+        assert_told(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("logical_cpus", [1, 2], ids=["2x1", "2x2"])
 def test_all_workers_go_on_or_all_are_told(run_workers, logical_cpus):
-    script = HERE / "verification_worker.py"
+    script = HERE / f"{PROGRAM}.py"
     environment = {"PYTHONPATH": str(HERE.parents[1])}
-    workers = run_workers(2, [script, logical_cpus, "ring"], env=environment)
-    for worker in workers:
+    for worker in run_workers(2, [script, logical_cpus, "ring"], env=environment):
         said = json.loads(worker.splitlines()[-1])
-        assert {name for name, text in said.items() if text == "trained"} == set(said) - set(
-            TOLD
-        ), said
-        for name, where in TOLD.items():
-            assert where in said[name] or "another worker" in said[name]
+        assert_told(said)
+        assert len(said) == 5
+
+
+def assert_told(said):
+    assert {name for name, text in said.items() if text == "trained"} == set(said) - set(TOLD), said
+    for name, where in TOLD.items():
+        assert where in said[name] or "another worker" in said[name]
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Verifies a right and a wrong model on one worker of a cluster, and says what came of it."""
+"""Verifies right and wrong models on a worker: `python verification_worker.py CPUS COMMUNICATION`.
+
+Prints a line of JSON that says what came of each.
+"""
 
 import json
 import os
@@ -8,41 +11,47 @@ import warnings
 import keras
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import verification_cases as models
+
+import tfmulti
+
+# What creates a model, its loss and its metrics.
+CASES = {
+    "right": (models.dense, models.squares, [models.MeanError]),
+    "own step": (models.CustomStep, "mse", []),
+    "wrong loss": (models.dense, models.root_of_mean, []),
+    "wrong state": (lambda: models.dense(models.RunningMean()), "mse", []),
+    "wrong metric": (models.dense, "mse", [models.Largest]),
+}
 
 
-def main():
-    import tfmulti
+def run_case(strategy, folder, name):
+    """Returns `trained`, or what a model is refused with."""
+    strategy.verify = "auto"
+    make, loss, metrics = CASES[name]
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make()
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, loss=loss, metrics=[create() for create in metrics])
+    x, y = models.rows()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not verified")
+            data = tfmulti.distribute_train((x, y), strategy, 8, seed=0)
+            model.fit(data, verbose=0)
+            model.predict(x[:24], verbose=0, batch_size=8)
+        return "trained"
+    except ValueError as error:
+        return str(error)
 
+
+def main(logical_cpus, communication):
     strategy = tfmulti.create_strategy(
-        "multi_worker", logical_cpus=int(sys.argv[1]), communication=sys.argv[2]
+        "multi_worker", logical_cpus=int(logical_cpus), communication=communication
     )
-    import verification_cases as cases
-
-    said = {}
-    for name, make, loss, metrics in (
-        ("right", cases.dense, cases.squares, [cases.MeanError]),
-        ("own step", cases.CustomStep, "mse", []),
-        ("wrong loss", cases.dense, cases.root_of_mean, []),
-        ("wrong state", lambda: cases.dense(cases.RunningMean()), "mse", []),
-        ("wrong metric", cases.dense, "mse", [cases.Largest]),
-    ):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            model = make()
-            optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(0.1))
-            model.compile(optimizer, loss=loss, metrics=[create() for create in metrics])
-        x, y = cases.rows()
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*not verified")
-                data = tfmulti.distribute_train((x, y), strategy, 8, seed=0)
-                model.fit(data, verbose=0)
-                model.predict(x[:24], verbose=0, batch_size=8)
-            said[name] = "trained"
-        except ValueError as error:
-            said[name] = str(error)
-    print(json.dumps(said))
+    print(json.dumps({name: run_case(strategy, None, name) for name in CASES}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Two jobs of two workers, in which the cases of `make test` run one after the other."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE))
+
+import cases
+
+# What each worker reads before it is refused is its own: such cases come last.
+OVER_THE_RING = (
+    "behaviour_worker:functional/distributed",
+    "callback_worker:files",
+    "callback_worker:early_stopping",
+    "callback_worker:not_a_number",
+    "callback_worker:one_stops",
+    "callback_worker:unequal",
+    "callback_worker:backup",
+    "local_steps_worker:adam 4",
+    "local_steps_worker:refusals",
+    "sharded_state_worker:adamw",
+    "sharded_parameters_worker:adamw",
+    "verification_worker:own step",
+    "verification_worker:wrong state",
+    "sharded_parameters_worker:refusals",
+    "sharded_state_worker:refusals",
+)
+OVER_MPI = ("pipeline_worker:dense", "tensor_worker:both", "pipeline_worker:refusals")
+TIMEOUT_S = 600
+
+
+def run_in_one_job(request, folder, names, **more):
+    """Runs the cases whose tests are collected; gives a function of a program's name.
+
+    Its result is the folder of the program's files, and what each worker saw of each case.
+    """
+    uses = [x for x in request.session.items if request.fixturename in x.fixturenames]
+    programs = {item.module.PROGRAM for item in uses}
+    names = [name for name in names if name.partition(":")[0] in programs]
+    run_workers = request.getfixturevalue("run_workers")
+    more = {"env": {"PYTHONPATH": str(HERE.parents[1])}, "timeout_s": TIMEOUT_S, **more}
+    seen = cases.run(run_workers, HERE / "in_one_job.py", folder, names, **more)
+
+    def of_program(program):
+        start = f"{program}:"
+        own = [{k.removeprefix(start): x[k] for k in x if k.startswith(start)} for x in seen]
+        return folder / program, own
+
+    return of_program
+
+
+@pytest.fixture(scope="session")
+def over_the_ring(request, tmp_path_factory):
+    return run_in_one_job(request, tmp_path_factory.mktemp("ring"), OVER_THE_RING)
+
+
+@pytest.fixture(scope="session")
+def over_mpi(request, tmp_path_factory):
+    return run_in_one_job(request, tmp_path_factory.mktemp("mpi"), OVER_MPI, options=["--mpi"])
