@@ -294,10 +294,16 @@ class Shards:
         )
         if owners.is_uneven(held):
             largest = max(variables, key=owners.bytes_of)
+            advice = (
+                "A sharded weight has one owner; tfmulti.tensor_parallel splits tables."
+                if self.shards_parameters
+                else f"{type(self._optimizer).__name__} updates it whole; with an optimizer that "
+                "treats each element by itself, such as Adam, each worker updates some of its rows."
+            )
             warnings.warn(
                 f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
-                f"weights, the mean is {mean / 1e6:.1f} MB. A variable has one owner; "
-                f"{largest.path} alone has {owners.bytes_of(largest) / 1e6:.1f} MB.",
+                f"weights, the mean is {mean / 1e6:.1f} MB; {largest.path} alone has "
+                f"{owners.bytes_of(largest) / 1e6:.1f} MB. {advice}",
                 stacklevel=2,
             )
 
