@@ -42,7 +42,7 @@ def fast_fixture(run_workers, tmp_path_factory):
 @pytest.fixture(scope="module", name="life")
 def life_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run(run_workers, folder, ["life", "divided life"])
+    return folder, run(run_workers, folder, ["life", "divided life"], at_once=1)
 
 
 @pytest.fixture(scope="module", name="slow")
@@ -223,12 +223,15 @@ def test_one_device_trains_as_ever():
 
 
 @pytest.mark.slow
-def test_a_worker_needs_memory_for_its_own_slots(monkeypatch):
+@pytest.mark.parametrize(("layers", "units"), [(12, 2048), (1, 6000)])
+def test_a_worker_needs_memory_for_its_own_slots(monkeypatch, layers, units):
     if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
     # With oneDNN, TensorFlow keeps copies of weights.
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     # What is freed is given back at once, so that the peak is what is in use.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
-    copies, shards = (sharded_state.measure(12, 2048, 2, each, "mpi") for each in (None, "state"))
+    ways = (None, "state")
+    # One layer has its rows divided.
+    copies, shards = (sharded_state.measure(layers, units, 2, each, "mpi") for each in ways)
     assert copies["bytes"] - shards["bytes"] > 0.8 * copies["slots"] / 2
