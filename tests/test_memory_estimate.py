@@ -34,6 +34,11 @@ def blocks(train):
     return keras.Sequential([keras.Input((UNITS,)), *parts, layers.Dense(3)])
 
 
+def one_large(train):
+    """A kernel that is larger than all else."""
+    return keras.Sequential([keras.Input((UNITS,)), layers.Dense(8192), layers.Dense(3)])
+
+
 def recurrent(train):
     reshape = layers.Reshape((8, UNITS // 8))
     return keras.Sequential([keras.Input((UNITS,)), reshape, layers.LSTM(4), layers.Dense(3)])
@@ -51,6 +56,15 @@ def config(**settings):
     defaults = {"model": "test_memory_estimate:blocks", "dataset": "test_memory_estimate:rows"}
     settings = {**defaults, "optimizer": "adam", "global_batch_size": 64, **settings}
     return TrainConfig(**{"estimate_memory": 2, **settings})
+
+
+@pytest.mark.parametrize(("optimizer", "share"), [("adam", 0.5), ("lamb", 0.98)])
+def test_slots_of_a_large_variable_are_halved_by_rows_if_the_optimizer_allows_it(optimizer, share):
+    found = memory_estimate.estimate(
+        config(model="test_memory_estimate:one_large", optimizer=optimizer)
+    )
+    assert found["state"].slots / found["copies"].slots == pytest.approx(share, abs=0.02)
+    assert found["parameters"].slots > 0.9 * found["copies"].slots
 
 
 def test_sharded_state_halves_slots_and_the_rest_is_the_same():

@@ -22,6 +22,7 @@ OVER_THE_RING = (
     "local_steps_worker:adam 4",
     "local_steps_worker:refusals",
     "sharded_state_worker:adamw",
+    "sharded_state_worker:table adamw",
     "sharded_parameters_worker:adamw",
     "verification_worker:own step",
     "verification_worker:wrong state",

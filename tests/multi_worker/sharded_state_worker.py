@@ -6,6 +6,7 @@ sharded state, in the same process.
 
 import contextlib
 import os
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -60,6 +61,31 @@ def build(strategy, optimizer, shard):
     return model
 
 
+class Tied(keras.layers.Layer):
+    """Logits by the table that the tokens were read from, whose gradient is then dense."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def call(self, hidden):
+        return hidden @ keras.ops.transpose(self.table.embeddings[::20000])
+
+
+def build_table(strategy, optimizer, shard, tied=False):
+    """A model with a table that is larger than all else: 2.5 MB, of an odd number of rows."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        tokens = keras.Input((5,), dtype="int32")
+        table = keras.layers.Embedding(40001, 16, embeddings_constraint="non_neg")
+        hidden = keras.layers.GlobalAveragePooling1D()(table(2000 * tokens))
+        head = Tied(table) if tied else keras.layers.Dense(3)
+        model = keras.Model(tokens, head(keras.layers.Dense(16, activation="tanh")(hidden)))
+        optimizer = tfmulti.DistributedOptimizer(optimizer(), shard=shard)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def fit(model, epochs=3, **more):
     data = tfmulti.distribute_train(rows(), model.distribute_strategy, 16, seed=3)
     if "checkpoint" in more:
@@ -69,7 +95,7 @@ def fit(model, epochs=3, **more):
 
 def held(optimizer):
     """The elements of what an optimizer has in memory here."""
-    values = [v for v in optimizer.variables if getattr(v, "is_here", True)]
+    values = [v.value for v in optimizer.variables if getattr(v, "is_here", True)]
     return sum(int(np.prod(v.shape)) for v in values)
 
 
@@ -114,6 +140,43 @@ def optimizer(strategy, folder, name):
         "losses": losses,
         "held": [held(copies.optimizer), held(shards.optimizer)],
     }
+
+
+def divided(strategy, folder, name):
+    """A table whose rows are divided over the workers, beside copies; verification is on."""
+    tied, name = name.startswith("tied"), name.split(" ", 1)[1]
+    models = [build_table(strategy, OPTIMIZERS[name], each, tied) for each in (None, "state")]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = [fit(model) for model in models]
+    slots = [s for s in models[1].optimizer.variables if hasattr(s, "split")]
+    return {
+        "same": same(*models),
+        "apart": apart(*models),
+        "losses": losses,
+        "held": [held(model.optimizer) for model in models],
+        "slots": [[list(each.shape), list(each.value.shape)] for each in slots],
+        "told": [str(each.message) for each in told if "uneven" in str(each.message)],
+    }
+
+
+def divided_life(strategy, folder, name):
+    """Checkpoints and files of a table whose rows are divided."""
+    strategy.verify = "never"
+    create = OPTIMIZERS["adamw"]
+    whole = build_table(strategy, create, None)
+    fit(whole)
+    for shard in (None, "state"):
+        fit(build_table(strategy, create, shard), epochs=2, checkpoint=folder / f"table_{shard}")
+    resumed = {}
+    for shard, other in ((None, "state"), ("state", None)):
+        model = build_table(strategy, create, shard)
+        fit(model, checkpoint=folder / f"table_{other}")
+        resumed[f"to {shard}"] = same(model, whole)
+    if topology.is_chief(strategy):
+        whole.save(folder / "table_copies.keras")
+        model.save(folder / "table_sharded.keras")
+    return resumed
 
 
 def life(strategy, folder, name):
@@ -292,7 +355,14 @@ def refusals(strategy, folder, name):
     return {name: cases.message_of(program) for name, program in programs.items()}
 
 
-CASES = {"life": life, "skips": skips, "two optimizers": two_optimizers, "refusals": refusals}
+CASES = {f"{kind} {name}": divided for kind in ("table", "tied") for name in OPTIMIZERS}
+CASES |= {
+    "life": life,
+    "divided life": divided_life,
+    "skips": skips,
+    "two optimizers": two_optimizers,
+    "refusals": refusals,
+}
 
 
 def run_case(strategy, folder, name):

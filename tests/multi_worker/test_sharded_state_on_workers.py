@@ -6,9 +6,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfmulti
 from benchmarks import sharded_state
+from tfmulti import keras_compat
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -17,7 +19,13 @@ import cases
 import sharded_state_worker as worker
 
 PROGRAM = "sharded_state_worker"
-SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name != "adamw")
+FAST = ("adamw", "table adamw", "refusals")
+# RMSprop cannot divide the sparse gradients of a table, on one device neither.
+DIVIDED = (
+    *("table loss scale", "table averages", "table lion", "table adadelta"),
+    *("tied accumulation", "tied rmsprop", "tied amsgrad", "tied ftrl"),
+)
+SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
 
 
 def run(run_workers, folder, names, **more):
@@ -34,12 +42,13 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="life")
 def life_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run(run_workers, folder, ["life"])
+    return folder, run(run_workers, folder, ["life", "divided life"], at_once=1)
 
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_workers, tmp_path_factory):
-    return run(run_workers, tmp_path_factory.mktemp("sharded"), SLOW, at_once=5)
+    names = (*SLOW, *DIVIDED, "table muon")
+    return run(run_workers, tmp_path_factory.mktemp("sharded"), names, at_once=5)
 
 
 def assert_same(seen):
@@ -56,6 +65,36 @@ def test_sharded_state_gives_the_bits_of_copies(fast):
     assert sum(shards) <= copies[0] + 4
 
 
+def assert_divided(seen):
+    """Two of the slots of a table on two workers: whole to all who read them, half on each."""
+    assert all(each["same"] for each in seen)
+    assert all(each["losses"][0] == each["losses"][1] for each in seen)
+    for rows, each in zip((20000, 20001), seen):
+        assert each["slots"] and not each["told"]
+        assert all(slot == [[40001, 16], [rows, 16]] for slot in each["slots"])
+
+
+def test_the_rows_of_a_table_larger_than_all_else_are_divided(fast):
+    seen = fast
+    assert_divided([each["table adamw"] for each in seen])
+    for copies, shards in (each["table adamw"]["held"] for each in seen):
+        assert shards < 0.51 * copies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DIVIDED)
+def test_every_optimizer_of_elements_divides_rows(slow, case):
+    assert_divided([each[case] for each in slow])
+
+
+@pytest.mark.slow
+def test_a_table_of_an_optimizer_that_needs_it_whole_is_told(slow):
+    for each in slow:
+        [told] = each["table muon"]["told"]
+        assert each["table muon"]["same"] and not each["table muon"]["slots"]
+        assert "one worker keeps the slots of 2.6 MB" in told and "Muon updates it whole" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
 def test_every_optimizer_gives_the_bits_of_copies(slow, case):
@@ -66,12 +105,15 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 def test_over_mpi(run_workers, tmp_path):
     if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
-    names = ("adamw", "accumulation", "muon", "two optimizers", "skips", "life")
-    seen = run(run_workers, tmp_path, names, options=["--mpi"])
-    for name in names[:-1]:
+    names = ("adamw", "accumulation", "muon", "two optimizers", "skips")
+    more = ("table adamw", "tied accumulation", "table loss scale", "life", "divided life")
+    seen = run(run_workers, tmp_path, (*names, *more), options=["--mpi"], at_once=5)
+    for name in names:
         assert_same([each[name] for each in seen])
+    for name in more[:3]:
+        assert_divided([each[name] for each in seen])
     for each in seen:
-        assert all(each["life"].values())
+        assert all({**each["life"], **each["divided life"]}.values())
         assert each["skips"]["skipped"] == [2, 2]
         # What only updates read is added for the owners alone.
         assert each["adamw"]["to_owners"] == each["skips"]["to_owners"] == [0, 1]
@@ -83,10 +125,10 @@ def test_four_workers_over_mpi(run_workers, tmp_path):
     """Where more than two numbers are added, their order is another than that of an all-reduce."""
     if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
-    names = ("averages at the end", "adamw")
+    names = ("averages at the end", "adamw", "table adamw")
     seen = run(run_workers, tmp_path, names, options=["--mpi"], num_workers=4)
     # Adam makes the rounding of small gradients larger, on one device too.
-    for name, most in zip(names, (1e-6, 2e-5)):
+    for name, most in zip(names, (1e-6, 2e-5, 2e-5)):
         assert max(each[name]["apart"] for each in seen) < most
     copies, shards = zip(*(each["adamw"]["held"] for each in seen))
     assert sum(shards) < 1.1 * copies[0]
@@ -95,19 +137,23 @@ def test_four_workers_over_mpi(run_workers, tmp_path):
 @pytest.mark.slow
 def test_checkpoints_resume_bit_for_bit_with_and_without_sharding(life):
     _, seen = life
-    assert [set(each["life"].values()) for each in seen] == [{True}, {True}]
+    for case in ("life", "divided life"):
+        assert [set(each[case].values()) for each in seen] == [{True}, {True}]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_workers_resumes_on_one_device(life):
+@pytest.mark.parametrize(
+    ("build", "name"), [(worker.build, "again"), (worker.build_table, "table_None")]
+)
+def test_a_checkpoint_of_workers_resumes_on_one_device(life, build, name):
     folder, _ = life
     strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
     create = worker.OPTIMIZERS["adamw"]
-    whole = worker.build(strategy, create, "state")
+    whole = build(strategy, create, "state")
     worker.fit(whole, epochs=4)
-    resumed = worker.build(strategy, create, "state")
+    resumed = build(strategy, create, "state")
     # Three of the epochs were trained by the workers.
-    assert len(worker.fit(resumed, epochs=4, checkpoint=folder / "again")) == 4
+    assert len(worker.fit(resumed, epochs=4, checkpoint=folder / name)) == 4
     for one, other in zip(whole.get_weights(), resumed.get_weights()):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
@@ -122,7 +168,8 @@ def test_files_are_those_of_one_device(life):
     copies = load("adamw_copies")
     assert len(copies.optimizer.variables) == 2 + 2 * len(copies.trainable_variables)
     pairs = [(load(name), copies) for name in ("adamw_sharded", "each", "loaded")]
-    for model, copies in [*pairs, (load("adafactor_sharded"), load("adafactor_copies"))]:
+    pairs += [(load(f"{name}_sharded"), load(f"{name}_copies")) for name in ("adafactor", "table")]
+    for model, copies in pairs:
         pairs = zip(model.variables, copies.variables, strict=True)
         own = zip(model.optimizer.variables, copies.optimizer.variables, strict=True)
         for mine, theirs in [*pairs, *own]:
@@ -147,6 +194,24 @@ def test_a_wrong_word_and_replicas_of_one_worker_are_told():
         tfmulti.DistributedOptimizer("adam", shard="state")
 
 
+def test_rows_of_a_weight_are_updated_as_if_they_were_all():
+    whole = keras.Variable(np.zeros((5, 2), "float32"))
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([whole])
+    rows = keras_compat.UpdatedRows(optimizer, whole, 1, 4)
+    assert keras_compat.variable_index(optimizer, rows) == 0
+    assert rows.shape == keras.ops.shape(rows.value) == (3, 2) and rows.dtype == "float32"
+    optimizer.assign(rows, np.full((3, 2), 8.0))
+    optimizer.assign_add(rows, np.full((3, 2), 3.0))
+    optimizer.assign_sub(rows, np.ones((3, 2)))
+    some = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([0, 0, 2]), [3, 2])
+    optimizer.assign_add(rows, some)
+    assert keras.ops.add(rows, 0)[:, 0].numpy().tolist() == [12, 10, 11]
+    optimizer.assign_sub(rows, some)
+    optimizer.assign(rows, tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), [3, 2]))
+    assert whole.numpy()[:, 1].tolist() == [0, 10, 1, 10, 0]
+
+
 def test_one_device_trains_as_ever():
     strategy = tfmulti.create_strategy("one_device", devices=["CPU:0"])
     models = [
@@ -156,12 +221,15 @@ def test_one_device_trains_as_ever():
 
 
 @pytest.mark.slow
-def test_a_worker_needs_memory_for_its_own_slots(monkeypatch):
+@pytest.mark.parametrize(("layers", "units"), [(12, 2048), (1, 6000)])
+def test_a_worker_needs_memory_for_its_own_slots(monkeypatch, layers, units):
     if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
     # With oneDNN, TensorFlow keeps copies of weights.
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     # What is freed is given back at once, so that the peak is what is in use.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
-    copies, shards = (sharded_state.measure(12, 2048, 2, each, "mpi") for each in (None, "state"))
+    ways = (None, "state")
+    # One layer has its rows divided.
+    copies, shards = (sharded_state.measure(layers, units, 2, each, "mpi") for each in ways)
     assert copies["bytes"] - shards["bytes"] > 0.8 * copies["slots"] / 2

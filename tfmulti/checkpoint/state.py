@@ -52,8 +52,8 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
     tensors, writes = {}, topology.is_chief(model.distribute_strategy)
     for name, variable in variables.items():
         value = _value_of(variable)
-        # The slots that other workers keep need memory on the chief alone, which writes them.
-        if writes or _is_here(variable):
+        # What other workers keep a part of needs memory on the chief alone, which writes it.
+        if writes or getattr(variable, "has_whole", True):
             tensors[name] = value
     remembered = []
     for number, callback in enumerate(callbacks):

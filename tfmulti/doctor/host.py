@@ -109,7 +109,11 @@ def check_memory(host: Host, num_gpus: int) -> Check:
         hint = "Use fewer GPUs, more memory, or a smaller shuffle buffer and no cache()."
         return Check(name, WARNING, f"{text}; {console.count(num_gpus, 'GPU')} want {wanted}", hint)
     if host.available is not None and host.available < _LITTLE_MEMORY:
-        return Check(name, WARNING, text, "End other programs: TensorFlow alone needs 1 GB.")
+        hint = (
+            "End other programs: TensorFlow alone needs 1 GB. python -m tfmulti.train "
+            "--estimate_memory N prints what each of N workers needs."
+        )
+        return Check(name, WARNING, text, hint)
     rule = (
         f"16 GB for each of {console.count(num_gpus, 'GPU')}" if num_gpus else "no GPU to count for"
     )

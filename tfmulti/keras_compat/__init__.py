@@ -26,6 +26,7 @@ from tfmulti.keras_compat.coordination import read_if_published as read_if_publi
 from tfmulti.keras_compat.coordination import read_published as read_published
 from tfmulti.keras_compat.coordination import report_error as report_error
 from tfmulti.keras_compat.held import HeldVariable as HeldVariable
+from tfmulti.keras_compat.held import UpdatedRows as UpdatedRows
 from tfmulti.keras_compat.held import after_add_weight as after_add_weight
 from tfmulti.keras_compat.held import are_held_values as are_held_values
 from tfmulti.keras_compat.held import held_values as held_values

@@ -61,6 +61,64 @@ class HeldVariable(keras.Variable):
         return self._constraint if self.is_here else None
 
 
+class UpdatedRows:
+    """Some rows of a weight, which an optimizer's update reads and assigns as if they were all.
+
+    The optimizer finds the slots of the weight for them.
+
+    Args:
+        optimizer: The optimizer.
+        variable: The weight, with one replica.
+        begin: The first of the rows.
+        end: The row after the last of them.
+    """
+
+    def __init__(self, optimizer, variable: keras.Variable, begin: int, end: int):
+        value = variable.value
+        self._whole = getattr(value, "values", (value,))[0]
+        self._begin, self._end = begin, end
+        self._unique_id = optimizer._var_key(variable)
+        self.dtype, self.shape = variable.dtype, (end - begin, *variable.shape[1:])
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The rows, which have a method `assign`."""
+        return self._whole[self._begin : self._end]
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        return tf.convert_to_tensor(self.value, dtype, name=name)
+
+    def assign(self, value) -> None:
+        """Assigns the rows."""
+        self.value.assign(value)
+
+    def assign_add(self, value) -> None:
+        """Adds to the rows."""
+        rows = self.value
+        rows.assign(rows + value)
+
+    def assign_sub(self, value) -> None:
+        """Subtracts from the rows."""
+        rows = self.value
+        rows.assign(rows - value)
+
+    def scatter_update(self, value: tf.IndexedSlices) -> None:
+        """Assigns some of the rows."""
+        self._whole.scatter_update(self._of_whole(value))
+
+    def scatter_add(self, value: tf.IndexedSlices) -> None:
+        """Adds to some of the rows."""
+        self._whole.scatter_add(self._of_whole(value))
+
+    def scatter_sub(self, value: tf.IndexedSlices) -> None:
+        """Subtracts from some of the rows."""
+        self._whole.scatter_sub(self._of_whole(value))
+
+    def _of_whole(self, value):
+        rows = value.indices + tf.cast(self._begin, value.indices.dtype)
+        return tf.IndexedSlices(value.values, rows)
+
+
 @contextlib.contextmanager
 def held_values() -> Iterator[None]:
     """Within it, reading a `HeldVariable` gives what this worker holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -11,39 +11,79 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 
 _ROUND_BYTES = 16 * 2**20
+# Workers are uneven beyond this ratio of the largest one's bytes to the mean, and this difference.
+_EVEN, _SMALL_BYTES = 1.25, 2**20
 
 
-def by_bytes(sizes: list[int], num_workers: int, known: dict[int, int] | None = None) -> list[int]:
+def by_bytes(
+    sizes: list[int],
+    num_workers: int,
+    known: dict[int, int] | None = None,
+    divisible: Collection[int] = (),
+) -> list[int | None]:
     """Returns an owner for each variable: the largest first, to the worker that has the least.
+
+    Where that is uneven, variables that can be divided have no owner: each worker has its share.
 
     Args:
         sizes: The bytes of each variable.
         num_workers: The number of workers.
         known: The owners that some variables have already, by their places.
+        divisible: The places of variables that can be divided over all workers.
+
+    Returns:
+        The owners; None for a variable that is to be divided.
 
     >>> by_bytes([4, 9, 5], 2)
     [1, 0, 1]
     >>> by_bytes([4, 9, 5], 2, known={1: 1})
     [0, 1, 0]
+    >>> by_bytes([4 * 2**20, 9 * 2**20, 2**20], 2, divisible=(0, 1, 2))
+    [0, None, 1]
     """
-    known = known or {}
-    owned_by = [known.get(place, 0) for place in range(len(sizes))]
+    divided: set[int] = set()
+    owned_by = _greedily(sizes, num_workers, known or {}, divided)
+    for place in sorted(divisible, key=lambda place: -sizes[place]):
+        held = _held(sizes, owned_by, num_workers)
+        if not is_uneven(held):
+            break
+        trial = _greedily(sizes, num_workers, known or {}, {*divided, place})
+        if max(_held(sizes, trial, num_workers)) < max(held):
+            divided.add(place)
+            owned_by = trial
+    return owned_by
+
+
+def is_uneven(held: list[int]) -> bool:
+    """Whether one worker has much more bytes than the mean of all."""
+    most, mean = max(held), sum(held) / len(held)
+    return most > _EVEN * mean and most - mean > _SMALL_BYTES
+
+
+def _greedily(sizes, num_workers, known, divided) -> list[int | None]:
+    owned_by = [known.get(place) for place in range(len(sizes))]
     held = [0] * num_workers
     for place, owner in known.items():
         held[owner] += sizes[place]
-    for place in sorted(set(range(len(sizes))) - set(known), key=lambda place: -sizes[place]):
+    left = set(range(len(sizes))) - set(known) - divided
+    for place in sorted(left, key=lambda place: -sizes[place]):
         owned_by[place] = held.index(min(held))
         held[owned_by[place]] += sizes[place]
     return owned_by
 
 
-def bytes_of_each(variables, num_workers: int, owned_by: list[int] | None = None) -> list[int]:
-    """Returns the bytes of the variables that each worker owns, or would own."""
-    sizes = [owned_bytes(variable) for variable in variables]
-    held = [0] * num_workers
-    for owner, size in zip(owned_by or by_bytes(sizes, num_workers), sizes):
-        held[owner] += size
+def _held(sizes, owned_by, num_workers) -> list[int]:
+    share = sum(size for owner, size in zip(owned_by, sizes) if owner is None) // num_workers
+    held = [share] * num_workers
+    for owner, size in zip(owned_by, sizes):
+        if owner is not None:
+            held[owner] += size
     return held
+
+
+def bytes_of_each(variables, num_workers: int, owned_by: list[int | None]) -> list[int]:
+    """Returns the bytes of the variables that each worker owns, with its shares of divided ones."""
+    return _held([owned_bytes(variable) for variable in variables], owned_by, num_workers)
 
 
 def bytes_of(variable) -> int:

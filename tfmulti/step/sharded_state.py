@@ -1,9 +1,10 @@
 """Sharded optimizer state: each worker keeps the slots of the variables that it owns.
 
 It updates these variables, whole ones, so that any optimizer computes what it computes on one
-device, and sends their new values to the other workers. Over MPI, gradients that nothing else
-reads are added for the owner alone. These are stages 1 and 2 of ZeRO (Rajbhandari et al., 2020,
-https://arxiv.org/abs/1910.02054).
+device, and sends their new values to the other workers. A variable that would make this uneven is
+split: each worker updates some of its rows, if the optimizer treats each element by itself. Over
+MPI, gradients that nothing else reads are added for the owner alone. These are stages 1 and 2 of
+ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
 
 Moving averages of weights and accumulated gradients are not sharded: Keras computes them from
 values that every worker has.
@@ -11,7 +12,6 @@ values that every worker has.
 
 from __future__ import annotations
 
-import contextlib
 import types
 import warnings
 from concurrent import futures
@@ -21,12 +21,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import model_contents, owners, parameters, slots, split_weights
+from tfmulti.step import model_contents, own_updates, owners, parameters, slots, split_weights
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
-# Beyond this ratio of the largest worker's bytes to the mean, and this difference, a warning names
-# the variable.
-_EVEN, _SMALL_BYTES = 1.25, 2**20
 
 
 def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
@@ -72,8 +69,8 @@ def _build(self, variables):
 def _update_step(self, gradient, variable, learning_rate):
     shards = marks.SHARDS.get(self)
     if shards.owns(variable):
-        with shards.refusing_shared_state(variable):
-            type(self).update_step(self, gradient, variable, learning_rate)
+        with own_updates.refusing_shared_state(self, variable):
+            type(self).update_step(self, *shards.own_rows(gradient, variable), learning_rate)
 
 
 def _apply(self, grads, trainable_variables=None):
@@ -177,7 +174,9 @@ class Shards:
         self._optimizer, self._strategy = optimizer, strategy
         self.worker = topology.worker_index(strategy)
         self.slots: list[slots.SlotVariable] = []
-        self._owners: list[int] = []
+        self._owners: list[int | None] = []
+        # Of variables whose rows are divided over all workers, by their places.
+        self._splits: dict[int, split_weights.Split] = {}
         self.shards_parameters = shards_parameters
         self.values = slots.OwnedValues(strategy, self._step)
         self._reduces_to_owners = getattr(strategy.extended, "reduce_to_owners", None) is not None
@@ -198,9 +197,15 @@ class Shards:
         """
         variables = list(variables)
         split_weights.refuse_other_updates(self._optimizer, variables)
-        sizes = [owners.owned_bytes(variable) for variable in variables]
-        known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
-        self._owners = owners.by_bytes(sizes, topology.num_workers(self._strategy), known)
+        number = topology.num_workers(self._strategy)
+        self._owners = split_weights.owners_of_updates(
+            self._optimizer, variables, number, by_rows=not self.shards_parameters
+        )
+        self._splits = {
+            place: split_weights.Split(tuple(variables[place].shape), 0, number, self.worker)
+            for place, owner in enumerate(self._owners)
+            if owner is None
+        }
         if self.shards_parameters:
             sharded = parameters.of_strategy(self._strategy)
             for variable, owner in zip(variables, self._owners):
@@ -208,7 +213,7 @@ class Shards:
                 if isinstance(variable, parameters.ShardedParameter):
                     variable.optimizers.append(self._optimizer)
         self._is_here = [
-            getattr(variable, "is_here", owner == self.worker)
+            getattr(variable, "is_here", owner in (None, self.worker))
             for variable, owner in zip(variables, self._owners)
         ]
         with futures.ThreadPoolExecutor(1) as thread:
@@ -228,9 +233,8 @@ class Shards:
             is_held = isinstance(reference_variable, parameters.ShardedParameter)
             place = places.get(id(reference_variable)) if is_held or not whole else None
             shape, dtype = reference_variable.shape, reference_variable.dtype
-            is_split = isinstance(reference_variable, split_weights.SplitParameter)
-            weight = reference_variable if is_split else None
-            return self._add(place, shape, initializer, dtype, full_name, bool(whole), weight)
+            split = getattr(reference_variable, "split", self._splits.get(place))
+            return self._add(place, shape, initializer, dtype, full_name, bool(whole), split)
 
         def add_variable(
             shape, initializer="zeros", dtype=None, aggregation="none", layout=None, name=None
@@ -288,12 +292,18 @@ class Shards:
             held[self.worker] / 1e6,
             sum(held) / 1e6,
         )
-        if most > _EVEN * mean and most - mean > _SMALL_BYTES:
+        if owners.is_uneven(held):
             largest = max(variables, key=owners.bytes_of)
+            advice = (
+                "A sharded weight has one owner; tfmulti.tensor_parallel splits tables."
+                if self.shards_parameters
+                else f"{type(self._optimizer).__name__} updates it whole; with an optimizer that "
+                "treats each element by itself, such as Adam, each worker updates some of its rows."
+            )
             warnings.warn(
                 f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
-                f"weights, the mean is {mean / 1e6:.1f} MB. A variable has one owner; "
-                f"{largest.path} alone has {owners.bytes_of(largest) / 1e6:.1f} MB.",
+                f"weights, the mean is {mean / 1e6:.1f} MB; {largest.path} alone has "
+                f"{owners.bytes_of(largest) / 1e6:.1f} MB. {advice}",
                 stacklevel=2,
             )
 
@@ -341,44 +351,23 @@ class Shards:
     def _counts(self, variable) -> bool:
         """Whether what this worker has of a gradient is what no worker before it has."""
         split = getattr(variable, "split", None)
-        return self._owner(variable) == self.worker if split is None else self.worker < split.parts
+        if split is not None:
+            return self.worker < split.parts
+        # All workers have the whole gradient of a variable whose rows are divided.
+        return (self._owner(variable) or 0) == self.worker
 
-    def _owner(self, variable) -> int:
+    def _owner(self, variable) -> int | None:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
 
-    @contextlib.contextmanager
-    def refusing_shared_state(self, variable):
-        """Refuses an update of one variable that uses another, or changes what is not its slot.
+    def own_rows(self, gradient, variable) -> tuple:
+        """Returns the gradient and the variable of this worker's update, or its rows of both."""
+        split = self._splits.get(keras_compat.variable_index(self._optimizer, variable))
+        if split is None:
+            return gradient, variable
+        return split.take(gradient), self._rows(variable, split)
 
-        Each worker makes its own updates alone: what they change together would differ between
-        workers, and other variables may not have been updated yet.
-
-        Args:
-            variable: The variable that is updated.
-
-        Raises:
-            RuntimeError: For such a variable, with its name.
-        """
-        others = [v for v in keras_compat.updated_variables(self._optimizer) if v is not variable]
-        since = 0 if tf.executing_eagerly() else keras_compat.next_op()
-        shared = [v for v in self._optimizer.variables if not isinstance(v, slots.SlotVariable)]
-        with keras_compat.noting_assigned(shared) as changed:
-            yield
-        read = keras_compat.variables_read(since, others)
-        if read:
-            raise RuntimeError(
-                "With shard='state' an update of a variable may read that variable alone. "
-                f"Received: {type(self._optimizer).__name__}.update_step of {variable.path}, which "
-                f"reads {read[0].path}. Compute what needs all variables before the updates, in "
-                "the step, or leave shard out for this optimizer."
-            )
-        if changed:
-            raise RuntimeError(
-                "With shard='state' an update of a variable may change its own slots alone. "
-                f"Received: {type(self._optimizer).__name__}.update_step, which changes "
-                f"{changed[0].path}. Create each slot in `build` with add_variable_from_reference, "
-                "count updates by `iterations`, or leave shard out for this optimizer."
-            )
+    def _rows(self, variable, split, part=None):
+        return keras_compat.UpdatedRows(self._optimizer, variable, *split.bounds(part))
 
     def send_updates(self, variables) -> None:
         """Gives every worker the new values of variables, after their owners' updates.
@@ -386,11 +375,18 @@ class Shards:
         Args:
             variables: The variables of an update, in the same order on every worker.
         """
-        variables = [v for v in variables if not isinstance(v, parameters.ShardedParameter)]
-        owned_by = [self._owner(variable) for variable in variables]
-        values = [tf.convert_to_tensor(getattr(each, "value", each)) for each in variables]
+        sent = []
+        for variable in variables:
+            split = self._splits.get(keras_compat.variable_index(self._optimizer, variable))
+            if split is not None:
+                parts = range(split.parts)
+                sent += [(self._rows(variable, split, part), part) for part in parts]
+            elif not isinstance(variable, parameters.ShardedParameter):
+                sent.append((variable, self._owner(variable)))
+        values = [tf.convert_to_tensor(getattr(each, "value", each)) for each, _ in sent]
+        owned_by = [owner for _, owner in sent]
         for place, value in owners.from_owners(self._strategy, values, owned_by):
-            self._optimizer.assign(variables[place], value)
+            self._optimizer.assign(sent[place][0], value)
 
     def _step(self, _slot) -> int:
         return int(keras.ops.convert_to_numpy(self._optimizer.iterations))

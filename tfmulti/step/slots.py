@@ -96,9 +96,10 @@ class SlotVariable(keras.Variable):
 
     def assign(self, value):
         """Assigns the whole value on the owner; other workers keep it in a file."""
-        return (
-            super().assign(value) if self.is_here else self._shards.values.keep_value(self, value)
-        )
+        if self.is_here:
+            super().assign(value)
+        # On the owner too, for the value to be known there as on the others.
+        return self._shards.values.keep_value(self, value)
 
     def numpy(self) -> np.ndarray:
         """Returns the whole value; see `OwnedValues.read`."""

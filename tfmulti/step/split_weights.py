@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.step import owners, parameters, slots
 
+# Optimizers whose update of an element reads no other element.
 _OF_ELEMENTS = (
     "Adadelta",
     "Adagrad",
@@ -128,11 +129,11 @@ class SplitParameter(parameters.ShardedParameter):
 
 
 class SplitSlot(slots.SlotVariable):
-    """A slot of a split weight, which is split like it.
+    """A slot of a weight of which each worker updates a part: it keeps that part of the slot.
 
     Args:
         shards: The shards of the optimizer.
-        weight: The weight.
+        split: How the weight is split.
         initializer: Its initializer.
         dtype: Its dtype.
         name: Its name.
@@ -140,10 +141,9 @@ class SplitSlot(slots.SlotVariable):
 
     has_whole = False
 
-    def __init__(self, shards, weight: SplitParameter, initializer, dtype, name: str):
-        self.split = weight.split
-        held = self.split.shape_of()
-        super().__init__(shards, 0, True, weight.shape, initializer, dtype, name, True, held)
+    def __init__(self, shards, split: Split, initializer, dtype, name: str):
+        self.split, held = split, split.shape_of()
+        super().__init__(shards, 0, True, split.shape, initializer, dtype, name, True, held)
 
     def gathered(self, strategy: tf.distribute.Strategy) -> tf.Tensor:
         """Returns the whole value, in a replica of every worker."""
@@ -249,6 +249,45 @@ def _held(gradient, variable):
     return gradient if known == variable.split.shape_of() else variable.split.take(gradient)
 
 
+def updates_elements(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer of Keras's own treats each element of a variable by itself."""
+    kind = type(optimizer)
+    return keras_compat.is_stock(kind) and kind.__name__ in _OF_ELEMENTS
+
+
+def owners_of_updates(
+    optimizer: keras.optimizers.Optimizer, variables, num_workers: int, by_rows: bool
+) -> list[int | None]:
+    """Returns the worker that updates each variable; None where each updates some of the rows.
+
+    Args:
+        optimizer: The optimizer.
+        variables: The variables.
+        num_workers: The number of workers.
+        by_rows: Whether a variable that makes workers uneven is split by its rows.
+    """
+    known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
+    places = set(range(len(variables))) - set(known) if by_rows else set()
+    have_rows = {p for p in places if variables[p].shape and variables[p].shape[0] >= num_workers}
+    divisible = have_rows if updates_elements(optimizer) else ()
+    sizes = [owners.owned_bytes(variable) for variable in variables]
+    return owners.by_bytes(sizes, num_workers, known, divisible)
+
+
+def most_updated(optimizer, variables, num_workers: int, by_rows: bool) -> int:
+    """Returns the bytes of the weights that one worker updates, the largest of what each has.
+
+    Args:
+        optimizer: The optimizer, which may be a `LossScaleOptimizer`.
+        variables: What it updates.
+        num_workers: The number of workers.
+        by_rows: See `owners_of_updates`.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    owned_by = owners_of_updates(inner, variables, num_workers, by_rows)
+    return max(owners.bytes_of_each(variables, num_workers, owned_by))
+
+
 def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> None:
     """Raises ValueError if an optimizer needs whole weights, and some are split.
 
@@ -259,12 +298,12 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
     parts = [each for each in variables if isinstance(each, SplitParameter)]
     if not parts:
         return
-    kind = type(optimizer)
-    if not keras_compat.is_stock(kind) or kind.__name__ not in _OF_ELEMENTS:
+    if not updates_elements(optimizer):
         raise ValueError(
-            "Split weights need an element-wise optimizer, since each worker updates "
-            f"a part. Received: {kind.__name__}, and {parts[0].path}, which is split. Use one of "
-            f"{', '.join(_OF_ELEMENTS)}, or shard='parameters' without tfmulti.tensor_parallel."
+            "Split weights need an element-wise optimizer, since each worker updates a part. "
+            f"Received: {type(optimizer).__name__}, and {parts[0].path}, which is split. "
+            f"Use one of {', '.join(_OF_ELEMENTS)}, or shard='parameters' without "
+            "tfmulti.tensor_parallel."
         )
     if optimizer.clipnorm:
         raise ValueError(

@@ -22,7 +22,7 @@ from tfmulti.choices import SHARDS
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.runtime import console, memory
-from tfmulti.step import owners, parameters
+from tfmulti.step import owners, parameters, split_weights
 from tfmulti.strategies import create_strategy
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
@@ -158,12 +158,18 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         communication=copies * trainable if num_workers > 1 else 0,
         has_loops=any(op.type in _LOOPS for op in graph.get_operations()),
     )
-    most = max(owners.bytes_of_each(model.trainable_variables, num_workers))
-    own = dataclasses.replace(whole, slots=round(slots * most / max(1, trainable)))
     if num_workers == 1:
         return {"copies": whole}
-    sharded = _with_sharded_weights(own, model, num_workers, (graph, gradients), copies)
-    return {"copies": whole, "state": own, "parameters": sharded}
+    own = {}
+    for shard in SHARDS:
+        by_rows = shard == "state"
+        most = split_weights.most_updated(
+            optimizer, model.trainable_variables, num_workers, by_rows
+        )
+        own[shard] = dataclasses.replace(whole, slots=round(slots * most / max(1, trainable)))
+    step = (graph, gradients)
+    own["parameters"] = _with_sharded_weights(own["parameters"], model, num_workers, step, copies)
+    return {"copies": whole, **own}
 
 
 def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:

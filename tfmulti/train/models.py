@@ -220,7 +220,9 @@ def _create_optimizer(config, train) -> keras.optimizers.Optimizer:
         settings["gradient_accumulation_steps"] = config.gradient_accumulation_steps
     if name == "momentum":
         name, settings["momentum"] = "sgd", 0.9
-    optimizer = keras.optimizers.get({"class_name": name, "config": settings})
+    # `keras.optimizers.get` does not know Lamb.
+    kinds = {name.lower(): kind for name, kind in vars(keras.optimizers).items()}
+    optimizer = kinds[name](**settings)
     if config.dtype_policy == "mixed_float16":
         return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer

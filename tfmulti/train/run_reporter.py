@@ -17,7 +17,7 @@ from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
 from tfmulti.runtime.memory import show_size
-from tfmulti.step import owners
+from tfmulti.step import owners, split_weights
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
@@ -147,16 +147,20 @@ def summarize_run(
         steps_per_epoch=plan.steps_per_epoch,
         epochs=config.epochs,
         weight_bytes=sum(map(owners.held_bytes, model.variables)),
-        updated_bytes=_updated_bytes(config, num_workers, model.trainable_variables),
+        updated_bytes=_updated_bytes(config, num_workers, model),
         shard=config.sharded if num_workers > 1 else None,
     )
 
 
-def _updated_bytes(config, num_workers, variables) -> int:
+def _updated_bytes(config, num_workers, model) -> int:
     """Returns the bytes of the weights that a worker updates, the largest of what each has."""
+    variables = model.trainable_variables
     if config.pipeline_stages or config.tensor_parallel:
         return sum(map(owners.held_bytes, variables))
-    return max(owners.bytes_of_each(variables, num_workers if config.sharded else 1))
+    if not config.sharded:
+        return sum(map(owners.bytes_of, variables))
+    by_rows = config.sharded == "state"
+    return split_weights.most_updated(model.optimizer, variables, num_workers, by_rows)
 
 
 def _final_rate(config, plan, model, base) -> float | None:
