@@ -119,6 +119,33 @@ def _set_value(variable, strategy, value):
     variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
 
 
+def put_on(variable: keras.Variable, device: str) -> None:
+    """Moves a variable of one process to a device, in place; `tfmulti_device` tells which.
+
+    Args:
+        variable: A variable that no step has been traced with.
+        device: A device of this process, such as `"GPU:1"`.
+    """
+    old = variable._value
+
+    def create():
+        with tf.device(device):
+            return tf.Variable(
+                old,
+                trainable=old.trainable,
+                name=variable.name,
+                aggregation=old.aggregation,
+                synchronization=old.synchronization,
+            )
+
+    # In a strategy's scope, variables are created on its device. The scope is the thread's.
+    with futures.ThreadPoolExecutor(1) as thread:
+        new = thread.submit(create).result()
+    # Optimizers ask the strategy to create slots beside it.
+    new._distribute_strategy = old._distribute_strategy
+    variable._value, variable.tfmulti_device = new, device
+
+
 def keys_of_held(original):
     """Makes an optimizer look variables up by what this worker holds of them.
 
