@@ -33,9 +33,10 @@ class DeviceStages(StagedCall):
     def _place(self):
         for part, device in zip(self._cut.parts, self._devices):
             for variable in part.model.variables:
-                # What two stages share is on the device of the first.
-                if not hasattr(variable, "tfmulti_device"):
+                # What stages share is on the device of the first, of whatever model it is.
+                if not getattr(variable, "tfmulti_in_stage", False):
                     keras_compat.put_on(variable, device)
+                    variable.tfmulti_in_stage = True
         # XLA compiles for one device.
         self._model.supports_jit = False
         self._model.tfmulti_micro_batches = self._num_micro_batches
