@@ -866,7 +866,7 @@ def test_canary_replicas_reduce_unless_prevented():
             total = tf.reduce_sum(context.all_reduce("SUM", gathered) ** 2)
         return total, tape.gradient(total, value)
 
-    with keras_compat.reducing_nothing(strategy):
+    with keras_compat.as_one_device(strategy):
         totals, gradients = tf.function(lambda: strategy.run(step))()
     assert [float(x) for x in strategy.experimental_local_results(totals)] == [1.0, 4.0]
     assert [float(x[0]) for x in strategy.experimental_local_results(gradients)] == [2.0, 4.0]

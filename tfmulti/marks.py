@@ -75,6 +75,12 @@ GATHERS = Mark("gathers", False)
 """Whether a layer gathers sharded weights for its call."""
 OF_GROUP = Mark("of_group", False)
 """Whether the gradient of a bias is that of the rows of a group of workers."""
+DEVICE = Mark("device")
+"""The device of a weight whose stage of a pipeline is on a device of this process."""
+IN_STAGE = Mark("in_stage", False)
+"""Whether a weight belongs to such a stage."""
+MICRO_BATCHES = Mark("micro_batches", 1)
+"""The micro-batches into which a model with such stages divides a batch."""
 IS_SHARDED = Mark("is_sharded", False)
 """Whether a slot has one owner."""
 NUMBER = Mark("number")

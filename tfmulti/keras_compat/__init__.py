@@ -35,6 +35,7 @@ from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
 from tfmulti.keras_compat.held import is_initialized as is_initialized
 from tfmulti.keras_compat.held import move_held as move_held
 from tfmulti.keras_compat.held import own_weights as own_weights
+from tfmulti.keras_compat.held import put_on as put_on
 from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches

@@ -14,6 +14,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.distribute import values as distributed_values
 
+from tfmulti import marks
+
 _local = threading.local()
 
 
@@ -175,6 +177,34 @@ def _set_value(variable, strategy, value):
     with futures.ThreadPoolExecutor(1) as thread:
         new = thread.submit(create).result()
     variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
+
+
+def put_on(variable: keras.Variable, device: str) -> None:
+    """Moves a variable of one process to a device, in place; `tfmulti_device` tells which.
+
+    Args:
+        variable: A variable that no step has been traced with.
+        device: A device of this process, such as `"GPU:1"`.
+    """
+    old = variable._value
+
+    def create():
+        with tf.device(device):
+            return tf.Variable(
+                old,
+                trainable=old.trainable,
+                name=variable.name,
+                aggregation=old.aggregation,
+                synchronization=old.synchronization,
+            )
+
+    # In a strategy's scope, variables are created on its device. The scope is the thread's.
+    with futures.ThreadPoolExecutor(1) as thread:
+        new = thread.submit(create).result()
+    # Optimizers ask the strategy to create slots beside it.
+    new._distribute_strategy = old._distribute_strategy
+    variable._value = new
+    marks.DEVICE.set(variable, device)
 
 
 def keys_of_held(original):

@@ -132,10 +132,11 @@ def vary_seeds(original):
         if context is None:
             return seed
         is_apart = getattr(context.strategy, "takes_local_step", False)
-        if context.num_replicas_in_sync == 1 and not is_apart:
+        stream = getattr(_local, "stream", 0)
+        if context.num_replicas_in_sync == 1 and not is_apart and not stream:
             return seed
         replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
-        number = getattr(_local, "stream", 0) * context.num_replicas_in_sync
+        number = stream * context.num_replicas_in_sync
         replica += tf.cast(tf.constant(number), seed.dtype)
         step = tf.cast(tf.constant(_SEED_STEP, tf.int64), seed.dtype)
         return seed + tf.stack([replica * step, tf.zeros_like(replica)])

@@ -9,6 +9,7 @@ import types
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.optimizers import base_optimizer
 from tensorflow.python.eager.polymorphic_function import autograph_util
 
 from tfmulti import marks
@@ -32,6 +33,36 @@ def update_alike(plain):
         return method
 
     return make
+
+
+def update_on_devices(self, grads, trainable_variables, learning_rate) -> None:
+    """Updates weights, each on its device where stages of a pipeline are on several."""
+    for device, places in _by_device(trainable_variables):
+        with device:
+            base_optimizer.BaseOptimizer._backend_update_step(
+                self,
+                [grads[place] for place in places],
+                [trainable_variables[place] for place in places],
+                learning_rate,
+            )
+
+
+def decay_on_devices(self, variables) -> None:
+    """Decays weights, each on its device where stages of a pipeline are on several."""
+    variables = list(variables)
+    for device, places in _by_device(variables):
+        with device:
+            chosen = [variables[place] for place in places]
+            base_optimizer.BaseOptimizer._apply_weight_decay(self, chosen)
+
+
+def _by_device(variables):
+    """Yields contexts, one for each device, and the places of the variables that are there."""
+    places: dict = {}
+    for place, variable in enumerate(variables):
+        places.setdefault(marks.DEVICE.get(variable), []).append(place)
+    for device, there in places.items():
+        yield contextlib.nullcontext() if device is None else tf.device(device), there
 
 
 def within_replicas(original, reduce_in_step):

@@ -35,8 +35,9 @@ _OPTIMIZERS = (
         "_backend_update_step",
         f"{_MERGE_CALL}, and a second reduction of gradients",
         ("grads", "trainable_variables"),
+        plain=steps.update_on_devices,
     ),
-    _optimizer("_apply_weight_decay", _MERGE_CALL, ("variables",)),
+    _optimizer("_apply_weight_decay", _MERGE_CALL, ("variables",), plain=steps.decay_on_devices),
     _optimizer("_backend_increment_gradient_accumulators", _MERGE_CALL, ("grads",)),
     _optimizer(
         "_overwrite_model_variables_with_average_value", _MERGE_CALL, ("trainable_variables",)

@@ -19,7 +19,9 @@ def sharded_parameters() -> Iterator[None]:
     """Shards large weights as layers create them, so that no worker ever has the whole model.
 
     Without it, `DistributedOptimizer(optimizer, shard="parameters")` shards the weights of a model
-    that has been built, which must fit each worker until then. With one worker nothing happens.
+    that has been built, which must fit each worker until then. In one process large weights wait
+    in host memory, each from its creation on, until `pipeline` puts them on the devices of their
+    stages; where it does not, they go to the strategy's device when the context ends.
 
     Raises:
         ValueError: If it is not used in a strategy's scope, or a worker has several replicas.
@@ -40,7 +42,8 @@ def sharded_parameters() -> Iterator[None]:
             "Write `with strategy.scope(), tfmulti.sharded_parameters():`."
         )
     if strategy.num_replicas_in_sync == 1:
-        yield
+        with _in_host_memory(strategy):
+            yield
         return
     parameters.refuse_several_replicas(strategy)
     sharded = parameters.of_strategy(strategy)
@@ -51,6 +54,25 @@ def sharded_parameters() -> Iterator[None]:
 
     with keras_compat.after_add_weight(shard):
         yield
+
+
+@contextlib.contextmanager
+def _in_host_memory(strategy) -> Iterator[None]:
+    device, waiting = strategy.extended.worker_devices[0], []
+    if not isinstance(strategy, tf.distribute.OneDeviceStrategy) or device.endswith("CPU:0"):
+        yield
+        return
+
+    def wait(variable):
+        if keras_compat.is_initialized(variable) and parameters.is_large(variable):
+            keras_compat.put_on(variable, "CPU:0")
+            waiting.append(variable)
+
+    with keras_compat.after_add_weight(wait):
+        yield
+    for variable in waiting:
+        if not marks.IN_STAGE.get(variable):
+            keras_compat.put_on(variable, device)
 
 
 def gather_in_calls(model: keras.Model) -> None:

@@ -74,18 +74,20 @@ class StageTrace:
     Attributes:
         before: What it takes.
         after: What it hands on.
-        updated: The variables that it updates.
+        updated: The variables that it updates, and no stage before it.
+        shared: Those that a stage before it updates too.
         num_draws: How many random tensors it draws, where that is counted.
     """
 
     before: Boundary
     after: Boundary
     updated: tuple[keras.Variable, ...]
+    shared: tuple[keras.Variable, ...]
     num_draws: int
 
 
 class Stage:
-    """A part of a model that one worker computes.
+    """A part of a model that one worker or device computes.
 
     Args:
         part: The part.
@@ -97,8 +99,11 @@ class Stage:
 
     def __init__(self, part: Part, handed_on: tuple[int, ...]):
         self._part, self._handed_on = part, handed_on
+        given = {id(each) for each in weights_of(part.model)}
         self.weights = [
-            each for each in part.model.variables if isinstance(each, parameters.ShardedParameter)
+            each
+            for each in part.model.variables
+            if id(each) in given or isinstance(each, parameters.ShardedParameter)
         ]
 
     def run(self, before: Boundary, flat, weights, state, training):
@@ -164,12 +169,18 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
             for stage in stages:
                 drawn = draws.number if draws is not None else 0
                 weights = [tf.zeros(each.shape, each.dtype) for each in stage.weights]
+                before_it = {id(variable): value for variable, value in state}
                 after, flat, state = stage.run(taken, flat, weights, state, training)
                 _refuse_without_rows(after)
                 known = {id(variable) for each in found for variable in each.updated}
                 new = tuple(variable for variable, _ in state if id(variable) not in known)
+                shared = tuple(
+                    variable
+                    for variable, value in state
+                    if id(variable) in known and before_it[id(variable)] is not value
+                )
                 number = draws.number - drawn if draws is not None else 0
-                found.append(StageTrace(taken, after, new, number))
+                found.append(StageTrace(taken, after, new, shared, number))
                 taken = after
         return tf.constant(0)
 
@@ -197,3 +208,12 @@ def _own_statistics(model) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.synchronized = True
+
+
+def weights_of(model: keras.Model) -> Iterator[keras.Variable]:
+    """Yields the numbers that a model's layers learn or are given, without what calls change."""
+    for layer in keras_compat.all_layers(model):
+        for weight in keras_compat.own_weights(layer):
+            is_float = keras.backend.is_float_dtype(weight.dtype)
+            if is_float and not parameters.is_state(weight, layer):
+                yield weight

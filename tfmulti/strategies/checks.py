@@ -14,7 +14,7 @@ from tfmulti.parallel import sharded_parameters
 from tfmulti.step import local_steps, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
 from tfmulti.verification import Feed, Workers
-from tfmulti.verification.custom_parts import local_normalization
+from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
 from tfmulti.verification.runs import PREDICT, TEST, TRAIN
 
 _latest: weakref.ref | None = None
@@ -155,6 +155,9 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
         iterator: Keras's iterator over the batches; None for `train_on_batch`.
     """
     if strategy.num_replicas_in_sync == 1:
+        # Stages on the devices of one process compute rows in parts, as replicas do.
+        if num_micro_batches(model) > 1:
+            _verify(model, peek, iterator)
         return
     sharded_parameters.gather_in_calls(model)
     whole_batch.prepare_losses(model)
@@ -162,6 +165,10 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
         x = keras.utils.unpack_x_y_sample_weight(peek())[0]
         sparse_gradients.note_positions(model, verification.rows_lib.gather_local(strategy, x))
+    _verify(model, peek, iterator)
+
+
+def _verify(model, peek, iterator):
     name, validates = marks.CALL.get(model)
     if name not in _KINDS:
         return
@@ -182,10 +189,13 @@ def _warn_of_local_normalization(model):
     if layers and not marks.WARNED_OF_STATISTICS.get(model):
         marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
+        whose, cure = "replica", "call tfmulti.synchronize_batch_normalization(model)"
+        if num_micro_batches(model) > 1:
+            whose, cure = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
         warnings.warn(
-            f"Batch normalization that is not synchronized normalizes each replica's rows by "
+            f"Batch normalization that is not synchronized normalizes each {whose}'s rows by "
             f"themselves, so the result differs from that of one device: {names}. For the same "
-            "result call tfmulti.synchronize_batch_normalization(model) before compile.",
+            f"result {cure} before compile.",
             stacklevel=2,
         )
 
@@ -226,8 +236,8 @@ def before_saving(model: keras.Model) -> None:
 def before_call(model: keras.Model, name: str, data) -> None:
     """Refuses models that replicas cannot run; verifies `predict`, which draws no batch before."""
     strategy = model.distribute_strategy
-    ours = getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync > 1
-    if name != "predict" or not ours:
+    in_parts = strategy.num_replicas_in_sync > 1 or num_micro_batches(model) > 1
+    if name != "predict" or not (getattr(strategy, "repairs_keras", False) and in_parts):
         return
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(strategy)

@@ -22,7 +22,7 @@ from absl import logging
 from tfmulti import keras_compat, marks, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification.custom_parts import is_stock, neutral_layers
+from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micro_batches
 from tfmulti.verification.runs import TRAIN, Case, Distributed
 from tfmulti.verification.state import restored_attributes
 from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
@@ -122,7 +122,8 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
 def _is_wanted(strategy, model, kind, feed) -> bool:
     supported = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     several = strategy.num_replicas_in_sync > 1 and isinstance(strategy, supported)
-    if not several or strategy.verify == "never":
+    in_parts = several or num_micro_batches(model) > 1
+    if not in_parts or strategy.verify == "never":
         return False
     return strategy.verify == "always" or feed.padded or not is_stock(model, kind)
 

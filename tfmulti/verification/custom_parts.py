@@ -153,6 +153,12 @@ def local_normalization(model: keras.Model) -> list:
     ]
 
 
+def num_micro_batches(model: keras.Model) -> int:
+    """Returns in how many parts one replica computes its rows, where stages are on its devices."""
+    layers = [model, *keras_compat.all_layers(model)]
+    return max(marks.MICRO_BATCHES.get(layer) for layer in layers)
+
+
 def is_stock(model: keras.Model, kind: str) -> bool:
     """Whether every part of a model's step is Keras's own.
 

@@ -88,17 +88,24 @@ def describe(
         view: The synthetic rows or state, in words; empty if there were none.
     """
     finding = _explain(case, found, growth, origin)
-    number = case.strategy.num_replicas_in_sync
+    number, parts = case.strategy.num_replicas_in_sync, case.num_micro_batches
+    how, advice = f"on {number} replicas", finding.advice
+    if parts > 1:
+        how = f"in {parts} micro-batches"
+        advice = (
+            "A layer sees one micro-batch at a time: use tfmulti.pipeline(..., micro_batches=1), "
+            "or combine rows in the loss or in `train_step`."
+        )
     first = found[0]
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
     more = ", ".join(names[:_MOST_NAMED])
     values = f", with {view}" if view else ""
     more += f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
     error = ValueError(
-        f"`{_METHODS[case.kind]}` must give one device's result on {number} replicas; nothing has "
+        f"`{_METHODS[case.kind]}` must give one device's result {how}; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
         f"Received: {_say(first, case.sizes())}{values}{f'; also {more}' if more else ''}. "
-        f"Likely cause: {finding.cause}, in {finding.where}. {finding.advice} "
+        f"Likely cause: {finding.cause}, in {finding.where}. {advice} "
         'Set `verify="never"` in create_strategy to skip this check.'
     )
     error.finding = finding

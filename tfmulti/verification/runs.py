@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.rows import num_rows
+from tfmulti.verification import custom_parts
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.decisions import find_decisions
 from tfmulti.verification.rows import Rows
@@ -50,13 +51,18 @@ class Case:
         """Whether the step runs eagerly."""
         return self.model.run_eagerly or tf.config.functions_run_eagerly()
 
+    @property
+    def num_micro_batches(self) -> int:
+        """In how many parts each replica computes its rows; 1 but for stages on its devices."""
+        return custom_parts.num_micro_batches(self.model)
+
     def most_rows(self) -> int:
         """Returns the number of rows of the largest step."""
-        return 2 * self.strategy.num_replicas_in_sync + 1
+        return 2 * self.strategy.num_replicas_in_sync * self.num_micro_batches + 1
 
     def sizes(self) -> list[int]:
         """Returns the numbers of rows of the steps to run, in order."""
-        number = self.strategy.num_replicas_in_sync
+        number = self.strategy.num_replicas_in_sync * self.num_micro_batches
         return [2 * number, 2 * number] if self.static else [2 * number + 1, number - 1]
 
 

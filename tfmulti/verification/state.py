@@ -75,6 +75,8 @@ class State:
     def __init__(self, model: keras.Model, functions=(), ignored=()):
         self.parts: list[Part] = []
         self.is_sharded = False
+        # The variables of one replica have no copies: they are its own.
+        self._shared_by = 0 if model.distribute_strategy.num_replicas_in_sync == 1 else None
         # Called in the scope, `fit` makes them variables of the strategy.
         local = model.distribute_strategy.experimental_local_results
         ignored = [each for variable in ignored for each in local(variable)]
@@ -140,8 +142,9 @@ class State:
                 for replica, part in enumerate(parts):
                     self._add_part(part.handle, name, self._kind_of(value, kind), replica, first)
             else:
-                kind_here = self._kind_of(value, kind)
-                self._add_part(value.handle, name, OTHER if kind_here == OWN else kind_here, None)
+                kind_here, replica = self._kind_of(value, kind), self._shared_by
+                kind_here = OTHER if kind_here == OWN and replica is None else kind_here
+                self._add_part(value.handle, name, kind_here, replica)
 
     def _kind_of(self, value, kind):
         added = value.aggregation == tf.VariableAggregation.SUM

@@ -1,0 +1,327 @@
+"""Stages of a pipeline on the devices of one process: logical CPUs."""
+
+import collections
+import contextlib
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import replicas
+import tensorflow as tf
+from keras import layers
+from tensorflow.python.eager import context
+
+import tfmulti
+
+sys.path.append(str(Path(__file__).parent / "multi_worker"))
+
+import pipeline_worker as worker
+
+DEVICES = ["CPU:1", "CPU:2"]
+FAST = ("dense",)
+SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
+
+
+@pytest.fixture(autouse=True, name="floatx")
+def floatx_fixture():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def create(case, devices=None, **settings):
+    """Creates a model of one device, or in stages, with the same first values."""
+    keras.utils.set_random_seed(1)
+    strategy = replicas.create_strategy(1)
+    several = isinstance(case.get("x"), dict)
+    with strategy.scope():
+        model = case["model"]()
+        if devices:
+            settings = {"micro_batches": 3, **case.get("pipeline", {}), **settings}
+            model = tfmulti.pipeline(model, devices=devices, **settings)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            case.get("optimizer", lambda: keras.optimizers.SGD(0.1, momentum=0.9))(),
+            {"class": loss, "sum": "mse"} if several else loss,
+            metrics=None if several else ["accuracy"],
+            # XLA, which stages go without, rounds in other places.
+            **{} if devices else {"jit_compile": False},
+            **case.get("compile", {}),
+        )
+    return model
+
+
+def fit(model, case, epochs=2, **settings):
+    data = worker.batches(model.distribute_strategy, case)
+    return model.fit(data, epochs=epochs, verbose=0, **settings).history
+
+
+def assert_exact(case, tolerance=1e-12, **settings):
+    one, stages = create(case), create(case, DEVICES, **settings)
+    expected, found = fit(one, case), fit(stages, case)
+    assert worker.apart(one, stages) <= tolerance
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=tolerance)
+    return one, stages
+
+
+def device_of(variable):
+    return variable.value.device[-len("CPU:0") :]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_stages_give_the_result_of_one_device(name):
+    _, stages = assert_exact(worker.TRAINED[name])
+    held = collections.Counter(map(device_of, stages.trainable_variables))
+    assert held == {"CPU:1": 4, "CPU:2": 4}
+    for weight in stages.trainable_variables:
+        start = weight.path.replace("/", "_")
+        slots = [v for v in stages.optimizer.variables if v.name.startswith(start)]
+        assert [device_of(slot) for slot in slots] == [device_of(weight)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_every_model_and_setting_gives_the_result_of_one_device(name):
+    assert_exact(worker.TRAINED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "skips", "attention", "normalized", "penalties"])
+def test_the_cut_alone_changes_no_bit(name):
+    assert_exact(worker.TRAINED[name], tolerance=0, micro_batches=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "Nadam", "Adafactor", "Lamb"])
+def test_optimizers_update_weights_on_their_devices(kind):
+    assert_exact({"model": worker.dense, "optimizer": lambda: getattr(keras.optimizers, kind)()})
+
+
+@contextlib.contextmanager
+def running_graphs():
+    """Yields the nodes of the graphs that devices run within the context, once it has ended."""
+    nodes: list = []
+    context.context().enable_run_metadata()
+    yield nodes
+    for graph in context.context().export_run_metadata().partition_graphs:
+        nodes.extend(graph.node)
+    context.context().disable_run_metadata()
+
+
+@pytest.mark.slow
+def test_weights_stay_on_their_devices_and_are_computed_with_there():
+    model = create(worker.TRAINED["dense"], DEVICES)
+    fit(model, worker.TRAINED["dense"], epochs=1)
+    with running_graphs() as nodes:
+        model.train_on_batch(worker.NUMBERS, worker.CLASSES)
+    for kind, places in {"MatMul": set(DEVICES), "AssignVariableOp": {"CPU:0", *DEVICES}}.items():
+        assert {node.device[-5:] for node in nodes if node.op == kind} == places
+    sent = [node.attr for node in nodes if node.op == "_Send"]
+    sent = [each for each in sent if each["send_device"].s != each["recv_device"].s]
+    sent = [each for each in sent if b"ControlEdges" not in each["tensor_name"].s]
+    of_stages = [each for each in sent if each["send_device"].s[-5:].decode() in DEVICES]
+    # For each of three micro-batches activations, outputs and a gradient; no weights.
+    assert len(of_stages) == 9
+    read = [each["tensor_name"].s for each in sent if b"ReadVariableOp" in each["tensor_name"].s]
+    assert read and all(b"sgd" in name for name in read), "the learning rate, and no weights"
+
+
+class Visits:
+    """Which micro-batch has been at which layer, in which direction."""
+
+    def __init__(self):
+        self._events = collections.defaultdict(threading.Event)
+        self.missed, self.number = [], 0
+
+    def visit(self, here, awaited, number):
+        """Notes a visit, and waits for one of another layer by another micro-batch."""
+        number = int(number)
+        self.number += 1
+        self._events[(*here, number)].set()
+        layer, step = awaited
+        expected = (layer, here[1], number + step)
+        if step and 0 <= expected[2] < 3 and not self._events[expected].wait(60):
+            self.missed.append((here, expected))
+        return np.float64(0)
+
+
+class Visited(layers.Layer):
+    """Hands its input on; each row is the number of its micro-batch."""
+
+    def __init__(self, visits, forward, backward, **settings):
+        super().__init__(**settings)
+        self.visits, self.awaited = visits, {"forward": forward, "backward": backward}
+
+    def note(self, direction, tensor, number):
+        def visit(number, _):
+            return self.visits.visit((self.name, direction), self.awaited[direction], number)
+
+        # TensorFlow would leave out what nothing is computed of.
+        zero = tf.numpy_function(visit, [number, tensor], tf.float64, stateful=False)
+        return tensor + tf.ensure_shape(zero, [])
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def hand_on(rows):
+            number = rows[0, 0]
+            return self.note("forward", rows, number), lambda gradient: self.note(
+                "backward", gradient, number
+            )
+
+        return hand_on(inputs)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_a_stage_computes_one_micro_batch_while_the_one_before_computes_the_next():
+    visits, nobody = Visits(), ("", 0)
+    with replicas.create_strategy(1, verify="never").scope():
+        hidden = [
+            layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+            # The gradients of the last micro-batch come first.
+            Visited(visits, nobody, ("second", -1), name="first"),
+            Visited(visits, ("first", 1), nobody, name="second"),
+            layers.Dense(1),
+        ]
+        model = keras.Sequential([keras.Input((1,)), *hidden])
+        model = tfmulti.pipeline(model, stages="second", micro_batches=3, devices=DEVICES)
+        model.compile("sgd", "mse")
+    model.fit(np.arange(3.0)[:, None], np.ones((3, 1)), batch_size=3, shuffle=False, verbose=0)
+    # Three micro-batches at two layers, forwards and back.
+    assert visits.missed == [] and visits.number == 12
+
+
+class Centered(layers.Layer):
+    def call(self, inputs):
+        return inputs - tf.reduce_mean(inputs, axis=0)
+
+
+@pytest.mark.slow
+def test_a_layer_that_needs_the_whole_batch_is_told():
+    case = {"model": lambda: worker.chain(layers.Dense(8), Centered(), layers.Dense(8))}
+    model = create(case, DEVICES)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="in 3 micro-batches.*Centered.*micro_batches=1"):
+        fit(model, case)
+    for value, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, old)
+
+
+@pytest.mark.slow
+def test_a_layer_that_needs_the_whole_batch_is_exact_with_one_micro_batch():
+    case = {"model": lambda: worker.chain(layers.Dense(8), Centered(), layers.Dense(8))}
+    assert_exact(case, tolerance=0, micro_batches=1)
+
+
+@pytest.mark.slow
+def test_batch_normalization_by_micro_batch_is_told():
+    case = worker.TRAINED["normalized"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(create(case, DEVICES, micro_batches=3), case, epochs=1)
+    assert any("each micro-batch's rows" in str(each.message) for each in told)
+
+
+@pytest.mark.slow
+def test_dropout_draws_for_each_micro_batch_and_with_one_as_on_one_device():
+    noisy = [layers.Dropout(0.5, seed=3), layers.Dense(32), layers.Dropout(0.5, seed=4)]
+    case = {"model": lambda: worker.chain(*(type(x).from_config(x.get_config()) for x in noisy))}
+    assert_exact(case, tolerance=0, micro_batches=1)
+    strategy = replicas.create_strategy(1)
+    with strategy.scope():
+        hidden = [layers.Dropout(0.5, seed=3), layers.Rescaling(1.0)]
+        model = keras.Sequential([keras.Input((64,)), *hidden])
+        tfmulti.pipeline(model, micro_batches=2, devices=DEVICES)
+    rows = strategy.run(tf.function(lambda: model(tf.ones((4, 64)), training=True))).numpy()
+    assert (rows[:2] != rows[2:]).any()
+    [seed] = model.variables
+    assert seed.numpy().tolist() == [3, 1]
+
+
+@pytest.mark.slow
+def test_evaluates_predicts_saves_and_exports(tmp_path):
+    case = worker.TRAINED["dense"]
+    one, stages = create(case), create(case, DEVICES)
+    fit(one, case)
+    fit(stages, case, callbacks=[keras.callbacks.ModelCheckpoint(tmp_path / "best.keras")])
+    data = worker.NUMBERS, worker.CLASSES
+    expected = one.predict(worker.NUMBERS, verbose=0)
+    np.testing.assert_allclose(one.evaluate(*data, verbose=0), stages.evaluate(*data, verbose=0))
+    np.testing.assert_allclose(stages.predict(worker.NUMBERS, verbose=0), expected, atol=1e-12)
+    np.testing.assert_allclose(stages.predict_on_batch(worker.NUMBERS), expected, atol=1e-12)
+    np.testing.assert_allclose(stages(worker.NUMBERS), expected, atol=1e-12)
+    for name in ("best.keras", "saved.keras"):
+        stages.save(tmp_path / "saved.keras")
+        loaded = keras.models.load_model(tmp_path / name)
+        np.testing.assert_allclose(loaded.predict(worker.NUMBERS, verbose=0), expected, atol=1e-12)
+    stages.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    found = exported.serve(tf.constant(worker.NUMBERS))
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_resumes_in_stages_and_without(tmp_path):
+    case = worker.TRAINED["dense"]
+
+    def fitted(where, epochs, devices):
+        model = create(case, devices)
+        data = worker.batches(model.distribute_strategy, case)
+        checkpoint = tfmulti.callbacks.Checkpoint(tmp_path / where, data)
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[checkpoint])
+        return model
+
+    whole = fitted("whole", 4, DEVICES)
+    fitted("stages", 2, DEVICES)
+    fitted("one", 2, None)
+    assert worker.apart(whole, fitted("stages", 4, DEVICES)) == 0
+    assert worker.apart(whole, fitted("one", 4, DEVICES)) < 1e-12
+
+
+def test_what_cannot_be_is_told():
+    def told(**settings):
+        with replicas.create_strategy(1).scope(), pytest.raises(ValueError) as caught:
+            tfmulti.pipeline(worker.dense(), **settings)
+        return str(caught.value)
+
+    assert "Received: devices=['CPU:1', 'CPU:2'], 3 stages" in told(devices=DEVICES, stages=3)
+    assert "Received: devices=['CPU:1', 'CPU:9']" in told(devices=["CPU:1", "CPU:9"])
+    assert "Received: devices=['CPU:1', 'CPU:1']" in told(devices=["CPU:1", "CPU:1"])
+    assert "Received: stages=None, 1 workers or devices" in told(devices=["CPU:1"])
+    with replicas.create_strategy(2).scope(), pytest.raises(ValueError, match="with 2 replicas"):
+        tfmulti.pipeline(worker.dense(), devices=DEVICES)
+
+
+@pytest.mark.slow
+def test_state_that_two_stages_change_is_told():
+    def shared():
+        given, noise = keras.Input((64,)), layers.Dropout(0.5)
+        return keras.Model(given, noise(layers.Dense(8)(layers.Dense(8)(noise(given)))))
+
+    model = create({"model": shared}, DEVICES)
+    with pytest.raises(ValueError, match="seed_generator_state"):
+        fit(model, {})
+
+
+@pytest.mark.slow
+def test_no_device_has_the_whole_model_while_it_is_created():
+    strategy, large = tfmulti.create_strategy("one_device", devices=["CPU:3"]), 64
+    with strategy.scope(), tfmulti.sharded_parameters():
+        keras.utils.set_random_seed(1)
+        hidden = [layers.Dense(large, name=f"layer_{i}") for i in range(3)]
+        model = keras.Sequential([keras.Input((large,)), *hidden])
+        assert {device_of(layer.kernel) for layer in hidden} == {"CPU:0"}
+        tfmulti.pipeline(model, stages="layer_2", devices=DEVICES)
+        other = keras.Sequential([keras.Input((large,)), layers.Dense(large)])
+    places = [device_of(layer.kernel) for layer in hidden]
+    assert places == ["CPU:1", "CPU:1", "CPU:2"]
+    assert device_of(other.layers[0].kernel) == "CPU:3"
+    keras.utils.set_random_seed(1)
+    expected = keras.Sequential([keras.Input((large,)), *(layers.Dense(large) for _ in range(3))])
+    assert worker.apart(model, expected) == 0
