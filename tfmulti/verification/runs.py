@@ -175,7 +175,8 @@ class Distributed:
         self._rows = []
 
         def on_replica(data):
-            self._rows.append(tf.nest.flatten(data, expand_composites=True))
+            tensors = tf.nest.flatten(data, expand_composites=True)
+            self._rows.append([each for each in tensors if each is not None])
             context = tf.distribute.get_replica_context()
             index = topology.replica_batch_index(context)
             start = rows_lib.first_row(index, number, all_rows)
