@@ -325,3 +325,8 @@ def test_no_device_has_the_whole_model_while_it_is_created():
     keras.utils.set_random_seed(1)
     expected = keras.Sequential([keras.Input((large,)), *(layers.Dense(large) for _ in range(3))])
     assert worker.apart(model, expected) == 0
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="must be a Keras model. Received: model='x'"):
+        tfmulti.pipeline("x", devices=["CPU:0"])

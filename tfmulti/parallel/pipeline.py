@@ -65,10 +65,10 @@ def pipeline(
     Sources: Huang et al., 2019, "GPipe: Efficient Training of Giant Neural Networks using
     Pipeline Parallelism".
     """
-    strategy = model.distribute_strategy
     stages = [stages] if isinstance(stages, str) else stages
     _refuse_model(model, micro_batches)
     _refuse_rows(measure_rows, stages)
+    strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1 and devices is None:
         return model
     is_named = stages is not None and not isinstance(stages, int)
@@ -99,6 +99,11 @@ def _refuse_model(model, micro_batches):
         raise ValueError(
             "`micro_batches` must be a whole number of at least 1. "
             f"Received: micro_batches={micro_batches!r}. Use 4 for each stage."
+        )
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "`model` must be a Keras model. "
+            f"Received: model={model!r}. Pass a built Functional or Sequential model."
         )
     if not model.built or keras_compat.nodes_of(model) is None:
         raise ValueError(

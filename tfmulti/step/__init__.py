@@ -1,9 +1,9 @@
 """One training, test or predict step on one replica, and that replica's rows of the global batch.
 
-`strategy.run` wraps each Keras step with `guard`. An empty replica batch would crash the process
-in a convolution on CPU (oneDNN), so it gets one padding row. The effects of that row are removed:
-from gradients by the tapes (`tfmulti.step.gradients`), from metrics and layer state by `guard`,
-and from synchronized batch statistics in `keras_compat`.
+`strategy.run` wraps each Keras step with `wrap_step`. An empty replica batch would crash the
+process in a convolution on CPU (oneDNN), so it gets one padding row. The effects of that row are
+removed: from gradients by the tapes (`tfmulti.step.gradients`), from metrics and layer state by
+`wrap_step`, and from synchronized batch statistics in `keras_compat`.
 """
 
 from tfmulti.step.logs import add_by_dtype as add_by_dtype

@@ -173,6 +173,9 @@ def all_reduce(strategy, value: tf.Tensor) -> tf.Tensor:
 
 
 def _collective(strategy, value):
+    # A weight that was created without a device is read without one, which an all-reduce refuses.
+    with tf.device(strategy.extended.worker_devices[0]):
+        value = tf.identity(value)
     # Verification computes one device's result with sharded weights, and with the norm of all.
     with keras_compat.reducing_as_usual(strategy):
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)

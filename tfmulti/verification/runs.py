@@ -144,7 +144,8 @@ class Distributed:
                 _trace_built(case, self._run, example, is_done=lambda: is_built(case.model))
             else:
                 self.function = _traced(case, self._run, example)
-        if not only_build and not case.eager and case.kind == TRAIN:
+        several = case.strategy.num_replicas_in_sync > 1
+        if several and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
         self._rows = []
 
