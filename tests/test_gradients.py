@@ -203,6 +203,7 @@ def train(num_replicas, step, eager=False):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: getattr(step, "__name__", "function"))
+@pytest.mark.filterwarnings("error:.*not verified")
 def test_a_step_by_hand_gives_one_devices_result(step):
     weights, losses = train(3, step)
     expected, expected_losses = train(1, step)

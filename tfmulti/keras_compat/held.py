@@ -180,7 +180,7 @@ def _set_value(variable, strategy, value):
 
 
 def put_on(variable: keras.Variable, device: str) -> None:
-    """Moves a variable of one process to a device, in place; `tfmulti_device` tells which.
+    """Moves a variable of one process to a device, in place; `marks.DEVICE` has its name.
 
     Args:
         variable: A variable that no step has been traced with.

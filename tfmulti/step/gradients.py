@@ -176,6 +176,15 @@ def in_keras_step() -> bool:
     return in_step() and current_replica_batch() is not None
 
 
+def inlines_functions() -> bool:
+    """Whether a `tf.function` that this thread calls is traced as a part of the step.
+
+    So it is in a Keras step on several replicas, and where verification computes one device's.
+    """
+    is_reference = getattr(tf.distribute.get_strategy(), "counts_one_replica", False)
+    return in_keras_step() or (in_step() and is_reference)
+
+
 def has_taken_of_inputs(model: keras.Model) -> bool:
     """Whether a step of a model has taken a gradient with respect to inputs, not variables."""
     return model in _of_inputs

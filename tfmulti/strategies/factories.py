@@ -210,7 +210,7 @@ def _repair_keras():
         first_local_value=first_local_value,
         gradients_are_global=gradients.has_reduced,
         in_step=gradients.in_step,
-        inlines=gradients.in_keras_step,
+        inlines=gradients.inlines_functions,
         keeps_means=losses.keeps_means,
         more_callbacks=stock_callbacks.callbacks_for,
         once_built=checks.verify_once_built,
