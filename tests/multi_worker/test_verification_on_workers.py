@@ -10,6 +10,7 @@ import pytest
 
 HERE = Path(__file__).parent
 PROGRAM = "verification_worker"
+FAILING = HERE / "failing_step_worker.py"
 TOLD = {"wrong state": "RunningMean"}
 
 
@@ -51,3 +52,23 @@ def test_workers_of_mpi_are_told_alike():
         assert done.stdout.count(f'"{name}": "`train_step` must give') == 2
         assert where in done.stdout
     assert done.stdout.count('"right": "trained"') == 2
+
+
+def test_workers_go_on_together_after_one_of_them_could_not_trace_the_step(run_workers):
+    # Traces of verification: of the step on replicas, and of the step as on one device.
+    workers = run_workers(2, [FAILING, "fails_in_trace=2", "fails_in_trace=3"])
+    for number, line in zip((2, 3), workers[1].splitlines()):
+        assert line.startswith(f"fails_in_trace={number} 1")
+    assert [line[:18] for line in workers[0].splitlines()] == [
+        line[:18] for line in workers[1].splitlines()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--mpi"]], ids=["ring", "mpi"])
+def test_a_step_that_one_worker_cannot_run_ends_the_job_by_name(run_workers, options):
+    # Of five rows the second worker has two.
+    workers = run_workers(2, [FAILING, "number_of_rows=2"], check=False, options=options)
+    assert "`train_step` must run on all workers or on none" in workers[1]
+    assert "not run here" in workers[1]
+    assert not any(line.startswith("number_of_rows=2 1") for line in workers[0].splitlines())

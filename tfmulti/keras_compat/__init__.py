@@ -21,10 +21,12 @@ from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import gather_from_workers as gather_from_workers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats
 from tfmulti.keras_compat.coordination import mark_launchers as mark_launchers
+from tfmulti.keras_compat.coordination import next_collective_key as next_collective_key
 from tfmulti.keras_compat.coordination import publish as publish
 from tfmulti.keras_compat.coordination import read_if_published as read_if_published
 from tfmulti.keras_compat.coordination import read_published as read_published
 from tfmulti.keras_compat.coordination import report_error as report_error
+from tfmulti.keras_compat.coordination import skip_collective_keys as skip_collective_keys
 from tfmulti.keras_compat.held import HeldVariable as HeldVariable
 from tfmulti.keras_compat.held import UpdatedRows as UpdatedRows
 from tfmulti.keras_compat.held import after_add_weight as after_add_weight

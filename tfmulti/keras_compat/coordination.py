@@ -157,6 +157,30 @@ def gather_from_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> t
     return launcher._all_gather(value, None)
 
 
+def next_collective_key(strategy: tf.distribute.Strategy) -> int:
+    """Returns the highest number that a next collective of this worker would take.
+
+    Args:
+        strategy: A strategy of several workers.
+    """
+    return max(max(of_group.values()) for of_group in _keys_of(strategy))
+
+
+def skip_collective_keys(strategy: tf.distribute.Strategy, number: int) -> None:
+    """Has the next collectives of this worker take the given number.
+
+    Args:
+        strategy: A strategy of several workers.
+        number: At least what `next_collective_key` returns.
+    """
+    for of_group in _keys_of(strategy):
+        of_group.update(dict.fromkeys(of_group, number))
+
+
+def _keys_of(strategy):
+    return strategy.extended._collective_keys._instance_key_table.values()
+
+
 def never_unique(original):
     """Has keys be given while functions are traced, where they reach nested ones."""
 

@@ -123,7 +123,12 @@ def refuse_outside_scope(model: keras.Model) -> None:
 
 _KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batch": TEST}
 _EVEN = ("drop", "repeat_first")
-_WORKERS = Workers(coordination.compare, coordination.broadcast)
+_WORKERS = Workers(
+    coordination.compare,
+    coordination.broadcast,
+    coordination.align_collectives,
+    coordination.all_fail,
+)
 
 
 def build_by_step(model: keras.Model, batch) -> bool:

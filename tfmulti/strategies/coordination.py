@@ -22,6 +22,9 @@ from tfmulti.cluster import environment
 _UNKNOWN = -1
 _DIGIT = 2**20
 _CHUNK = 2**18
+# A step of a few rows takes much less; workers start it together.
+_FAILURE_MS = 20_000
+_failure_numbers = itertools.count()
 
 
 def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
@@ -51,6 +54,36 @@ def _create_compare_function(strategy):
         return context.all_reduce(tf.distribute.ReduceOp.SUM, place * number)
 
     return tf.function(lambda number: strategy.run(add, args=(number,)))
+
+
+def align_collectives(strategy: tf.distribute.Strategy) -> None:
+    """Lets workers go on together after a function could not be traced, or run, by some of them.
+
+    TensorFlow numbers collectives in the order in which each worker traces them, and matches them
+    by number. Every worker must call this.
+
+    Args:
+        strategy: The strategy of this worker.
+    """
+    if topology.num_workers(strategy) > 1:
+        _, highest = compare(strategy, keras_compat.next_collective_key(strategy))
+        keras_compat.skip_collective_keys(strategy, highest)
+
+
+def all_fail(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether all workers call this within some time: it is for what fails on each.
+
+    It is no collective, since the others may wait in one for this worker.
+
+    Args:
+        strategy: The strategy of this worker.
+    """
+    if topology.num_workers(strategy) == 1:
+        return True
+    start = f"tfmulti/failure/{next(_failure_numbers)}"
+    keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", "failed")
+    keys = (f"{start}/{worker}" for worker in range(topology.num_workers(strategy)))
+    return all(keras_compat.read_if_published(key, _FAILURE_MS) for key in keys)
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:

@@ -8,6 +8,7 @@ an error that names it. All state is restored afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 import warnings
@@ -25,7 +26,7 @@ from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micro_batches
 from tfmulti.verification.runs import TRAIN, Case, Distributed
 from tfmulti.verification.state import restored_attributes
-from tfmulti.verification.trial import NothingChanges, NotVerified, Trial
+from tfmulti.verification.trial import FailsHere, NothingChanges, NotVerified, Trial
 from tfmulti.verification.views import PLAIN, WAYS, View, later_views, views_of_outliers
 
 
@@ -161,10 +162,19 @@ class Workers(NamedTuple):
             over all workers.
         broadcast: Function of a strategy and bytes, which are None except on the chief; returns
             the chief's bytes.
+        align: Function of a strategy, to call after some workers could not do what others did.
+        all_fail: Function of a strategy, to call where a step fails that others may wait in;
+            returns whether it fails on all workers. It is no collective.
     """
 
     compare: Callable
     broadcast: Callable
+    align: Callable
+    all_fail: Callable
+
+    def agree(self, strategy: tf.distribute.Strategy, can: bool) -> bool:
+        """Returns whether something is true on all workers; each must call it."""
+        return bool(self.compare(strategy, int(can))[0])
 
 
 class _Seen(NamedTuple):
@@ -183,15 +193,14 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
         case: The step to verify.
         workers: Collective functions of the workers.
     """
-
-    def agree(can: bool) -> bool:
-        return bool(workers.compare(case.strategy, int(can))[0])
-
+    agree = functools.partial(workers.agree, case.strategy)
+    all_fail = functools.partial(workers.all_fail, case.strategy)
     reason = ""
     for static in dict.fromkeys((case.static, True)):
         case.static = static
-        trial, reason = _try(lambda: Trial(case, agree), case.model)
+        trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
         if not agree(trial is not None):
+            workers.align(case.strategy)
             continue
         first = _try_view(trial, PLAIN, case, workers)
         reason = first.reason
@@ -258,7 +267,10 @@ def _try_view(trial, view, case, workers) -> _Seen:
     elif found:
         known = trial.growth, trial.origin, trial.synthetic_values
         error, kind = messages.describe(case, found, *known), _DIFFERS
-    return _Seen(*workers.compare(case.strategy, kind), error, reason)
+    seen = _Seen(*workers.compare(case.strategy, kind), error, reason)
+    if seen.least == _FAILED:
+        workers.align(case.strategy)
+    return seen
 
 
 def _found(trial, view, model):
@@ -276,12 +288,11 @@ def _try(function, model):
     try:
         with same_random_numbers(), neutral_layers(model):
             return function(), ""
-    except NotVerified:
+    except (NotVerified, FailsHere):
         raise
     except Exception as error:
         logging.debug("A step could not be verified.", exc_info=True)
-        words = " ".join(str(error).split())
-        return None, f"{type(error).__name__}: {words[:300]}"
+        return None, messages.shorten(error)
 
 
 @contextlib.contextmanager

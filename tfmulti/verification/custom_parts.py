@@ -13,6 +13,7 @@ from absl import logging
 
 from tfmulti import keras_compat, marks
 from tfmulti.step import model_contents
+from tfmulti.verification.differences import CLOSE
 
 STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optimizer"
 _STEPS = {"train": ("train_step",), "test": ("test_step",), "predict": ("predict_step",)}
@@ -180,3 +181,12 @@ def is_stock(model: keras.Model, kind: str) -> bool:
 def _operations(layer) -> list:
     """Returns the operations of a functional model; those of `keras.ops` are not layers."""
     return getattr(layer, "operations", []) if isinstance(layer, keras.Model) else []
+
+
+def coarsest_dtype(model: keras.Model) -> str:
+    """Returns the coarsest dtype in which a part of a model computes or sends gradients."""
+    layers = [model, *keras_compat.all_layers(model)]
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    sent = {marks.COMPRESSION.get(each) for each in optimizers}
+    found = ({layer.compute_dtype for layer in layers} | sent) & set(CLOSE)
+    return max(found or {"float32"}, key=CLOSE.get)

@@ -295,3 +295,25 @@ def elsewhere(kind: str) -> str:
         "Received: a different result on another worker; the error of that worker has the details. "
         "Look for code that depends on the worker."
     )
+
+
+def describe_failure(case: Case, error: Exception) -> str:
+    """Returns the text of the error for a step that fails on one worker while others wait in it.
+
+    Args:
+        case: The verified step.
+        error: Its failure.
+    """
+    return (
+        f"`{_METHODS[case.kind]}` must run on all workers or on none: the others wait in it. "
+        f"Received: an error on this worker alone, with a few rows of the first batch: "
+        f"{shorten(error)}. Let it pass with few rows too, or pass "
+        'verify="never" to `create_strategy`.'
+    )
+
+
+def shorten(error: Exception) -> str:
+    """Returns the type of an error and its own words, without TensorFlow's stack of the graph."""
+    paragraphs = str(error).split("[[{{node")[0].split("\n\n")
+    words = " ".join(([""] + [p for p in paragraphs if p.strip()])[-1].split())
+    return f"{type(error).__name__}: {words[:300]}"

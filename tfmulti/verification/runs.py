@@ -283,3 +283,19 @@ def _as_array(value):
     if isinstance(value, tf.SparseTensor):
         return tf.sparse.to_dense(value).numpy()
     return keras.ops.convert_to_numpy(value)
+
+
+def finite_values(step: tuple[Outcome, list[np.ndarray]]) -> set:
+    """Returns the names of the values after a step that are entirely finite.
+
+    Args:
+        step: The results of the step, and the values of the state after it.
+    """
+    outcome, values = step
+    pairs = [*enumerate(values), *outcome.outputs[0].items()]
+    pairs += [(("metric", name), value) for name, value in outcome.metrics[0].items()]
+    return {name for name, value in pairs if not _is_float(value) or np.isfinite(value).all()}
+
+
+def _is_float(value) -> bool:
+    return np.asarray(value).dtype.kind == "f"

@@ -121,20 +121,23 @@ class State:
 
     def _add(self, variables, kind, paths=()):
         for index, variable in enumerate(variables):
-            self.is_sharded |= hasattr(variable, "is_here")
-            if not getattr(variable, "is_here", True):
+            # An attribute that a variable of TensorFlow lacks is looked for in its value, which
+            # is a collective where replicas' copies are added.
+            of_keras = isinstance(variable, keras.Variable)
+            owned = of_keras and hasattr(variable, "is_here")
+            self.is_sharded |= owned
+            if owned and not variable.is_here:
                 # A slot, or a weight, that another worker keeps.
                 continue
             with keras_compat.held_values():
-                value = getattr(variable, "value", None)
-            value = value if isinstance(variable, keras.Variable) else variable
+                value = variable.value if of_keras else variable
             if value is None:
                 continue
-            name = getattr(variable, "path", getattr(variable, "name", ""))
+            name = variable.path if of_keras else variable.name
             # TensorFlow gives all unnamed variables the same name.
             name = paths[index] if paths and name.startswith("Variable") else name
             parts = getattr(value, "values", None)
-            if hasattr(variable, "is_here"):
+            if owned:
                 handle = (parts or (value,))[0].handle
                 self._add_part(handle, name, kind, replica=0, is_owned=True)
             elif isinstance(value, tf.distribute.DistributedValues):

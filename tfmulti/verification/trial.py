@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 
 import numpy as np
 
-from tfmulti import keras_compat, marks, topology
-from tfmulti.step import model_contents
+from tfmulti import keras_compat, topology
+from tfmulti.verification import messages
+from tfmulti.verification.custom_parts import coarsest_dtype
 from tfmulti.verification.differences import (
     CLOSE,
     Difference,
@@ -20,7 +22,14 @@ from tfmulti.verification.differences import (
     without_gradient,
 )
 from tfmulti.verification.origin import Origin, find_origin
-from tfmulti.verification.runs import TRAIN, Case, Distributed, Outcome, Reference
+from tfmulti.verification.runs import (
+    TRAIN,
+    Case,
+    Distributed,
+    Outcome,
+    Reference,
+    finite_values,
+)
 from tfmulti.verification.state import (
     COMPARED,
     OPTIMIZER,
@@ -49,12 +58,17 @@ class NothingChanges(NotVerified):
     """Both ways agree, but no weight changed; a later state may show a difference."""
 
 
+class FailsHere(ValueError):
+    """The step on the replicas fails on this worker while others wait in it for this one."""
+
+
 class Trial:
     """Compares one step of a model on one device and on the replicas.
 
     Args:
         case: The step to verify.
         agree: Collective function of a bool: whether it is true on all workers.
+        all_fail: Function to call where the step fails: whether it does on all workers.
 
     Attributes:
         growth: After a difference was found, the factor by which each output grows if every row
@@ -65,8 +79,10 @@ class Trial:
         attributes: Names of Python numbers that a step changes which runs eagerly.
     """
 
-    def __init__(self, case: Case, agree: Callable[[bool], bool]):
-        self._case, self._agree = case, agree
+    def __init__(
+        self, case: Case, agree: Callable[[bool], bool], all_fail: Callable[[], bool] = lambda: True
+    ):
+        self._case, self._agree, self._all_fail = case, agree, all_fail
         self._examples = [case.rows.first(size) for size in case.sizes()]
         # Trace the distributed step first, so objects created during the trace are as in training.
         self._distributed = Distributed(case, self._examples[0])
@@ -74,7 +90,6 @@ class Trial:
         self._functions = (
             [] if case.eager else [self._distributed.function, self._reference.function]
         )
-        self._state = State(case.model, self._functions, [self._distributed.salt])
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
         self.outside: list[str] = []
@@ -83,8 +98,12 @@ class Trial:
         self._original = self._at_begin = None
         # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
-        self._compute = _compute_dtype(case.model)
+        self._compute = coarsest_dtype(case.model)
         self._close = CLOSE.get(self._compute, CLOSE["float32"])
+
+    @functools.cached_property
+    def _state(self) -> State:
+        return State(self._case.model, self._functions, [self._distributed.salt])
 
     def differences(self, view: View = PLAIN) -> list[Difference]:
         """Returns the differences from one device, the first one first.
@@ -113,7 +132,7 @@ class Trial:
             if self.attributes:
                 return []
             if view.is_plain:
-                self._is_known = _all_finite(expected[0])
+                self._is_known = finite_values(expected[0])
                 self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
             if self.outside:
                 return []
@@ -207,19 +226,21 @@ class Trial:
         return begin
 
     def _expect(self, begin, examples, view):
-        """Returns the result of one device; for varied values, on all workers or on none."""
-        if view.is_plain:
-            return self._steps(self._reference, begin, examples)
-        expected, reason = None, _NO_NUMBERS
+        """Returns the result of one device, on all workers or on none."""
+        expected, reason, failure = None, _NO_NUMBERS, None
         try:
             expected = self._steps(self._reference, begin, examples)
         except Exception as error:
-            reason = f"{type(error).__name__} with synthetic values"
+            reason, failure = f"{type(error).__name__} with synthetic values", error
+        if view.is_plain:
+            if not self._agree(failure is None):
+                raise failure or NotVerified("another worker could not run it")
+            return expected
         known = self._is_known
         if NOT_NUMBERS in view.ways:
             # A step that skips such rows keeps its weights finite; its logs may be NaN.
             known = {i for i, p in enumerate(self._state.parts) if p.kind == TRAINABLE} & known
-        usable = expected is not None and known <= _all_finite(expected[0])
+        usable = expected is not None and known <= finite_values(expected[0])
         if not self._agree(usable):
             raise NotVerified(reason)
         return expected
@@ -242,6 +263,8 @@ class Trial:
         with restored_attributes(self._case.model) as numbers:
             try:
                 return self._steps(self._distributed, begin, examples)
+            except FailsHere:
+                raise
             except Exception:
                 # Replicas that count together do not do the same.
                 if not (self._case.eager and several and numbers.changed()):
@@ -255,7 +278,12 @@ class Trial:
         self._state.write(begin)
         done = []
         for parts in examples:
-            outcome = run(parts)
+            try:
+                outcome = run(parts)
+            except Exception as error:
+                if run is self._distributed and not self._all_fail():
+                    raise FailsHere(messages.describe_failure(self._case, error)) from error
+                raise
             done.append((outcome, self._state.read()))
         return done
 
@@ -370,24 +398,3 @@ class Trial:
                 if compare(values[i], values[j], change, 0.0, self._close) is not None:
                     return True
         return False
-
-
-def _all_finite(step) -> set:
-    """Returns the names of the values after a step that are entirely finite."""
-    outcome, values = step
-    pairs = [*enumerate(values), *outcome.outputs[0].items()]
-    pairs += [(("metric", name), value) for name, value in outcome.metrics[0].items()]
-    return {name for name, value in pairs if not _is_float(value) or np.isfinite(value).all()}
-
-
-def _is_float(value) -> bool:
-    return np.asarray(value).dtype.kind == "f"
-
-
-def _compute_dtype(model) -> str:
-    """Returns the coarsest dtype in which a part of a model computes or sends gradients."""
-    layers = [model, *keras_compat.all_layers(model)]
-    optimizers = model_contents.optimizers_of(model, nested=True)
-    sent = {marks.COMPRESSION.get(each) for each in optimizers}
-    found = ({layer.compute_dtype for layer in layers} | sent) & set(CLOSE)
-    return max(found or {"float32"}, key=CLOSE.get)
