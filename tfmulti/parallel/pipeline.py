@@ -175,8 +175,9 @@ def _refuse_replicas(strategy):
         raise ValueError(
             "`pipeline` needs workers with one replica each, or one process with one replica and "
             f"`devices`. Received: {replicas} replicas in this process. Use "
-            "tfmulti.create_strategy('one_device') and devices=['GPU:0', 'GPU:1'], or start one "
-            "worker for each device: python -m tfmulti.launch --num_workers N --mpi."
+            "tfmulti.create_strategy('one_device') and devices=['GPU:0', 'GPU:1'] (tfmulti.train: "
+            "--strategy one_device), or start one worker for each device: python -m "
+            "tfmulti.launch --num_workers N --mpi."
         )
 
 
