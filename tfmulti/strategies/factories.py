@@ -172,10 +172,12 @@ def _before_call(model, name, data):
     coordination.compare_call(model.distribute_strategy, name)
     local_steps.average_weights(model)
     checks.check_scope(model, name, data)
+    checks.adopt_optimizers(model, name)
     checks.before_call(model, name, data)
 
 
 def _before_batch(model, name, data):
+    checks.adopt_optimizers(model, name)
     if name == "test_on_batch":
         local_steps.average_weights(model)
 
@@ -242,6 +244,8 @@ def _check_arguments(name, devices, logical_cpus, communication, verify):
             f"Received: devices={devices}, name={name!r}. "
             "Leave it out; set CUDA_VISIBLE_DEVICES to choose among a worker's GPUs."
         )
+    if devices is not None:
+        devices_lib.check_names(devices)
     if logical_cpus < 0:
         raise ValueError(
             "`logical_cpus` must not be negative. "
