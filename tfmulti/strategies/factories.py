@@ -20,10 +20,10 @@ from tfmulti.parallel import activations, partitioned
 from tfmulti.settings import check_choice
 from tfmulti.step import (
     accumulation,
+    finite,
     gradients,
     local_steps,
     losses,
-    sharded_state,
     whole_batch,
 )
 from tfmulti.step.optimizer import distribute_loaded
@@ -225,7 +225,7 @@ def _repair_keras():
         regularization_loss=losses.regularization_loss,
         settle=_settle,
         take_gradient=take,
-        on_all=sharded_state.is_on_all,
+        on_all=finite.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
         weigh_mean=step.weigh_mean,
         note_result=step.note_result,

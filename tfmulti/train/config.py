@@ -319,10 +319,9 @@ class TrainConfig:
         others = (
             ("shard", self.sharded, "all weights and slots on every worker"),
             ("compression", self.compression, "no compression: no gradients are sent"),
-            ("dtype_policy", self.dtype_policy, "no loss scaling, as mixed_float16 has it"),
         )
         for name, value, needs in others:
-            if value not in (None, "float32", "mixed_bfloat16"):
+            if value is not None:
                 raise ValueError(
                     f"`synchronize_every` above 1 needs {needs}. Received: synchronize_every="
                     f"{self.synchronize_every}, {name}={value!r}. Leave one of them out."
