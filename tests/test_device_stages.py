@@ -293,20 +293,67 @@ def test_what_cannot_be_is_told():
     assert "Received: devices=['CPU:1', 'CPU:2'], 3 stages" in told(devices=DEVICES, stages=3)
     assert "Received: devices=['CPU:1', 'CPU:9']" in told(devices=["CPU:1", "CPU:9"])
     assert "Received: devices=['CPU:1', 'CPU:1']" in told(devices=["CPU:1", "CPU:1"])
-    assert "Received: stages=None, 1 workers or devices" in told(devices=["CPU:1"])
+    assert "two devices or more, one for each stage. Received: devices=['CPU:1']" in told(
+        devices=["CPU:1"]
+    )
+    assert "devices='CPU:1'. Write devices=['CPU:1']" in told(devices="CPU:1")
+    assert "Received: stages=1, 2 devices." in told(devices=DEVICES, stages=1)
+    with replicas.create_strategy(1).scope():
+        small = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        with pytest.raises(ValueError, match="with 1. Use fewer stages, on fewer workers or dev"):
+            tfmulti.pipeline(small, devices=DEVICES)
     with replicas.create_strategy(2).scope(), pytest.raises(ValueError, match="with 2 replicas"):
         tfmulti.pipeline(worker.dense(), devices=DEVICES)
 
 
-@pytest.mark.slow
-def test_state_that_two_stages_change_is_told():
-    def shared():
-        given, noise = keras.Input((64,)), layers.Dropout(0.5)
-        return keras.Model(given, noise(layers.Dense(8)(layers.Dense(8)(noise(given)))))
+def test_devices_have_the_names_that_tensorflow_gives_them():
+    full = [f"/job:localhost/replica:0/task:0/device:{name}" for name in DEVICES]
+    with replicas.create_strategy(1).scope():
+        model = tfmulti.pipeline(worker.dense(), devices=full)
+    assert set(map(device_of, model.trainable_variables)) == set(DEVICES)
+    for strange in (["/job:worker/replica:0/task:1/device:CPU:1", "CPU:2"], [1, 2], 2, []):
+        with replicas.create_strategy(1).scope(), pytest.raises(ValueError, match="`devices` must"):
+            tfmulti.pipeline(worker.dense(), devices=strange)
 
-    model = create({"model": shared}, DEVICES)
-    with pytest.raises(ValueError, match="seed_generator_state"):
-        fit(model, {})
+
+def noisy_twice(layer):
+    given = keras.Input((64,))
+    return keras.Model(given, layer(layers.Dense(64)(layers.Dense(64)(layer(given)))))
+
+
+@pytest.mark.parametrize(
+    ("layer", "state"),
+    [(layers.Dropout, {"rate": 0.5}), (layers.BatchNormalization, {})],
+)
+def test_state_that_two_stages_change_is_told_at_once(layer, state):
+    with replicas.create_strategy(1).scope():
+        model = noisy_twice(layer(**state))
+        own = model.call
+        with pytest.raises(ValueError, match="cannot change the same state.*(seed_gen|moving_m)"):
+            tfmulti.pipeline(model, devices=DEVICES)
+    # The model is as it was.
+    assert model.call == own
+    assert {device_of(variable) for variable in model.variables} == {"CPU:0"}
+
+
+@pytest.mark.slow
+def test_state_that_two_stages_have_and_do_not_change_is_no_error():
+    with replicas.create_strategy(1).scope():
+        frozen = layers.BatchNormalization(trainable=False)
+        model = tfmulti.pipeline(noisy_twice(frozen), devices=DEVICES)
+        model.compile("sgd", "mse")
+    assert model.fit(worker.NUMBERS, worker.NUMBERS, verbose=0).history["loss"]
+
+
+@pytest.mark.slow
+def test_state_that_two_stages_come_to_change_is_told():
+    with replicas.create_strategy(1).scope():
+        frozen = layers.BatchNormalization(trainable=False)
+        model = tfmulti.pipeline(noisy_twice(frozen), devices=DEVICES)
+        frozen.trainable = True
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="moving_mean"):
+        model.fit(worker.NUMBERS, worker.NUMBERS, verbose=0)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tfmulti.cluster import Cluster, environment
-from tfmulti.doctor import cluster_settings, peers
+from tfmulti.doctor import cluster_settings, peer_checks, peers
 from tfmulti.doctor.peers import Visit
 from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.messages import find_token
@@ -65,7 +65,7 @@ def test_no_tf_config_is_no_fault():
     assert (cluster, check.status) == (None, "ok")
     checks = cluster_settings.check_addresses(None, {})
     assert {each.status for each in checks} == {"unknown"}
-    [check], met = peers.check_peers(None, True, [], 1.0, {})
+    [check], met = peer_checks.check_peers(None, True, [], 1.0, {})
     assert (check.status, met) == ("failure", False)
 
 
@@ -149,11 +149,11 @@ def test_a_worker_that_does_not_come_is_named():
     found = visit_together(clusters, timeout_s=2.0)
     assert time.monotonic() - began < 20
     visits, seen = found[0]
-    missing = peers.judge_visit(clusters[0], visits[2], seen.came, 2.0)
+    missing = peer_checks.judge_visit(clusters[0], visits[2], seen.came, 2.0)
     assert missing.status == "failure"
     assert missing.name == f"worker 2 at 127.0.0.1:{ports[2]}"
     assert "did not answer within 2 s: connection refused" in missing.detail
-    there = peers.judge_visit(clusters[0], visits[1], seen.came, 2.0)
+    there = peer_checks.judge_visit(clusters[0], visits[1], seen.came, 2.0)
     assert there.status == "ok"
 
 
@@ -162,7 +162,7 @@ def test_a_name_that_is_not_found_is_told_by_its_cause():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "nobody.invalid:12345"]}
     cluster = Cluster(spec, "worker", 0)
     visits, seen = visit_together({0: cluster}, timeout_s=5.0)[0]
-    missing = peers.judge_visit(cluster, visits[1], seen.came, 5.0)
+    missing = peer_checks.judge_visit(cluster, visits[1], seen.came, 5.0)
     assert missing.status == "failure"
     assert missing.detail.startswith("its name is not found here: ")
     assert "unknown error" not in missing.detail
@@ -173,7 +173,7 @@ def test_another_program_on_the_port_is_no_worker():
         cluster = cluster_of(2, 0, [processes.free_ports(1)[0], server.getsockname()[1]])
         visits, seen = visit_together({0: cluster}, timeout_s=1.0)[0]
     assert visits[1].notes is None
-    assert peers.judge_visit(cluster, visits[1], seen.came, 1.0).status == "failure"
+    assert peer_checks.judge_visit(cluster, visits[1], seen.came, 1.0).status == "failure"
 
 
 def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
@@ -184,7 +184,7 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
     found = visit_together(clusters, environs=tokens, **QUICK)
     assert time.monotonic() - began < 10
     for index, (visits, seen) in found.items():
-        check = peers.judge_visit(clusters[index], visits[1 - index], seen.came, 20.0)
+        check = peer_checks.judge_visit(clusters[index], visits[1 - index], seen.came, 20.0)
         assert check.status == "failure"
         assert "TFMULTI_TOKEN" in check.detail
     clusters[1] = cluster_of(3, 1, ports)
@@ -200,7 +200,7 @@ def test_two_workers_with_the_same_task_are_told():
 
     def run(key, cluster, environ):
         try:
-            found[key] = peers.check_peers(cluster, True, [], 3.0, environ)[0]
+            found[key] = peer_checks.check_peers(cluster, True, [], 3.0, environ)[0]
         except Exception as error:
             found[key] = error
 
@@ -226,7 +226,7 @@ def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
     found = visit_together({0: cluster, 1: right, 2: wrong}, environs=[token] * 3, timeout_s=2.0)
     for index in range(3):
         assert found[index][1].twice == {1: {"127.0.0.1"}}
-    [check] = peers.judge_twice(cluster, found[0][1].twice)
+    [check] = peer_checks.judge_twice(cluster, found[0][1].twice)
     assert (check.status, "worker 1 at" in check.detail) == ("failure", True)
 
 
@@ -246,7 +246,7 @@ def test_two_who_cannot_reach_each_other_are_told_although_both_reach_the_first(
 
     def judge(index, other):
         visits, seen = found[index]
-        return peers.judge_visit(clusters[index], visits[other], seen.came, 2.0)
+        return peer_checks.judge_visit(clusters[index], visits[other], seen.came, 2.0)
 
     assert judge(0, 1).status == judge(0, 2).status == judge(1, 0).status == "ok"
     assert "did not answer within 2 s: connection refused; yet it came" in judge(1, 2).detail
@@ -295,7 +295,7 @@ def test_slow_far_and_lost_ways_are_judged():
 
     def judge(came=frozenset({1}), **facts):
         usual = {"notes": notes, "round_trip_s": 1e-4, "ahead_s": 0.0, "bytes_per_s": 1e9}
-        return peers.judge_visit(cluster, Visit(1, **{**usual, **facts}), set(came), 5.0)
+        return peer_checks.judge_visit(cluster, Visit(1, **{**usual, **facts}), set(came), 5.0)
 
     assert judge().status == "ok"
     assert "round trip 0.10 ms, 1 GB/s to it" in judge().detail
@@ -311,25 +311,90 @@ def test_slow_far_and_lost_ways_are_judged():
 def test_clocks_that_go_wrong_warn():
     cluster = cluster_of(3, 0)
     right = [Visit(1, ahead_s=1e-4), Visit(2, ahead_s=-2e-3)]
-    check = peers.judge_clocks(cluster, right)
+    check = peer_checks.judge_clocks(cluster, right)
     assert check.status == "ok"
     assert "2.0 ms behind" in check.detail
-    wrong = peers.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
+    wrong = peer_checks.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
     assert (wrong.status, "90000.0 ms ahead of" in wrong.detail) == ("warning", True)
-    assert peers.judge_clocks(cluster, [Visit(1)]).status == "unknown"
+    assert peer_checks.judge_clocks(cluster, [Visit(1)]).status == "unknown"
 
 
 def test_versions_and_gpus_of_the_workers_are_compared():
     cluster = cluster_of(2, 0)
     mine = peers.describe_worker(cluster, [], {})
-    versions, gpus = peers.compare(cluster, {1: mine}, mine)
+    versions, gpus = peer_checks.compare(cluster, {1: mine}, mine)
     assert versions.status == gpus.status == "ok"
     theirs = {**mine, "gpus": ["Tesla T4"], "tensorflow": "2.20.0"}
-    versions, gpus = peers.compare(cluster, {1: theirs}, mine)
+    versions, gpus = peer_checks.compare(cluster, {1: theirs}, mine)
     assert (versions.status, gpus.status) == ("failure", "warning")
     assert 'tensorflow is "2.21' in versions.detail
     assert '"2.20.0" on worker 1' in versions.detail
-    assert peers.compare(cluster, {}, mine)[0].status == "unknown"
+    assert peer_checks.compare(cluster, {}, mine)[0].status == "unknown"
+
+
+SERVERS = {"chief": 1, "worker": 2, "ps": 1}
+
+
+def cluster_with_servers(kind, index, ports):
+    ports, spec = iter(ports), {}
+    for name, count in SERVERS.items():
+        spec[name] = [f"127.0.0.1:{next(ports)}" for _ in range(count)]
+    config = {"cluster": spec, "task": {"type": kind, "index": index}}
+    cluster, check = cluster_settings.read_cluster(None, {"TF_CONFIG": json.dumps(config)})
+    assert check.status == "ok"
+    assert check.detail.startswith(f"{kind} {index} of {SERVERS[kind]} (127.0.0.1:")
+    return cluster
+
+
+def test_servers_and_the_chief_are_visited_too():
+    ports = processes.free_ports(4)
+    tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+    clusters = {i: cluster_with_servers(*task, ports) for i, task in enumerate(tasks)}
+    assert [cluster.worker_index for cluster in clusters.values()] == [0, 1, 2, 3]
+    found = visit_together(clusters, **QUICK)
+    for index, (visits, seen) in found.items():
+        assert set(visits) == seen.came == {0, 1, 2, 3} - {index}
+        checks = [peer_checks.judge_visit(clusters[index], v, seen.came, 1.0) for v in seen.visits]
+        assert {check.status for check in checks} == {"ok"}
+        others = [" ".join(map(str, task)) for i, task in enumerate(tasks) if i != index]
+        assert [check.name.split(" at ")[0] for check in checks] == others
+    own_address = cluster_settings.check_addresses(clusters[3], {environment.TOKEN: "x"})
+    assert {check.status for check in own_address} == {"ok"}
+
+
+def test_a_server_that_does_not_come_is_named():
+    ports = processes.free_ports(4)
+    clusters = {0: cluster_with_servers("chief", 0, ports)}
+    [(visits, seen)] = visit_together(clusters, timeout_s=0.5).values()
+    check = peer_checks.judge_visit(clusters[0], visits[3], seen.came, 0.5)
+    assert (check.name, check.status) == (f"ps 0 at 127.0.0.1:{ports[3]}", "failure")
+
+
+def test_the_gpus_of_workers_alone_are_compared_where_there_are_servers():
+    cluster = cluster_with_servers("ps", 0, processes.free_ports(4))
+    mine = peers.describe_worker(cluster, [], {})
+    fast, slow = {**mine, "gpus": ["H100"]}, {**mine, "gpus": ["T4"]}
+    versions, gpus = peer_checks.compare(cluster, {0: mine, 1: fast, 2: fast}, mine)
+    assert (versions.status, gpus.status) == ("ok", "ok")
+    assert versions.detail.startswith("4 tasks have the same of cluster, python")
+    assert gpus.detail == "the same on all: H100"
+    [_, gpus] = peer_checks.compare(cluster, {0: mine, 1: fast, 2: slow}, mine)
+    assert (gpus.status, "max_staleness" in gpus.hint) == ("warning", True)
+    [versions, gpus] = peer_checks.compare(cluster, {0: {**mine, "keras": "3.0.0"}}, mine)
+    assert (versions.status, gpus.status) == ("failure", "unknown")
+    assert '"3.0.0" on chief 0' in versions.detail
+
+
+@pytest.mark.slow
+def test_the_chief_its_workers_and_servers_examine_one_another():
+    command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=1", "--num_ps=1"]
+    command += ["--all_output", "--", sys.executable, "-m", "tfmulti.doctor", "--cluster"]
+    command += ["--tensorflow_timeout=1"]
+    [done] = processes.run_together(command, [{}], timeout_s=200.0)
+    for name in ("worker 0 at 127.0.0.1:", "ps 0 at 127.0.0.1:"):
+        assert any(name in line for line in done.stdout.splitlines() if line.startswith("[chief]"))
+    assert "3 tasks have the same of" in done.stdout
+    assert "Not ready: import of TensorFlow. (1 failure" in done.stdout
 
 
 def test_two_real_workers_examine_each_other(run_workers):

@@ -1,5 +1,6 @@
 """Strategies: stock Keras under each of them, how one is chosen, and what is refused."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -154,7 +155,8 @@ def test_too_late_is_said(free_ports):
         ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
         ({"devices": ["CPU:9"]}, r"`devices` must name .*\['CPU:9'\]. Known here: CPU:0, CPU:1"),
         ({"devices": ["CPU:0", "CPU:0"]}, r"each once\. Received: devices=\['CPU:0', 'CPU:0'\]"),
-        ({"devices": []}, r"`devices` must name"),
+        ({"devices": []}, r"`devices` must be a list of names"),
+        ({"devices": "CPU:0"}, r"Received: devices='CPU:0'\. Write devices=\['CPU:0'\]"),
         ({"name": "one_device", "devices": ["CPU:0", "CPU:1"]}, r"Use 'mirrored' for several"),
     ],
 )
@@ -191,3 +193,60 @@ def test_auto_says_what_it_chose_and_why(monkeypatch, caplog, arguments, kind, w
     assert type(strategy).__name__ == kind
     assert "chosen because " in strategy.why and why in strategy.why
     assert strategy.why in caplog.text
+
+
+def fitted(compile_within, compile_again, kind, optimizer):
+    """Trains a model of one replica that is compiled again, within the scope or outside."""
+    keras.utils.set_random_seed(1)
+    strategy = tfmulti.create_strategy(kind, devices=["CPU:0"])
+    with strategy.scope():
+        hidden = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,)), *hidden])
+        model.compile("adam", "mse")
+    x, y = np.random.default_rng(0).normal(size=(8, 3)), np.ones((8, 1))
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    with strategy.scope() if compile_within else contextlib.nullcontext():
+        model.compile(optimizer(), "mse", metrics=["mae"])
+    compile_again(model, x, y)
+    return model.get_weights()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+@pytest.mark.parametrize("by_batch", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        keras.optimizers.SGD,
+        keras.optimizers.Adam,
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+        lambda: tfmulti.DistributedOptimizer(keras.optimizers.Adam()),
+    ],
+)
+def test_a_model_of_one_replica_is_compiled_again_outside_of_the_scope(kind, by_batch, optimizer):
+    def train(model, x, y):
+        if by_batch:
+            return model.train_on_batch(x, y)
+        return model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+
+    within, outside = (fitted(each, train, kind, optimizer) for each in (True, False))
+    for one, other in zip(within, outside, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_that_was_compiled_in_another_scope_is_told():
+    with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        model.compile("adam", "mse")
+    with pytest.raises(ValueError, match="in the strategy's scope. Received: the variable"):
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_several_replicas_are_compiled_within_their_scope(optimizer):
+    with tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match="Received: the variable .*, created outside it"):
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)

@@ -10,7 +10,7 @@ from show_help import show_help
 
 from tfmulti.runtime import command_line
 from tfmulti.train import __main__ as command
-from tfmulti.train import loop, run_reporter
+from tfmulti.train import loop, models, run_reporter
 from tfmulti.train.config import TrainConfig
 
 
@@ -45,6 +45,18 @@ def test_help_imports_no_tensorflow_and_shows_every_flag_with_its_default():
         ),
         (["--strategy=mirrored", "--communication=ring"], ["`communication` can be used with"]),
         (["--strategy=one_device", "--logical_cpus=2"], ["`logical_cpus` above 1"]),
+        (
+            ["--strategy=one_device", "--logical_cpus=2", "--pipeline_stages=3"],
+            ["pipeline_stages=3, logical_cpus=2", "--logical_cpus 3"],
+        ),
+        (
+            ["--strategy=mirrored", "--pipeline_stages=2"],
+            ["`pipeline_stages` needs one_device", "strategy='mirrored'"],
+        ),
+        (
+            ["--strategy=one_device", "--pipeline_stages=2", "--estimate_memory=2"],
+            ["`estimate_memory` is about workers", "pipeline_stages=2"],
+        ),
     ],
 )
 def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
@@ -128,9 +140,42 @@ def test_one_device_and_two_replicas_end_with_the_same_weights(tmp_path):
         cpus = 2 if name == "mirrored" else 0
         run_config = config(tmp_path / name, strategy=name, logical_cpus=cpus, **settings)
         loop.train_and_evaluate(run_config, print_fn=lambda line: None)
-    models = [keras.models.load_model(path) for path in sorted(tmp_path.glob("*/model.keras"))]
-    for one, other in zip(*(model.get_weights() for model in models), strict=True):
+    saved = [keras.models.load_model(path) for path in sorted(tmp_path.glob("*/model.keras"))]
+    for one, other in zip(*(model.get_weights() for model in saved), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_stages_on_the_devices_of_one_process_end_with_the_weights_of_one_device(tmp_path):
+    settings = {"strategy": "one_device", "logical_cpus": 0, "steps_per_epoch": 2, "epochs": 1}
+    lines, result = [], {}
+    for name, stages in (("one", {}), ("stages", {"pipeline_stages": 2, "logical_cpus": 2})):
+        folder = config(tmp_path / name, optimizer="sgd", model="mlp", **{**settings, **stages})
+        result[name] = loop.train_and_evaluate(folder, print_fn=lines.append)
+    assert any("1 replica in stages on CPU:0, CPU:1" in line for line in lines)
+    saved = [keras.models.load_model(path) for path in sorted(tmp_path.glob("*/model.keras"))]
+    for one, other in zip(*(model.get_weights() for model in saved), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    assert result["one"]["num_replicas"] == result["stages"]["num_replicas"] == 1
+
+
+def test_missing_devices_of_stages_are_told_before_data_are_loaded(tmp_path):
+    wanted = config(tmp_path, strategy="one_device", pipeline_stages=9, logical_cpus=9)
+    with pytest.raises(RuntimeError, match="pipeline_stages=9, 4 logical CPUs. Use 4 stages"):
+        models.stage_devices(wanted)
+    wanted = config(tmp_path, strategy="one_device", pipeline_stages=9, logical_cpus=0)
+    with pytest.raises(RuntimeError, match=r"pipeline_stages=9, \d GPUs"):
+        loop.train_and_evaluate(wanted)
+
+
+@pytest.mark.slow
+def test_the_batch_size_is_found_with_stages_on_devices():
+    done = run(
+        *("--strategy=one_device", "--logical_cpus=2", "--pipeline_stages=2", "--epochs=1"),
+        *("--per_replica_batch_size=auto", "--memory_limit=4GB", "--model=mlp"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fits in" in done.stdout and "in stages on CPU:0, CPU:1" in done.stdout
 
 
 @pytest.mark.slow

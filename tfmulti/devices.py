@@ -88,25 +88,43 @@ def set_logical_cpus(num_cpus: int) -> None:
         ) from error
 
 
+def check_names(devices: list[str]) -> None:
+    """Raises ValueError for what is no list of names, such as one name by itself."""
+    is_list = isinstance(devices, list | tuple) and len(devices) > 0
+    if not is_list or not all(isinstance(name, str) for name in devices):
+        example = [devices] if isinstance(devices, str) else ["GPU:0", "GPU:1"]
+        raise ValueError(
+            "`devices` must be a list of names of devices. "
+            f"Received: devices={devices!r}. Write devices={example}."
+        )
+
+
 def check_devices(devices: list[str]) -> list[str]:
     """Returns `devices` in TensorFlow's short form, after checking that each is there.
 
     Args:
-        devices: Names such as `["CPU:0", "CPU:1"]` or `["/gpu:0"]`.
+        devices: Names such as `["CPU:0", "CPU:1"]` or `["/gpu:0"]`, or TensorFlow's full names,
+            as `tensor.device` gives them.
 
     Raises:
-        ValueError: For a name that is unknown or given twice.
+        ValueError: For a name that is unknown or given twice, or what is no list of names.
     """
+    check_names(devices)
     known = _names(None)
-    short = [name.upper().removeprefix("/DEVICE:").lstrip("/") for name in devices]
+    short = [_short(name) for name in devices]
     strangers = [name for name in short if name not in known]
-    if strangers or len(set(short)) < len(short) or not short:
+    if strangers or len(set(short)) < len(short):
         raise ValueError(
             "`devices` must name devices of this machine, each once. "
             f"Received: devices={list(devices)}. Known here: {', '.join(known)}. "
             "With `logical_cpus=N` one machine has CPU:0 to CPU:N-1."
         )
     return short
+
+
+def _short(name) -> str:
+    local = name.upper().removeprefix("/JOB:LOCALHOST/REPLICA:0/TASK:0")
+    return local.removeprefix("/DEVICE:").lstrip("/")
 
 
 def _names(device_type: str | None) -> list[str]:

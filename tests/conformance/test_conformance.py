@@ -80,6 +80,22 @@ def test_three_replicas_do_as_one_device_in_the_rest_too(name):
     try_on_replicas(name, 3)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [name for name in BY_NAME if "stages on two devices" in name])
+def test_stages_on_devices_do_as_one_device(name):
+    guarantee, strategy = BY_NAME[name], create_strategy(1)
+    made = []
+
+    def create(wrap):
+        made.append(guarantee.create(wrap))
+        return made[-1]
+
+    run = attempt(dataclasses.replace(guarantee, create=create), Origin(strategy))
+    cell = judge(guarantee, run)
+    assert cell.ok, f"{cell.text} {cell.where}"
+    assert {weight.value.device[-5:] for weight in made[0].weights} == {"CPU:0", "CPU:1"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 4])
 @pytest.mark.parametrize("name", BY_NAME)

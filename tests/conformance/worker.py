@@ -88,4 +88,6 @@ def create_strategy(column):
         return tfmulti.create_strategy(
             "multi_worker", logical_cpus=column.devices, communication=column.communication
         )
-    return tfmulti.create_strategy(column.kind, devices=names, logical_cpus=column.devices)
+    # The stages of a pipeline may be on devices that the strategy itself does not use.
+    cpus = max(column.devices, 2)
+    return tfmulti.create_strategy(column.kind, devices=names, logical_cpus=cpus)

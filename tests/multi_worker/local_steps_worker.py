@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "averages": lambda: optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=3),
     "schedule": lambda: optimizers.Lion(optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)),
     "accumulation": lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "scaled": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
     "rmsprop": lambda: optimizers.RMSprop(0.01, centered=True, momentum=0.5),
 }
 
@@ -72,7 +73,8 @@ def state_of(model):
 def floats(model):
     own = getattr(model, "pair", [model.optimizer])
     found = [*model.weights, *(v for optimizer in own for v in optimizer.variables)]
-    return [v for v in found if v.path.split("/")[-1] not in ("iteration", "learning_rate")]
+    alike = ("iteration", "learning_rate", "step_counter")
+    return [v for v in found if v.path.split("/")[-1] not in alike]
 
 
 def average(models):
@@ -404,6 +406,42 @@ def skips(strategy, folder, name):
     return {"skipped": guard.skipped, "finite": finite, "steps": int(model.optimizer.iterations)}
 
 
+def overflows(strategy, folder, name):
+    """Scaled gradients that overflow on one worker halve the scale of all, which leave it out."""
+    strategy.verify = "never"
+    x, y = rows()
+    weights = np.ones(ROWS, "float32")
+    # Its gradients are finite where they are not scaled.
+    weights[20] = 1e33
+    seen = {}
+    for how in ("outer", "inner", "accumulated"):
+        number = 2 if how == "accumulated" else None
+        with strategy.scope():
+            optimizer = optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=number)
+            if how != "outer":
+                optimizer = tfmulti.DistributedOptimizer(optimizer, synchronize_every=4)
+            optimizer = optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**30)
+            if how == "outer":
+                optimizer = tfmulti.DistributedOptimizer(optimizer, synchronize_every=4)
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer, loss)
+        data = (x / np.float32(20), y, weights)
+        data = tfmulti.distribute_train(data, strategy, BATCH, seed=SEED)
+        guard = tfmulti.callbacks.NonFinite("skip")
+        model.fit(data, epochs=2, verbose=0, callbacks=[guard])
+        state = state_of(model)
+        seen[how] = {
+            "skipped": guard.skipped,
+            "finite": all(np.isfinite(value).all() for value in state),
+            "updates": int(optimizer.iterations),
+            "scale": float(optimizer.dynamic_scale.numpy()),
+            "state": [value.tolist() for value in state],
+        }
+    return seen
+
+
 def refusals(strategy, folder, name):
     """What local steps cannot be combined with is told before an update."""
 
@@ -413,18 +451,6 @@ def refusals(strategy, folder, name):
                 tfmulti.DistributedOptimizer(optimizer, synchronize_every=4, **more)
 
         return call
-
-    def scaled():
-        with strategy.scope():
-            outer = optimizers.LossScaleOptimizer(optimizers.Adam())
-            tfmulti.DistributedOptimizer(outer, synchronize_every=4)
-
-    def scaled_by_compile():
-        with strategy.scope():
-            inner = tfmulti.DistributedOptimizer(optimizers.Adam(), synchronize_every=4)
-            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
-            model.compile(optimizers.LossScaleOptimizer(inner), "mse")
-        fit(model)
 
     def unlike():
         with strategy.scope():
@@ -455,8 +481,6 @@ def refusals(strategy, folder, name):
     programs = {
         "shard": wrap(shard="state"),
         "compression": wrap(compression="bfloat16"),
-        "scaled": scaled,
-        "scaled by compile": scaled_by_compile,
         "unlike": unlike,
         "own loop": own_loop,
     }
@@ -469,6 +493,7 @@ CASES = {
     "dice": dice,
     "alike": alike,
     "skips": skips,
+    "overflows": overflows,
     "refusals": refusals,
 }
 

@@ -21,7 +21,15 @@ import cases
 import local_steps_worker as worker
 
 PROGRAM = "local_steps_worker"
-SLOW = ("adamw 2", "momentum 3", "accumulation 4", "averages 4", "schedule 2", "rmsprop 100")
+SLOW = (
+    "scaled 4",
+    "adamw 2",
+    "momentum 3",
+    "accumulation 4",
+    "averages 4",
+    "schedule 2",
+    "rmsprop 100",
+)
 
 
 def run(run_workers, folder, names, **more):
@@ -43,7 +51,7 @@ def slow_fixture(run_workers, tmp_path_factory):
 @pytest.fixture(scope="module", name="own")
 def own_fixture(run_workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    parts = (["own steps"], ["dice", "skips"], ["alike"])
+    parts = (["own steps"], ["dice", "skips", "overflows"], ["alike"])
     runs = [run(run_workers, folder, names) for names in parts]
     return [dict(collections.ChainMap(*found)) for found in zip(*runs)]
 
@@ -97,8 +105,6 @@ def test_what_does_not_go_together_is_told(fast):
     for told in (each["refusals"] for each in seen):
         assert "all weights and slots on every worker" in told["shard"]
         assert "no gradients that could be compressed" in told["compression"]
-        assert "does not scale its loss" in told["scaled"]
-        assert "does not scale its loss" in told["scaled by compile"]
         assert "SGD with 4, SGD with 1" in told["unlike"]
         assert "in a loop of your own" in told["own loop"]
         assert all("Received: " in each for each in told.values())
@@ -130,6 +136,20 @@ def test_a_loss_of_the_whole_batch_is_that_of_the_workers_rows(own):
 def test_an_update_is_skipped_on_all_workers(own):
     # One row in each of two epochs is not finite, and is one worker's.
     assert [each["skips"] for each in own] == [{"skipped": 2, "finite": True, "steps": 4}] * 2
+
+
+def assert_scales_together(seen):
+    one, other = (each["overflows"] for each in seen)
+    assert one == other
+    for how, found in one.items():
+        # Of three steps in each of two epochs one is left out.
+        assert found["updates"] == (2 if how == "accumulated" else 4)
+        assert (found["scale"], found["skipped"], found["finite"]) == (2.0**28, 0, True)
+
+
+@pytest.mark.slow
+def test_the_loss_is_scaled_alike_on_all_workers(own):
+    assert_scales_together(own)
 
 
 @pytest.mark.slow
@@ -173,12 +193,13 @@ def test_three_workers_with_frozen_weights(run_workers, tmp_path):
 def test_over_mpi(run_workers, tmp_path):
     if not cases.MPIEXEC.exists():
         pytest.skip("needs mpiexec, which the extra `mpi` installs")
-    names = ("adam 4", "accumulation 2", "skips", "life")
+    names = ("adam 4", "accumulation 2", "skips", "overflows", "life")
     seen = run(run_workers, tmp_path, names, options=["--mpi"])
     for name in names[:2]:
         assert_is_local(tmp_path, seen, name)
     assert all(each["life"]["resumes"] for each in seen)
     assert [each["skips"]["skipped"] for each in seen] == [2, 2]
+    assert_scales_together(seen)
 
 
 @pytest.mark.slow
@@ -199,12 +220,12 @@ def test_the_command_line(run_workers, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"shard": "state"}, {"compression": "bfloat16"}, {"dtype_policy": "mixed_float16"}]
+    "setting", [{"shard": "state"}, {"compression": "bfloat16"}, {"shard": "parameters"}]
 )
 def test_flags_that_do_not_go_together_are_told(setting):
     with pytest.raises(ValueError, match="`synchronize_every` above 1 needs.*Received: .*Leave"):
         TrainConfig(strategy="multi_worker", synchronize_every=2, **setting)
-    assert TrainConfig(dtype_policy="mixed_bfloat16", synchronize_every=2).synchronize_every == 2
+    assert TrainConfig(dtype_policy="mixed_float16", synchronize_every=2).synchronize_every == 2
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, None])

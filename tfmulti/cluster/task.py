@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -88,6 +89,18 @@ class Cluster:
         """The `host:port` of this task."""
         return self.spec[self.task_type][self.task_index]
 
+    def with_servers(self) -> Cluster:
+        """Returns the cluster with its parameter servers among its tasks, after the workers.
+
+        Example:
+            >>> spec = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+            >>> cluster = Cluster(spec, "ps", 0)
+            >>> cluster.num_workers, cluster.with_servers().worker_index
+            (2, 2)
+        """
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return _WithServers(**fields)
+
     def to_json(self) -> str:
         """Returns the text of a `TF_CONFIG` that says the same.
 
@@ -114,3 +127,13 @@ class Cluster:
         alike = len(self.spec[self.task_type])
         line = f"{self.task_type} {self.task_index} of {alike} ({self.address})"
         return line if alike == self.num_workers else f"{line}, in a cluster of {self.num_workers}"
+
+
+class _WithServers(Cluster):
+    """A cluster whose servers count as tasks that meet: to examine them, not to train."""
+
+    @property
+    def tasks(self) -> tuple[tuple[str, int], ...]:
+        """The (type, index) of every task: the chief, the workers, the servers."""
+        servers = self.spec.get(SERVER_TYPE, ())
+        return super().tasks + tuple((SERVER_TYPE, index) for index in range(len(servers)))

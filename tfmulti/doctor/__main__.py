@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import cluster_settings, gpus, host, packages, peers, report
+from tfmulti.doctor import cluster_settings, gpus, host, packages, peer_checks, peers, report
 from tfmulti.doctor.cuda import check_cuda
 from tfmulti.doctor.tensorflow_process import check_import, run_tensorflow
 from tfmulti.rendezvous import find_timeout
@@ -92,7 +92,7 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
     # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
     driver = gpus.query_driver()
-    found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
+    found, met = peer_checks.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
     cluster_checks += found
     answer = run_tensorflow(config.tensorflow_timeout)
     num_gpus = len(driver.gpus)

@@ -21,12 +21,14 @@ def read_cluster(
 ) -> tuple[Cluster | None, Check]:
     """Returns the cluster, or None, and how TF_CONFIG is.
 
+    Parameter servers are among its tasks: they too must be reached, and have the same versions.
+
     Args:
         tf_config: A file or folder; None reads the environment.
         environ: The environment; None takes this process's own.
     """
     try:
-        cluster = resolve_cluster(tf_config, environ=environ, check_network=False)
+        cluster = resolve_cluster(tf_config, environ=environ, check_network=False, servers=True)
     except (ClusterError, RuntimeError) as error:
         rule, _, advice = str(error).rpartition("). ")
         detail = f"{rule})" if rule else str(error)
@@ -35,6 +37,7 @@ def read_cluster(
         return None, Check(_TF_CONFIG, FAILURE, detail, hint)
     if cluster is None:
         return None, Check(_TF_CONFIG, OK, "not set: this host trains alone")
+    cluster = cluster.with_servers() if cluster.has_servers else cluster
     return cluster, Check(_TF_CONFIG, OK, cluster.describe())
 
 

@@ -264,7 +264,9 @@ def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, 
     name = "GPUs and workers"
     if cluster is None or not num_gpus:
         return Check(name, UNKNOWN, "no GPU here" if not num_gpus else "no cluster here")
-    hosts = [split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks]
+    # With parameter servers workers alone compute.
+    tasks = [each for each in cluster.tasks if not cluster.has_servers or each[0] == "worker"]
+    hosts = [split_address(cluster.spec[kind][index])[0] for kind, index in tasks]
     mine = hosts.count(split_address(cluster.address)[0])
     if mine > 1 and environ.get("CUDA_VISIBLE_DEVICES") is None:
         text = f"{console.count(mine, 'worker')} of this host would each take all {num_gpus} GPUs"

@@ -45,6 +45,7 @@ from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_ba
 from tfmulti.keras_compat.names import EachDtype as EachDtype
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import OwnAllReduce as OwnAllReduce
+from tfmulti.keras_compat.names import adopt_optimizer as adopt_optimizer
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import all_metrics as all_metrics
 from tfmulti.keras_compat.names import compiled_losses as compiled_losses

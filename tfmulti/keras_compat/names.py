@@ -118,6 +118,22 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return [metric for each in model.metrics for metric in getattr(each, "metrics", None) or [each]]
 
 
+def adopt_optimizer(optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Has an optimizer that was created outside of its model's scope make its slots there.
+
+    Cures "Mixing different tf.distribute.Strategy objects" where a model is compiled again outside
+    of its scope: Keras makes slots in the scope in which the optimizer was created.
+
+    Args:
+        optimizer: A Keras optimizer, or one that has an inner one.
+        strategy: The model's strategy, with one replica.
+    """
+    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if isinstance(each, keras.optimizers.Optimizer):
+            if each._distribution_strategy.num_replicas_in_sync == 1:
+                each._distribution_strategy = strategy
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """The losses that `compile` made of what it was given, once the model has been trained."""
     entries = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)

@@ -86,7 +86,9 @@ def within_replicas(original, reduce_in_step):
                 "Use model.fit, or give the step to strategy.run, with a "
                 "tfmulti.DistributedGradientTape; for one device leave the scope out."
             )
-        with contextlib.nullcontext() if here else strategy.scope():
+        # In one replica's step an optimizer may be that of no scope, as with stock Keras.
+        entered = here or tf.distribute.has_strategy()
+        with contextlib.nullcontext() if entered else strategy.scope():
             return original(self, reduce_in_step(grads), trainable_variables)
 
     return apply

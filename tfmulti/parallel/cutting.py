@@ -149,7 +149,7 @@ def even_starts(model: keras.Model, costs: list[float], num_parts: int) -> list[
     if len(nodes) < num_parts:
         raise ValueError(
             f"A pipeline of {num_parts} stages needs as many layers. Received: {model.name!r} "
-            f"with {len(nodes)}. Use fewer workers."
+            f"with {len(nodes)}. Use fewer stages, on fewer workers or devices."
         )
     before = [0.0, *itertools.accumulate(costs)]
     handed_on = [_handed_on(nodes, position) for position in range(len(nodes))] + [0]

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks
 from tfmulti.parallel.stage_run import Plan, StageRun, added, joined
 from tfmulti.parallel.staged_call import StagedCall, differentiated_once, spread_over
+from tfmulti.parallel.stages import Boundary, stages_of, trace_stages
 from tfmulti.step import parameters
 
 
@@ -30,6 +31,22 @@ class DeviceStages(StagedCall):
         super().__init__(model, starts, num_micro_batches, recomputes)
         self._devices = devices
 
+    def install(self) -> None:
+        """Puts each weight on the device of its stage, and takes the place of the call."""
+        if self._may_share_state():
+            ids = tuple(id(x) for x in self._model.inputs)
+            specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in self._model.inputs]
+            stages = stages_of(self._cut, list(ids), [id(x) for x in self._cut.outputs])
+            before = Boundary(ids, (False,) * len(ids), 0, tuple(specs))
+            _refuse_shared_state(trace_stages(stages, before, True))
+        super().install()
+
+    def _may_share_state(self) -> bool:
+        """Whether two stages have the same variable that is no weight; most do not change it."""
+        models = [part.model for part in self._cut.parts]
+        own = [{id(v) for v in each.non_trainable_variables} for each in models]
+        return len(set().union(*own)) < sum(map(len, own))
+
     def _place(self):
         for part, device in zip(self._cut.parts, self._devices):
             for variable in part.model.variables:
@@ -46,7 +63,7 @@ class DeviceStages(StagedCall):
         return parameters.in_replica() and not self._strategy.counts_one_replica
 
     def _passed(self, plan, before, flat):
-        _refuse_shared_state(plan)
+        _refuse_shared_state(plan.traces)
         wants_inputs = keras_compat.is_recorded(before.floats(flat))
         weights, links = [], []
         for stage, device in zip(plan.stages, self._devices):
@@ -140,8 +157,8 @@ def _link(value):
     return tf.zeros([0], value.dtype), lambda upstream: upstream
 
 
-def _refuse_shared_state(plan):
-    shared = [variable.path for trace in plan.traces for variable in trace.shared]
+def _refuse_shared_state(traces):
+    shared = [variable.path for trace in traces for variable in trace.shared]
     if shared:
         raise ValueError(
             "Two stages on devices cannot change the same state, as that of batch normalization "

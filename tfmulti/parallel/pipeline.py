@@ -52,7 +52,8 @@ def pipeline(
         ValueError: If the model is not Functional or Sequential, cannot be cut so, has been
             compiled, or has synchronized batch normalization with several micro-batches; if
             workers are no multiple of stages, have several replicas, or have no MPI; if `devices`
-            are not there, are not one for each stage, or the strategy is not `one_device`.
+            are not there, are not one for each stage, or the strategy is not `one_device`; if two
+            devices would change the same state.
 
     Example:
         >>> import tfmulti
@@ -77,14 +78,9 @@ def pipeline(
         _refuse_replicas(strategy)
     else:
         devices = _checked(strategy, devices)
-    number = _number_of_stages(stages, len(devices or ()) or topology.num_workers(strategy))
+    number = _number_of_stages(stages, strategy, devices)
     if devices is None:
         _refuse_workers(strategy, number)
-    elif number != len(devices):
-        raise ValueError(
-            "`devices` must name one device for each stage. "
-            f"Received: devices={devices}, {number} stages. Leave `stages` out for one each."
-        )
     if starts is None:
         costs = measured_costs(model, measure_rows) if measure_rows else estimated_costs(model)
         starts = even_starts(model, costs, number)
@@ -166,7 +162,13 @@ def _checked(strategy, devices) -> list[str]:
             "tfmulti.create_strategy('one_device'); for copies of the stages start workers: "
             "python -m tfmulti.launch --mpi, without `devices`."
         )
-    return devices_lib.check_devices(devices)
+    devices = devices_lib.check_devices(devices)
+    if len(devices) < 2:
+        raise ValueError(
+            "`devices` must name two devices or more, one for each stage. "
+            f"Received: devices={devices}. Name another one, or leave `devices` and `pipeline` out."
+        )
+    return devices
 
 
 def _refuse_replicas(strategy):
@@ -175,18 +177,26 @@ def _refuse_replicas(strategy):
         raise ValueError(
             "`pipeline` needs workers with one replica each, or one process with one replica and "
             f"`devices`. Received: {replicas} replicas in this process. Use "
-            "tfmulti.create_strategy('one_device') and devices=['GPU:0', 'GPU:1'], or start one "
-            "worker for each device: python -m tfmulti.launch --num_workers N --mpi."
+            "tfmulti.create_strategy('one_device') and devices=['GPU:0', 'GPU:1'] (tfmulti.train: "
+            "--strategy one_device), or start one worker for each device: python -m "
+            "tfmulti.launch --num_workers N --mpi."
         )
 
 
-def _number_of_stages(stages, most: int) -> int:
+def _number_of_stages(stages, strategy, devices) -> int:
+    most = topology.num_workers(strategy) if devices is None else len(devices)
     number = stages if isinstance(stages, int) else most if stages is None else len(stages) + 1
     if number < 2:
+        places = "workers" if devices is None else "devices"
         raise ValueError(
             "`stages` must be two or more, or the names of the layers at which all stages but the "
-            f"first begin. Received: stages={stages!r}, {most} workers or devices. Leave it out "
+            f"first begin. Received: stages={stages!r}, {most} {places}. Leave it out "
             "for one stage each, with two or more of them."
+        )
+    if devices is not None and number != most:
+        raise ValueError(
+            "`devices` must name one device for each stage. "
+            f"Received: devices={devices}, {number} stages. Leave `stages` out for one each."
         )
     return number
 

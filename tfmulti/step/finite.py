@@ -16,9 +16,14 @@ class FiniteGuard:
     """Skips the updates of an optimizer whose gradients are not finite, and counts them.
 
     It checks gradients after the reduction, so all replicas and workers decide alike.
+
+    Args:
+        is_scaled: Whether the optimizer is within a `LossScaleOptimizer`, which has asked all
+            workers whether gradients are finite, and calls this one in a branch.
     """
 
-    def __init__(self):
+    def __init__(self, is_scaled: bool = False):
+        self._is_scaled = is_scaled
         self._names: list[str] = []
         with tf.init_scope(), tf.device("CPU:0"):
             # The number of skipped updates; the step and the variable of the first one, from 1.
@@ -38,7 +43,7 @@ class FiniteGuard:
         else:
             bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0
 
-        bad = local_steps.is_on_any(bad)
+        bad = bad if self._is_scaled else local_steps.is_on_any(bad)
 
         def leave_out():
             self._count(bad, optimizer)
@@ -67,6 +72,23 @@ class FiniteGuard:
         self._found.assign(np.zeros(3, "int64"))
 
 
+def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf.Tensor:
+    """Returns whether a bool is true on all workers, where they have other gradients than these.
+
+    They have so in local steps, and with sharded parameters.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`.
+        condition: The bool.
+    """
+    if local_steps.in_local_step():
+        return tf.logical_not(local_steps.is_on_any(tf.logical_not(condition)))
+    shards = marks.SHARDS.get(optimizer.inner_optimizer)
+    if shards is None or not shards.shards_parameters:
+        return condition
+    return shards.count(tf.logical_not(condition)) == 0
+
+
 def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
     """Returns the guard that `watch` installed in an optimizer, or None."""
     return marks.GUARD.get(getattr(optimizer, "inner_optimizer", optimizer))
@@ -79,7 +101,7 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
     and the outer optimizer handles it.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    guard = FiniteGuard()
+    guard = FiniteGuard(is_scaled=inner is not optimizer)
     marks.GUARD.set(inner, guard)
     if not marks.DISTRIBUTED.get(inner):
         object.__setattr__(inner, "apply", types.MethodType(guard.apply, inner))

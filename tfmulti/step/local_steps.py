@@ -8,6 +8,9 @@ too before anything outside of training steps uses them: at the end of an epoch,
 `predict`, and in checkpoints.
 
 A worker whose part of a batch is empty leaves its weights as they are in that step.
+
+Loss scaling stays common: where the scaled gradients of one worker overflow, all workers leave the
+step out and halve the scale, so that the scale and the counts of steps are the same everywhere.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
         synchronize_every: The steps between two averages, at least 2.
 
     Raises:
-        ValueError: If a worker has several replicas, or the optimizer scales its loss.
+        ValueError: If a worker has several replicas.
     """
     strategy = keras_compat.strategy_of(optimizer)
     if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
@@ -47,17 +50,7 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
             "process, which need no network. Use synchronize_every=1, or start one worker for "
             "each device: python -m tfmulti.launch --num_workers N."
         )
-    _refuse_loss_scaling(optimizer, synchronize_every)
     marks.SYNCHRONIZE_EVERY.set(optimizer, synchronize_every)
-
-
-def _refuse_loss_scaling(optimizer, synchronize_every):
-    if hasattr(optimizer, "inner_optimizer"):
-        raise ValueError(
-            "`synchronize_every` needs an optimizer that does not scale its loss: workers would "
-            f"scale it apart. Received: synchronize_every={synchronize_every}, "
-            f"{type(optimizer).__name__}. Use the policy mixed_bfloat16, or `loss_scale_factor`."
-        )
 
 
 def steps_of(model: keras.Model | None) -> int:
@@ -69,7 +62,7 @@ def steps_of(model: keras.Model | None) -> int:
         model: The model that is trained, or None.
 
     Raises:
-        ValueError: If the optimizers of the model differ in it, or one of them scales its loss.
+        ValueError: If the optimizers of the model differ in it.
     """
     if model is None or keras_compat.in_separate_traces():
         return 1
@@ -82,11 +75,7 @@ def steps_of(model: keras.Model | None) -> int:
             f"are averaged together. Received: {_pairs(inner, numbers)}. "
             "Wrap each with tfmulti.DistributedOptimizer(optimizer, synchronize_every=...)."
         )
-    number = max(numbers, default=1)
-    if number > 1:
-        for optimizer in optimizers:
-            _refuse_loss_scaling(optimizer, number)
-    return number
+    return max(numbers, default=1)
 
 
 def _pairs(optimizers, numbers) -> str:

@@ -69,21 +69,31 @@ def DistributedOptimizer(
             f"shard='parameters', compression={compression!r}. Leave compression out."
         )
     _check_local_steps(synchronize_every, compression, shard)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     if synchronize_every > 1:
-        local_steps.take_local_steps(optimizer, synchronize_every)
+        local_steps.take_local_steps(inner, synchronize_every)
+    if inner is not optimizer and marks.SYNCHRONIZE_EVERY.get(inner) > 1:
+        # A worker without rows has no update, but takes part in whether all gradients are finite.
+        if marks.DISTRIBUTED.get(optimizer):
+            _undo(optimizer)
+        _distribute(inner)
+        return optimizer
     if compression is not None:
         marks.COMPRESSION.set(optimizer, compression)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     if shard is not None:
         sharded_state.shard_state(inner, shard)
-    if marks.DISTRIBUTED.get(optimizer):
-        return optimizer
     if inner is not optimizer and marks.DISTRIBUTED.get(inner):
         _undo(inner)
-    marks.UPDATES_ALIKE.set(inner, True)
-    object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
-    marks.DISTRIBUTED.set(optimizer, True)
+    _distribute(optimizer)
     return optimizer
+
+
+def _distribute(optimizer) -> None:
+    if not marks.DISTRIBUTED.get(optimizer):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        marks.UPDATES_ALIKE.set(inner, True)
+        object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
+        marks.DISTRIBUTED.set(optimizer, True)
 
 
 def _check_local_steps(synchronize_every, compression, shard) -> None:

@@ -100,19 +100,6 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
     return parameters.drop_others(gradients, variables)
 
 
-def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf.Tensor:
-    """Returns whether a bool is true on all workers, where they have other gradients than these.
-
-    Args:
-        optimizer: A `LossScaleOptimizer`.
-        condition: The bool.
-    """
-    shards = marks.SHARDS.get(optimizer.inner_optimizer)
-    if shards is None or not shards.shards_parameters:
-        return condition
-    return shards.count(tf.logical_not(condition)) == 0
-
-
 def owners_of_gradients(model, variables) -> list[int] | None:
     """Returns the worker that alone needs the gradient of each variable, or None if all do.
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, verification
 from tfmulti.parallel import sharded_parameters
-from tfmulti.step import local_steps, slots, sparse_gradients, whole_batch
+from tfmulti.step import local_steps, model_contents, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
 from tfmulti.verification import Feed, Workers
 from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
@@ -99,19 +99,20 @@ def refuse_keras_distribution() -> None:
 def refuse_outside_scope(model: keras.Model) -> None:
     """Raises ValueError for a variable without a copy for each replica: all would update it.
 
-    It also finds variables that are created later than their layer, by building or LoRA.
+    It also finds variables that are created later than their layer, by building or LoRA. With one
+    replica they may be created outside of the scope, but not in that of several replicas.
     """
-    if model.distribute_strategy.num_replicas_in_sync == 1:
-        return
-    sharded_parameters.refuse_other_optimizers(model)
+    strategy = model.distribute_strategy
+    several = strategy.num_replicas_in_sync > 1
+    if several:
+        sharded_parameters.refuse_other_optimizers(model)
     optimizer = getattr(model, "optimizer", None)
     owned = [*model.trainable_variables, *model.metrics_variables]
     slots = optimizer.variables if optimizer is not None else []
     # Those of sharded state have one owner.
     owned += [each for each in slots if not marks.IS_SHARDED.get(each)]
-    kind = tf.distribute.DistributedValues
     with keras_compat.held_values():
-        strange = [v for v in owned if not isinstance(v.value, kind)]
+        strange = [v for v in owned if _is_strange(v.value, strategy, several)]
     if strange:
         raise ValueError(
             "Layers, optimizers and metrics must be created in the strategy's scope. "
@@ -119,6 +120,12 @@ def refuse_outside_scope(model: keras.Model) -> None:
             "Create them within `with strategy.scope():`, or pass them to compile by name; "
             "build the model, enable LoRA and compile within the scope too."
         )
+
+
+def _is_strange(value, strategy, several) -> bool:
+    if not isinstance(value, tf.distribute.DistributedValues):
+        return several
+    return getattr(value, "distribute_strategy", strategy) is not strategy
 
 
 _KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batch": TEST}
@@ -250,6 +257,21 @@ def before_call(model: keras.Model, name: str, data) -> None:
         batch = _first_rows(data)
         if batch is not None:
             verification.verify_once(model, PREDICT, Feed(lambda: batch), _WORKERS)
+
+
+def adopt_optimizers(model: keras.Model, name: str) -> None:
+    """Lets a model of one replica be compiled again outside of its scope, as on one device.
+
+    Args:
+        model: The model whose method was called.
+        name: The name of the method.
+    """
+    strategy = model.distribute_strategy
+    if getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync == 1:
+        own = [getattr(model, "optimizer", None)]
+        # To look for those of a custom step in every `train_on_batch` would take time.
+        for optimizer in model_contents.optimizers_of(model) if name == "fit" else own:
+            keras_compat.adopt_optimizer(optimizer, strategy)
 
 
 def _refuse_stateful(model):

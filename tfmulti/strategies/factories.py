@@ -20,10 +20,10 @@ from tfmulti.parallel import activations, partitioned
 from tfmulti.settings import check_choice
 from tfmulti.step import (
     accumulation,
+    finite,
     gradients,
     local_steps,
     losses,
-    sharded_state,
     whole_batch,
 )
 from tfmulti.step.optimizer import distribute_loaded
@@ -172,10 +172,12 @@ def _before_call(model, name, data):
     coordination.compare_call(model.distribute_strategy, name)
     local_steps.average_weights(model)
     checks.check_scope(model, name, data)
+    checks.adopt_optimizers(model, name)
     checks.before_call(model, name, data)
 
 
 def _before_batch(model, name, data):
+    checks.adopt_optimizers(model, name)
     if name == "test_on_batch":
         local_steps.average_weights(model)
 
@@ -223,7 +225,7 @@ def _repair_keras():
         regularization_loss=losses.regularization_loss,
         settle=_settle,
         take_gradient=take,
-        on_all=sharded_state.is_on_all,
+        on_all=finite.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
         weigh_mean=step.weigh_mean,
         note_result=step.note_result,
@@ -242,6 +244,8 @@ def _check_arguments(name, devices, logical_cpus, communication, verify):
             f"Received: devices={devices}, name={name!r}. "
             "Leave it out; set CUDA_VISIBLE_DEVICES to choose among a worker's GPUs."
         )
+    if devices is not None:
+        devices_lib.check_names(devices)
     if logical_cpus < 0:
         raise ValueError(
             "`logical_cpus` must not be negative. "

@@ -235,7 +235,9 @@ def try_in_child_process(
     request = {"sizes": sizes, "num_replicas": num_replicas, "num_local": num_local}
     settings = dataclasses.asdict(config)
     settings |= {"per_replica_batch_size": None, "memory_limit": None, "tf_config": None}
-    request["config"] = {**settings, "strategy": "auto", "communication": "auto"}
+    # Stages are on devices of the process that tries them, too.
+    strategy = config.strategy if config.has_stages_on_devices else "auto"
+    request["config"] = {**settings, "strategy": strategy, "communication": "auto"}
     size = peak = cap = 0
     begun = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:

@@ -44,6 +44,7 @@ def try_sizes(
     """
     config = dataclasses.replace(config, steps_per_execution=1)
     cpus = 0 if num_local == 1 or devices.has_gpu() else num_local
+    cpus = config.logical_cpus if config.has_stages_on_devices else cpus
     kind = "one_device" if num_local == 1 else "mirrored"
     strategy = create_strategy(kind, logical_cpus=cpus, verify="never")
     prepare_keras(config)

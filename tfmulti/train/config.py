@@ -118,7 +118,8 @@ class TrainConfig:
     pipeline_stages: int | None = setting(
         None,
         "Cut the model into this many stages, on a worker each; the number of workers is a "
-        "multiple of it.",
+        "multiple of it. With --strategy one_device they are on the first GPUs of this process, or "
+        "on its --logical_cpus.",
         at_least=2,
     )
     micro_batches: int = setting(
@@ -223,14 +224,19 @@ class TrainConfig:
                 f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
                 "Leave --communication out."
             )
-        if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
-            raise ValueError(
-                "`logical_cpus` above 1 needs mirrored, multi_worker or auto. "
-                f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
-                "Use --strategy mirrored."
-            )
+        self._check_logical_cpus()
         self._check_servers()
         self._check_techniques()
+
+    def _check_logical_cpus(self):
+        if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
+            if not self.has_stages_on_devices:
+                raise ValueError(
+                    "`logical_cpus` above 1 needs mirrored, multi_worker or auto, or one_device "
+                    "with `pipeline_stages`. "
+                    f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
+                    "Use --strategy mirrored."
+                )
 
     def _check_servers(self):
         """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
@@ -256,15 +262,41 @@ class TrainConfig:
             )
 
     def _check_techniques(self):
-        if self.pipeline_stages and self.shard == "state":
-            raise ValueError(
-                "`pipeline_stages` keeps weights and slots with the worker of their stage. "
-                f"Received: pipeline_stages={self.pipeline_stages}, shard='state'. "
-                "Leave --shard out."
-            )
+        self._check_stages()
         self._check_layout()
         if self.synchronize_every > 1:
             self._check_local_steps()
+
+    def _check_stages(self):
+        if not self.pipeline_stages:
+            return
+        received = f"Received: pipeline_stages={self.pipeline_stages}, "
+        if self.shard == "state":
+            raise ValueError(
+                "`pipeline_stages` keeps weights and slots with the worker of their stage. "
+                f"{received}shard='state'. Leave --shard out."
+            )
+        if self.strategy in ("mirrored", "tpu"):
+            raise ValueError(
+                "`pipeline_stages` needs one_device, whose devices then have a stage each, or "
+                f"workers. {received}strategy={self.strategy!r}. Use --strategy one_device, or "
+                f"python -m tfmulti.launch --num_workers {self.pipeline_stages} --mpi with "
+                "--strategy multi_worker."
+            )
+        if not self.has_stages_on_devices:
+            return
+        if 0 < self.logical_cpus < self.pipeline_stages:
+            raise ValueError(
+                "`logical_cpus` must be at least `pipeline_stages`: each stage is on one. "
+                f"{received}logical_cpus={self.logical_cpus}. "
+                f"Use --logical_cpus {self.pipeline_stages}, or leave it out to use GPUs."
+            )
+        if self.estimate_memory is not None:
+            raise ValueError(
+                "`estimate_memory` is about workers with the whole model each. "
+                f"{received}estimate_memory={self.estimate_memory}, strategy='one_device'. "
+                "Leave --pipeline_stages out of the estimate."
+            )
 
     def _check_layout(self):
         if self.tensor_parallel is None:
@@ -287,14 +319,18 @@ class TrainConfig:
         others = (
             ("shard", self.sharded, "all weights and slots on every worker"),
             ("compression", self.compression, "no compression: no gradients are sent"),
-            ("dtype_policy", self.dtype_policy, "no loss scaling, as mixed_float16 has it"),
         )
         for name, value, needs in others:
-            if value not in (None, "float32", "mixed_bfloat16"):
+            if value is not None:
                 raise ValueError(
                     f"`synchronize_every` above 1 needs {needs}. Received: synchronize_every="
                     f"{self.synchronize_every}, {name}={value!r}. Leave one of them out."
                 )
+
+    @property
+    def has_stages_on_devices(self) -> bool:
+        """Whether the stages of a pipeline are on the devices of this one process."""
+        return bool(self.pipeline_stages) and self.strategy == "one_device"
 
     @property
     def sharded(self) -> str | None:

@@ -19,7 +19,7 @@ from tfmulti.strategies import create_strategy
 from tfmulti.train.asynchronous import train_async
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
-from tfmulti.train.models import compile_model, create_model, prepare_keras
+from tfmulti.train.models import compile_model, create_model, prepare_keras, stage_devices
 from tfmulti.train.run_reporter import RunReporter, digest_weights, summarize_run
 
 _SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
@@ -43,6 +43,8 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         RuntimeError: If the devices or the cluster are missing.
     """
     strategy = _create_strategy(config)
+    # Missing devices are told before data are loaded.
+    stages = stage_devices(config)
     config = resolve_batch_size(config, strategy, print_fn)
     global_batch_size = config.resolve_global_batch_size(strategy.num_replicas_in_sync)
     prepare_keras(config)
@@ -62,7 +64,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         model = create_model(config.model, train_split)
         base_rate = compile_model(model, config, train)
     worker = RunReporter(strategy, config.workdir, print_fn)
-    worker.introduce(global_batch_size)
+    worker.introduce(global_batch_size, stages)
     numbers = summarize_run(config, train.plan, worker.num_workers, model, base_rate)
     worker.show_numbers(numbers)
     throughput = callbacks.Throughput(train, print_fn=worker.print_fn_of_monitors(config))

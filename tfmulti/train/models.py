@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import devices
 from tfmulti.data.datasets import resolve_function
 from tfmulti.parallel.activations import checkpoint_activations
 from tfmulti.parallel.pipeline import pipeline
@@ -164,8 +165,13 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
         ValueError: For optimizer settings of a model that is compiled already.
     """
     if config.pipeline_stages:
-        stages, again = config.pipeline_stages, config.checkpoint_activations
-        pipeline(model, stages, config.micro_batches, checkpoint_activations=again)
+        pipeline(
+            model,
+            config.pipeline_stages,
+            config.micro_batches,
+            checkpoint_activations=config.checkpoint_activations,
+            devices=stage_devices(config),
+        )
     elif config.checkpoint_activations:
         checkpoint_activations(model)
     if config.tensor_parallel:
@@ -194,6 +200,28 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
         jit_compile=False,
     )
     return _base_rate(config)
+
+
+def stage_devices(config: TrainConfig) -> list[str] | None:
+    """Returns the device of each stage, where stages are on devices of this process; else None.
+
+    Raises:
+        RuntimeError: If there are fewer devices than stages.
+    """
+    if not config.has_stages_on_devices:
+        return None
+    on_cpus, number = bool(config.logical_cpus), config.pipeline_stages
+    known = devices.list_cpus() if on_cpus else devices.list_gpus()
+    if len(known) < number:
+        kind = "logical CPUs" if on_cpus else "GPUs"
+        fewer = f"{len(known)} stages, " if len(known) > 1 else ""
+        raise RuntimeError(
+            "`pipeline_stages` with one_device needs a device for each stage. Received: "
+            f"pipeline_stages={number}, {len(known)} {kind}. Use {fewer}--logical_cpus "
+            f"{number} to try it without GPUs, or workers: python -m tfmulti.launch "
+            f"--num_workers {number} --mpi with --strategy multi_worker."
+        )
+    return known[:number]
 
 
 def _default(name):

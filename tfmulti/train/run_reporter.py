@@ -198,11 +198,19 @@ class RunReporter:
         named = self.is_chief or environment.PROGRESS in os.environ
         self._print_fn(line if named else f"{self.name}: {line}")
 
-    def introduce(self, global_batch_size: int) -> None:
-        """Prints where the training runs, on the chief."""
+    def introduce(self, global_batch_size: int, stages: list[str] | None = None) -> None:
+        """Prints where the training runs, on the chief.
+
+        Args:
+            global_batch_size: Examples of a step over all replicas.
+            stages: The device of each stage, where stages are on devices of this process.
+        """
         if self.is_chief:
             replicas = console.count(self.strategy.num_replicas_in_sync, "replica")
-            self.print_fn(f"{self.strategy.why}: {replicas}, global batch size {global_batch_size}")
+            where = f" in stages on {', '.join(stages)}" if stages else ""
+            self.print_fn(
+                f"{self.strategy.why}: {replicas}{where}, global batch size {global_batch_size}"
+            )
 
     def show_numbers(self, numbers) -> None:
         """Shows the run summary on the chief: a table on a terminal, else lines.

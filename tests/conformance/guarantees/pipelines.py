@@ -1,4 +1,7 @@
-"""Models in stages: over MPI each worker has a stage, elsewhere the whole model."""
+"""Models in stages: each worker over MPI, or two devices of one process, have them.
+
+In the other columns of these rows the same model is whole.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,20 @@ def in_stages(create, maker=common.sgd, **settings):
         if hasattr(tf.distribute.get_strategy().extended, "receive_sent"):
             model = tfmulti.pipeline(model, **settings)
             optimizer = tfmulti.DistributedOptimizer(optimizer, shard="parameters")
+        model.compile(optimizer, common.entropy(), metrics=["accuracy"], jit_compile=False)
+        return model
+
+    return compiled
+
+
+def on_devices(create, maker=common.sgd, **settings):
+    """Returns a function of `wrap` that makes a model whose stages are on two logical CPUs."""
+
+    def compiled(wrap):
+        model = create()
+        if isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy):
+            model = tfmulti.pipeline(model, devices=["CPU:0", "CPU:1"], **settings)
+        optimizer = wrap(maker())
         model.compile(optimizer, common.entropy(), metrics=["accuracy"], jit_compile=False)
         return model
 
@@ -67,6 +84,23 @@ GUARANTEES = [
     Guarantee(
         "a pipeline, clipped by the norm of all stages",
         in_stages(penalized, clipped, micro_batches=4),
+        data=common.weighted,
+        validate=True,
+    ),
+    Guarantee(
+        "stages on two devices, skip connections and a shared layer",
+        on_devices(skips, micro_batches=3),
+        data=common.plain,
+        num_rows=43,
+    ),
+    Guarantee(
+        "stages on two devices, recurrent under a mask",
+        on_devices(recurrent, micro_batches=2, checkpoint_activations=True),
+        data=common.tokens,
+    ),
+    Guarantee(
+        "stages on two devices, clipped by the norm of all stages",
+        on_devices(penalized, clipped, micro_batches=4),
         data=common.weighted,
         validate=True,
     ),
