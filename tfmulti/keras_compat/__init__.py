@@ -45,6 +45,9 @@ from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_ba
 from tfmulti.keras_compat.names import EachDtype as EachDtype
 from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
 from tfmulti.keras_compat.names import OwnAllReduce as OwnAllReduce
+from tfmulti.keras_compat.names import WithLogits as WithLogits
+from tfmulti.keras_compat.names import activated as activated
+from tfmulti.keras_compat.names import activation_of as activation_of
 from tfmulti.keras_compat.names import adopt_optimizer as adopt_optimizer
 from tfmulti.keras_compat.names import all_layers as all_layers
 from tfmulti.keras_compat.names import all_metrics as all_metrics
@@ -55,6 +58,7 @@ from tfmulti.keras_compat.names import keep_on_each_replica as keep_on_each_repl
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import loss_of as loss_of
 from tfmulti.keras_compat.names import mask_of as mask_of
+from tfmulti.keras_compat.names import noted_logits as noted_logits
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import own_losses as own_losses
 from tfmulti.keras_compat.names import random_layers as random_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -174,6 +175,57 @@ def set_mask(tensor, mask) -> None:
     """Puts a mask on a tensor, which losses and metrics look for."""
     if mask is not None:
         keras_backend.set_keras_mask(tensor, mask)
+
+
+_ACTIVATIONS = {"Sigmoid": tf.nn.sigmoid, "Softmax": tf.nn.softmax}
+
+
+def noted_logits(tensor) -> tf.Tensor | None:
+    """Returns the logits that an activation of Keras has noted on its output, or None.
+
+    Keras computes cross-entropy from them: another number where a probability is rounded.
+    """
+    return getattr(tensor, "_keras_logits", None) if isinstance(tensor, tf.Tensor) else None
+
+
+def activation_of(tensor) -> Callable | None:
+    """Returns the sigmoid or the softmax that made a tensor of a graph, or None."""
+    symbolic = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy")
+    activation = _ACTIVATIONS.get(tensor.op.type) if symbolic else None
+    noted = noted_logits(tensor)
+    return activation if noted is None or activation and noted is tensor.op.inputs[0] else None
+
+
+def activated(activation: Callable, logits: tf.Tensor) -> tf.Tensor:
+    """Returns an activation of logits, which are noted on it as Keras's own layers do."""
+    output = activation(logits)
+    output._keras_logits = logits
+    return output
+
+
+class WithLogits:
+    """A tensor that leaves a function, or a replica, together with its logits.
+
+    Args:
+        tensor: The tensor.
+
+    Attributes:
+        tensors: What to hand on in its place.
+    """
+
+    def __init__(self, tensor):
+        self._activation, noted = activation_of(tensor), noted_logits(tensor)
+        self.tensors = [tensor] if noted is None else [tensor, noted]
+        if self._activation is not None:
+            self.tensors = [tensor.op.inputs[0]]
+
+    def restored(self, tensors: list[tf.Tensor]) -> tf.Tensor:
+        """Returns the tensor, given what came of `tensors`."""
+        if self._activation is not None:
+            return activated(self._activation, tensors[0])
+        if len(tensors) > 1:
+            tensors[0]._keras_logits = tensors[1]
+        return tensors[0]
 
 
 def keep_on_each_replica(variables) -> None:

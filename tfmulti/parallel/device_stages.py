@@ -37,7 +37,8 @@ class DeviceStages(StagedCall):
             ids = tuple(id(x) for x in self._model.inputs)
             specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in self._model.inputs]
             stages = stages_of(self._cut, list(ids), [id(x) for x in self._cut.outputs])
-            before = Boundary(ids, (False,) * len(ids), 0, tuple(specs))
+            none = (None,) * len(ids)
+            before = Boundary(ids, (False,) * len(ids), 0, none, tuple(specs))
             _refuse_shared_state(trace_stages(stages, before, True))
         super().install()
 

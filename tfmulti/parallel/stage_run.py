@@ -148,9 +148,9 @@ class StageRun:
         # Each micro-batch has random numbers of its own, as each replica has.
         own = keras_compat.draws_of(rows, number), keras_compat.random_stream(index)
         with own[0], own[1], self._plan.context():
-            _, flat, new = self._stage.run(
-                self._traced.before, taken, weights, state, self._plan.training
-            )
+            before, after = self._traced.before, self._traced.after
+            training = self._plan.training
+            _, flat, new = self._stage.run(before, taken, weights, state, training, after)
         if self._is_last:
             # A micro-batch without rows has had some row in their place.
             flat = [each[: end - begin] for each in flat]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -24,34 +24,46 @@ class Boundary:
         tensors: Identities of the model's tensors whose values are handed on.
         has_mask: Which of them have a mask.
         num_losses: The number of added losses.
+        activations: The sigmoid or the softmax of each tensor whose logits are handed on in its
+            place, since Keras computes cross-entropy from them; else None.
         specs: The dtype and the shape of each tensor, of any number of rows.
     """
 
     tensors: tuple[int, ...]
     has_mask: tuple[bool, ...]
     num_losses: int
+    activations: tuple[Callable | None, ...]
     specs: tuple[tf.TensorSpec, ...]
 
     @classmethod
-    def of(cls, tensors, values: dict, losses: list) -> tuple[Boundary, list]:
+    def of(cls, tensors, values: dict, losses: list, like=None) -> tuple[Boundary, list]:
         """Returns what describes values and losses, and all that is handed on, as a flat list.
 
         Args:
             tensors: Identities of the model's tensors.
             values: Their values by identity.
             losses: Vectors with an entry for each row.
+            like: A `Boundary` of the same tensors; its activations are known from a graph.
         """
         chosen = [values[each] for each in tensors]
         masks = [keras_compat.mask_of(value) for value in chosen]
+        activations = like.activations if like else tuple(map(_activation_of, chosen))
+        chosen = [
+            value if activation is None else keras_compat.noted_logits(value)
+            for value, activation in zip(chosen, activations)
+        ]
         flat = [*chosen, *(mask for mask in masks if mask is not None), *losses]
         specs = [tf.TensorSpec([None, *value.shape[1:]], value.dtype) for value in flat]
         has_mask = tuple(mask is not None for mask in masks)
-        return cls(tuple(tensors), has_mask, len(losses), tuple(specs)), flat
+        return cls(tuple(tensors), has_mask, len(losses), activations, tuple(specs)), flat
 
     def values(self, flat) -> tuple[dict, list]:
         """Returns the values by identity, with their masks, and the losses."""
         flat = list(flat)
         values = {each: tf.identity(flat.pop(0)) for each in self.tensors}
+        for each, activation in zip(self.tensors, self.activations):
+            if activation is not None:
+                values[each] = keras_compat.activated(activation, values[each])
         for each, has_mask in zip(self.tensors, self.has_mask):
             if has_mask:
                 keras_compat.set_mask(values[each], flat.pop(0))
@@ -65,6 +77,11 @@ class Boundary:
     def is_float(self) -> list[bool]:
         """Which of the tensors have gradients."""
         return [spec.dtype.is_floating or spec.dtype.is_complex for spec in self.specs]
+
+
+def _activation_of(value):
+    noted = keras_compat.noted_logits(value) is not None
+    return keras_compat.activation_of(value) if noted else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Stage:
             if id(each) in given or isinstance(each, parameters.ShardedParameter)
         ]
 
-    def run(self, before: Boundary, flat, weights, state, training):
+    def run(self, before: Boundary, flat, weights, state, training, after=None):
         """Computes the stage on some rows.
 
         Args:
@@ -115,6 +132,7 @@ class Stage:
             weights: Values of `weights`.
             state: Pairs of a variable and its value, for variables that stages update.
             training: As in a layer's call.
+            after: Describes what the stage hands on, where that is known.
 
         Returns:
             The `Boundary` after the stage, its tensors, and the state after it.
@@ -127,7 +145,7 @@ class Stage:
         values.update(zip(self._part.outputs, keras.tree.flatten(results)))
         rows = tf.shape(given[0])[:1]
         losses += [tf.fill(rows, loss) for loss in scope.losses]
-        after, flat = Boundary.of(self._handed_on, values, losses)
+        after, flat = Boundary.of(self._handed_on, values, losses, after)
         known = dict((id(variable), (variable, value)) for variable, value in state)
         for variable in scope.updated.values():
             known[id(variable)] = variable, scope.get_current_value(variable)

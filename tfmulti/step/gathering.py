@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfmulti import step, topology
+from tfmulti import keras_compat, step, topology
 from tfmulti.step import losses, parameters
 
 # Collectives between workers and GPUs add floats, int32 and int64 only.
@@ -81,9 +81,11 @@ def gather_batch(structure):
             "gather_batch in a layer's call. Call it in the loss or in `train_step`, or leave "
             "tfmulti.pipeline out."
         )
-    own = [_own_rows(parts[index], replica_batch) for index in indices]
-    for index, part in zip(indices, _gather(own, context)):
-        parts[index] = part
+    sent = [keras_compat.WithLogits(parts[index]) for index in indices]
+    own = [_own_rows(tensor, replica_batch) for each in sent for tensor in each.tensors]
+    gathered = iter(_gather(own, context))
+    for index, each in zip(indices, sent):
+        parts[index] = each.restored([next(gathered) for _ in each.tensors])
     return tf.nest.pack_sequence_as(structure, parts, expand_composites=False)
 
 
