@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,9 +13,10 @@ import keras
 import tensorflow as tf
 
 from tfmulti import marks
+from tfmulti.runtime.scoped import Scoped
 
 _MARK = "tfmulti_replaces"
-_local = threading.local()
+_distributing = Scoped(False)
 _strategies: weakref.WeakSet = weakref.WeakSet()
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, functools.partialmethod)
 
@@ -78,16 +78,13 @@ def while_a_strategy_exists(*_, **__) -> bool:
 
 def distributing(*_, **__) -> bool:
     """While data of one of our strategies are begun."""
-    return getattr(_local, "distributes", False)
+    return _distributing.value
 
 
 def note_distributing(original, dataset):
     """Begins data of one of our strategies, which `distributing` tells meanwhile."""
-    before, _local.distributes = distributing(), True
-    try:
+    with _distributing.set_to(True):
         return original(dataset)
-    finally:
-        _local.distributes = before
 
 
 def replace(owner, name: str, make: Callable, used: Callable) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import owners
 
 if TYPE_CHECKING:
     from tfmulti.step.sharded_state import Shards
 
-_local = threading.local()
+_gathers = Scoped(False)
 _numbers = itertools.count()
 
 
@@ -190,20 +190,14 @@ def _number_of(variable) -> int:
     return marks.NUMBER.get(variable)
 
 
-@contextlib.contextmanager
-def gathering():
+def gathering() -> contextlib.AbstractContextManager:
     """Makes reading slots a collective within the context, which every worker must enter."""
-    previous = getattr(_local, "gathers", False)
-    _local.gathers = True
-    try:
-        yield
-    finally:
-        _local.gathers = previous
+    return _gathers.set_to(True)
 
 
 def is_gathering() -> bool:
     """Whether all workers read slots now; see `gathering`."""
-    return getattr(_local, "gathers", False)
+    return _gathers.value
 
 
 class KeptValues:
