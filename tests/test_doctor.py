@@ -288,9 +288,9 @@ def test_cores_that_a_container_does_not_give():
 
 def test_shared_memory_and_open_files():
     docker = Host(shared=64_000_000, shared_free=64_000_000)
-    assert host.check_shared(docker, 1).status == "warning"
-    assert "--shm-size" in host.check_shared(docker, 1).hint
-    assert host.check_shared(Host(shared=8 * GB, shared_free=7 * GB), 1).status == "ok"
+    assert host.check_shared(docker).status == "warning"
+    assert "--shm-size" in host.check_shared(docker).hint
+    assert host.check_shared(Host(shared=8 * GB, shared_free=7 * GB)).status == "ok"
     usual = Host(files=1024, most_files=1048576)
     assert host.check_files(usual, 1).status == "ok"
     assert host.check_files(usual, 64).status == "warning"

@@ -91,7 +91,7 @@ def check_host(
         check_memory(host, num_gpus),
         check_cores(host, environ),
         check_container(host.limits),
-        check_shared(host, num_gpus),
+        check_shared(host),
         check_files(host, num_workers),
     ]
 
@@ -147,7 +147,7 @@ def check_container(limits: Limits) -> Check:
     return Check("container limits", OK, ", ".join(told) or "none on cores or memory")
 
 
-def check_shared(host: Host, num_gpus: int) -> Check:
+def check_shared(host: Host) -> Check:
     """Checks /dev/shm, through which NCCL and MPI send within a host."""
     name = "shared memory"
     if host.shared is None:

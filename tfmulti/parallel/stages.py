@@ -23,13 +23,11 @@ class Boundary:
     Attributes:
         tensors: Identities of the model's tensors whose values are handed on.
         has_mask: Which of them have a mask.
-        num_losses: The number of added losses.
         specs: The dtype and the shape of each tensor, of any number of rows.
     """
 
     tensors: tuple[int, ...]
     has_mask: tuple[bool, ...]
-    num_losses: int
     specs: tuple[tf.TensorSpec, ...]
 
     @classmethod
@@ -46,7 +44,7 @@ class Boundary:
         flat = [*chosen, *(mask for mask in masks if mask is not None), *losses]
         specs = [tf.TensorSpec([None, *value.shape[1:]], value.dtype) for value in flat]
         has_mask = tuple(mask is not None for mask in masks)
-        return cls(tuple(tensors), has_mask, len(losses), tuple(specs)), flat
+        return cls(tuple(tensors), has_mask, tuple(specs)), flat
 
     def values(self, flat) -> tuple[dict, list]:
         """Returns the values by identity, with their masks, and the losses."""

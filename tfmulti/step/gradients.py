@@ -257,7 +257,7 @@ def _of_own_rows(grads, replica_batch):
     return tf.nest.pack_sequence_as(grads, values)
 
 
-def reduce_values(grads, kinds, compression, owners=None) -> list:
+def _reduce_values(grads, kinds, compression, owners) -> list:
     """Adds gradients over all replicas, and optionally sends dense ones in half precision.
 
     Args:
@@ -319,7 +319,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
     owners = None
     if all(variable is not None for _, variable in present):
         owners = sharded_state.owners_of_gradients(model, [variable for _, variable in present])
-    reduced = iter(reduce_values([g for g, _ in present], kinds, compression, owners))
+    reduced = iter(_reduce_values([g for g, _ in present], kinds, compression, owners))
     return [None if grad is None else next(reduced) for grad in grads]
 
 
