@@ -179,10 +179,10 @@ def test_two_mpis_and_files_that_hide_packages(tmp_path):
 @pytest.mark.parametrize(
     ("code", "words", "hint"),
     [
-        ("import os; os.kill(os.getpid(), 11)", "it was ended by SIGSEGV", "anew"),
+        ("import os; os.kill(os.getpid(), 11)", "it was ended by SIGSEGV", "recreate"),
         ("import os; os.kill(os.getpid(), 4)", "it was ended by SIGILL", "AVX"),
         ("import no_such_tensorflow", "ModuleNotFoundError: No module named", "Install"),
-        ("print('last words', file=__import__('sys').stderr); exit(3)", "last words", "anew"),
+        ("print('last words', file=__import__('sys').stderr); exit(3)", "last words", "recreate"),
         ("import time; time.sleep(60)", "no answer in 1 s", "--tensorflow_timeout"),
     ],
 )

@@ -34,7 +34,7 @@ class _Scope:
         self.traces = []
 
     def forget_traces(self):
-        """Takes the traces out of the functions' caches; nobody finds them there again."""
+        """Removes the traces from the functions' caches."""
         for cache, function_type, key in self.traces:
             cache.delete(function_type, key)
         self.traces.clear()
@@ -42,7 +42,7 @@ class _Scope:
 
 @contextlib.contextmanager
 def replaced_ops(replace: Callable) -> Iterator[None]:
-    """Lets the outputs of every op that is created or run in this thread be replaced.
+    """Replaces outputs of ops that are created or run in this thread.
 
     TensorFlow's callbacks of ops (`op_callbacks`) replace outputs in graphs, those of branches,
     loops and nested functions among them; eagerly they only look, and so both ways by which ops
@@ -192,7 +192,7 @@ class Draws:
             return next_creator(**kwargs)
 
     def forget_tensors(self):
-        """Lets go of the graph: the counts are kept longer than it."""
+        """Releases the graph, since the counts outlive it."""
         self._ordered.clear()
         self._seeds = set()
         self._rows = None
@@ -352,7 +352,7 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
 
 @contextlib.contextmanager
 def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterator[Draws | None]:
-    """Within `fixed_random_numbers`, lets what is drawn belong to other rows.
+    """Within `fixed_random_numbers`, draws for other rows.
 
     Args:
         rows: As in `fixed_random_numbers`; None for the same as around it. Its third value is

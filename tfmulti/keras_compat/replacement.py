@@ -27,7 +27,7 @@ def is_ours(strategy) -> bool:
 
 
 def note_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Takes note that one of our strategies is there, as long as it is."""
+    """Registers one of our strategies, as long as it exists."""
     _strategies.add(strategy)
 
 
@@ -72,17 +72,17 @@ def of_launcher(launcher, *_, **__) -> bool:
 
 
 def while_a_strategy_exists(*_, **__) -> bool:
-    """While one of our strategies is there: a model that was made in no scope is told of."""
+    """While one of our strategies exists: models created outside of its scope are reported."""
     return bool(_strategies)
 
 
 def distributing(*_, **__) -> bool:
-    """While data of one of our strategies are begun."""
+    """While an iterator over data of one of our strategies is created."""
     return _distributing.value
 
 
 def note_distributing(original, dataset):
-    """Begins data of one of our strategies, which `distributing` tells meanwhile."""
+    """Creates an iterator over data of one of our strategies; meanwhile `distributing` is true."""
     with _distributing.set_to(True):
         return original(dataset)
 
@@ -112,7 +112,7 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
 
 
 def _absent(name):
-    """What takes the place of a method that is not there: it says so."""
+    """Returns what stands for a missing method, and raises an error that says so."""
 
     def absent(self, *args, **kwargs):
         raise TypeError(f"{type(self).__name__} has no {name}")

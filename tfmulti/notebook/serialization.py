@@ -61,7 +61,7 @@ def _names_in(config):
 
 
 def _reachable(model):
-    """Yields the objects that a model holds, the nearest first."""
+    """Yields the objects that a model refers to, the nearest first."""
     waiting, seen = deque([model]), {id(model)}
     while waiting:
         each = waiting.popleft()

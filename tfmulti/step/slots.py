@@ -222,7 +222,7 @@ class KeptValues:
 
 
 class Watched(list):
-    """A list of variables that knows to which of them a loop has come."""
+    """A list of variables that records which of them a loop is at."""
 
     def __init__(self, variables):
         super().__init__(variables)
