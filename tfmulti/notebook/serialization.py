@@ -220,8 +220,6 @@ class _ResultPickler(cloudpickle.Pickler):
         return None
 
     def _save(self, model, name):
-        pass
-
         model.save(self._folder / name)
         return name, objects_of(model, self._folder / name)
 

@@ -172,7 +172,7 @@ class Server:
                         self._receive, sock=listener, limit=messages.MAX_BYTES
                     )
                 )
-            await self._until(lambda: self._twice or not self._awaited(), self._deadline_s)
+            await self._until(lambda: self._twice or not self._awaited(), lambda: self._deadline)
             outcome = self._outcome()
             # Who comes now comes for a later rendezvous, and tries again.
             self._ended = True
@@ -196,9 +196,6 @@ class Server:
                 await asyncio.wait_for(self._changed.wait(), deadline_s() - clock())
             except asyncio.TimeoutError:
                 return
-
-    def _deadline_s(self) -> float:
-        return self._deadline
 
     def give_up(self, index: int) -> None:
         """Stops waiting for a worker once it has connected and been refused."""

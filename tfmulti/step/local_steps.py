@@ -146,17 +146,13 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     every, here = marks.SYNCHRONIZE_EVERY.get(optimizer), in_local_step()
     if every > 1 and not here and not keras_compat.in_separate_traces():
         _refuse_own_loop(every)
-    batch = current_replica_batch()
-    if not here or batch is None or not batch.may_be_empty or _accumulates(optimizer):
+    batch, accumulates = current_replica_batch(), optimizer.gradient_accumulation_steps
+    if not here or batch is None or not batch.may_be_empty or accumulates:
         apply()
         return
     if not optimizer.built and variables is not None:
         optimizer.build(variables)
     tf.cond(batch.num_real > 0, apply, count)
-
-
-def _accumulates(optimizer) -> bool:
-    return bool(optimizer.gradient_accumulation_steps)
 
 
 def _refuse_own_loop(every):
