@@ -10,6 +10,7 @@ from conformance import training
 from conformance.guarantee import TOLD, Guarantee
 from conformance.guarantees import common
 from conformance.guarantees.layers import no_bias, synchronized
+from conformance.guarantees.losses import MeanPenalty, activity
 
 
 def guarantee(name, create, data=common.numbers, **settings):
@@ -136,16 +137,6 @@ class SubsetPenalty(layers.Layer):
         total = tf.reduce_sum(mask * tf.square(x))
         self.add_loss(0.1 * total / (tf.reduce_sum(mask) + 1.0))
         return x
-
-
-class MeanPenalty(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
-        return x
-
-
-def activity():
-    return layers.Dense(6, "tanh", activity_regularizer=keras.regularizers.L2(0.1))
 
 
 class InBatch(keras.Model):
