@@ -313,7 +313,7 @@ def test_large_splits_are_streams_in_the_same_order(tfds, no_network, monkeypatc
         np.testing.assert_array_equal([image for image, _ in stream], x)
 
 
-def test_array_record(tfds, no_network):
+def test_files_of_array_record_are_read(tfds, no_network):
     pytest.importorskip("array_record", reason="array_record is not installed")
     builder = create_builder_class(tfds, "ArrayRecorded", {"train": [5, 6, 7], "test": [8]})()
     builder.download_and_prepare(file_format="array_record")

@@ -119,7 +119,7 @@ def test_a_line_is_never_cut_off(monkeypatch):
     assert lines[-1] == "Not ready: PCIe. (1 failure, 1 ok, 1 not looked at)"
 
 
-def test_verdicts():
+def test_the_verdict_is_the_worst_status():
     def verdict(*statuses):
         return found_report.verdict([Check("a", status, "b") for status in statuses]).plain
 
@@ -147,7 +147,7 @@ def test_versions_are_compared_with_what_tfmulti_wants():
     assert "overwrite each other" in both.hint
 
 
-def test_needs_of_packages():
+def test_unmet_requirements_fail_and_are_named():
     needs = {"keras": [Requirement("numpy>=1.26"), Requirement("h5py")]}
     good = packages.check_needs(needs, {"numpy": "2.1", "h5py": "3.14"}.get)
     assert (good.status, good.detail) == ("ok", "2 requirements hold")

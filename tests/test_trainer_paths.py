@@ -89,7 +89,7 @@ class RaggedSum(keras.layers.Layer):
         pytest.param(sparse_rows, dense, id="sparse", marks=pytest.mark.slow),
     ],
 )
-def test_composite_inputs(data, layers):
+def test_ragged_and_sparse_inputs_give_one_devices_result(data, layers):
     def train(num_replicas):
         model = build(num_replicas, layers, weighted_metrics=["mae"])
         dataset = tf.data.Dataset.from_tensor_slices(data()).batch(BATCH_SIZE)

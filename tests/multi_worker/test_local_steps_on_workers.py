@@ -162,7 +162,7 @@ def test_three_workers_with_frozen_weights(run_cases, tmp_path):
 
 
 @pytest.mark.slow
-def test_over_mpi(run_over_mpi, tmp_path):
+def test_local_steps_over_mpi_are_those_over_the_ring(run_over_mpi, tmp_path):
     names = ("adam 4", "accumulation 2", "skips", "life")
     seen = run_over_mpi(tmp_path, names)
     for name in names[:2]:
@@ -172,7 +172,7 @@ def test_over_mpi(run_over_mpi, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line(run_workers, tmp_path):
+def test_the_command_line_takes_local_steps(run_workers, tmp_path):
     """Workers end with the same weights, which is not what one device learns, but as good."""
     flags = ["--epochs=3", "--optimizer=momentum", "--checkpoint_steps=5"]
     command = ["-m", "tfmulti.train", *flags]

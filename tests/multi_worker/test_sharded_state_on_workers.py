@@ -94,7 +94,7 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 
 
 @pytest.mark.slow
-def test_over_mpi(run_over_mpi, tmp_path):
+def test_sharded_state_over_mpi_gives_the_bits_of_copies(run_over_mpi, tmp_path):
     names = ("adamw", "accumulation", "muon", "two optimizers", "skips")
     more = ("table adamw", "tied accumulation", "table loss scale", "life", "divided life")
     seen = run_over_mpi(tmp_path, (*names, *more), at_once=5)

@@ -35,7 +35,9 @@ def assert_one_devices(folder, num_workers, num_replicas, reference, why):
         pytest.param(2, 2, id="2x2", marks=pytest.mark.slow),
     ],
 )
-def test_workers(run_workers, tmp_path, num_workers, logical_cpus, reference):
+def test_workers_have_one_devices_whole_batch(
+    run_workers, tmp_path, num_workers, logical_cpus, reference
+):
     run_workers(num_workers, [SCRIPT, tmp_path, logical_cpus])
     num_replicas = num_workers * max(logical_cpus, 1)
     assert_one_devices(tmp_path, num_workers, num_replicas, reference, "over ring")
@@ -48,6 +50,6 @@ def test_canary_a_key_of_tensorflows_stands_for_one_shape(run_workers, tmp_path)
 
 
 @pytest.mark.slow
-def test_workers_over_mpi(mpiexec, tmp_path, reference):
+def test_workers_over_mpi_have_one_devices_whole_batch(mpiexec, tmp_path, reference):
     mpiexec(SCRIPT, tmp_path, 0)
     assert_one_devices(tmp_path, 2, 2, reference, "over mpi")
