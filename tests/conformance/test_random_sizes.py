@@ -6,9 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from replicas import create_strategy
 
+from conformance import training
 from conformance.guarantee import Origin
 from conformance.guarantees import sizes
-from conformance.test_conformance import attempt, judge
+from conformance.test_conformance import judge
 
 CASES = 60
 
@@ -37,6 +38,6 @@ def cases(draw):
 @hypothesis.given(cases())
 def test_any_numbers_of_rows_and_batches_give_one_devices_result(case):
     num_replicas, guarantee = case
-    cell = judge(guarantee, attempt(guarantee, Origin(create_strategy(num_replicas))))
+    cell = judge(guarantee, training.attempt(guarantee, Origin(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
     keras.utils.clear_session()

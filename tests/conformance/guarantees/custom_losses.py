@@ -7,14 +7,11 @@ import tensorflow as tf
 from keras import layers, ops
 
 from conformance import training
-from conformance.guarantee import TOLD, Guarantee
+from conformance.guarantee import TOLD
 from conformance.guarantees import common
+from conformance.guarantees.common import guarantee
 from conformance.guarantees.layers import no_bias, synchronized
 from conformance.guarantees.losses import MeanPenalty, activity
-
-
-def guarantee(name, create, data=common.numbers, **settings):
-    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 class Total(keras.losses.Loss):
