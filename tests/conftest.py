@@ -86,6 +86,21 @@ def free_ports_fixture():
     return processes.free_ports
 
 
+@pytest.fixture
+def all_reduces(monkeypatch):
+    """A list to which every all-reduce of a replica adds its arguments."""
+    import tensorflow as tf
+
+    seen, original = [], tf.distribute.ReplicaContext.all_reduce
+
+    def all_reduce(self, *args, **kwargs):
+        seen.append(args)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", all_reduce)
+    return seen
+
+
 @pytest.fixture(scope="session")
 def run_workers():
     """Runs a Python program on several workers: `run_workers(2, ["script.py", "--flag"])`.
