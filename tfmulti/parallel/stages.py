@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -120,7 +119,10 @@ class Stage:
         values, losses = before.values(flat)
         given = [values[each] for each in self._part.inputs]
         scope = keras_compat.RecordingScope([*zip(self.weights, weights), *state])
-        with as_current(None), parameters.stage(), _own_statistics(self._part.model), scope:
+        # Batch normalization takes the statistics of one micro-batch.
+        layers = normalization.synchronized_layers(self._part.model)
+        local = normalization.synchronized(layers, False)
+        with as_current(None), parameters.stage(), local, scope:
             results = self._part.model(given if len(given) > 1 else given[0], training=training)
         values.update(zip(self._part.outputs, keras.tree.flatten(results)))
         rows = tf.shape(given[0])[:1]
@@ -193,19 +195,6 @@ def _refuse_without_rows(after):
                 "What a stage of a pipeline hands on must have an axis of rows. Received: a tensor "
                 f"of shape {spec.shape}. Choose other `stages`, so that it stays within one."
             )
-
-
-@contextlib.contextmanager
-def _own_statistics(model) -> Iterator[None]:
-    """Has batch normalization use the rows that it gets: those of one micro-batch."""
-    layers = normalization.synchronized_layers(model)
-    for layer in layers:
-        layer.synchronized = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.synchronized = True
 
 
 def weights_of(model: keras.Model) -> Iterator[keras.Variable]:

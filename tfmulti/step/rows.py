@@ -57,7 +57,7 @@ def num_rows(data) -> tf.Tensor:
 
 
 def some_rows(data, start: int, stop: int):
-    """Returns the rows of a batch from one to another, which is left out."""
+    """Returns the rows of a batch from `start` up to, but not including, `stop`."""
     return _map(lambda part: part[start:stop], data)
 
 

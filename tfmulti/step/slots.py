@@ -98,7 +98,7 @@ class SlotVariable(keras.Variable):
         """Assigns the whole value on the owner; other workers keep it in a file."""
         if self.is_here:
             super().assign(value)
-        # On the owner too, for the value to be known there as on the others.
+        # On the owner too, so that the value is known on all workers.
         return self._shards.values.keep_value(self, value)
 
     def numpy(self) -> np.ndarray:
@@ -184,7 +184,7 @@ class OwnedValues:
 
 
 def _number_of(variable) -> int:
-    """Returns a variable's number, which no other one gets, as `id` may."""
+    """Returns a variable's number, which unlike `id` is never used again."""
     if marks.NUMBER.get(variable) is None:
         marks.NUMBER.set(variable, next(_numbers))
     return marks.NUMBER.get(variable)
@@ -237,10 +237,10 @@ class Watched(list):
 
 @contextlib.contextmanager
 def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> Iterator[None]:
-    """Refuses an update of one variable that uses another, or changes what is not its slot.
+    """Refuses an update of one variable that reads another, or changes more than its own slots.
 
-    Each worker makes its own updates alone: what they change together would differ between
-    workers, and other variables may not have been updated yet.
+    Each worker makes only its own updates: shared state would differ between workers, and other
+    variables may not have been updated yet.
 
     Args:
         optimizer: The optimizer, with sharded state.
