@@ -521,9 +521,12 @@ def test_events_of_signals_come_in_order():
     from tfmulti.launch.group import signals_as_events
 
     events, before = queue.SimpleQueue(), signal.getsignal(signal.SIGTERM)
+    # A shell has what it runs in the background ignore SIGINT.
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     with signals_as_events(events):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, interrupts)
     assert [events.get_nowait(), events.get_nowait()] == [signal.SIGINT, signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == before
 
