@@ -2,7 +2,9 @@
 
 import collections
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -10,6 +12,7 @@ import pytest
 
 from tfmulti.runtime import processes
 
+ROOT = Path(__file__).parents[1]
 WORKER_TIMEOUT_S = 240
 
 
@@ -83,6 +86,21 @@ def free_ports_fixture():
     return processes.free_ports
 
 
+@pytest.fixture
+def all_reduces(monkeypatch):
+    """A list to which every all-reduce of a replica adds its arguments."""
+    import tensorflow as tf
+
+    seen, original = [], tf.distribute.ReplicaContext.all_reduce
+
+    def all_reduce(self, *args, **kwargs):
+        seen.append(args)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", all_reduce)
+    return seen
+
+
 @pytest.fixture(scope="session")
 def run_workers():
     """Runs a Python program on several workers: `run_workers(2, ["script.py", "--flag"])`.
@@ -96,7 +114,8 @@ def run_workers():
     ):
         launch = ["-m", "tfmulti.launch", f"--num_workers={num_workers}", "--all_output", *options]
         command = [sys.executable, *launch, "--", sys.executable, *map(str, arguments)]
-        [done] = processes.run_together(command, [env or {}], timeout_s=timeout_s)
+        environ = {"PYTHONPATH": str(ROOT), **(env or {})}
+        [done] = processes.run_together(command, [environ], timeout_s=timeout_s)
         assert not check or done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
         names = [f"[worker {index}] " for index in range(num_workers)]
         lines = done.stdout.splitlines(keepends=True)
@@ -104,5 +123,28 @@ def run_workers():
             "".join(line.removeprefix(name) for line in lines if line.startswith(name))
             for name in names
         ]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def mpiexec():
+    """Runs a program as two processes of MPI, `mpiexec("script.py")`; gives what they print."""
+    program = Path(sys.executable).parent / "mpiexec"
+    if not program.exists():
+        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+
+    def run(*arguments):
+        environ = {name: text for name, text in os.environ.items() if name != "TF_CONFIG"}
+        environ["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(
+            [program, "-n", "2", sys.executable, *map(str, arguments)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=WORKER_TIMEOUT_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     return run

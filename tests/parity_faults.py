@@ -23,13 +23,6 @@ def rows_of_the_moment():
     return (x, x[:, :2]), (x, x[:, :2])
 
 
-def reshuffled():
-    """A custom shuffle, which comes in another order at every pass."""
-    (x, y), test = rows()
-    train = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(NUM_ROWS)
-    return train, tf.data.Dataset.from_tensor_slices(test)
-
-
 def sequential(*inner, loss="mse", optimizer=None, **compiled):
     model = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), *inner, layers.Dense(2)])
     model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **compiled)

@@ -11,7 +11,6 @@ from tfmulti.step import accumulation
 
 ROWS = np.random.RandomState(0).randn(43, 6).astype("float32")
 LABELS = np.random.RandomState(1).randint(0, 3, 43)
-NUM_WEIGHTS = 6 * 40 + 40 + 40 * 3 + 3
 
 
 def create_model(strategy, optimizer):

@@ -52,7 +52,7 @@ def series_of(kind, replicas, seconds, calls=1, batch_size=10):
     return Series(setup, calls, [block], figures={"input_seconds": 1e-3})
 
 
-def test_summary_of_values():
+def test_a_summary_has_the_median_and_the_percentiles():
     summary = summarize([4.0, 1.0, 2.0, 3.0, 5.0])
     assert (summary["median"], summary["best"], summary["n"]) == (3.0, 1.0, 5)
     assert (summary["p10"], summary["p90"]) == pytest.approx((1.4, 4.6))
@@ -80,7 +80,7 @@ def test_parts_of_a_step_add_to_the_step_whatever_the_noise():
         (10.0, 6.0, 6.0, 1.0, "host"),
     ],
 )
-def test_verdict(single, several, control, drawn, bound_by):
+def test_the_bottleneck_is_what_takes_the_time(single, several, control, drawn, bound_by):
     assert find_bottleneck(break_down(single, several, control, drawn)) == bound_by
 
 

@@ -82,6 +82,11 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
     return [weight.copy() for weight in model.get_weights()], history, told
 
 
+def assert_same_weights(some, others):
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def assert_same_history(one, other):
     assert one.epoch == other.epoch
     assert set(one.history) == set(other.history)
@@ -121,8 +126,7 @@ def test_a_killed_run_ends_as_one_that_was_not(num_replicas, steps, whole, tmp_p
         train(num_replicas, tmp_path, End(steps, kill), every_steps=1)
     resumed, resumed_history, told = train(num_replicas, tmp_path, every_steps=1)
     assert f"resumed at step {steps}" in told[0]
-    for one, other in zip(weights, resumed, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(weights, resumed)
     assert_same_history(history, resumed_history)
 
 
@@ -134,8 +138,7 @@ def test_a_run_that_was_killed_between_checkpoints_takes_the_steps_again(whole, 
     resumed, resumed_history, told = train(2, tmp_path, every_steps=5)
     # The end of the second epoch, step 6, is later than the fifth step.
     assert "resumed at step 6, epoch 2" in told[0]
-    for one, other in zip(weights, resumed, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(weights, resumed)
     assert_same_history(history, resumed_history)
 
 
@@ -145,8 +148,7 @@ def test_a_finished_run_is_not_trained_again(whole, tmp_path):
     train(1, tmp_path)
     again, again_history, told = train(1, tmp_path)
     assert "resumed at step 12, epoch 4" in told[0]
-    for one, other in zip(weights, again, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(weights, again)
 
 
 @pytest.mark.slow
@@ -159,8 +161,7 @@ def test_sigterm_saves_and_exits(num_replicas, whole, tmp_path):
     resumed, resumed_history, told = train(num_replicas, tmp_path)
     assert "resumed at step" in told[0]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    for one, other in zip(weights, resumed, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(weights, resumed)
     assert_same_history(history, resumed_history)
 
 
@@ -298,8 +299,7 @@ def test_a_run_without_a_dataset_is_saved_between_epochs(tmp_path):
     expected = fit(tmp_path / "whole")
     with pytest.raises(Killed):
         fit(tmp_path / "killed", End(9, kill))
-    for one, other in zip(expected, fit(tmp_path / "killed"), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_weights(expected, fit(tmp_path / "killed"))
 
 
 def test_minutes_are_the_chiefs(tmp_path):

@@ -375,7 +375,7 @@ def test_environment_is_read_by_default(monkeypatch):
 
 
 @pytest.mark.parametrize("path", READY_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_ready_files(path):
+def test_the_files_in_tf_config_name_their_task_and_one_cluster(path):
     cluster = resolve_cluster(path, environ={}, check_network=False)
     assert path.name == f"{cluster.task_type}_{cluster.task_index}.json"
     others = [json.loads(other.read_text())["cluster"] for other in path.parent.glob("*.json")]

@@ -99,19 +99,23 @@ def assert_three_parts(error, *texts):
 # --- digits
 
 
-def test_digits_are_whole_and_disjoint():
-    from sklearn.datasets import load_digits
+def test_digits_are_those_of_scikit_learn():
+    datasets = pytest.importorskip(
+        "sklearn.datasets", reason="needs scikit-learn: pip install 'tfmulti[third_party]'"
+    )
+    x, y = map(np.concatenate, zip(*load_dataset()))
+    ours = sorted(map(tuple, np.c_[x.reshape(1797, 64) * 16, y]))
+    theirs = datasets.load_digits()
+    assert ours == sorted(map(tuple, np.c_[theirs.data, theirs.target]))
 
+
+def test_digits_have_the_shapes_and_values_of_images_with_labels():
     (x, y), (x_test, y_test) = load_dataset()
     assert x.shape == (1437, 8, 8, 1) and x_test.shape == (360, 8, 8, 1)
     assert y.shape == (1437,) and y_test.shape == (360,)
     assert x.dtype == x_test.dtype == np.float32 and y.dtype == y_test.dtype == np.int64
     assert x.min() == 0 and x.max() == 1
     assert set(y) == set(y_test) == set(range(10))
-    rows = np.concatenate([x, x_test]).reshape(1797, 64) * 16
-    ours = sorted(map(tuple, np.c_[rows, np.concatenate([y, y_test])]))
-    theirs = load_digits()
-    assert ours == sorted(map(tuple, np.c_[theirs.data, theirs.target]))
 
 
 def test_digits_split_is_the_same_everywhere():
@@ -309,7 +313,7 @@ def test_large_splits_are_streams_in_the_same_order(tfds, no_network, monkeypatc
         np.testing.assert_array_equal([image for image, _ in stream], x)
 
 
-def test_array_record(tfds, no_network):
+def test_files_of_array_record_are_read(tfds, no_network):
     pytest.importorskip("array_record", reason="array_record is not installed")
     builder = create_builder_class(tfds, "ArrayRecorded", {"train": [5, 6, 7], "test": [8]})()
     builder.download_and_prepare(file_format="array_record")

@@ -119,7 +119,7 @@ def test_a_line_is_never_cut_off(monkeypatch):
     assert lines[-1] == "Not ready: PCIe. (1 failure, 1 ok, 1 not looked at)"
 
 
-def test_verdicts():
+def test_the_verdict_is_the_worst_status():
     def verdict(*statuses):
         return found_report.verdict([Check("a", status, "b") for status in statuses]).plain
 
@@ -147,7 +147,7 @@ def test_versions_are_compared_with_what_tfmulti_wants():
     assert "overwrite each other" in both.hint
 
 
-def test_needs_of_packages():
+def test_unmet_requirements_fail_and_are_named():
     needs = {"keras": [Requirement("numpy>=1.26"), Requirement("h5py")]}
     good = packages.check_needs(needs, {"numpy": "2.1", "h5py": "3.14"}.get)
     assert (good.status, good.detail) == ("ok", "2 requirements hold")
@@ -179,10 +179,10 @@ def test_two_mpis_and_files_that_hide_packages(tmp_path):
 @pytest.mark.parametrize(
     ("code", "words", "hint"),
     [
-        ("import os; os.kill(os.getpid(), 11)", "it was ended by SIGSEGV", "anew"),
+        ("import os; os.kill(os.getpid(), 11)", "it was ended by SIGSEGV", "recreate"),
         ("import os; os.kill(os.getpid(), 4)", "it was ended by SIGILL", "AVX"),
         ("import no_such_tensorflow", "ModuleNotFoundError: No module named", "Install"),
-        ("print('last words', file=__import__('sys').stderr); exit(3)", "last words", "anew"),
+        ("print('last words', file=__import__('sys').stderr); exit(3)", "last words", "recreate"),
         ("import time; time.sleep(60)", "no answer in 1 s", "--tensorflow_timeout"),
     ],
 )
@@ -288,9 +288,9 @@ def test_cores_that_a_container_does_not_give():
 
 def test_shared_memory_and_open_files():
     docker = Host(shared=64_000_000, shared_free=64_000_000)
-    assert host.check_shared(docker, 1).status == "warning"
-    assert "--shm-size" in host.check_shared(docker, 1).hint
-    assert host.check_shared(Host(shared=8 * GB, shared_free=7 * GB), 1).status == "ok"
+    assert host.check_shared(docker).status == "warning"
+    assert "--shm-size" in host.check_shared(docker).hint
+    assert host.check_shared(Host(shared=8 * GB, shared_free=7 * GB)).status == "ok"
     usual = Host(files=1024, most_files=1048576)
     assert host.check_files(usual, 1).status == "ok"
     assert host.check_files(usual, 64).status == "warning"

@@ -150,7 +150,7 @@ def test_gpus_in_use_divided_or_for_one_process_warn():
     assert gpus.check_modes(pair()).status == gpus.check_modes([]).status == "unknown"
 
 
-def test_nvlink():
+def test_nvlinks_are_counted_and_compared():
     check = gpus.check_nvlink(read_driver(Nvml(a100(1), a100(0))).gpus)
     assert check.status == "ok"
     assert "GPU 1: 12 of 12 links, 300 GB/s" in check.detail
@@ -163,7 +163,7 @@ def test_nvlink():
     assert gpus.check_nvlink([]).status == "unknown"
 
 
-def test_topology():
+def test_pairs_of_gpus_over_the_processors_link_warn():
     far = {(i, j): "SYS" for i in (0, 1) for j in (2, 3)} | {(0, 1): "PHB", (2, 3): "PHB"}
     check = gpus.check_topology(driver(*pair(), *pair(), paths=far))
     assert check.status == "warning"

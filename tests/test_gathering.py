@@ -39,7 +39,7 @@ def test_every_replica_has_all_rows_in_the_batchs_order(counts, eager):
     "dtype",
     ["bool", "int32", "int64", "uint8", "uint32", "float16", "bfloat16", "float64", "complex64"],
 )
-def test_types_stay(dtype):
+def test_gathered_rows_keep_their_type(dtype):
     def gather(rows):
         return tfmulti.gather_batch(tf.cast(rows, dtype))
 

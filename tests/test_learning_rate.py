@@ -5,7 +5,7 @@ from tfmulti.train.learning_rate import ScaledSchedule, scale_learning_rate
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
-def test_rules(rule, rate):
+def test_the_rate_grows_by_the_rule_with_the_batch(rule, rate):
     assert scale_learning_rate(0.1, 1024, base_batch_size=256, rule=rule) == pytest.approx(rate)
 
 

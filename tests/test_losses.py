@@ -58,7 +58,7 @@ def dense():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
-def test_reductions(reduction):
+def test_reductions_give_one_devices_result(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
     if reduction == "sum":
         x, y, weights = rows()
@@ -100,7 +100,7 @@ def test_a_keras_loss_on_outputs_without_a_last_axis():
         pytest.param("sum_over_batch_size", marks=pytest.mark.slow),
     ],
 )
-def test_masks(reduction):
+def test_masks_give_one_devices_result(reduction):
     rng = np.random.RandomState(0)
     x = rng.randint(1, 9, (33, 6))
     x[np.arange(6) >= rng.randint(1, 7, 33)[:, None]] = 0

@@ -1,6 +1,5 @@
 """Sums over workers through MPI: buckets, order, errors; and real jobs that MPI has started."""
 
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from tfmulti.cluster import mpi, resolve_cluster
 from tfmulti.mpi import all_reduce
 
 SCRIPT = Path(__file__).parent / "multi_worker" / "mpi_worker.py"
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 
 
 class Communicator:
@@ -130,19 +128,11 @@ def test_an_environment_that_is_given_is_not_mpis():
     assert mpi.size_in_environment({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
 
 
-def run(command, **environ):
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environ}
-    environ.pop("TF_CONFIG", None)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
-def test_mpiexec_needs_no_tf_config():
+def test_mpiexec_needs_no_tf_config(mpiexec):
     """Two processes; the digest of the weights is the same on both, and one device's."""
-    train = [sys.executable, "-m", "tfmulti.train", "--epochs=1", "--steps_per_epoch=4"]
-    output = run([str(MPIEXEC), "-n", "2", *train, "--strategy=multi_worker"])
+    train = ["-m", "tfmulti.train", "--epochs=1", "--steps_per_epoch=4"]
+    output = mpiexec(*train, "--strategy=multi_worker")
     assert "over mpi (MPI has started the job): 2 replicas" in output
     # The lines of the two can run into one another.
     digests = re.findall(r"weights_sha256=([0-9a-f]{64})", output)

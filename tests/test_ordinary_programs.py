@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-import time
+import threading
 
 import keras
 import numpy as np
@@ -425,7 +425,9 @@ def test_verification_leaves_no_warnings_of_tensorflow(caplog):
 
 def test_a_line_tells_of_long_verification(capsys):
     with messages.announced("train", seconds=0.0):
-        time.sleep(0.3)
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join()
     assert "verifying `train_step`" in capsys.readouterr().err
     with messages.announced("train"):
         pass

@@ -161,7 +161,7 @@ def test_what_is_drawn_is_distributed_as_it_shall_be(name):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("draw", [tf.random.categorical, keras.random.categorical])
-def test_categories(draw, eager):
+def test_categories_have_the_fractions_of_their_logits(draw, eager):
     logits = np.log(np.array([[0.7, 0.1, 0.2]] * 5, "float32"))
     whole = check(lambda x: draw(x, 400), logits, eager=eager)
     fractions = np.bincount(whole.flat) / whole.size

@@ -1,4 +1,4 @@
-"""Type hints reach users: the stub of the public names, `py.typed`, and both in the wheel."""
+"""Type hints reach users: the stub of the public names and `py.typed`; what the wheel has."""
 
 import ast
 import shutil
@@ -48,7 +48,7 @@ def test_the_stub_has_the_public_names_from_where_they_are():
     assert found == {**homes, "callbacks": "tfmulti"}
 
 
-def test_the_wheel_has_what_type_checkers_need(tmp_path):
+def test_the_wheel_has_the_types_and_the_digits(tmp_path):
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     skip = shutil.ignore_patterns("__pycache__")
@@ -57,7 +57,8 @@ def test_the_wheel_has_what_type_checkers_need(tmp_path):
     subprocess.run([sys.executable, "-m", "pip", *wheel, "."], cwd=tmp_path, check=True)
     (made,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(made).namelist()
-    assert {"tfmulti/py.typed", "tfmulti/__init__.pyi", "tfmulti/__init__.py"} <= set(names)
+    wanted = ("py.typed", "__init__.pyi", "__init__.py", "data/digits.npz")
+    assert {f"tfmulti/{name}" for name in wanted} <= set(names)
 
 
 @pytest.mark.slow

@@ -75,10 +75,6 @@ def test_no_false_alarm(name, num_replicas):
     fit(**EXACT[name], num_replicas=num_replicas)
 
 
-def of_gradients(change):
-    return lambda: cases.CustomStep(change)
-
-
 def clip(gradients):
     return [tf.clip_by_norm(gradient, 0.1) for gradient in gradients]
 

@@ -116,11 +116,6 @@ def test_a_decision_by_local_rows_is_reported_with_its_line():
         fit(**step(later.mean_above_a_bound))
 
 
-def last_class():
-    x, y = later.sorted_classes()
-    return x, y * 0 + 2
-
-
 def warming_up():
     schedule = keras.optimizers.schedules.CosineDecay(0.0, 9, warmup_target=0.1, warmup_steps=3)
     return keras.optimizers.SGD(schedule, momentum=0.9)

@@ -124,7 +124,7 @@ LOSSES = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses(loss, num_replicas, num_rows):
+def test_losses_of_the_whole_batch_are_one_devices(loss, num_replicas, num_rows):
     assert_alike(train(num_replicas, num_rows, loss), train(1, num_rows, loss))
 
 
@@ -138,7 +138,7 @@ def test_losses(loss, num_replicas, num_rows):
     ],
     ids=["one number", "rows"],
 )
-def test_sample_weights(loss, num_replicas):
+def test_sample_weights_go_with_the_rows_that_are_gathered(loss, num_replicas):
     one, others = (train(n, 33, loss, weighted=True) for n in (1, num_replicas))
     assert_alike(others, one)
 
@@ -146,12 +146,12 @@ def test_sample_weights(loss, num_replicas):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("loss", [keras.losses.Dice, lambda: root_of_mean])
-def test_padding(loss, num_replicas):
+def test_padding_leaves_losses_of_the_whole_batch(loss, num_replicas):
     assert_alike(train(num_replicas, 43, loss, remainder="pad"), train(1, 43, loss))
 
 
 @pytest.mark.slow
-def test_eager_steps():
+def test_eager_steps_have_the_whole_batch_too():
     loss = keras.losses.Dice
     assert_alike(train(3, 33, loss, Largest, run_eagerly=True), train(1, 33, loss, Largest))
 
@@ -219,7 +219,7 @@ def test_circle_which_compares_all_pairs():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 3])
-def test_masks_come_along(num_replicas):
+def test_masks_are_gathered_with_the_predictions(num_replicas):
     def fit(num_replicas):
         keras.utils.set_random_seed(1)
         strategy = create_strategy(num_replicas)
@@ -253,7 +253,7 @@ METRICS = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_metrics(metric, num_replicas, num_rows):
+def test_metrics_of_the_whole_batch_are_one_devices(metric, num_replicas, num_rows):
     one, others = (train(n, num_rows, metric=metric) for n in (1, num_replicas))
     assert len(one[1]) == 4
     assert_alike(others, one)
@@ -270,7 +270,7 @@ def test_metrics_with_padding_and_weights():
             np.testing.assert_allclose(padded[1][name], one[1][name], rtol=1e-6, err_msg=name)
 
 
-def test_several_outputs():
+def test_one_of_several_outputs_can_have_such_a_loss():
     def fit(num_replicas):
         keras.utils.set_random_seed(1)
         strategy = create_strategy(num_replicas)

@@ -44,16 +44,9 @@ IN_EVERY_RUN = [
 BY_NAME = {guarantee.name: guarantee for guarantee in guarantees.ALL}
 
 
-def attempt(guarantee, place):
-    try:
-        return training.train(guarantee, place)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def judge(guarantee, run, several=True):
     """Judges a run; measures the noise only where it decides."""
-    reference = attempt(guarantee, Origin())
+    reference = training.attempt(guarantee, Origin())
     cell = compare.judge(guarantee, [run], reference, 0.0, several)
     if cell.ok or cell.difference is None or guarantee.ordered:
         return cell
@@ -64,7 +57,7 @@ def judge(guarantee, run, several=True):
 
 def try_on_replicas(name, num_replicas):
     guarantee = BY_NAME[name]
-    cell = judge(guarantee, attempt(guarantee, Origin(create_strategy(num_replicas))))
+    cell = judge(guarantee, training.attempt(guarantee, Origin(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
 
 
@@ -90,7 +83,7 @@ def test_stages_on_devices_do_as_one_device(name):
         made.append(guarantee.create(wrap))
         return made[-1]
 
-    run = attempt(dataclasses.replace(guarantee, create=create), Origin(strategy))
+    run = training.attempt(dataclasses.replace(guarantee, create=create), Origin(strategy))
     cell = judge(guarantee, run)
     assert cell.ok, f"{cell.text} {cell.where}"
     assert {weight.value.device[-5:] for weight in made[0].weights} == {"CPU:0", "CPU:1"}
@@ -192,4 +185,4 @@ def test_a_word_after_the_first_update_comes_too_late(when):
     guarantee = dataclasses.replace(
         BY_NAME["own step, reduce_sum"], fit={"callbacks": [Raises(when)]}
     )
-    assert compare.is_told(attempt(guarantee, Origin())) == (when == 0)
+    assert compare.is_told(training.attempt(guarantee, Origin())) == (when == 0)

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import strategies as st
 from replicas import create_strategy
 
+from conformance import training
 from conformance.guarantee import Origin
 from conformance.guarantees import sizes
-from conformance.test_conformance import attempt, judge
+from conformance.test_conformance import judge
 
-FEW, MANY = 3, 60
+CASES = 60
 
 
 @st.composite
@@ -27,29 +28,16 @@ def cases(draw):
     return num_replicas, guarantee
 
 
-def try_case(case):
+@pytest.mark.slow
+@hypothesis.settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(cases())
+def test_any_numbers_of_rows_and_batches_give_one_devices_result(case):
     num_replicas, guarantee = case
-    cell = judge(guarantee, attempt(guarantee, Origin(create_strategy(num_replicas))))
+    cell = judge(guarantee, training.attempt(guarantee, Origin(create_strategy(num_replicas))))
     assert cell.ok, f"{cell.text} {cell.where}"
     keras.utils.clear_session()
-
-
-def settings(count):
-    health = [hypothesis.HealthCheck.function_scoped_fixture]
-    return hypothesis.settings(
-        max_examples=count, deadline=None, derandomize=True, suppress_health_check=health
-    )
-
-
-@pytest.mark.slow
-@settings(FEW)
-@hypothesis.given(cases())
-def test_any_size(case):
-    try_case(case)
-
-
-@pytest.mark.slow
-@settings(MANY)
-@hypothesis.given(cases())
-def test_any_size_and_many(case):
-    try_case(case)

@@ -31,6 +31,14 @@ def train(guarantee, place) -> dict[str, np.ndarray]:
         )
 
 
+def attempt(guarantee, place) -> dict[str, np.ndarray] | str:
+    """Does the same; returns the text of an error that is raised."""
+    try:
+        return train(guarantee, place)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 @contextlib.contextmanager
 def dtype_policy(name):
     """Makes models under a dtype policy of Keras."""

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conformance import training
 from conformance.compare import is_told
 from replicas import create_strategy
 
 import tfmulti
 from generated import models, programs, steps, trying
 
-IN_EVERY_RUN = [13, 21, 4, 18]
+FIRST = [13, 21, 4, 18]
 MANY = range(100, 300)
-ON_WORKERS = [13, 21, 4, 18, 0]
+ON_WORKERS = [*FIRST, 0]
 # How many programs to draw, with nothing verified, until one differs.
 SEARCHED = 40
 
@@ -25,15 +26,8 @@ def check(cell, program):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", IN_EVERY_RUN)
+@pytest.mark.parametrize("seed", [*FIRST, *MANY])
 def test_a_program_is_exact_or_told(seed):
-    program = programs.draw(seed)
-    check(trying.on_replicas(program, create_strategy(program.replicas)), program)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", MANY)
-def test_many_programs_are_exact_or_told(seed):
     program = programs.draw(seed)
     check(trying.on_replicas(program, create_strategy(program.replicas)), program)
 
@@ -95,8 +89,8 @@ def test_every_part_is_drawn():
 @pytest.mark.slow
 def test_plain_keras_runs_what_is_told():
     # What fails on one device is no program.
-    for seed in IN_EVERY_RUN:
+    for seed in FIRST:
         guarantee = models.guarantee(programs.draw(seed))
-        found = trying.attempt(guarantee, trying.Origin())
+        found = training.attempt(guarantee, trying.Origin())
         assert not isinstance(found, str) and not is_told(found)
         assert all(np.isfinite(values).all() for values in found.values())

@@ -11,14 +11,6 @@ from generated import models
 MOST_NOISE = 1e-5
 
 
-def attempt(guarantee, place):
-    """Returns what came of a guarantee at a place: arrays, or the text of an error."""
-    try:
-        return training.train(guarantee, place)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def judge(program, runs: list) -> compare.Cell:
     """Judges what came of a program on several replicas.
 
@@ -51,4 +43,4 @@ def measure_noise(guarantee, reference) -> float:
 
 def on_replicas(program, strategy) -> compare.Cell:
     """Trains a program under a strategy of this process and judges it."""
-    return judge(program, [attempt(models.guarantee(program), Origin(strategy))])
+    return judge(program, [training.attempt(models.guarantee(program), Origin(strategy))])

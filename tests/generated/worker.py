@@ -13,13 +13,14 @@ def main():
     seed, folder = int(sys.argv[1]), Path(sys.argv[2])
     warnings.simplefilter("ignore")
     strategy = tfmulti.create_strategy("multi_worker", logical_cpus=1)
+    from conformance import training
     from conformance.guarantee import Origin
 
-    from generated import models, programs, trying
+    from generated import models, programs
 
     index = strategy.cluster_resolver.task_id
     program = programs.draw(seed)
-    found = trying.attempt(models.guarantee(program), Origin(strategy, worker=index))
+    found = training.attempt(models.guarantee(program), Origin(strategy, worker=index))
     if isinstance(found, str):
         (folder / f"{index}.txt").write_text(found)
     else:

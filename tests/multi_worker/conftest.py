@@ -1,5 +1,6 @@
 """Two jobs of two workers, in which the cases of `make test` run one after the other."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -33,6 +34,18 @@ OVER_MPI = ("pipeline_worker:dense", "tensor_worker:both", "pipeline_worker:refu
 TIMEOUT_S = 600
 
 
+@pytest.fixture(scope="module")
+def run_cases(request, run_workers):
+    """Runs cases of the module's program: `run_cases(folder, names)`; see `cases.run`."""
+    return functools.partial(cases.run, run_workers, HERE / f"{request.module.PROGRAM}.py")
+
+
+@pytest.fixture(scope="module")
+def run_over_mpi(run_cases, mpiexec):
+    """Does the same over MPI."""
+    return functools.partial(run_cases, options=["--mpi"])
+
+
 def run_in_one_job(request, folder, names, **more):
     """Runs the cases whose tests are collected; gives a function of a program's name.
 
@@ -42,8 +55,8 @@ def run_in_one_job(request, folder, names, **more):
     programs = {item.module.PROGRAM for item in uses}
     names = [name for name in names if name.partition(":")[0] in programs]
     run_workers = request.getfixturevalue("run_workers")
-    more = {"env": {"PYTHONPATH": str(HERE.parents[1])}, "timeout_s": TIMEOUT_S, **more}
-    seen = cases.run(run_workers, HERE / "in_one_job.py", folder, names, **more)
+    program = HERE / "in_one_job.py"
+    seen = cases.run(run_workers, program, folder, names, timeout_s=TIMEOUT_S, **more)
 
     def of_program(program):
         start = f"{program}:"
@@ -59,5 +72,5 @@ def over_the_ring(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def over_mpi(request, tmp_path_factory):
+def over_mpi(request, mpiexec, tmp_path_factory):
     return run_in_one_job(request, tmp_path_factory.mktemp("mpi"), OVER_MPI, options=["--mpi"])

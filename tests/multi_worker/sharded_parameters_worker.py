@@ -13,6 +13,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+from comparison import apart
 
 import tfmulti
 from tfmulti import topology
@@ -192,11 +193,6 @@ def fit(model, of_tokens=False, epochs=3, callbacks=(), checkpoint=None, weights
     if checkpoint is not None:
         callbacks.append(tfmulti.callbacks.Checkpoint(checkpoint, data))
     return model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
-
-
-def apart(one, other):
-    pairs = zip(one.get_weights(), other.get_weights(), strict=True)
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
 def held(model):

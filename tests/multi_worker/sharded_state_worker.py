@@ -14,6 +14,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+from comparison import apart
 
 import tfmulti
 from tfmulti import topology
@@ -120,11 +121,6 @@ def noting_owners(strategy):
 
 def same(model, other):
     return all(np.array_equal(a, b) for a, b in zip(model.get_weights(), other.get_weights()))
-
-
-def apart(model, other):
-    pairs = zip(model.get_weights(), other.get_weights())
-    return max(float(np.abs(one - two).max()) for one, two in pairs)
 
 
 def optimizer(strategy, folder, name):

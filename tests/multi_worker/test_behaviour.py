@@ -1,13 +1,11 @@
 """Stock `fit`, `evaluate` and `predict` on every worker of a cluster, in real processes."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
 import behaviour_cases as behaviour
 
@@ -38,8 +36,7 @@ def test_two_workers_do_as_one_device(over_the_ring):
 )
 def test_every_worker_does_as_one_device(run_workers, tmp_path, num_workers, logical_cpus, names):
     script = HERE / f"{PROGRAM}.py"
-    environment = {"PYTHONPATH": str(HERE.parents[1])}
-    run_workers(num_workers, [script, tmp_path, logical_cpus, *names], env=environment)
+    run_workers(num_workers, [script, tmp_path, logical_cpus, *names])
     assert_as_one_device(tmp_path, num_workers, num_workers * max(logical_cpus, 1), names)
 
 

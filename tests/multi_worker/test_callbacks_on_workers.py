@@ -1,7 +1,6 @@
 """Stock callbacks, the end of data and stopping, on two workers that share a folder."""
 
 import csv
-import sys
 from pathlib import Path
 
 import keras
@@ -11,10 +10,8 @@ import pytest
 import tfmulti
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
 import callback_worker
-import cases
 
 PROGRAM = "callback_worker"
 
@@ -25,9 +22,9 @@ def workers_fixture(over_the_ring):
 
 
 @pytest.fixture(scope="module", name="all_cases")
-def all_cases_fixture(run_workers, tmp_path_factory):
+def all_cases_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("callbacks")
-    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, list(callback_worker.CASES))
+    return run_cases(folder, list(callback_worker.CASES))
 
 
 def on_one_device(case, tmp_path):

@@ -3,7 +3,6 @@
 import collections
 import json
 import re
-import sys
 from pathlib import Path
 
 import keras
@@ -15,9 +14,7 @@ from tfmulti.train import loop
 from tfmulti.train.config import TrainConfig
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
-import cases
 import local_steps_worker as worker
 
 PROGRAM = "local_steps_worker"
@@ -32,34 +29,29 @@ SLOW = (
 )
 
 
-def run(run_workers, folder, names, **more):
-    """What each worker saw of each case."""
-    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, names, **more)
-
-
 @pytest.fixture(scope="module", name="fast")
 def fast_fixture(over_the_ring):
     return over_the_ring(PROGRAM)
 
 
 @pytest.fixture(scope="module", name="slow")
-def slow_fixture(run_workers, tmp_path_factory):
+def slow_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    return folder, run(run_workers, folder, SLOW, at_once=3)
+    return folder, run_cases(folder, SLOW, at_once=3)
 
 
 @pytest.fixture(scope="module", name="own")
-def own_fixture(run_workers, tmp_path_factory):
+def own_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
     parts = (["own steps"], ["dice", "skips", "overflows"], ["alike"])
-    runs = [run(run_workers, folder, names) for names in parts]
+    runs = [run_cases(folder, names) for names in parts]
     return [dict(collections.ChainMap(*found)) for found in zip(*runs)]
 
 
 @pytest.fixture(scope="module", name="life")
-def life_fixture(run_workers, tmp_path_factory):
+def life_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    return folder, run(run_workers, folder, ["life"])
+    return folder, run_cases(folder, ["life"])
 
 
 def saved(folder, name, num_workers=2):
@@ -183,18 +175,16 @@ def test_what_is_saved_or_evaluated_is_one_model(life):
 
 
 @pytest.mark.slow
-def test_three_workers_with_frozen_weights(run_workers, tmp_path):
+def test_three_workers_with_frozen_weights(run_cases, tmp_path):
     """Means of three equal numbers: what is the same on all workers keeps its bits."""
-    seen = run(run_workers, tmp_path, ["adam 2"], num_workers=3)
+    seen = run_cases(tmp_path, ["adam 2"], num_workers=3)
     assert_is_local(tmp_path, seen, "adam 2", num_workers=3)
 
 
 @pytest.mark.slow
-def test_over_mpi(run_workers, tmp_path):
-    if not cases.MPIEXEC.exists():
-        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+def test_local_steps_over_mpi_are_those_over_the_ring(run_over_mpi, tmp_path):
     names = ("adam 4", "accumulation 2", "skips", "overflows", "life")
-    seen = run(run_workers, tmp_path, names, options=["--mpi"])
+    seen = run_over_mpi(tmp_path, names)
     for name in names[:2]:
         assert_is_local(tmp_path, seen, name)
     assert all(each["life"]["resumes"] for each in seen)
@@ -203,7 +193,7 @@ def test_over_mpi(run_workers, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_line(run_workers, tmp_path):
+def test_the_command_line_takes_local_steps(run_workers, tmp_path):
     """Workers end with the same weights, which is not what one device learns, but as good."""
     flags = ["--epochs=3", "--optimizer=momentum", "--checkpoint_steps=5"]
     command = ["-m", "tfmulti.train", *flags]

@@ -1,6 +1,5 @@
 """Unlike numbers of rows on two real workers: none waits for ever, and the answer is right."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 from replicas import create_strategy
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
 import odd_cases
 from behaviour_cases import assert_same
@@ -24,8 +22,7 @@ from behaviour_cases import assert_same
 )
 def test_two_workers_do_as_one_device(run_workers, tmp_path, logical_cpus, names):
     script = HERE / "odd_worker.py"
-    environment = {"PYTHONPATH": str(HERE.parents[1])}
-    run_workers(2, [script, tmp_path, logical_cpus, *names], env=environment)
+    run_workers(2, [script, tmp_path, logical_cpus, *names])
     for name in names:
         expected = odd_cases.run_case(name, create_strategy(1), 0)
         for number in range(2):

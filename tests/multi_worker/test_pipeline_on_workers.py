@@ -1,27 +1,15 @@
 """Pipelines on workers: one device's result, each worker with its stage alone."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
-import cases
 import pipeline_worker as worker
 
-needs_mpi = pytest.mark.skipif(
-    not cases.MPIEXEC.exists(), reason="a pipeline needs MPI: pip install tfmulti[mpi]"
-)
 PROGRAM = "pipeline_worker"
 SLOW = tuple(name for name in worker.TRAINED if name != "dense")
-
-
-def run(run_workers, folder, names, **more):
-    """What each worker saw of each case."""
-    program = HERE / f"{PROGRAM}.py"
-    return cases.run(run_workers, program, folder, names, options=["--mpi"], **more)
 
 
 @pytest.fixture(scope="module", name="fast")
@@ -31,9 +19,9 @@ def fast_fixture(over_mpi):
 
 
 @pytest.fixture(scope="module", name="slow")
-def slow_fixture(run_workers, tmp_path_factory):
+def slow_fixture(run_over_mpi, tmp_path_factory):
     names = (*SLOW, "life", "chosen differences")
-    return run(run_workers, tmp_path_factory.mktemp("pipeline"), names, at_once=4)
+    return run_over_mpi(tmp_path_factory.mktemp("pipeline"), names, at_once=4)
 
 
 def assert_exact(seen, name):
@@ -41,19 +29,16 @@ def assert_exact(seen, name):
         assert max(each["weights"]) < 1e-12 and max(each["history"]) < 1e-12
 
 
-@needs_mpi
 def test_stages_give_the_result_of_copies(fast):
     assert_exact(fast, "dense")
 
 
-@needs_mpi
 def test_each_worker_holds_the_weights_of_its_stage_alone(fast):
     for one, other in zip(*(each["dense"]["held"] for each in fast)):
         assert one[0] == other[0] == one[2]
         assert 0 < one[1] < one[0] and one[1] + other[1] == one[0]
 
 
-@needs_mpi
 def test_what_cannot_be_cut_is_told(fast):
     told = fast[0]["refusals"]
     assert "Received: 5 stages, 2 workers" in told["stages"]
@@ -70,14 +55,12 @@ def test_what_cannot_be_cut_is_told(fast):
 
 
 @pytest.mark.slow
-@needs_mpi
 @pytest.mark.parametrize("name", SLOW)
 def test_every_model_and_setting_gives_the_result_of_copies(slow, name):
     assert_exact(slow, name)
 
 
 @pytest.mark.slow
-@needs_mpi
 def test_evaluates_predicts_saves_and_resumes(slow):
     for each in (worker_seen["life"] for worker_seen in slow):
         assert max(each.values()) < 1e-12, each
@@ -85,7 +68,6 @@ def test_evaluates_predicts_saves_and_resumes(slow):
 
 
 @pytest.mark.slow
-@needs_mpi
 def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
     one, other = (worker_seen["chosen differences"] for worker_seen in slow)
     before, after = one["seeds"]
@@ -98,11 +80,10 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
 
 
 @pytest.mark.slow
-@needs_mpi
 @pytest.mark.parametrize("name", ["few rows", "skips"])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_four_workers_as_stages_and_as_copies_of_stages(run_workers, tmp_path, stages, name):
+def test_four_workers_as_stages_and_as_copies_of_stages(run_over_mpi, tmp_path, stages, name):
     # Four workers on few cores take their time: one model in a run.
     environ = {"STAGES": str(stages)}
-    seen = run(run_workers, tmp_path, [name], num_workers=4, env=environ)
+    seen = run_over_mpi(tmp_path, [name], num_workers=4, env=environ)
     assert_exact(seen, name)

@@ -6,15 +6,11 @@ import random
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
+import pods
 import pytest
 
 from tfmulti.runtime import processes
-
-sys.path.append(str(Path(__file__).parent))
-
-import pods
 
 TRAIN = (sys.executable, "-m", "tfmulti.train", "--model=mlp", "--epochs=2")
 TASKS = 4

@@ -1,6 +1,5 @@
 """Sharded parameters on two workers: the result of copies of the weights, in less memory."""
 
-import sys
 from pathlib import Path
 
 import keras
@@ -11,7 +10,6 @@ import tfmulti
 from benchmarks import sharded_state
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
 import cases
 import sharded_parameters_worker as worker
@@ -20,14 +18,6 @@ PROGRAM = "sharded_parameters_worker"
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, *worker.MODELS) if name != "adamw")
 # AdamW makes rounding larger, on one device too.
 CLOSE = {"adamw": 2e-5, "averages": 2e-5, "muon": 2e-6}
-needs_mpi = pytest.mark.skipif(
-    not cases.MPIEXEC.exists(), reason="needs mpiexec, which the extra `mpi` installs"
-)
-
-
-def run(run_workers, folder, names, **more):
-    """What each worker saw of each case."""
-    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, names, **more)
 
 
 @pytest.fixture(scope="module", name="fast")
@@ -37,16 +27,16 @@ def fast_fixture(over_the_ring):
 
 
 @pytest.fixture(scope="module", name="slow")
-def slow_fixture(run_workers, tmp_path_factory):
+def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "settings", "two optimizers", "skips")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
-    return run(run_workers, tmp_path_factory.mktemp("sharded"), names, at_once=6, options=options)
+    return run_cases(tmp_path_factory.mktemp("sharded"), names, at_once=6, options=options)
 
 
 @pytest.fixture(scope="module", name="life")
-def life_fixture(run_workers, tmp_path_factory):
+def life_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run(run_workers, folder, ["life"])
+    return folder, run_cases(folder, ["life"])
 
 
 def assert_alike(seen, name):
@@ -122,16 +112,14 @@ def _resolve(model, path):
 
 
 @pytest.mark.slow
-@needs_mpi
-def test_four_workers_over_mpi(run_workers, tmp_path):
-    seen = run(run_workers, tmp_path, ["sgd", "table"], options=["--mpi"], num_workers=4)
+def test_four_workers_over_mpi(run_over_mpi, tmp_path):
+    seen = run_over_mpi(tmp_path, ["sgd", "table"], num_workers=4)
     for name in ("sgd", "table"):
         assert_alike(seen, name)
 
 
 @pytest.mark.slow
-@needs_mpi
-def test_a_worker_needs_memory_for_its_own_weights(monkeypatch):
+def test_a_worker_needs_memory_for_its_own_weights(mpiexec, monkeypatch):
     # With oneDNN, TensorFlow keeps copies of weights. What is freed is given back at once.
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")

@@ -1,6 +1,5 @@
 """Sharded optimizer state on two workers: the same bits as with copies of the state."""
 
-import sys
 from pathlib import Path
 
 import keras
@@ -13,9 +12,7 @@ from benchmarks import sharded_state
 from tfmulti import keras_compat
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
-import cases
 import sharded_state_worker as worker
 
 PROGRAM = "sharded_state_worker"
@@ -28,11 +25,6 @@ DIVIDED = (
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, "skips", "two optimizers") if name not in FAST)
 
 
-def run(run_workers, folder, names, **more):
-    """What each worker saw of each case."""
-    return cases.run(run_workers, HERE / f"{PROGRAM}.py", folder, names, **more)
-
-
 @pytest.fixture(scope="module", name="fast")
 def fast_fixture(over_the_ring):
     _, seen = over_the_ring(PROGRAM)
@@ -40,15 +32,15 @@ def fast_fixture(over_the_ring):
 
 
 @pytest.fixture(scope="module", name="life")
-def life_fixture(run_workers, tmp_path_factory):
+def life_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run(run_workers, folder, ["life", "divided life"], at_once=1)
+    return folder, run_cases(folder, ["life", "divided life"], at_once=1)
 
 
 @pytest.fixture(scope="module", name="slow")
-def slow_fixture(run_workers, tmp_path_factory):
+def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, *DIVIDED, "table muon")
-    return run(run_workers, tmp_path_factory.mktemp("sharded"), names, at_once=5)
+    return run_cases(tmp_path_factory.mktemp("sharded"), names, at_once=5)
 
 
 def assert_same(seen):
@@ -102,12 +94,10 @@ def test_every_optimizer_gives_the_bits_of_copies(slow, case):
 
 
 @pytest.mark.slow
-def test_over_mpi(run_workers, tmp_path):
-    if not cases.MPIEXEC.exists():
-        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+def test_sharded_state_over_mpi_gives_the_bits_of_copies(run_over_mpi, tmp_path):
     names = ("adamw", "accumulation", "muon", "two optimizers", "skips")
     more = ("table adamw", "tied accumulation", "table loss scale", "life", "divided life")
-    seen = run(run_workers, tmp_path, (*names, *more), options=["--mpi"], at_once=5)
+    seen = run_over_mpi(tmp_path, (*names, *more), at_once=5)
     for name in names:
         assert_same([each[name] for each in seen])
     for name in more[:3]:
@@ -121,12 +111,10 @@ def test_over_mpi(run_workers, tmp_path):
 
 
 @pytest.mark.slow
-def test_four_workers_over_mpi(run_workers, tmp_path):
+def test_four_workers_over_mpi(run_over_mpi, tmp_path):
     """Where more than two numbers are added, their order is another than that of an all-reduce."""
-    if not cases.MPIEXEC.exists():
-        pytest.skip("needs mpiexec, which the extra `mpi` installs")
     names = ("averages at the end", "adamw", "table adamw")
-    seen = run(run_workers, tmp_path, names, options=["--mpi"], num_workers=4)
+    seen = run_over_mpi(tmp_path, names, num_workers=4)
     # Adam makes the rounding of small gradients larger, on one device too.
     for name, most in zip(names, (1e-6, 2e-5, 2e-5)):
         assert max(each[name]["apart"] for each in seen) < most
@@ -222,9 +210,7 @@ def test_one_device_trains_as_ever():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layers", "units"), [(12, 2048), (1, 6000)])
-def test_a_worker_needs_memory_for_its_own_slots(monkeypatch, layers, units):
-    if not cases.MPIEXEC.exists():
-        pytest.skip("needs mpiexec, which the extra `mpi` installs")
+def test_a_worker_needs_memory_for_its_own_slots(mpiexec, monkeypatch, layers, units):
     # With oneDNN, TensorFlow keeps copies of weights.
     monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     # What is freed is given back at once, so that the peak is what is in use.

@@ -1,6 +1,5 @@
 """Tensor parallelism on workers: one device's result, each worker with its parts alone."""
 
-import sys
 from pathlib import Path
 
 import keras
@@ -8,22 +7,11 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 
-import cases
 import tensor_worker as worker
 
-needs_mpi = pytest.mark.skipif(
-    not cases.MPIEXEC.exists(), reason="tensor parallelism needs MPI: pip install tfmulti[mpi]"
-)
 PROGRAM = "tensor_worker"
 SLOW = tuple(name for name in worker.TRAINED if name != "both")
-
-
-def run(run_workers, folder, names, **more):
-    """What each worker saw of each case."""
-    program = HERE / f"{PROGRAM}.py"
-    return cases.run(run_workers, program, folder, names, options=["--mpi"], **more)
 
 
 @pytest.fixture(scope="module", name="fast")
@@ -33,9 +21,9 @@ def fast_fixture(over_mpi):
 
 
 @pytest.fixture(scope="module", name="slow")
-def slow_fixture(run_workers, tmp_path_factory):
+def slow_fixture(run_over_mpi, tmp_path_factory):
     names = (*SLOW, "halves", "refusals")
-    return run(run_workers, tmp_path_factory.mktemp("tensor"), names, at_once=4)
+    return run_over_mpi(tmp_path_factory.mktemp("tensor"), names, at_once=4)
 
 
 def assert_exact(seen, name, close=1e-12):
@@ -43,12 +31,10 @@ def assert_exact(seen, name, close=1e-12):
         assert max(each["weights"]) < close and max(each["history"]) < close, each
 
 
-@needs_mpi
 def test_split_layers_give_the_result_of_copies(fast):
     assert_exact(fast, "both")
 
 
-@needs_mpi
 def test_each_worker_holds_its_parts_alone(fast):
     for one, other in zip(*(each["both"]["held"] for each in fast)):
         assert one[0] + other[0] == one[1] == other[1] > 0
@@ -57,20 +43,17 @@ def test_each_worker_holds_its_parts_alone(fast):
 
 
 @pytest.mark.slow
-@needs_mpi
 @pytest.mark.parametrize("name", SLOW)
 def test_every_model_and_setting_gives_the_result_of_copies(slow, name):
     assert_exact(slow, name)
 
 
 @pytest.mark.slow
-@needs_mpi
 def test_sums_of_halves_are_rounded_as_products_are(slow):
     assert all(each["halves"]["weights"] < 2**-7 for each in slow)
 
 
 @pytest.mark.slow
-@needs_mpi
 def test_what_cannot_be_split_is_told(slow):
     told = slow[0]["refusals"]
     assert "wide/kernel, with LoRA" in told["lora"]
@@ -86,9 +69,8 @@ def test_what_cannot_be_split_is_told(slow):
 
 
 @pytest.mark.slow
-@needs_mpi
-def test_evaluates_predicts_saves_and_resumes(run_workers, tmp_path):
-    seen = run(run_workers, tmp_path, ["life"])
+def test_evaluates_predicts_saves_and_resumes(run_over_mpi, tmp_path):
+    seen = run_over_mpi(tmp_path, ["life"])
     for each in (worker_seen["life"] for worker_seen in seen):
         assert max(each.values()) < 1e-12, each
         assert each["resumed from divided"] == 0.0
@@ -100,18 +82,16 @@ def test_evaluates_predicts_saves_and_resumes(run_workers, tmp_path):
 
 
 @pytest.mark.slow
-@needs_mpi
-def test_four_workers_in_two_groups(run_workers, tmp_path):
+def test_four_workers_in_two_groups(run_over_mpi, tmp_path):
     names = ["attention", "vocabulary"]
-    seen = run(run_workers, tmp_path, names, num_workers=4, env={"GROUP": "2"})
+    seen = run_over_mpi(tmp_path, names, num_workers=4, env={"GROUP": "2"})
     for name in names:
         assert_exact(seen, name)
 
 
 @pytest.mark.slow
-@needs_mpi
-def test_float32_is_rounded_in_its_last_places(run_workers, tmp_path):
+def test_float32_is_rounded_in_its_last_places(run_over_mpi, tmp_path):
     names = ["both", "vocabulary"]
-    seen = run(run_workers, tmp_path, names, env={"FLOATX": "float32"})
+    seen = run_over_mpi(tmp_path, names, env={"FLOATX": "float32"})
     for name in names:
         assert_exact(seen, name, close=1e-6)

@@ -1,16 +1,13 @@
 """Workers verify a step together: all go on, or all are told."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
 PROGRAM = "verification_worker"
-FAILING = HERE / "failing_step_worker.py"
+SCRIPT = Path(__file__).parent / f"{PROGRAM}.py"
+FAILING = SCRIPT.with_name("failing_step_worker.py")
 TOLD = {"wrong state": "RunningMean"}
 
 
@@ -23,9 +20,7 @@ def test_two_workers_go_on_or_both_are_told(over_the_ring):
 @pytest.mark.slow
 @pytest.mark.parametrize("logical_cpus", [1, 2], ids=["2x1", "2x2"])
 def test_all_workers_go_on_or_all_are_told(run_workers, logical_cpus):
-    script = HERE / f"{PROGRAM}.py"
-    environment = {"PYTHONPATH": str(HERE.parents[1])}
-    for worker in run_workers(2, [script, logical_cpus, "ring"], env=environment):
+    for worker in run_workers(2, [SCRIPT, logical_cpus, "ring"]):
         said = json.loads(worker.splitlines()[-1])
         assert_told(said)
         assert len(said) == 5
@@ -38,20 +33,12 @@ def assert_told(said):
 
 
 @pytest.mark.slow
-def test_workers_of_mpi_are_told_alike():
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    if not mpiexec.exists():
-        pytest.skip("needs mpiexec, which the extra `mpi` installs")
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
-    environment["PYTHONPATH"] = str(HERE.parents[1])
-    script = HERE / "verification_worker.py"
-    command = [str(mpiexec), "-n", "2", sys.executable, str(script), "1", "mpi"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_workers_of_mpi_are_told_alike(mpiexec):
+    said = mpiexec(SCRIPT, 1, "mpi")
     for name, where in TOLD.items():
-        assert done.stdout.count(f'"{name}": "`train_step` must give') == 2
-        assert where in done.stdout
-    assert done.stdout.count('"right": "trained"') == 2
+        assert said.count(f'"{name}": "`train_step` must give') == 2
+        assert where in said
+    assert said.count('"right": "trained"') == 2
 
 
 def test_workers_go_on_together_after_one_of_them_could_not_trace_the_step(run_workers):

@@ -1,22 +1,13 @@
 """The whole batch on every worker of a cluster, in real processes, over sockets and over MPI."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-HERE = Path(__file__).parent
-sys.path.append(str(HERE))
-
 import whole_batch_worker
 from replicas import create_strategy
 
-SCRIPT = HERE / "whole_batch_worker.py"
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
-PATHS = {"PYTHONPATH": str(HERE.parents[1])}
+SCRIPT = Path(__file__).parent / "whole_batch_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +35,21 @@ def assert_one_devices(folder, num_workers, num_replicas, reference, why):
         pytest.param(2, 2, id="2x2", marks=pytest.mark.slow),
     ],
 )
-def test_workers(run_workers, tmp_path, num_workers, logical_cpus, reference):
-    run_workers(num_workers, [SCRIPT, tmp_path, logical_cpus], env=PATHS)
+def test_workers_have_one_devices_whole_batch(
+    run_workers, tmp_path, num_workers, logical_cpus, reference
+):
+    run_workers(num_workers, [SCRIPT, tmp_path, logical_cpus])
     num_replicas = num_workers * max(logical_cpus, 1)
     assert_one_devices(tmp_path, num_workers, num_replicas, reference, "over ring")
 
 
 @pytest.mark.slow
 def test_canary_a_key_of_tensorflows_stands_for_one_shape(run_workers, tmp_path):
-    texts = run_workers(2, [SCRIPT, tmp_path, 0, "stock"], env=PATHS, check=False)
+    texts = run_workers(2, [SCRIPT, tmp_path, 0, "stock"], check=False)
     assert any("Shape mismatch in the collective" in text for text in texts)
 
 
 @pytest.mark.slow
-def test_workers_over_mpi(tmp_path, reference):
-    environ = {name: text for name, text in os.environ.items() if name != "TF_CONFIG"} | PATHS
-    command = [str(MPIEXEC), "-n", "2", sys.executable, str(SCRIPT), str(tmp_path), "0"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_workers_over_mpi_have_one_devices_whole_batch(mpiexec, tmp_path, reference):
+    mpiexec(SCRIPT, tmp_path, 0)
     assert_one_devices(tmp_path, 2, 2, reference, "over mpi")

@@ -39,7 +39,7 @@ class TextTable:
 
 
 def create_tables(found: Mapping[str, Any], config: BenchConfig) -> list[TextTable]:
-    """Returns the tables of a result, in the order of the report; the last tells the kinds."""
+    """Returns the tables of a result, in the order of the report; the last one lists the kinds."""
     tables = []
     for name, workload in found["workloads"].items():
         tables += [part(name, workload) for part in (_steps, _parts, _around)]

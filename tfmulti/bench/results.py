@@ -128,7 +128,7 @@ ADVICE = {
 
 
 def break_down(single: float, several: float, control: float, input_alone: float) -> dict:
-    """Divides a step with one step a call into parts, in seconds, which add to the step.
+    """Divides a step, with one step per call, into parts in seconds that add up to it.
 
     What noise makes negative is 0, and the part before it is smaller by as much.
 
@@ -155,7 +155,7 @@ def break_down(single: float, several: float, control: float, input_alone: float
 
 
 def find_bottleneck(parts: dict) -> str:
-    """Returns input where drawing takes half of a step; else communication or the host, if a fifth.
+    """Returns the input if it takes half of a step, else what takes a fifth, else the computation.
 
     >>> find_bottleneck({"input": 1.0, "compute": 60.0, "reduction": 40.0, "host": 1.0})
     'communication'

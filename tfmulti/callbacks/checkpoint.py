@@ -21,7 +21,7 @@ from tfmulti.strategies.coordination import requests_of
 
 
 class Preempted(SystemExit):
-    """Training ends after SIGTERM and a checkpoint; the exit code is 143."""
+    """Training has stopped after SIGTERM and a checkpoint; the exit code is 143."""
 
     def __init__(self):
         super().__init__(environment.PREEMPTED)

@@ -24,10 +24,10 @@ class Devices(keras.callbacks.Callback):
     (`pip install 'tfmulti[monitor]'`), NVML the GPUs. Values that cannot be read are skipped, with
     one message. The means include validation and the compilation in the first epoch.
 
-    It adds these values of this worker, if known, to the epoch's logs: `cpu_percent`, of all
-    cores of the host, and `memory_percent`, of its memory, by all processes; `process_cores`, the
-    cores that this process used, and `process_memory_gb`; `gpu_percent`, the mean of its GPUs,
-    `gpu_memory_percent`, of the fullest, and `gpu_watts`, of all. `folder` has every GPU.
+    It adds these values of this worker, if known, to the epoch's logs: `cpu_percent` and
+    `memory_percent`, of the whole host; `process_cores` and `process_memory_gb`, of this process;
+    `gpu_percent`, the mean over its GPUs; `gpu_memory_percent`, of the fullest GPU; and
+    `gpu_watts`, the sum over its GPUs. The files in `folder` have every GPU.
 
     Workers publish their means for the chief after every epoch, through TensorFlow's coordination
     service and not with the steps. The chief reports a GPU (or without GPUs a worker's CPU) that

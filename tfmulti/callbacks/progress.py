@@ -1,4 +1,4 @@
-"""What a user sees of training: a bar on a terminal, lines elsewhere, events on other workers."""
+"""Shows training progress: a bar on a terminal, lines elsewhere, events on other workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROOM_FOR_RATE = len("1,234,567 examples/s")
 
 
 class _Bar(progress.Progress):
-    """Leaves room for the terminal's echo of Ctrl-C: the bar must stay one line."""
+    """A bar that leaves room for the terminal's echo of Ctrl-C, so that it stays one line."""
 
     def get_renderables(self):
         """Yields the bar."""
@@ -46,7 +46,7 @@ class Screen:
         self._bar, self._stream, self._width = None, None, 0
 
     def open(self) -> None:
-        """Begins to draw."""
+        """Starts to draw."""
         self._bar = _Bar(console=self._console, auto_refresh=False, transient=True, expand=True)
         self._task = self._bar.add_task("")
         self._bar.columns = ()
@@ -65,14 +65,14 @@ class Screen:
                 logging.get_absl_handler().python_handler.setStream(self._stream)
 
     def draw(self, title: str, phase: str, meter: Meter, loss: float | None, rate: str) -> None:
-        """Draws the bar anew.
+        """Redraws the bar.
 
         Args:
             title: Which epoch.
             phase: `"train"` or `"validation"`.
             meter: How far training is.
             loss: The running loss, or None.
-            rate: The speed, in words.
+            rate: The speed, as text.
         """
         if self._bar is None:
             return
@@ -93,7 +93,7 @@ class Screen:
         Args:
             title: Which epoch.
             values: (name, value, value in validation or None) for each log.
-            rate: The speed, in words.
+            rate: The speed, as text.
         """
         # Pad the number of the epoch, so that columns align.
         self._width = max(self._width, 2 * len(title.split("/")[-1]) + len("Epoch /"))
@@ -129,7 +129,7 @@ def _words(phase, meter, loss, rate, width) -> list[str]:
 
 
 def show_rate(steps_per_second: float | None, batch_size: int | None) -> str:
-    """Returns a speed in words: of examples where the size of a batch is known.
+    """Returns a readable speed: examples per second, or steps if their size is unknown.
 
     >>> show_rate(12.5, 64), show_rate(0.123, None), show_rate(None, 64)
     ('800 examples/s', '0.12 steps/s', '')
@@ -141,7 +141,7 @@ def show_rate(steps_per_second: float | None, batch_size: int | None) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Returns a duration in words.
+    """Returns a readable duration.
 
     >>> show_seconds(4.26), show_seconds(75), show_seconds(7384)
     ('4.3 s', '1:15', '2:03:04')
@@ -195,8 +195,8 @@ class Progress(keras.callbacks.Callback):
     Args:
         dataset: The result of `distribute_train`, which knows its number of examples. Without it
             speed is in steps per second.
-        print_fn: Function of one line of text: then there is no bar, wherever this runs. By default
-            standard output, with a bar where that is a terminal.
+        print_fn: Function of one line of text; with it there is never a bar. By default standard
+            output, with a bar if that is a terminal.
         clock: Returns seconds.
 
     Example:

@@ -36,16 +36,16 @@ class TimedSteps:
 class Meter:
     """Counts the steps of one `fit` and times them, without the first call, which compiles.
 
-    What lies between the last step of an epoch and the next epoch (validation, a checkpoint) is
-    no part of the steps' time, and of the time that is left.
+    Validation and checkpoints between epochs count in the time that is left, but not in the time
+    of the steps.
 
     Args:
         clock: Returns seconds.
 
     Attributes:
         epochs: Epochs of this `fit`.
-        steps_per_epoch: Steps of an epoch; None where only the end of the data tells. It is then
-            taken from the first epoch.
+        steps_per_epoch: Steps of an epoch; None until the first epoch has ended if the length of
+            the data is unknown.
         epoch: The number of this epoch, from 0.
         done: Steps of this epoch that are done, with those before training was resumed.
         steps: Steps since `fit` began.
@@ -109,12 +109,12 @@ class Meter:
 
     @property
     def steps_per_second_now(self) -> float | None:
-        """Steps per second of this epoch, or where it has none of the one before, or None."""
+        """Steps per second of this epoch, or of the previous one before the first step, or None."""
         return self.now.rate or self._before.rate
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end of `fit`, with what lies between epochs; None where not known."""
+        """Seconds to the end of `fit`, with the time between epochs; None if unknown."""
         if self.steps_per_epoch is None or self.steps_per_second is None:
             return None
         epochs = self.epochs - self.epoch - 1
@@ -277,7 +277,7 @@ class Throughput(keras.callbacks.Callback):
             self._end_steps()
 
     def on_test_begin(self, logs=None):
-        """Ends the epoch's steps where their number was not known."""
+        """Ends the epoch's steps if their number was unknown."""
         self._end_steps()
 
     def on_epoch_end(self, epoch, logs=None):

@@ -91,7 +91,7 @@ def _plain(value):
 
 
 def _is_json(value) -> bool:
-    """Whether a value survives a checkpoint unchanged; a callback's value can be anything."""
+    """Whether a checkpoint preserves a value; a callback's value can be anything."""
     try:
         return value != value or json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):

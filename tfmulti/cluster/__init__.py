@@ -1,15 +1,14 @@
-"""Who am I, and who are the others: the cluster, read and checked before TensorFlow starts.
+"""The cluster, and this process's task in it, read and checked before TensorFlow starts.
 
-TensorFlow answers a wrong `TF_CONFIG` with a message about something else, with a hang, or by
-training alone in silence. Here each mistake is named in milliseconds. Nothing in this folder
+TensorFlow responds to a wrong `TF_CONFIG` with a message about something else, with a hang, or by
+silently training alone. Here each mistake is named in milliseconds. Nothing in this folder
 imports TensorFlow.
 
-The folder divides the work so: `task` holds the answer (`Cluster`), `parsing` turns the text of a
-`TF_CONFIG` into one, `network` reads `host:port` and asks whether this machine can reach the others
-and listen itself, and `sources` (`resolve_cluster`) knows where a `TF_CONFIG` may lie.
-Without one `schedulers` asks `mpi`, `slurm`, `kubernetes` and `sagemaker`, which share `variables`;
-`gpus` divides a host's GPUs where the scheduler has not, and `roles` makes parameter servers of
-tasks. `presence` asks whether a task is there.
+`task` defines `Cluster`; `parsing` makes one from the text of a `TF_CONFIG`; `network` parses
+`host:port`, and checks that this machine can reach the others and listen; `sources`
+(`resolve_cluster`) finds the `TF_CONFIG`. Without one, `schedulers` tries `mpi`, `slurm`,
+`kubernetes` and `sagemaker`, which share `variables`; `gpus` divides a host's GPUs if the scheduler
+has not, and `roles` turns tasks into parameter servers. `presence` checks that a task answers.
 
 Example:
     >>> import json

@@ -10,7 +10,7 @@ _MAX_SHOWN = 160
 
 
 class ClusterError(ValueError):
-    """The cluster that was described cannot be trained on; the message says where and why."""
+    """A cluster is described wrongly, or cannot be used; the message says where and why."""
 
 
 def tf_config_error(

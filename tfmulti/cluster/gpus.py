@@ -12,7 +12,7 @@ _DEVICE = re.compile(r"nvidia[0-9]+")
 
 
 def count_gpus(devices: str = "/dev") -> int:
-    """Returns the number of NVIDIA GPUs of this host, from its device files; asks no driver."""
+    """Returns the number of NVIDIA GPUs of this host, from its device files, without the driver."""
     folder = Path(devices)
     return sum(bool(_DEVICE.fullmatch(path.name)) for path in folder.glob("nvidia*"))
 
@@ -26,14 +26,14 @@ def share_gpus(
     """Returns what CUDA_VISIBLE_DEVICES must be for a task of Slurm, or None to leave it.
 
     `--gpus-per-node` and `--gres` let every task of a host see all its GPUs; `--gpus-per-task`
-    and `--gpu-bind` let each see its own (https://slurm.schedmd.com/gres.html). All tasks get as
-    many; GPUs that are left over stay idle.
+    and `--gpu-bind` let each see its own (https://slurm.schedmd.com/gres.html). All tasks get
+    equally many; the remaining GPUs stay idle.
 
     Args:
         environ: the environment.
         local_index: this task's place among those of its host, from 0.
         num_tasks: tasks on this host.
-        count: returns the number of GPUs of this host; asked where no variable tells.
+        count: returns the number of GPUs of this host; called if no variable has it.
 
     Raises:
         ClusterError: where there are fewer GPUs than tasks: two workers cannot share one.

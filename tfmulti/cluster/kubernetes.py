@@ -1,8 +1,8 @@
 """The cluster of the pods of an indexed Job, alone or in a JobSet.
 
 Kubernetes gives each pod JOB_COMPLETION_INDEX and the host name `<job>-<index>`, which a headless
-Service makes known as `<job>-<index>.<service>`; how many pods there are, and the Service's name,
-the manifest says. See
+Service publishes as `<job>-<index>.<service>`. The manifest has the number of pods and the name of
+the Service. See
 https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/ and
 https://jobset.sigs.k8s.io/docs/concepts/.
 """
@@ -22,7 +22,7 @@ _PORT = 2222
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster of this pod's Job, or None in no indexed Job.
+    """Returns the cluster of this pod's Job, or None outside of an indexed Job.
 
     Args:
         environ: the environment: JOB_COMPLETION_INDEX and HOSTNAME, which Kubernetes sets;

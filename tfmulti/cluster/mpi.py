@@ -1,7 +1,7 @@
 """A job that MPI has started: its size, its communicator, and its cluster.
 
-`mpiexec -n 4 python train.py` tells each process its number; where the others listen they tell
-one another through MPI itself. mpi4py is imported when it is needed, and starts MPI then.
+`mpiexec -n 4 python train.py` gives each process its number; the processes exchange their addresses
+through MPI itself. mpi4py is imported when it is needed, and then starts MPI.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import socket
 from collections.abc import Mapping
 
 SOURCE = "MPI"
-# Which variable tells the number of processes: MPICH, Intel MPI and this package's launcher; Open
-# MPI.
+# The number of processes: of MPICH, Intel MPI and this package's launcher; of Open MPI.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
 def size_in_environment(environ: Mapping[str, str] | None = None) -> int:
     """Returns the number of processes that MPI has started together; 0 where it started none.
 
-    `srun --mpi=pmi2`, at many sites the default, sets PMI_SIZE for every program, with MPI or
-    without. It is told by PMI_JOBID, which is Slurm's number of the step then.
+    `srun --mpi=pmi2`, the default at many sites, sets PMI_SIZE for every program, with MPI or
+    without. PMI_JOBID is then Slurm's number of the step.
 
     >>> size_in_environment({"PMI_SIZE": "4"}), size_in_environment({})
     (4, 0)

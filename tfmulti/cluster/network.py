@@ -24,7 +24,7 @@ _EXAMPLE = 'Write the host and the port at which the others reach this task, as 
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host, without brackets, and the port of an address without a fault.
+    """Returns the host, without brackets, and the port of a valid address.
 
     Example:
         >>> split_address("[::1]:12345")
@@ -35,7 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_ip_address(host: str) -> bool:
-    """Returns whether a host is a number, so that nothing has to be looked up.
+    """Returns whether a host is an IP address, which needs no lookup.
 
     Example:
         >>> is_ip_address("10.0.0.1"), is_ip_address("::1"), is_ip_address("localhost")
@@ -49,7 +49,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def address_fault(address: object) -> tuple[str, str] | None:
-    """Returns the rule that an address breaks and what to write, or None for a good one.
+    """Returns the rule that an address breaks and what to write; None for a valid one.
 
     Example:
         >>> address_fault("10.0.0.1:12345") is None
@@ -110,13 +110,13 @@ def resolve_host(host: str) -> object:
 
 
 def bind_port(port: int) -> None:
-    """Binds a port on every interface, as gRPC will, and lets go of it.
+    """Binds a port on every interface, as gRPC will, and closes it.
 
-    gRPC takes every interface whatever host the address names. A connection of an earlier run
-    that is in TIME_WAIT is no obstacle to it, nor here; a program that listens is.
+    gRPC takes every interface, whichever host the address names. A connection of an earlier run
+    in TIME_WAIT does not prevent it, nor does it here; a program that listens does.
 
     Raises:
-        OSError: where the port cannot be had.
+        OSError: if the port is not available.
     """
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
@@ -176,7 +176,7 @@ def check_port(cluster: Cluster, *, source: str, bind: Callable[[int], None] = b
     Args:
         cluster: the cluster.
         source: where it came from, for the message.
-        bind: takes a port and lets go of it; raises `OSError` where it cannot.
+        bind: binds a port and closes it; raises `OSError` if it cannot.
 
     Raises:
         ClusterError: where another process listens there, or the port is not permitted.
@@ -225,7 +225,7 @@ def advise_port(cluster: Cluster) -> str:
 
 
 def public_addresses(cluster: Cluster) -> list[str]:
-    """Returns the addresses that the whole internet may reach. Names are not looked up.
+    """Returns the public IP addresses, which the internet may reach. Names are not looked up.
 
     Example:
         >>> public_addresses(Cluster({"worker": ["10.0.0.1:2222", "8.8.8.8:2222"]}, "worker", 0))
@@ -241,9 +241,9 @@ def public_addresses(cluster: Cluster) -> list[str]:
 
 
 def warn_of_public_addresses(cluster: Cluster) -> None:
-    """Warns of IP addresses that the whole internet may reach.
+    """Warns of public IP addresses, which the internet may reach.
 
-    TensorFlow's gRPC port listens on every interface and asks nobody who he is.
+    TensorFlow's gRPC port listens on every interface without authentication.
     """
     public = public_addresses(cluster)
     if public:

@@ -1,4 +1,4 @@
-"""The text of a `TF_CONFIG`, parsed and checked: every mistake has a message of its own.
+"""The text of a `TF_CONFIG`, parsed and checked, with one message for each kind of mistake.
 
 The rules are those of `tf.distribute.MultiWorkerMirroredStrategy`; see
 https://www.tensorflow.org/tutorials/distribute/multi_worker_with_keras
@@ -74,7 +74,7 @@ def from_tf_config(
 
 
 def parse_index(value: object) -> int | None:
-    """Returns a task index, given as a number or as digits, or None where it is neither.
+    """Returns a task index that is a number or digits, or None for anything else.
 
     Example:
         >>> [parse_index(value) for value in (1, "0", True, 1.0, -1, "one")]

@@ -1,6 +1,6 @@
-"""Errors of TensorFlow that another worker has caused, rewritten so that they name it.
+"""Errors of TensorFlow that another worker has caused, rewritten to name that worker.
 
-TensorFlow's own text blames heartbeats or sockets, and names a task somewhere in the middle.
+TensorFlow's own text is about heartbeats or sockets, and has the task somewhere in the middle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PeerError:
 
     Attributes:
         exit_code: 144 where another worker has gone; 1 where workers do different things.
-        text: What to tell people.
+        text: The message for the user.
     """
 
     exit_code: int

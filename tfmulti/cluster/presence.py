@@ -1,8 +1,8 @@
 """Whether a task of TensorFlow is running: it listens, and it answers.
 
-A process that is frozen, or whose network is cut, still has a port that takes connections, and
-nothing that waits for it gets an error. A server of gRPC sends its settings to each new connection
-at once, however busy its program is (RFC 9113, section 3.4).
+The port of a process that is frozen, or whose network is cut, still accepts connections, and those
+who wait for it get no error. A gRPC server sends its settings to each new connection immediately,
+however busy its program is (RFC 9113, section 3.4).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def probe(address: str, timeout_s: float = _CONNECT_S) -> str:
 
 
 class Presence:
-    """What was seen of a task at one check after another.
+    """The state of a task over successive checks.
 
     Args:
         address: Its host and port.

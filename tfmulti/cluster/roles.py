@@ -1,7 +1,7 @@
 """Which of a scheduler's tasks are the chief, workers and parameter servers.
 
-A scheduler starts the same program many times, and knows no roles. With TFMULTI_NUM_PS=N the first
-task is the chief, the last N are servers, and those between are workers.
+A scheduler starts the same program many times, without roles. With TFMULTI_NUM_PS=N the first task
+is the chief, the last N are servers, and those between are workers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_num_ps(environ: Mapping[str, str]) -> int:
 
 
 def is_worker(index: int, count: int, num_ps: int) -> bool:
-    """Whether a task computes steps: all do without servers, else neither chief nor server.
+    """Whether a task computes steps: without servers all do, else all but chief and servers.
 
     >>> [is_worker(index, 4, 1) for index in range(4)]
     [False, True, True, False]

@@ -1,7 +1,7 @@
 """Finds the scheduler that has started this process, if there is no TF_CONFIG.
 
-One module for each; the first that knows this process decides. Whoever starts processes nearest to
-this one comes first: `mpiexec` within a Slurm job, srun within a pod.
+There is a module for each. The first one that has started this process is used, the innermost
+first: `mpiexec` within a Slurm job, srun within a pod.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfmulti.cluster.errors import ClusterError, variable_error
 from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 
-# Which of several hosts this is; of the first variable that is set.
+# The number of this host among several; the first variable that is set counts.
 HOST_INDEX_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
@@ -29,20 +29,20 @@ HOST_INDEX_VARIABLES = (
 def find_cluster(
     environ: Mapping[str, str], *, may_start_mpi: bool = False, num_ps: int | None = None
 ) -> Cluster | None:
-    """Returns the cluster that a scheduler's variables tell, or None where there are none.
+    """Returns the cluster that a scheduler's variables describe, or None without any.
 
     In this order: MPI, Slurm, Kubernetes, SageMaker. `Cluster.source` names which. All tasks are
     workers, or the first one is the chief and the last ones are parameter servers: see `roles`.
 
     Args:
         environ: the environment.
-        may_start_mpi: whether the processes of an MPI job shall find one another through MPI,
-            which starts it; without, such a job is as none.
+        may_start_mpi: whether the processes of an MPI job may exchange addresses through MPI,
+            which starts it; else such a job is ignored.
         num_ps: how many tasks are parameter servers; None reads TFMULTI_NUM_PS.
 
     Raises:
-        ClusterError: where the variables do not tell a cluster.
-        RuntimeError: where MPI cannot be started.
+        ClusterError: if the variables describe no valid cluster.
+        RuntimeError: if MPI cannot be started.
 
     Example:
         >>> find_cluster({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}).source
@@ -103,7 +103,7 @@ def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
 
 
 def find_host_index(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Returns which of a job's hosts this is, as (variable, value), or None where nothing tells.
+    """Returns which of a job's hosts this is, as (variable, value), or None if unknown.
 
     Example:
         >>> find_host_index({"SLURM_NODEID": "1"})

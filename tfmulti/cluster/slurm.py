@@ -1,7 +1,7 @@
 """The cluster of a job step of Slurm, from the variables that srun sets for each task.
 
-https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Nothing is asked of
-`scontrol`, and nothing of the other tasks. Workers are counted host by host: with srun's
+https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Neither
+`scontrol` nor the other tasks are needed. Workers are counted host by host: with srun's
 `--distribution=block`, its default, a worker's index is its SLURM_PROCID.
 """
 
@@ -93,8 +93,8 @@ def find_cluster(
 def is_step(environ: Mapping[str, str]) -> bool:
     """Whether srun has started this process as a task of a job step.
 
-    The script of sbatch and the shell of salloc are none; nor is a script that was submitted
-    within a step and has its variables still, beside those of its own job.
+    The script of sbatch and the shell of salloc are not tasks; nor is a script that was submitted
+    from within a step, and still has the step's variables beside those of its own job.
 
     Example:
         >>> is_step({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
@@ -108,10 +108,10 @@ def is_step(environ: Mapping[str, str]) -> bool:
 
 
 def first_port(environ: Mapping[str, str], hosts: Sequence[str], tasks: Sequence[int]) -> int:
-    """Returns the port of the first task on each host; all tasks come to the same one.
+    """Returns the port of the first task on each host; the same on all tasks.
 
-    TFMULTI_BASE_PORT where it is set; else the ports that srun has reserved (`--resv-ports`);
-    else one made from the numbers of the job and of the step.
+    It is TFMULTI_BASE_PORT if that is set, else the first port that srun has reserved
+    (`--resv-ports`), else one computed from the numbers of the job and of the step.
 
     Args:
         environ: the environment.
@@ -137,7 +137,7 @@ def read_tasks_per_node(text: str) -> list[int]:
     """Returns the tasks of each host, from Slurm's short form.
 
     Raises:
-        ClusterError: for what has another form.
+        ClusterError: if it has another form.
 
     Example:
         >>> read_tasks_per_node("2(x3),1")

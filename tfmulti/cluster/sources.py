@@ -38,9 +38,9 @@ def resolve_cluster(
     Args:
         tf_config: the path of a file with the text of a `TF_CONFIG`; or of a folder with one
             such file for each task, `worker_0.json` and so on; or what the text would parse to.
-            None reads the environment variable `TF_CONFIG`; without one the variables of MPI,
-            Slurm, Kubernetes and SageMaker are asked, in this order, and the first that has
-            started this process decides. `Cluster.source` says which one it was.
+            None reads the environment variable `TF_CONFIG`; without one, the variables of MPI,
+            Slurm, Kubernetes and SageMaker, in this order, and uses the first that has
+            started this process. `Cluster.source` names it.
         task_index: the index of this task. It chooses the file in a folder (None reads the
             environment variable `TASK_INDEX`), and the `task` that is read must agree with it.
         task_type: likewise its type (None reads `TASK_TYPE`, and otherwise takes `"worker"`).

@@ -18,17 +18,17 @@ SERVER_TYPE = "ps"
 class Cluster:
     """All tasks of a job and their addresses, seen from one of them.
 
-    `resolve_cluster` and the `from_*` functions build it, and check it; built by hand it is taken
-    as it is. It cannot be changed; it can be compared, hashed, copied and pickled.
+    `resolve_cluster` and the `from_*` functions create and check it; created directly it is not
+    checked. It is immutable; it can be compared, hashed, copied and pickled.
 
     Attributes:
         spec: task type -> the addresses of its tasks, by index.
         task_type: the type of this task, `"chief"` or `"worker"`; or `"ps"`, a parameter server.
         task_index: the index of this task among those of its type.
-        source: who told of it: `"TF_CONFIG"`, or the scheduler's name. Clusters are equal without.
-        visible_gpus: what CUDA_VISIBLE_DEVICES must become for this task to have GPUs of its own
-            where several tasks of a host see the same ones; None leaves it.
-        names_come_late: whether the hosts' names appear only when their tasks start.
+        source: `"TF_CONFIG"`, or the scheduler's name. It does not count in a comparison.
+        visible_gpus: the CUDA_VISIBLE_DEVICES with which this task has GPUs of its own, if several
+            tasks of a host see the same ones; None leaves it.
+        names_come_late: whether hosts' names resolve only once their tasks have started.
 
     Example:
         >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
@@ -45,12 +45,12 @@ class Cluster:
     names_come_late: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Copies the spec, so that nobody changes it from outside."""
+        """Copies the spec, so that it cannot be changed from outside."""
         spec = {task_type: tuple(addresses) for task_type, addresses in self.spec.items()}
         object.__setattr__(self, "spec", MappingProxyType(spec))
 
     def __reduce__(self) -> tuple:
-        """Lets a plain dict travel: a read-only view cannot be pickled or deep-copied."""
+        """Pickles and copies a plain dict, since a read-only view allows neither."""
         late = self.names_come_late
         mine = (self.task_type, self.task_index, self.source, self.visible_gpus, late)
         return Cluster, (dict(self.spec), *mine)
@@ -102,7 +102,7 @@ class Cluster:
         return _WithServers(**fields)
 
     def to_json(self) -> str:
-        """Returns the text of a `TF_CONFIG` that says the same.
+        """Returns the text of an equivalent `TF_CONFIG`.
 
         Example:
             >>> Cluster({"worker": ["a:1"]}, "worker", 0).to_json()
@@ -116,7 +116,7 @@ class Cluster:
         )
 
     def describe(self) -> str:
-        """Returns one line for people, with the numbers that `TF_CONFIG` uses.
+        """Returns a readable line with the numbers that `TF_CONFIG` uses.
 
         Example:
             >>> Cluster({"worker": ["a:1", "b:1"]}, "worker", 0).describe()

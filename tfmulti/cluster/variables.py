@@ -1,4 +1,4 @@
-"""What the schedulers' variables have in common: numbers, host lists, ports, one worker alone."""
+"""Parses what the schedulers' variables have in common: numbers, lists of hosts, ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_number(environ: Mapping[str, str], name: str, source: str, *, at_least:
     """Returns the whole number in a variable.
 
     Raises:
-        ClusterError: where it is not there, or no number.
+        ClusterError: if it is missing, or not a number.
 
     Example:
         >>> read_number({"SLURM_PROCID": "3"}, "SLURM_PROCID", "Slurm")
@@ -66,9 +66,9 @@ def expand_hosts(text: str, source: str) -> list[str]:
 
 
 def list_addresses(hosts: Sequence[str], tasks: Sequence[int], first_port: int) -> list[str]:
-    """Returns the address of each task, host by host; those on one host have ports in a row.
+    """Returns the address of each task, host by host; a host's tasks have consecutive ports.
 
-    On a single host the address is loopback's.
+    On a single host all use the loopback address.
 
     Example:
         >>> list_addresses(["a", "b"], [2, 1], 5000)
@@ -88,7 +88,7 @@ def read_first_port(environ: Mapping[str, str], default: int, num_ports: int, so
     """Returns the first port on each host: that of TFMULTI_BASE_PORT, else the default.
 
     Raises:
-        ClusterError: where there are not as many ports from there on.
+        ClusterError: if there are not enough ports above it.
 
     Example:
         >>> read_first_port({"TFMULTI_BASE_PORT": "4000"}, 2222, 4, "Slurm")
@@ -108,7 +108,7 @@ def read_first_port(environ: Mapping[str, str], default: int, num_ports: int, so
 
 
 def single_worker(source: str) -> Cluster:
-    """Returns a cluster of this process alone, at a port that is free now."""
+    """Returns a cluster of this process alone, with a port that is now free."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return Cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, source)

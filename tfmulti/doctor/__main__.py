@@ -27,7 +27,7 @@ class DoctorConfig:
     """One examination; every setting is a flag of `python -m tfmulti.doctor`.
 
     Raises:
-        ValueError: For a value that cannot be.
+        ValueError: For an invalid value.
 
     Example:
     >>> DoctorConfig().cluster

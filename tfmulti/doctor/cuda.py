@@ -1,6 +1,6 @@
 """Checks CUDA, cuDNN and NCCL: the versions of TensorFlow's build, the installation, the driver.
 
-Rules: a driver runs programs of its own CUDA major version and of all before, see
+Rules: a driver runs programs of its own CUDA major version and of earlier ones, see
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html; TensorFlow's
 extra `and-cuda` names the libraries that it was tested with.
 """

@@ -1,6 +1,6 @@
 """Checks the GPUs of this host: visible to driver and TensorFlow, equal, free, well connected.
 
-Judged on what `hardware.gpus` reads; see there for what that was tried on.
+`hardware.gpus` reads what is checked here, and says on what it was tested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATHS = {
 
 
 def query_driver(read=read_driver, timeout_s: float = TIMEOUT_S) -> Driver:
-    """Returns the driver and its GPUs; one that cannot be asked has the reason as its fault."""
+    """Returns the driver and its GPUs; its `fault` says why it could not be queried."""
     try:
         return in_time(read, timeout_s)
     except (TimeoutError, ImportError) as error:
@@ -72,7 +72,7 @@ def check_driver(driver: Driver) -> Check:
 
 
 def explain_visible(value: str | None, gpus: Sequence[Gpu]) -> tuple[list[int], str]:
-    """Returns which GPUs a program gets, and what is wrong with the list of them.
+    """Returns which GPUs a program gets, and an error in their list.
 
     Args:
         value: `CUDA_VISIBLE_DEVICES`, or None where it is not set.
@@ -127,7 +127,7 @@ def check_tensorflow(driver: Driver, expected: int | None, report: Report) -> Ch
 
 
 def check_computing(report: Report) -> Check:
-    """Checks that each GPU of TensorFlow has multiplied two matrices."""
+    """Checks that TensorFlow has multiplied two matrices on each GPU."""
     name = "sum on each GPU"
     gpus = report.facts["gpus"] if report.facts else []
     if not gpus:
@@ -195,7 +195,7 @@ def check_modes(gpus: Sequence[Gpu]) -> Check:
 def check_pcie(gpus: Sequence[Gpu]) -> Check:
     """Compares each GPU's PCIe link with the best that it and its slot can have.
 
-    An idle GPU lowers the generation to save power, and not the lanes.
+    An idle GPU lowers the generation to save power, but not the lanes.
     """
     name = "PCIe"
     known = [gpu for gpu in gpus if gpu.width and gpu.width_max]
@@ -208,7 +208,7 @@ def check_pcie(gpus: Sequence[Gpu]) -> Check:
     ]
     text = "; ".join(links)
     if any(gpu.width < gpu.width_max for gpu in known):
-        hint = "Put the GPU into a slot with all lanes, or seat it anew; see the host's BIOS."
+        hint = "Put the GPU into a slot with all lanes, or reseat it; see the host's BIOS."
         return Check(name, WARNING, text, hint)
     slow = any(gpu.gen and gpu.gen_max and gpu.gen < gpu.gen_max for gpu in known)
     note = "; a lower generation is usual while idle: look again while training" if slow else ""
@@ -223,7 +223,7 @@ def check_nvlink(gpus: Sequence[Gpu]) -> Check:
     # Of an unknown speed is not 0.0.
     active = [[speed for speed in gpu.nvlinks if speed != 0.0] for gpu in gpus]
     if not any(active):
-        return Check(name, OK, "no GPU has an active link: they speak over PCIe")
+        return Check(name, OK, "no GPU has an active link: they communicate over PCIe")
     text = "; ".join(
         f"GPU {gpu.index}: {len(speeds)} of {len(gpu.nvlinks)} links"
         + (f", {sum(speeds):g} GB/s" if None not in speeds else "")
@@ -231,7 +231,7 @@ def check_nvlink(gpus: Sequence[Gpu]) -> Check:
     )
     # GPUs of one model may have unused links, the same on all of them.
     if len(set(map(tuple, active))) > 1:
-        hint = "All GPUs should have the same links: seat the bridge anew, or have it repaired."
+        hint = "All GPUs should have the same links: reseat the bridge, or have it repaired."
         return Check(name, WARNING, text, hint)
     return Check(name, OK, text)
 

@@ -31,13 +31,13 @@ class Host:
 
     Attributes:
         memory: Bytes of memory.
-        available: Bytes that programs can have now.
+        available: Bytes that are available to programs.
         cores: Cores of the machine.
         allowed: Cores that this process may run on.
         shared: Bytes of /dev/shm.
         shared_free: Bytes of /dev/shm that are free.
         files: Files that a process may have open.
-        most_files: How far a user may raise that.
+        most_files: The limit to which a user may raise `files`.
         limits: Limits of the container.
     """
 
@@ -91,7 +91,7 @@ def check_host(
         check_memory(host, num_gpus),
         check_cores(host, environ),
         check_container(host.limits),
-        check_shared(host, num_gpus),
+        check_shared(host),
         check_files(host, num_workers),
     ]
 
@@ -147,7 +147,7 @@ def check_container(limits: Limits) -> Check:
     return Check("container limits", OK, ", ".join(told) or "none on cores or memory")
 
 
-def check_shared(host: Host, num_gpus: int) -> Check:
+def check_shared(host: Host) -> Check:
     """Checks /dev/shm, through which NCCL and MPI send within a host."""
     name = "shared memory"
     if host.shared is None:
@@ -160,7 +160,7 @@ def check_shared(host: Host, num_gpus: int) -> Check:
 
 
 def check_files(host: Host, num_workers: int) -> Check:
-    """Checks the limit of open files: connections to all workers, and files of data."""
+    """Checks the limit of open files, for connections to all workers and data files."""
     name = "open files"
     if host.files is None:
         return Check(name, UNKNOWN, "this system does not tell its limit")
@@ -208,7 +208,7 @@ def check_workdir(
     """Checks the free space and the speed of the folder that training writes to.
 
     Args:
-        workdir: The folder; where it is not there yet, the nearest one above it is looked at.
+        workdir: The folder; if it does not exist yet, its nearest existing parent is checked.
         timeout_s: Seconds that writing and reading may take.
         num_bytes: Bytes to write and read.
         measure: Returns the seconds of writing and of reading.
@@ -257,7 +257,7 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
 
 
 def write_and_read(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Returns the seconds that writing a file to the disk, and reading it again, take.
+    """Returns the seconds to write a file to the disk, and to read it again.
 
     The file is on the disk (fsync) when writing counts as done; for reading, the system is asked
     to forget it, which not every file system does.

@@ -1,4 +1,4 @@
-"""Versions of packages, those that do not go together, and pitfalls of Keras and TensorFlow."""
+"""Checks versions of packages, conflicts between them, and pitfalls of Keras and TensorFlow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def version_of(name: str) -> str | None:
 
 
 def requirements_of(name: str, extra: str = "") -> list[Requirement]:
-    """Returns what an installed package, with an extra, needs on this machine; else nothing."""
+    """Returns the requirements of a package on this machine, none if it is not installed."""
     if version_of(name) is None:
         return []
     found = map(Requirement, importlib.metadata.requires(name) or [])
@@ -86,7 +86,7 @@ def check_python(version: str, wanted: str) -> Check:
 def check_version(
     title: str, names: Iterable[str], wanted: Requirement | None, installed: VersionOf
 ) -> Check:
-    """Looks for one of several packages that stand for the same one, and at its version."""
+    """Checks that one of several variants of a package is installed, and its version."""
     found = {name: version for name in names if (version := installed(name))}
     if not found:
         return Check(title, FAILURE, "not installed", f"pip install '{wanted or title.lower()}'")
@@ -119,7 +119,7 @@ def unmet(requirements: Iterable[Requirement], installed: VersionOf) -> list[str
 
 
 def check_needs(needs: dict[str, list[Requirement]], installed: VersionOf) -> Check:
-    """Checks the requirements of the packages, as `pip check` does of all, where there is pip."""
+    """Checks the requirements of these packages, as `pip check` does for all."""
     others = [name for name in TENSORFLOWS[1:] if installed(name)]
     faults = []
     for name, requirements in needs.items():
@@ -229,7 +229,7 @@ def check_backend(environ: Mapping[str, str], path: Path) -> Check:
 
 
 def check_keras_file(path: Path) -> Check:
-    """Looks for settings in keras.json that change results, and that other hosts may lack."""
+    """Looks for settings in keras.json that change results and may differ on other hosts."""
     name = "keras.json"
     settings, fault = read_keras_file(path)
     if fault:

@@ -1,9 +1,9 @@
 """Visits all workers of the cluster: each connects to each, and asks for its settings.
 
-There is a rendezvous at the address of every worker, and not of the first one only: two workers
-may be unable to connect although both reach the first, or the first may be missing. When one is
-over, each client measures its way to that worker on the same connection, which no rendezvous does
-before training; the lines for that are here.
+There is a rendezvous at the address of every worker, not of the first one only: two workers may
+be unable to connect although both reach the first, or the first may be missing. After each, the
+clients measure their connection to that worker, which the rendezvous before training does not do;
+this module has the messages for that.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def describe_worker(
 
 @dataclasses.dataclass
 class Visit:
-    """What was found at another worker.
+    """The results of connecting to another worker.
 
     Attributes:
         index: Its position in `cluster.tasks`.
-        notes: What it says of itself; None where it could not be visited.
+        notes: Its description of itself; None if it could not be reached.
         round_trip_s: Seconds from a question to its answer, the shortest of several.
         ahead_s: Seconds that its clock is ahead of this worker's.
         bytes_per_s: Speed of sending to it, over one connection.
-        fault: Why something is missing.
+        fault: Why a value is missing.
         refused: Whether it has refused this worker.
-        has_no_address: Whether its name is not found here.
+        has_no_address: Whether its name cannot be resolved here.
     """
 
     index: int
@@ -81,8 +81,8 @@ class Findings:
 
     Attributes:
         visits: What was found at each other worker.
-        came: The workers that have come to this one.
-        twice: Position -> machines of those that say they are the same worker.
+        came: The workers that have connected to this one.
+        twice: Position -> machines of the workers that claim the same task.
     """
 
     visits: list[Visit]
@@ -214,12 +214,12 @@ def _answer_questions(connection):
 def visit_all(
     cluster: Cluster, notes: dict, timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> Findings:
-    """Visits all other workers, and lets them visit this one, until all have come.
+    """Connects to all other workers, and serves them, until all have connected.
 
     Args:
         cluster: The cluster, seen from this worker.
-        notes: What the others are told, as from `describe_worker`.
-        timeout_s: Seconds that all have to come.
+        notes: The description for the others, as from `describe_worker`.
+        timeout_s: Seconds that all have to connect.
         environ: The environment, with the token.
 
     Raises:

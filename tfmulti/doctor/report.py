@@ -24,7 +24,7 @@ class Check:
         name: What was looked at.
         status: `"ok"`, `"warning"` (training works, worse than it could), `"failure"` (it does
             not), or `"unknown"` (the doctor could not look).
-        detail: What was found.
+        detail: The result, as text.
         hint: What to do; empty where there is nothing to do.
     """
 
@@ -46,7 +46,7 @@ def show(areas: Areas, console: Console) -> None:
 
     Args:
         areas: What was found, by area.
-        console: Where to print: nothing is wrapped, and nothing drawn, where it is no terminal.
+        console: Where to print; lines are wrapped only on a terminal.
     """
     if console.is_terminal:
         _draw(areas, console)

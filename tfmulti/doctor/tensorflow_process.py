@@ -1,4 +1,4 @@
-"""Runs with a timeout what may hang: calls, other programs, and TensorFlow, which may crash too."""
+"""Runs calls, other programs and TensorFlow with a timeout, since they may hang or crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 
 
 def in_time(function: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Returns what a function returns, in a thread for which the exit does not wait.
+    """Returns what a function returns; runs it in a thread that does not delay the exit.
 
     Raises:
         TimeoutError: If it has not returned in time.
@@ -54,8 +54,8 @@ class Output:
     Attributes:
         text: Its standard output.
         errors: Its standard error.
-        returncode: Its exit code; None where there is no such program, or it gave no answer.
-        fault: Why there is no good answer; empty where there is one.
+        returncode: Its exit code; None if it does not exist, or has not ended in time.
+        fault: Why it failed; else empty.
     """
 
     text: str = ""
@@ -151,7 +151,7 @@ class Report:
 def run_tensorflow(
     timeout_s: float, command: Sequence[str] = (sys.executable, "-c", SCRIPT)
 ) -> Report:
-    """Imports TensorFlow in another process, and lets each GPU compute something there.
+    """Imports TensorFlow in another process, and computes there on each GPU.
 
     Args:
         timeout_s: Seconds that it has.
@@ -205,8 +205,8 @@ def _hint(report) -> str:
     if "GLIBC" in report.words or "GLIBCXX" in report.words:
         return "This system is too old for the wheel: use a newer system or container."
     if "ModuleNotFoundError" in report.words or "ImportError" in report.words:
-        return "Install what is missing, or make the environment anew: pip install . in the clone."
-    return "Try python -c 'import tensorflow, keras'; make the environment anew."
+        return "Install what is missing, or recreate the environment: pip install . in the clone."
+    return "Try python -c 'import tensorflow, keras'; recreate the environment."
 
 
 def _signal(number) -> str:

@@ -1,4 +1,4 @@
-"""What the processor, the memory and the GPUs of this host are doing; imports no TensorFlow."""
+"""The use of this host's processor, memory and GPUs; imports no TensorFlow."""
 
 from tfmulti.hardware.gpus import Gpus as Gpus
 from tfmulti.hardware.gpus import read_driver as read_driver

@@ -27,7 +27,7 @@ def load_nvml():
 
 
 def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[int | str], str]:
-    """Returns which GPUs CUDA shows a program, in its order, and what is wrong with the list.
+    """Returns which GPUs CUDA shows a program, in its order, and an error in the list.
 
     CUDA reads the list up to the first entry that names no GPU, and silently ignores the rest;
     see https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
@@ -124,7 +124,7 @@ class Driver:
 
 
 class _Nvml:
-    """NVML, with None for what it cannot tell: of a part of a GPU, or of an older one."""
+    """NVML, with None for values that it lacks, as of a part of a GPU, or an old one."""
 
     def __init__(self, nvml):
         nvml.nvmlInit()
@@ -145,7 +145,7 @@ class _Nvml:
 
 
 def read_driver(nvml=None, root: Path = Path("/")) -> Driver:
-    """Asks the driver what it knows of itself and of its GPUs.
+    """Queries the driver about itself and its GPUs.
 
     Args:
         nvml: The module `pynvml`, or something like it.
@@ -273,7 +273,7 @@ class Gpus:
         return len(self._handles)
 
     def read(self) -> dict[str, float]:
-        """Returns what each GPU is doing; what one cannot tell is left out.
+        """Returns the readings of each GPU, without unavailable ones.
 
         Returns:
             For GPU 0, as TensorFlow numbers them: `gpu_0_percent`, of the time since NVML's last

@@ -15,7 +15,7 @@ _GB = 1e9
 
 
 class Processor:
-    """Reads the host's processor and memory, and what this process takes of them.
+    """Reads the use of the host's processor and memory, and this process's part of it.
 
     Args:
         psutil: The module, or something like it.
@@ -65,7 +65,7 @@ def find_readers(
     nvml=None,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[list, str | None, str | None]:
-    """Opens what reads this host's devices.
+    """Returns the readers of this host's devices.
 
     Args:
         load: Imports a module by its name.
@@ -103,7 +103,7 @@ def _open_gpus(nvml, environ) -> tuple[Gpus | None, str | None]:
 
 
 class Sampler:
-    """Means of what readers tell, each reading weighed by the time since the one before.
+    """Means of readings, each weighted by the time since the previous one.
 
     Args:
         readers: Objects with `read()`, which returns numbers by name, and `close()`.

@@ -61,7 +61,7 @@ def gpus_of(readings: Mapping[str, float]) -> dict[int, dict[str, float]]:
 
 
 def describe(readings: Mapping[str, float]) -> str:
-    """Returns one line for people.
+    """Returns a readable line.
 
     >>> describe({"cpu_percent": 93.2, "memory_percent": 41.0, "process_cores": 1.86})
     'CPU 93%, memory 41%; this process 1.9 cores'
@@ -90,7 +90,7 @@ _PERCENT_OF_A_CORE = 100.0
 
 
 def describe_imbalance(workers: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Tells where one device does more than 20% less than another.
+    """Describes which device is used over 20% less than another.
 
     GPUs are compared by their use, of all workers; workers without GPUs by the cores that they
     keep busy.

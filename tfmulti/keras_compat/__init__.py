@@ -2,7 +2,7 @@
 
 `table.TABLE` has all that is replaced: each entry with the message or wrong result that it cures,
 and its canary in `tests/test_keras_compat.py`, which fails when upstream no longer needs the cure.
-`table.TRIED` has the versions that all of it was tried on, `table.NAMES` what is read as well.
+`table.TRIED` has the versions that were tested, `table.READ` the private names that are only read.
 """
 
 from tfmulti.keras_compat.calls import COMMUNICATION as COMMUNICATION

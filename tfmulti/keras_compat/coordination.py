@@ -38,7 +38,7 @@ def report_error(text: str, task: str) -> None:
 
 
 def publish(key: str, value: str) -> None:
-    """Lets all workers of the cluster read a text; a key can be used once."""
+    """Publishes a text to all workers of the cluster; a key can be used once."""
     context.context().set_config_key_value(key, value)
 
 
@@ -71,7 +71,7 @@ def read_if_published(key: str, timeout_ms: int) -> str | None:
 
 
 def check_peers(tasks: list[str]) -> None:
-    """Raises RuntimeError where another worker does not answer, or has told of an error.
+    """Raises RuntimeError if another worker does not answer, or has reported an error.
 
     Args:
         tasks: The others, as `/job:worker/replica:0/task:1`.
@@ -94,7 +94,7 @@ def check_peers(tasks: list[str]) -> None:
 
 @functools.cache
 def _failure_of_another() -> futures.Future[str]:
-    """Returns what will hold the words of the first worker that fails.
+    """Returns a future of the first failing worker's message.
 
     A thread waits for them: to ask the service for the states of workers has no deadline, and
     stops all of Python where the chief, whose service it is, is frozen.
@@ -111,7 +111,7 @@ def _failure_of_another() -> futures.Future[str]:
 
 @contextlib.contextmanager
 def heartbeats(timeout_s: float | None):
-    """Has a cluster that is begun within notice a silent worker after `timeout_s` seconds.
+    """Makes a cluster that starts within notice a silent worker after `timeout_s` seconds.
 
     `MultiWorkerMirroredStrategy` sets up TensorFlow's coordination service without asking.
     """
@@ -182,7 +182,7 @@ def _keys_of(strategy):
 
 
 def never_unique(original):
-    """Has keys be given while functions are traced, where they reach nested ones."""
+    """Assigns keys while functions are traced, so that nested ones have keys too."""
 
     def use_unique_instance_key(self):
         return False

@@ -15,8 +15,9 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.distribute import values as distributed_values
 
 from tfmulti import marks
+from tfmulti.runtime.scoped import Scoped
 
-_local = threading.local()
+_reads_held = Scoped(False)
 
 
 class HeldVariable(keras.Variable):
@@ -121,20 +122,14 @@ class UpdatedRows:
         return tf.IndexedSlices(value.values, rows)
 
 
-@contextlib.contextmanager
-def held_values() -> Iterator[None]:
+def held_values() -> contextlib.AbstractContextManager:
     """Within it, reading a `HeldVariable` gives what this worker holds."""
-    previous = are_held_values()
-    _local.held = True
-    try:
-        yield
-    finally:
-        _local.held = previous
+    return _reads_held.set_to(True)
 
 
 def are_held_values() -> bool:
     """Whether reading a `HeldVariable` gives what this worker holds; see `held_values`."""
-    return getattr(_local, "held", False)
+    return _reads_held.value
 
 
 def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy, is_here: bool):

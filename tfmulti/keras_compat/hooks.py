@@ -11,7 +11,7 @@ from tfmulti import marks
 
 
 def prepare_callbacks(original, prepare, more):
-    """Lets stock callbacks be prepared for several workers.
+    """Prepares stock callbacks for several workers.
 
     A callback learns of its model here only, and no method of `Model` sees the callbacks.
 
@@ -39,7 +39,7 @@ def end_epochs(original, settle, agree):
 
     Args:
         original: `CallbackList.on_epoch_end`.
-        settle: Function of the model, called before callbacks hear that an epoch has ended.
+        settle: Function of the model, called before the callbacks' `on_epoch_end`.
         agree: Function of the model, called after every epoch.
     """
 
@@ -54,7 +54,7 @@ def end_epochs(original, settle, agree):
 def after_loading(original, distribute):
     """Makes the optimizer of a model that is loaded under a strategy distributed again.
 
-    A file holds the user's optimizer as it is; `compile_from_config` makes it anew.
+    A file holds the user's optimizer as it is; `compile_from_config` recreates it.
 
     Args:
         original: `Model.compile_from_config`.
@@ -69,7 +69,7 @@ def after_loading(original, distribute):
 
 
 def before_variables(original, compare):
-    """Lets every variable be looked at before it is created.
+    """Calls a function before each variable is created.
 
     Args:
         original: `Variable._initialize`.
@@ -88,7 +88,7 @@ def before_variables(original, compare):
 
 
 def before_calls(name: str):
-    """Returns what lets `fit`, `evaluate`, `predict` and the like be looked at before they begin.
+    """Returns what calls a function before `fit`, `evaluate`, `predict` and the like begin.
 
     Args:
         name: The name of Keras's method.
@@ -108,7 +108,7 @@ def before_calls(name: str):
 
 
 def before_saving(original, look):
-    """Lets a model be looked at before it is saved.
+    """Calls a function before a model is saved.
 
     Args:
         original: `Model.save` or `Model.save_weights`.
@@ -175,7 +175,7 @@ def _weigh(weigh, metric, values, sample_weight):
 
 
 def logs_without_steps(original):
-    """Gives an epoch of which no step was left the metrics' logs.
+    """Gives an epoch without remaining steps the metrics' logs.
 
     Keras takes the last step's logs for its own; there is none where training goes on after the
     last step of an epoch.
@@ -188,7 +188,7 @@ def logs_without_steps(original):
 
 
 class _OfLength:
-    """A data adapter with another number of batches than Keras takes it to have."""
+    """A data adapter with another number of batches than Keras assumes."""
 
     def __init__(self, adapter, num_batches):
         self._adapter, self.num_batches = adapter, num_batches
@@ -198,7 +198,7 @@ class _OfLength:
 
 
 def number_of_batches(epoch_iterator, num_local_replicas: int) -> int | None:
-    """Returns the steps of a pass on this worker, or None where only the end of data tells.
+    """Returns the steps of a pass on this worker, or None if only the end of the data shows it.
 
     Of `distribute_datasets_from_function` Keras counts the batches of all local replicas as
     steps, and ends with "Your input ran out of data".
@@ -220,7 +220,7 @@ def set_number_of_batches(epoch_iterator, number: int | None) -> None:
 
 
 def follow_position(epoch_iterator) -> None:
-    """Makes a pass over data that was begun before go on where it stands.
+    """Makes a pass over data continue at the data's position.
 
     Keras counts the batches of a whole pass. Of a dataset with `steps_left` it takes those that
     are left, and numbers them as if it had taken the others.
@@ -256,7 +256,7 @@ def feed_of(epoch_iterator) -> tuple:
 
 
 def noting_result(original, note_result):
-    """Lets a step's logs be told from which metric they are.
+    """Records which metric each of a step's logs is the result of.
 
     Args:
         original: `Mean.result`.
@@ -270,7 +270,7 @@ def noting_result(original, note_result):
 
 
 def number_of(kind):
-    """Returns what makes `int` or `float` of a variable take its value, as on one device.
+    """Returns what makes `int` or `float` of a variable return its value, as on one device.
 
     Args:
         kind: `int` or `float`.

@@ -16,7 +16,7 @@ _LOOKED = 64
 
 
 def untuned(create):
-    """Lets datasets that a strategy adds for its devices end when nobody reads them any more."""
+    """Ends the datasets that a strategy adds for its devices once nothing reads them."""
 
     def create_untuned(*args, **kwargs):
         return without_tuning(create(*args, **kwargs))
@@ -238,7 +238,7 @@ def around_call_of(kind: type, call_loss) -> None:
 
 
 def update_with_function(original, update):
-    """Lets metric functions that give one number be computed from the rows of all replicas.
+    """Computes metric functions that return one number from the rows of all replicas.
 
     Args:
         original: `MeanMetricWrapper.update_state`.

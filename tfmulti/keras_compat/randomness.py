@@ -18,8 +18,9 @@ from tensorflow.python.framework import op_def_registry
 
 from tfmulti.keras_compat import seeds
 from tfmulti.keras_compat.random_values import REPLACEMENTS, Draw
+from tfmulti.runtime.scoped import Scoped
 
-_LOCAL = threading.local()
+_SCOPE = Scoped(None)
 _LOCK = threading.Lock()
 _INSTALLED: list[tuple] = []
 _SCOPES: list[_Scope] = []
@@ -33,7 +34,7 @@ class _Scope:
         self.traces = []
 
     def forget_traces(self):
-        """Takes the traces out of the functions' caches; nobody finds them there again."""
+        """Removes the traces from the functions' caches."""
         for cache, function_type, key in self.traces:
             cache.delete(function_type, key)
         self.traces.clear()
@@ -41,7 +42,7 @@ class _Scope:
 
 @contextlib.contextmanager
 def replaced_ops(replace: Callable) -> Iterator[None]:
-    """Lets the outputs of every op that is created or run in this thread be replaced.
+    """Replaces outputs of ops that are created or run in this thread.
 
     TensorFlow's callbacks of ops (`op_callbacks`) replace outputs in graphs, those of branches,
     loops and nested functions among them; eagerly they only look, and so both ways by which ops
@@ -57,25 +58,22 @@ def replaced_ops(replace: Callable) -> Iterator[None]:
             creates in a graph is not given to it again; what it runs eagerly is.
     """
     scope, local = _Scope(replace), context.context()._thread_local_data
-    before, callbacks = _current(), local.op_callbacks
+    callbacks = local.op_callbacks
     _install(scope)
     # A separate list: the threads of replicas share that of their parent.
     others = [callback for callback in callbacks if callback is not _on_created]
-    _LOCAL.scope, local.op_callbacks = scope, [*others, _on_created]
+    local.op_callbacks = [*others, _on_created]
     try:
-        yield
+        with _SCOPE.set_to(scope):
+            yield
     finally:
-        _LOCAL.scope, local.op_callbacks = before, callbacks
+        local.op_callbacks = callbacks
         _uninstall(scope)
         scope.forget_traces()
 
 
-def _current():
-    return getattr(_LOCAL, "scope", None)
-
-
 def _on_created(op_type, inputs, attrs, outputs, op_name=None, graph=None):
-    scope = _current()
+    scope = _SCOPE.value
     if graph is None or scope is None:
         return None
     return scope.replace(op_type, inputs, outputs, op_name, eager=False)
@@ -83,7 +81,7 @@ def _on_created(op_type, inputs, attrs, outputs, op_name=None, graph=None):
 
 def _on_run(op_type, inputs, outputs):
     """What an op that ran eagerly returns: one tensor by itself, or a list, as it was."""
-    scope = _current()
+    scope = _SCOPE.value
     if scope is None:
         return outputs
     is_list = isinstance(outputs, (list, tuple))
@@ -114,7 +112,7 @@ def _around_execute(original):
 def _around_function_context(original):
     @functools.wraps(original)
     def make(*args, **kwargs):
-        made, scope = original(*args, **kwargs), _current()
+        made, scope = original(*args, **kwargs), _SCOPE.value
         return made if scope is None else made._replace(context=(made.context, scope))
 
     return make
@@ -124,7 +122,7 @@ def _around_add(original):
     @functools.wraps(original)
     def add(self, fn, context=None):
         original(self, fn, context)
-        scope = _current()
+        scope = _SCOPE.value
         if scope is not None and context is not None and scope in context.context:
             scope.traces.append((self, fn.function_type, context))
 
@@ -194,7 +192,7 @@ class Draws:
             return next_creator(**kwargs)
 
     def forget_tensors(self):
-        """Lets go of the graph: the counts are kept longer than it."""
+        """Releases the graph, since the counts outlive it."""
         self._ordered.clear()
         self._seeds = set()
         self._rows = None
@@ -354,7 +352,7 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
 
 @contextlib.contextmanager
 def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterator[Draws | None]:
-    """Within `fixed_random_numbers`, lets what is drawn belong to other rows.
+    """Within `fixed_random_numbers`, draws for other rows.
 
     Args:
         rows: As in `fixed_random_numbers`; None for the same as around it. Its third value is
@@ -364,7 +362,7 @@ def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterato
     Yields:
         The `Draws`; None outside of `fixed_random_numbers`.
     """
-    draws = getattr(getattr(_current(), "replace", None), "__self__", None)
+    draws = getattr(getattr(_SCOPE.value, "replace", None), "__self__", None)
     if not isinstance(draws, Draws):
         yield None
         return

@@ -113,7 +113,7 @@ def handles_of(function) -> list[tf.Tensor]:
 
 
 def handle_key(handle: tf.Tensor) -> int:
-    """Returns what tells a variable's handle from all others."""
+    """Returns a key that identifies a variable's handle."""
     return handle._id
 
 

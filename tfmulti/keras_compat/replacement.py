@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,9 +13,10 @@ import keras
 import tensorflow as tf
 
 from tfmulti import marks
+from tfmulti.runtime.scoped import Scoped
 
 _MARK = "tfmulti_replaces"
-_local = threading.local()
+_distributing = Scoped(False)
 _strategies: weakref.WeakSet = weakref.WeakSet()
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, functools.partialmethod)
 
@@ -27,7 +27,7 @@ def is_ours(strategy) -> bool:
 
 
 def note_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Takes note that one of our strategies is there, as long as it is."""
+    """Registers one of our strategies, as long as it exists."""
     _strategies.add(strategy)
 
 
@@ -72,22 +72,19 @@ def of_launcher(launcher, *_, **__) -> bool:
 
 
 def while_a_strategy_exists(*_, **__) -> bool:
-    """While one of our strategies is there: a model that was made in no scope is told of."""
+    """While one of our strategies exists: models created outside of its scope are reported."""
     return bool(_strategies)
 
 
 def distributing(*_, **__) -> bool:
-    """While data of one of our strategies are begun."""
-    return getattr(_local, "distributes", False)
+    """While an iterator over data of one of our strategies is created."""
+    return _distributing.value
 
 
 def note_distributing(original, dataset):
-    """Begins data of one of our strategies, which `distributing` tells meanwhile."""
-    before, _local.distributes = distributing(), True
-    try:
+    """Creates an iterator over data of one of our strategies; meanwhile `distributing` is true."""
+    with _distributing.set_to(True):
         return original(dataset)
-    finally:
-        _local.distributes = before
 
 
 def replace(owner, name: str, make: Callable, used: Callable) -> None:
@@ -115,7 +112,7 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
 
 
 def _absent(name):
-    """What takes the place of a method that is not there: it says so."""
+    """Returns what stands for a missing method, and raises an error that says so."""
 
     def absent(self, *args, **kwargs):
         raise TypeError(f"{type(self).__name__} has no {name}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -13,24 +11,19 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 from tfmulti.keras_compat import reference
+from tfmulti.runtime.scoped import Scoped
 
 # What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
 _SEED_STEP = 0x9E3779B1
 # Keras's name for it among its global attributes; Keras 3.12 has no constant for it.
 _GENERATOR = "global_seed_generator"
+_drawn = Scoped(None)
+_stream = Scoped(0)
 
 
-_local = threading.local()
-
-
-@contextlib.contextmanager
-def noting_seeds() -> Iterator[set]:
+def noting_seeds() -> contextlib.AbstractContextManager[set]:
     """Yields the seeds that generators of Keras draw in this thread, references of tensors."""
-    before, _local.seeds = getattr(_local, "seeds", None), set()
-    try:
-        yield _local.seeds
-    finally:
-        _local.seeds = before
+    return _drawn.set_to(set())
 
 
 def global_seed_state() -> list[int]:
@@ -98,19 +91,13 @@ def share_global_seeds(original):
     return global_seed_generator
 
 
-@contextlib.contextmanager
-def random_stream(number: int) -> Iterator[None]:
+def random_stream(number: int) -> contextlib.AbstractContextManager:
     """Within it, a replica draws from another random stream of its own.
 
     Args:
         number: The number of the stream; 0 for the one outside of the context.
     """
-    previous = getattr(_local, "stream", 0)
-    _local.stream = number
-    try:
-        yield
-    finally:
-        _local.stream = previous
+    return _stream.set_to(number)
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
@@ -126,17 +113,16 @@ def vary_seeds(original):
 
     def draw(self, *args, **kwargs):
         seed = original(self, *args, **kwargs)
-        if getattr(_local, "seeds", None) is not None:
-            _local.seeds.add(seed.ref())
+        if _drawn.value is not None:
+            _drawn.value.add(seed.ref())
         context = tf.distribute.get_replica_context()
         if context is None:
             return seed
         is_apart = getattr(context.strategy, "takes_local_step", False)
-        stream = getattr(_local, "stream", 0)
-        if context.num_replicas_in_sync == 1 and not is_apart and not stream:
+        if context.num_replicas_in_sync == 1 and not is_apart and not _stream.value:
             return seed
         replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
-        number = stream * context.num_replicas_in_sync
+        number = _stream.value * context.num_replicas_in_sync
         replica += tf.cast(tf.constant(number), seed.dtype)
         step = tf.cast(tf.constant(_SEED_STEP, tf.int64), seed.dtype)
         return seed + tf.stack([replica * step, tf.zeros_like(replica)])

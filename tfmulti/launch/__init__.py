@@ -2,9 +2,9 @@
 
     python -m tfmulti.launch --num_workers 2 --max_restarts 3 -- python train.py
 
-Each worker finds the cluster in `TF_CONFIG`, a secret in `TFMULTI_TOKEN`, and what else
-`tfmulti.cluster.environment` names. A worker that fails cannot come back alone: the others have
-lost it. So all are ended and all are started again, with fresh ports.
+Each worker finds the cluster in `TF_CONFIG`, a secret in `TFMULTI_TOKEN`, and the other variables
+of `tfmulti.cluster.environment`. A worker that fails cannot rejoin the others, so all are stopped
+and restarted, with new ports.
 
 `config` and `placement` define what to start and where; `supervisor` is the small process that
 runs each worker; `group` starts all workers once; `logs` reads their output and finds the one that

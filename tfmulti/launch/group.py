@@ -66,7 +66,7 @@ class Group:
         self.kill()
 
     def start_again(self, index: int, heading: str, more: Mapping[str, str]) -> None:
-        """Starts a worker that has ended once more.
+        """Restarts a worker that has ended.
 
         Args:
             index: Its index.
@@ -132,8 +132,8 @@ class Group:
 def signals_as_events(events: queue.SimpleQueue):
     """Puts the number of each SIGTERM, SIGINT and SIGHUP into a queue within the context.
 
-    What is ignored already, as SIGHUP under `nohup`, stays so. Python gives signals to its main
-    thread alone; in another one nothing comes.
+    A signal that is already ignored, such as SIGHUP under `nohup`, stays ignored. Python delivers
+    signals to its main thread only; in another thread the queue stays empty.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

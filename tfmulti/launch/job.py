@@ -60,10 +60,10 @@ class Job:
         command: The program and its arguments.
         print_fn: Function that takes a line of text for the user.
         variables: For each worker's index, variables to set besides the launcher's own.
-        create_log: What makes the log of a worker, as `logs.Log`.
+        create_log: Function that creates the log of a worker, such as `logs.Log`.
 
     Attributes:
-        outcome: How the last start of all workers ended; None before.
+        outcome: How the last start of all workers ended; None before the first has ended.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Job:
 
     @property
     def cause_s(self) -> float:
-        """Seconds to wait for the cause where tasks say that they have lost another."""
+        """Seconds to wait for the cause if tasks report that they have lost another."""
         return CAUSE_S
 
     def name_of(self, index: int) -> str:
@@ -258,7 +258,7 @@ class Job:
         return delay
 
     def _rest(self, seconds) -> int | None:
-        """Waits; returns the signal that came meanwhile, or None."""
+        """Waits; returns the signal that was received, or None."""
         limit = time.monotonic() + seconds
         while (left := limit - time.monotonic()) > 0:
             event = self.next_event(left)

@@ -161,7 +161,7 @@ class Log:
             self._rest = b""
 
     def since_start(self) -> str:
-        """Returns the output of the worker since its last start; of a longer one its end."""
+        """Returns the output of the worker since its last start, or the end of a long one."""
         with open(self.path, "rb") as file:
             file.seek(max(self._start, self.path.stat().st_size - _LARGEST_OUTPUT))
             return file.read().decode(errors="replace")
@@ -189,7 +189,7 @@ def open_logs(folder: Path, names: dict[int, str], all_output: bool, create=Log)
         folder: Where `worker_0.log` and so on go.
         names: The workers' names, by index.
         all_output: Whether all are shown.
-        create: What makes one, as `Log`.
+        create: Function that creates a log, such as `Log`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = {

@@ -111,10 +111,10 @@ def _read_host(words, base_port, where) -> list[str]:
 def find_host_index(
     config: LaunchConfig, num_hosts: int, environ: Mapping[str, str] = os.environ
 ) -> int:
-    """Returns which host of the file this is: as given, else as the scheduler's variables say.
+    """Returns this host's place in the file: as given, else from the scheduler's variables.
 
     Raises:
-        ValueError: Where nothing says it, or the file has no such line.
+        ValueError: If it is unknown, or the file has no such line.
     """
     name, given = "host_index", config.host_index
     if given is None:

@@ -1,6 +1,6 @@
 """Makes the workers one MPI job, with the protocol that `mpiexec` uses.
 
-MPI's processes find one another through their process manager: each puts its address into a table,
+MPI's processes find one another through their process manager: each stores its address in a table,
 waits for all, and reads the others'. The protocol is PMI version 1 (lines of `key=value`), which
 MPICH and Intel MPI use: https://github.com/pmodels/mpich/tree/main/src/pmi. With its own process
 manager the launcher keeps each worker under its supervisor. `mpiexec` would kill all workers when
@@ -68,7 +68,7 @@ class ProcessManager:
                     return
 
     def _answer(self, words, send) -> bool:
-        """Answers one line; returns whether the worker can say more."""
+        """Answers one line; returns whether more lines may follow."""
         command = words.get("cmd")
         if command == "barrier_in":
             self._wait_for_all(send)

@@ -82,12 +82,12 @@ class _Watch:
                 self._job.print_fn(f"{name} {ended.describe()}; the job goes on with {count} left")
 
     def _is_lost_worker(self, ended) -> bool:
-        """Whether it is a worker that was killed, and has not ended because of the others."""
+        """Whether it is a worker that was killed, not one that ended because of the others."""
         codes = (0, environment.PEER_LOST, *self._job.permanent)
         return ended.index in self._workers and ended.returncode not in codes
 
     def _judge(self):
-        """Ends the others once the chief has ended, or something fails without which none can."""
+        """Stops the others once the chief has ended, or a task that all need has failed."""
         if self._is_ending:
             return
         ended = {each.index: each for each in self._ended}
@@ -108,7 +108,7 @@ class _Watch:
         self._group.send(signal.SIGTERM)
 
     def _may_continue(self, ended) -> bool:
-        # A worker that has ended well was told by the chief that all is done.
+        # A worker exits with 0 when the chief has reported the end of training.
         well = {each.index for each in self._ended if not each.returncode}
         going = self._running | set(self._due) | well
         return self._is_lost_worker(ended) and any(each in going for each in self._workers)

@@ -13,7 +13,7 @@ _PIECE = 1 << 16
 
 
 def sources() -> dict[str, list[str]]:
-    """Returns the lines of all code that was typed and is in no file, by its pseudo file name.
+    """Returns the lines of all code that was typed into cells, by its pseudo file name.
 
     With them a worker can show the lines of an error, and TensorFlow can read functions.
     """
@@ -41,13 +41,13 @@ def names(typed: dict[str, list[str]]) -> dict[str, str]:
 
 
 class CellTerminal:
-    """Python's standard output as a file of bytes: in a notebook it has text only."""
+    """Python's standard output as a file of bytes; a notebook's takes text only."""
 
     def __init__(self):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, data: bytes) -> None:
-        """Writes text, all but a character that is not there as a whole yet."""
+        """Writes text, except an incomplete character at its end."""
         sys.stdout.write(self._decoder.decode(data))
 
     def flush(self) -> None:
@@ -58,7 +58,7 @@ class CellTerminal:
 class CellLog(Log):
     """The log file of a worker, shown as output of the cell.
 
-    That is without a name in front, and as it comes: Keras's progress bar writes a line over.
+    It is shown unchanged, without the worker's name, since Keras's progress bar overwrites lines.
     """
 
     def show_new(self) -> None:

@@ -1,4 +1,4 @@
-"""`notebook_launch`: the notebook's side."""
+"""`notebook_launch`, and what of it runs in the notebook."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _NONE = "-1"
 def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
     """Returns the environment variables that give each worker its GPUs.
 
-    Two workers cannot be on one GPU: NCCL refuses it. So all train on the CPU where there are fewer
-    GPUs than workers.
+    NCCL does not allow two workers on one GPU, so all train on the CPU if there are fewer GPUs than
+    workers.
 
     Args:
         num_workers: Number of workers on this host.
@@ -93,20 +93,20 @@ def notebook_launch(
 ) -> object:
     """Calls a function on several new workers of this host; returns what the chief's returned.
 
-    The workers are processes of their own, whatever TensorFlow has done in this one. The function
-    is what would be a script: it calls `create_strategy("auto")`, which finds the cluster, and
-    then makes its data and its model. It may use all that the notebook defines, except for what
-    belongs to this process's TensorFlow: models, optimizers, layers, metrics, tensors and datasets
-    are made inside of it.
+    The workers are separate processes, whatever TensorFlow has done in this one. The function
+    does what a script would: it calls `create_strategy("auto")`, which finds the cluster, and
+    then creates its data and its model. It may use everything that the notebook defines, except
+    objects of this process's TensorFlow: it creates models, optimizers, layers, metrics, tensors
+    and datasets itself.
 
-    The chief's output appears as it comes. When the cell is interrupted, or this process ends, so
-    do the workers. Where there are GPUs each worker gets its part of them; with fewer GPUs than
-    workers all train on the CPU.
+    The chief's output appears immediately. When the cell is interrupted, or this process ends, the
+    workers end too. Each worker gets its part of the GPUs; with fewer GPUs than workers all train
+    on the CPU.
 
     Args:
-        function: What every worker calls. It returns, on every worker, what is to come back:
+        function: What every worker calls. It returns, on every worker,
             a `keras.Model` (with its optimizer, loss and metrics), the `History` that `fit`
-            returns (without its model), numbers and arrays, or a tuple, list or dict of such.
+            returns (without its model), numbers and arrays, or a tuple, list or dict of these.
         num_workers: Number of workers.
         args: Arguments of the function.
         kwargs: Keyword arguments of the function.
@@ -115,7 +115,7 @@ def notebook_launch(
             `mpi`, `pin`, `start_timeout`, `threads`.
 
     Raises:
-        ValueError: For a setting that cannot be, or a function that cannot go to another process.
+        ValueError: For an invalid setting, or a function that cannot be sent to another process.
         RuntimeError: Where a worker has failed; the message begins with the worker's own error.
         KeyboardInterrupt: Where the cell was interrupted; the workers have ended.
 

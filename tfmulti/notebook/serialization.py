@@ -61,7 +61,7 @@ def _names_in(config):
 
 
 def _reachable(model):
-    """Yields the objects that a model holds, the nearest first."""
+    """Yields the objects that a model refers to, the nearest first."""
     waiting, seen = deque([model]), {id(model)}
     while waiting:
         each = waiting.popleft()
@@ -220,8 +220,6 @@ class _ResultPickler(cloudpickle.Pickler):
         return None
 
     def _save(self, model, name):
-        pass
-
         model.save(self._folder / name)
         return name, objects_of(model, self._folder / name)
 

@@ -94,7 +94,7 @@ def where(error: BaseException, names: dict[str, str]) -> str:
 
     Args:
         error: The error.
-        names: What to call files, by their names.
+        names: The names to show for files.
     """
     frames = traceback.extract_tb(error.__traceback__)
     parts = []

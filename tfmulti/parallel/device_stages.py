@@ -38,7 +38,7 @@ class DeviceStages(StagedCall):
             specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in self._model.inputs]
             stages = stages_of(self._cut, list(ids), [id(x) for x in self._cut.outputs])
             none = (None,) * len(ids)
-            before = Boundary(ids, (False,) * len(ids), 0, none, tuple(specs))
+            before = Boundary(ids, (False,) * len(ids), none, tuple(specs))
             _refuse_shared_state(trace_stages(stages, before, True))
         super().install()
 

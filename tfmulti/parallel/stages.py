@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -23,7 +22,6 @@ class Boundary:
     Attributes:
         tensors: Identities of the model's tensors whose values are handed on.
         has_mask: Which of them have a mask.
-        num_losses: The number of added losses.
         activations: The sigmoid or the softmax of each tensor whose logits are handed on in its
             place, since Keras computes cross-entropy from them; else None.
         specs: The dtype and the shape of each tensor, of any number of rows.
@@ -31,7 +29,6 @@ class Boundary:
 
     tensors: tuple[int, ...]
     has_mask: tuple[bool, ...]
-    num_losses: int
     activations: tuple[Callable | None, ...]
     specs: tuple[tf.TensorSpec, ...]
 
@@ -55,7 +52,7 @@ class Boundary:
         flat = [*chosen, *(mask for mask in masks if mask is not None), *losses]
         specs = [tf.TensorSpec([None, *value.shape[1:]], value.dtype) for value in flat]
         has_mask = tuple(mask is not None for mask in masks)
-        return cls(tuple(tensors), has_mask, len(losses), activations, tuple(specs)), flat
+        return cls(tuple(tensors), has_mask, activations, tuple(specs)), flat
 
     def values(self, flat) -> tuple[dict, list]:
         """Returns the values by identity, with their masks, and the losses."""
@@ -140,7 +137,10 @@ class Stage:
         values, losses = before.values(flat)
         given = [values[each] for each in self._part.inputs]
         scope = keras_compat.RecordingScope([*zip(self.weights, weights), *state])
-        with as_current(None), parameters.stage(), _own_statistics(self._part.model), scope:
+        # Batch normalization takes the statistics of one micro-batch.
+        layers = normalization.synchronized_layers(self._part.model)
+        local = normalization.synchronized(layers, False)
+        with as_current(None), parameters.stage(), local, scope:
             results = self._part.model(given if len(given) > 1 else given[0], training=training)
         values.update(zip(self._part.outputs, keras.tree.flatten(results)))
         rows = tf.shape(given[0])[:1]
@@ -213,19 +213,6 @@ def _refuse_without_rows(after):
                 "What a stage of a pipeline hands on must have an axis of rows. Received: a tensor "
                 f"of shape {spec.shape}. Choose other `stages`, so that it stays within one."
             )
-
-
-@contextlib.contextmanager
-def _own_statistics(model) -> Iterator[None]:
-    """Has batch normalization use the rows that it gets: those of one micro-batch."""
-    layers = normalization.synchronized_layers(model)
-    for layer in layers:
-        layer.synchronized = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.synchronized = True
 
 
 def weights_of(model: keras.Model) -> Iterator[keras.Variable]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 
 import keras
@@ -12,6 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.parallel.group_rows import Group, real_rows, with_padding
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import current_replica_batch, parameters, sparse_gradients
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
 
@@ -41,7 +41,7 @@ _BY_ELEMENT = (
     "softsign",
     "tanh",
 )
-_local = threading.local()
+_calling = Scoped(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Pair:
     def is_open(self) -> bool:
         """Whether the model itself calls its layers, one after the other, as they were."""
         calls = tuple(layer.call for layer in self._layers)
-        is_called = getattr(_local, "model", None) is self._model and calls == self._calls
+        is_called = _calling.value is self._model and calls == self._calls
         return is_called and _is_by_element(self._layers[0])
 
     def column(self, layer, axes, group, inputs):
@@ -172,12 +172,8 @@ def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.L
 def _within(model, call):
     @functools.wraps(call)
     def run(*args, **kwargs):
-        previous = getattr(_local, "model", None)
-        _local.model = model
-        try:
+        with _calling.set_to(model):
             return call(*args, **kwargs)
-        finally:
-            _local.model = previous
 
     return run
 

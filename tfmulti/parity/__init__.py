@@ -1,3 +1,3 @@
-"""`python -m tfmulti.parity`: proves for a model that many devices give one device's result."""
+"""`python -m tfmulti.parity`: whether many devices give a model one device's result."""
 
 from tfmulti.parity.config import ParityConfig as ParityConfig

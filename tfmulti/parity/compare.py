@@ -1,4 +1,4 @@
-"""What a configuration leaves behind, and how two of them compare."""
+"""The record of a run, and the comparison of two records."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ def compare(record: Record, reference: Record, tolerance: float) -> Comparison:
     Args:
         record: The run.
         reference: One device's.
-        tolerance: Largest difference that is none.
+        tolerance: The largest difference that counts as equal.
 
     Raises:
-        ValueError: Where the two have other variables or another number of steps.
+        ValueError: If their variables or their numbers of steps differ.
     """
     summary, expected = record.read_summary(), reference.read_summary()
     _check_same_form(summary, expected)

@@ -13,7 +13,7 @@ class ParityConfig:
     """One comparison; every setting is a flag of `python -m tfmulti.parity`.
 
     Raises:
-        ValueError: For a value that cannot be.
+        ValueError: For an invalid value.
 
     Example:
     >>> ParityConfig(replicas="2,3", workers="2").setups

@@ -1,4 +1,4 @@
-"""Looks for the cause of a difference: by verification, and among the causes it ignores."""
+"""Looks for the cause of a difference: by verification, and among the causes that this ignores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLOAT32 = 2**-23
 
 
 def diagnose(config: ParityConfig, strategy: tf.distribute.Strategy) -> list[dict]:
-    """Returns the likely causes, the first one first.
+    """Returns the likely causes, in the order of a report.
 
     Args:
         config: The comparison.
@@ -69,7 +69,7 @@ def _verify(case: Case, strategy) -> tuple[keras.Model, list[causes.Finding], st
 def _random_parts(case: Case) -> list[str]:
     """Returns the layers that draw random numbers in a step, and the step where it does itself.
 
-    Verification holds these numbers fixed.
+    Verification keeps these numbers fixed.
     """
     strategy = strategies.create_strategy("one_device", devices=["CPU:0"])
     train = create_data(case, strategy)

@@ -1,4 +1,4 @@
-"""Runs one device and every configuration, one after another, judges them and shows it."""
+"""Runs one device and every configuration in turn, compares them and shows the result."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Result:
     """The whole comparison.
 
     Attributes:
-        layout: The steps, in words.
+        layout: The steps, as text.
         noise: For weights, loss and metrics: the difference that another order of the rows
             makes on one device; None where it could not be measured.
         no_noise: Why it could not be measured.
-        limits: For weights, loss and metrics: the largest difference that is none.
+        limits: For weights, loss and metrics: the largest difference that counts as equal.
         outcomes: One for each configuration; one device alone where it failed.
     """
 
@@ -93,7 +93,7 @@ def run_experiment(config: ParityConfig, print_fn: Callable[[str], object]) -> R
         print_fn: Function that takes a line of text about the progress.
 
     Returns:
-        The result. A configuration that raises an error is a part of it.
+        The result. It includes configurations that raised an error.
     """
     with tempfile.TemporaryDirectory(prefix="tfmulti_parity_") as name:
         folder = Path(name)

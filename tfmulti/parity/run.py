@@ -1,6 +1,6 @@
 """One configuration in a process of its own: `python -m tfmulti.parity.run FOLDER`.
 
-The folder's `task.json` says what to do. What comes of it is left there: records, or
+The folder's `task.json` says what to do. The results are written there: records, or
 `error.json`.
 """
 

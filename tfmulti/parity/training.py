@@ -50,7 +50,7 @@ class Layout:
         return self.num_examples - (self.steps_per_epoch - 1) * self.global_batch_size
 
     def describe(self) -> str:
-        """Returns the layout in words."""
+        """Returns the layout as text."""
         whole = self.steps_per_epoch - 1
         batches = f"{whole} {'batch' if whole == 1 else 'batches'} of {self.global_batch_size}"
         batches += f" and one of {self.last_batch}"
@@ -123,7 +123,7 @@ def load_case(config: ParityConfig) -> Case:
     """Loads the data, and cuts them to the rows that the steps need.
 
     Raises:
-        ValueError: For data of the wrong form, or too few.
+        ValueError: For data of the wrong form, or too few rows.
     """
     keras.utils.set_random_seed(config.seed)
     split, _ = load_dataset(config.dataset)

@@ -1,4 +1,4 @@
-"""The rendezvous of all workers before TensorFlow starts, which checks that they fit together.
+"""The rendezvous of all workers before TensorFlow starts, which checks that they are compatible.
 
 TensorFlow waits silently and forever for a worker that never starts, and reports a network error
 if two workers run different programs. Here all workers of a cluster connect to the address of the
@@ -9,9 +9,9 @@ It uses the standard library's asyncio and not grpcio: TensorFlow needs the same
 so the socket must be closed without TIME_WAIT, which grpcio does not guarantee; and the process
 then has no second copy of gRPC beside TensorFlow's.
 
-`messages` has the lines that are spoken and the secret that they are signed with, `server` and
-`client` the two parts, `errors` what users read. The doctor has one rendezvous at every worker's
-address, so that each tries its way to each.
+`messages` defines the messages and the secret that signs them, `server` and `client` the two sides,
+and `errors` what users read. The doctor has a rendezvous at every worker's address, so that each
+worker tries to reach each other one.
 """
 
 from __future__ import annotations

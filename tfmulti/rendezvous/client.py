@@ -1,4 +1,4 @@
-"""The client: a worker connects to the one that serves, and waits for the outcome."""
+"""The client: connects to the worker that serves, and waits for the outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Client:
         token: The token.
         timeout_s: Seconds to wait for all.
         host: Position in `cluster.tasks` of the worker that serves.
-        talk: What to say to it after the outcome.
+        talk: Function that exchanges more messages with it after the outcome.
 
     Attributes:
         fault: The error of the last attempt to connect, or None.
@@ -53,7 +53,7 @@ class Client:
         """Connects as often as needed, until there is an outcome or the timeout expires.
 
         Returns:
-            The outcome as `Server.serve` returns it, without `settings` where nobody serves.
+            The outcome as `Server.serve` returns it, without `settings` if there is no server.
 
         Raises:
             RendezvousError: If the server rejects this worker's token.

@@ -29,7 +29,7 @@ def open_listeners(cluster: Cluster) -> list[socket.socket]:
     """Listens at the address of this worker.
 
     It listens on the interfaces of that address, or on all if this machine does not have it:
-    behind address translation the others use an address that this machine does not know.
+    behind network address translation (NAT) the others use another address.
 
     Raises:
         RendezvousError: If another process listens there, or the port is not permitted.
@@ -128,8 +128,8 @@ class Server:
         settings: The settings of this worker.
         token: The token.
         timeout_s: Seconds to wait for all.
-        talk: Answers a client from its arrival until it leaves; None only waits for that.
-        goodbye_s: Seconds that the clients have to leave after the outcome.
+        talk: Answers a client until it disconnects; None only waits for that.
+        goodbye_s: Seconds that the clients have to disconnect after the outcome.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Server:
                         self._receive, sock=listener, limit=messages.MAX_BYTES
                     )
                 )
-            await self._until(lambda: self._twice or not self._awaited(), self._deadline_s)
+            await self._until(lambda: self._twice or not self._awaited(), lambda: self._deadline)
             outcome = self._outcome()
             # Who comes now comes for a later rendezvous, and tries again.
             self._ended = True
@@ -197,11 +197,8 @@ class Server:
             except asyncio.TimeoutError:
                 return
 
-    def _deadline_s(self) -> float:
-        return self._deadline
-
     def give_up(self, index: int) -> None:
-        """Waits for a worker only until it has come and been refused once."""
+        """Stops waiting for a worker once it has connected and been refused."""
         self._given_up.add(index)
         self._changed.set()
 
@@ -289,7 +286,7 @@ class Server:
         writer.write(messages.write_refusal(reason))
 
     async def _see_out(self, line, reader):
-        """Lets a client read why it was refused, and remembers who it says it is."""
+        """Lets a client read why it was refused, and records the task that it claims."""
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(reader.read(1), _GOODBYE_S)
         with contextlib.suppress(messages.MessageError):

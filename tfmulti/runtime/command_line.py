@@ -174,7 +174,7 @@ def read_command_line(settings: type, argv: list[str], usage: str, *define_more)
 
 
 def run(settings: type, usage: str, program: Callable, argv: list[str] | None) -> int:
-    """Reads a command line, and runs a program whose processes end when this one is ended.
+    """Reads a command line, and runs a program whose child processes end with this one.
 
     Args:
         settings: The dataclass whose fields are the flags.

@@ -24,9 +24,9 @@ def is_terminal() -> bool:
 
 
 def create_console():
-    """Returns a rich `Console`: as wide as the terminal, or as a file's reader can scroll.
+    """Returns a rich `Console` as wide as the terminal, or wide enough for tables in a file.
 
-    Rich takes 80 columns where there is no terminal, in which few tables fit.
+    Without a terminal, rich uses 80 columns, which are too few for most tables.
     """
     from rich.console import Console
 
@@ -45,7 +45,7 @@ def show_rows(
         rows: The values by name.
         print_fn: Function of one line of text; None for a table on standard output, as wide as the
             terminal.
-        title: What they are, above them.
+        title: The title above them.
 
     Example:
     >>> show_rows({"steps": 3, "batch size": 64}, print_fn=print)

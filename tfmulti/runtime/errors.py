@@ -33,8 +33,8 @@ _LINE_LENGTH = 1000
 def cause_of(error: BaseException) -> str:
     r"""Returns the message of an error without framework frames, the kind first where it helps.
 
-    An error of Python's within TensorFlow's graph is that error; what a layer's `call` raises
-    comes before the words of Keras about that call.
+    For a Python error within a TensorFlow graph it is the Python error's message; for an error in a
+    layer's `call`, the error's own message comes before Keras's.
 
     >>> cause_of(RuntimeError("Graph execution error:\n{{node x}} ValueError: bad record\nTrace"))
     'ValueError: bad record'

@@ -82,5 +82,5 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         try:
             probe.unlink(missing_ok=True)
         except OSError:
-            # What was told before is the reason.
+            # The earlier error is the reason.
             pass

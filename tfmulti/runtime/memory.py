@@ -39,7 +39,7 @@ def parse_size(text: str) -> int:
 
 
 def show_size(size: float) -> str:
-    """Returns bytes in words.
+    """Returns a readable number of bytes.
 
     >>> show_size(1_234_000_000), show_size(56_700_000)
     ('1.23 GB', '57 MB')
@@ -70,7 +70,7 @@ def peak_of(process: int | str = "self") -> int:
 
 
 def resident() -> int:
-    """Returns the memory that this process has now, in bytes.
+    """Returns the resident memory of this process in bytes.
 
     >>> 0 < resident() <= peak_of()
     True

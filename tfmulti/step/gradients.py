@@ -19,10 +19,12 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import local_steps, parameters, sharded_state, sparse_gradients, weighting
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
+_unreduced = Scoped(False)
 _of_inputs: weakref.WeakSet = weakref.WeakSet()
 _IN_BRANCH = (
     "Replicas must not reduce within tf.cond, tf.while_loop or tf.map_fn: one replica could enter "
@@ -64,8 +66,7 @@ class DistributedGradientTape(tf.GradientTape):
         return take(target, sources, output_gradients, **more)
 
 
-@contextlib.contextmanager
-def no_sync():
+def no_sync() -> contextlib.AbstractContextManager:
     """Makes tapes within the context return local, unreduced gradients.
 
     Use it to accumulate gradients over parts of a batch within one step, and then call
@@ -83,12 +84,7 @@ def no_sync():
     >>> float(reduce_gradients([part])[0])
     6.0
     """
-    previous = getattr(_local, "unreduced", False)
-    _local.unreduced = True
-    try:
-        yield
-    finally:
-        _local.unreduced = previous
+    return _unreduced.set_to(True)
 
 
 def reduce_gradients(grads) -> list:
@@ -151,10 +147,11 @@ def one_step(fn, reduced: bool = False):
     @functools.wraps(fn)
     def step(*args, **kwargs):
         previous = dict(vars(_local))
-        vars(_local).update(dict.fromkeys(("weighed", "unreduced", "left"), False))
+        vars(_local).update(dict.fromkeys(("weighed", "left"), False))
         vars(_local).update(reduced=reduced, in_step=True)
         try:
-            return fn(*args, **kwargs)
+            with _unreduced.set_to(False):
+                return fn(*args, **kwargs)
         except RuntimeError as error:
             if "merge_call` called while defining" not in str(error):
                 raise
@@ -238,7 +235,7 @@ def take_gradient(
     if all(is_variable) and leaves_to_update(replica_batch.model):
         # The update reduces the accumulated gradients; see `tfmulti.step.accumulation`.
         _local.reduced = _local.left = True
-    elif not getattr(_local, "unreduced", False):
+    elif not _unreduced.value:
         _local.reduced = True
         values = _reduce_known(
             values, [flat[i] if is_summed[i] else None for i in owners], replica_batch
@@ -260,7 +257,7 @@ def _of_own_rows(grads, replica_batch):
     return tf.nest.pack_sequence_as(grads, values)
 
 
-def reduce_values(grads, kinds, compression, owners=None) -> list:
+def _reduce_values(grads, kinds, compression, owners) -> list:
     """Adds gradients over all replicas, and optionally sends dense ones in half precision.
 
     Args:
@@ -322,7 +319,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
     owners = None
     if all(variable is not None for _, variable in present):
         owners = sharded_state.owners_of_gradients(model, [variable for _, variable in present])
-    reduced = iter(reduce_values([g for g, _ in present], kinds, compression, owners))
+    reduced = iter(_reduce_values([g for g, _ in present], kinds, compression, owners))
     return [None if grad is None else next(reduced) for grad in grads]
 
 

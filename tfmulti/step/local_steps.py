@@ -31,7 +31,7 @@ _FLOATS = ("float32", "float64")
 
 
 def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: int) -> None:
-    """Makes training with an optimizer average weights after so many steps of each worker.
+    """Makes an optimizer's training average weights every `synchronize_every` steps.
 
     Args:
         optimizer: The optimizer.
@@ -56,7 +56,7 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
 def steps_of(model: keras.Model | None) -> int:
     """Returns the steps between two averages of a model's weights; 1 without local steps.
 
-    Verification compares steps that add gradients with one device: within it this is 1.
+    It is 1 within verification, which compares steps that add gradients with one device.
 
     Args:
         model: The model that is trained, or None.
@@ -107,15 +107,15 @@ def in_local_step() -> bool:
 
 
 def states_to_keep(model: keras.Model) -> list[tf.Variable]:
-    """Returns what a padding row would change in layers; an empty step puts it back."""
+    """Returns the states of layers that a padding row would change; an empty step restores them."""
     return [variable.value for variable in _states_of(model)]
 
 
 def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     """Applies an optimizer's class's own update; without rows a local step only counts it.
 
-    Gradients of an empty part of a batch are 0. They are added to what is accumulated; else
-    momentum and weight decay would move weights without a row.
+    The gradients of an empty replica batch are 0. They may be accumulated, but in an update
+    momentum and weight decay would change weights without a row.
 
     Args:
         optimizer: The optimizer.
@@ -135,17 +135,13 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     every, here = marks.SYNCHRONIZE_EVERY.get(optimizer), in_local_step()
     if every > 1 and not here and not keras_compat.in_separate_traces():
         _refuse_own_loop(every)
-    batch = current_replica_batch()
-    if not here or batch is None or not batch.may_be_empty or _accumulates(optimizer):
+    batch, accumulates = current_replica_batch(), optimizer.gradient_accumulation_steps
+    if not here or batch is None or not batch.may_be_empty or accumulates:
         apply()
         return
     if not optimizer.built and variables is not None:
         optimizer.build(variables)
     tf.cond(batch.num_real > 0, apply, count)
-
-
-def _accumulates(optimizer) -> bool:
-    return bool(optimizer.gradient_accumulation_steps)
 
 
 def _refuse_own_loop(every):
@@ -174,7 +170,7 @@ def count_step(model: keras.Model) -> None:
 
 
 def average_of(model: keras.Model) -> Average:
-    """Returns what averages a model over workers; it is made at the first local step."""
+    """Returns the `Average` of a model, which is created at the first local step."""
     found = marks.AVERAGE.get(model)
     if found is None:
         found = Average(model)
@@ -186,8 +182,8 @@ def average_weights(model: keras.Model) -> None:
     """Gives every worker the mean weights and slots, if local steps were taken since the last one.
 
     `fit`, `evaluate`, `predict` and `callbacks.Checkpoint` do so themselves. Call it on every
-    worker after `train_on_batch`, before one worker saves the model. Without local steps nothing
-    happens.
+    worker after `train_on_batch`, before one worker saves the model. Without local steps it has no
+    effect.
 
     Args:
         model: The model.
@@ -224,7 +220,7 @@ class Average:
             self.pending = tf.Variable(0, trainable=False, dtype=tf.int32, name="tfmulti_pending")
 
     def count_step(self, every: int) -> None:
-        """Counts a step, and averages if it is the last one of so many; across replicas."""
+        """Counts a step, and averages after the last of `synchronize_every`; across replicas."""
         pending = self.pending.assign_add(1)
         tf.cond(pending >= every, self._average, lambda: tf.constant(False))
 

@@ -9,14 +9,14 @@ correct denominator is not proportional to rows, this module corrects the loss: 
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import tensorflow as tf
 
 from tfmulti import step, topology
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import local_steps, weighting
 
-_local = threading.local()
+_whole_batch = Scoped(False)
 
 
 def keeps_means() -> bool:
@@ -107,18 +107,13 @@ def _distributed_batch():
 @contextlib.contextmanager
 def of_whole_batch():
     """Makes this thread compute losses as on one device: it has the rows of all replicas."""
-    before = has_whole_batch()
-    _local.has_whole_batch = True
-    try:
-        with step.as_current(None):
-            yield
-    finally:
-        _local.has_whole_batch = before
+    with _whole_batch.set_to(True), step.as_current(None):
+        yield
 
 
 def has_whole_batch() -> bool:
     """Whether this thread computes with the rows of all replicas."""
-    return getattr(_local, "has_whole_batch", False)
+    return _whole_batch.value
 
 
 def _refuse_weights_of_rows(values, sample_weight):

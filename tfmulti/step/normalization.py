@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 
 from tfmulti import keras_compat
@@ -37,3 +40,15 @@ def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalizat
     layers = keras_compat.all_layers(model)
     kind = keras.layers.BatchNormalization
     return [each for each in layers if isinstance(each, kind) and each.synchronized]
+
+
+@contextlib.contextmanager
+def synchronized(layers, value: bool) -> Iterator[None]:
+    """Synchronizes batch normalizations that are local within the context, or the reverse."""
+    for layer in layers:
+        layer.synchronized = value
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.synchronized = not value

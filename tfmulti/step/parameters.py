@@ -9,21 +9,20 @@ computes on one device. `tfmulti.parallel.sharded_parameters` has layers gather 
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import owners, slots
 from tfmulti.step.rows import current_replica_batch
 
 LARGE_BYTES = 2**14
 """Smaller weights stay on every worker: to send them takes longer than it saves memory."""
 _FLOATS = (tf.float32, tf.float64)
-_local = threading.local()
+_in_stage = Scoped(False)
 
 
 class ShardedParameter(keras_compat.HeldVariable):
@@ -183,20 +182,14 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:
     return found
 
 
-@contextlib.contextmanager
-def stage() -> Iterator[None]:
+def stage() -> contextlib.AbstractContextManager:
     """Within it a stage of a pipeline runs, whose weights are given to it."""
-    previous = is_stage()
-    _local.is_stage = True
-    try:
-        yield
-    finally:
-        _local.is_stage = previous
+    return _in_stage.set_to(True)
 
 
 def is_stage() -> bool:
     """Whether a stage of a pipeline runs; see `stage`."""
-    return getattr(_local, "is_stage", False)
+    return _in_stage.value
 
 
 def note_read(parameter: ShardedParameter) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import weighting
 
 _NEGATIVE_ZERO = -(2**31)
@@ -57,7 +57,7 @@ def num_rows(data) -> tf.Tensor:
 
 
 def some_rows(data, start: int, stop: int):
-    """Returns the rows of a batch from one to another, which is left out."""
+    """Returns the rows of a batch from `start` up to, but not including, `stop`."""
     return _map(lambda part: part[start:stop], data)
 
 
@@ -131,7 +131,7 @@ def _keep_shape(sparse, original):
     return sparse
 
 
-_local = threading.local()
+_current = Scoped(None)
 
 
 @dataclasses.dataclass
@@ -175,15 +175,9 @@ class ReplicaBatch:
 
 def current_replica_batch() -> ReplicaBatch | None:
     """Returns the replica batch of the step that this thread traces, or None outside a step."""
-    return getattr(_local, "replica_batch", None)
+    return _current.value
 
 
-@contextlib.contextmanager
-def as_current(replica_batch: ReplicaBatch | None):
+def as_current(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:
     """Makes `replica_batch` the current one; None means outside a step."""
-    previous = current_replica_batch()
-    _local.replica_batch = replica_batch
-    try:
-        yield replica_batch
-    finally:
-        _local.replica_batch = previous
+    return _current.set_to(replica_batch)

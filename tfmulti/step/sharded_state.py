@@ -21,7 +21,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import model_contents, own_updates, owners, parameters, slots, split_weights
+from tfmulti.step import model_contents, owners, parameters, slots, split_weights
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 
@@ -69,7 +69,7 @@ def _build(self, variables):
 def _update_step(self, gradient, variable, learning_rate):
     shards = marks.SHARDS.get(self)
     if shards.owns(variable):
-        with own_updates.refusing_shared_state(self, variable):
+        with slots.refusing_shared_state(self, variable):
             type(self).update_step(self, *shards.own_rows(gradient, variable), learning_rate)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import owners
 
 if TYPE_CHECKING:
     from tfmulti.step.sharded_state import Shards
 
-_local = threading.local()
+_gathers = Scoped(False)
 _numbers = itertools.count()
 
 
@@ -98,7 +98,7 @@ class SlotVariable(keras.Variable):
         """Assigns the whole value on the owner; other workers keep it in a file."""
         if self.is_here:
             super().assign(value)
-        # On the owner too, for the value to be known there as on the others.
+        # On the owner too, so that the value is known on all workers.
         return self._shards.values.keep_value(self, value)
 
     def numpy(self) -> np.ndarray:
@@ -184,26 +184,20 @@ class OwnedValues:
 
 
 def _number_of(variable) -> int:
-    """Returns a variable's number, which no other one gets, as `id` may."""
+    """Returns a variable's number, which unlike `id` is never used again."""
     if marks.NUMBER.get(variable) is None:
         marks.NUMBER.set(variable, next(_numbers))
     return marks.NUMBER.get(variable)
 
 
-@contextlib.contextmanager
-def gathering():
+def gathering() -> contextlib.AbstractContextManager:
     """Makes reading slots a collective within the context, which every worker must enter."""
-    previous = getattr(_local, "gathers", False)
-    _local.gathers = True
-    try:
-        yield
-    finally:
-        _local.gathers = previous
+    return _gathers.set_to(True)
 
 
 def is_gathering() -> bool:
     """Whether all workers read slots now; see `gathering`."""
-    return getattr(_local, "gathers", False)
+    return _gathers.value
 
 
 class KeptValues:
@@ -228,7 +222,7 @@ class KeptValues:
 
 
 class Watched(list):
-    """A list of variables that knows to which of them a loop has come."""
+    """A list of variables that records which of them a loop is at."""
 
     def __init__(self, variables):
         super().__init__(variables)
@@ -239,3 +233,39 @@ class Watched(list):
             self.current = place
             yield variable
         self.current = None
+
+
+@contextlib.contextmanager
+def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> Iterator[None]:
+    """Refuses an update of one variable that reads another, or changes more than its own slots.
+
+    Each worker makes only its own updates: shared state would differ between workers, and other
+    variables may not have been updated yet.
+
+    Args:
+        optimizer: The optimizer, with sharded state.
+        variable: The variable that is updated.
+
+    Raises:
+        RuntimeError: For such a variable, with its name.
+    """
+    others = [v for v in keras_compat.updated_variables(optimizer) if v is not variable]
+    since = 0 if tf.executing_eagerly() else keras_compat.next_op()
+    shared = [v for v in optimizer.variables if not isinstance(v, SlotVariable)]
+    with keras_compat.noting_assigned(shared) as changed:
+        yield
+    read = keras_compat.variables_read(since, others)
+    if read:
+        raise RuntimeError(
+            "With shard='state' an update of a variable may read that variable alone. "
+            f"Received: {type(optimizer).__name__}.update_step of {variable.path}, which "
+            f"reads {read[0].path}. Compute what needs all variables before the updates, in "
+            "the step, or leave shard out for this optimizer."
+        )
+    if changed:
+        raise RuntimeError(
+            "With shard='state' an update of a variable may change its own slots alone. "
+            f"Received: {type(optimizer).__name__}.update_step, which changes "
+            f"{changed[0].path}. Create each slot in `build` with add_variable_from_reference, "
+            "count updates by `iterations`, or leave shard out for this optimizer."
+        )

@@ -128,7 +128,7 @@ class _ForKeras:
 
 
 def _replica_error(error) -> RuntimeError:
-    """Returns the error for replicas that do not come to the same collectives."""
+    """Returns the error for replicas that do not call the same collectives."""
     words = " ".join(str(error).split())
     return RuntimeError(
         "All replicas must do the same in a step. Received: replicas that reduce different values "

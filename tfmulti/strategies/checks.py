@@ -1,4 +1,4 @@
-"""Checks before the first step: a model is of the strategy's scope, and its steps are verified."""
+"""Checks before the first step: that a model is of the strategy's scope, and its steps."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _warn_of_local_normalization(model):
 
 
 def _warn_of_local_steps(model):
-    """Says once for each model that its workers train apart, as its optimizer was told to."""
+    """Warns once for each model that its workers take local steps."""
     number = local_steps.steps_of(model)
     if number > 1 and not marks.WARNED_OF_LOCAL_STEPS.get(model):
         marks.WARNED_OF_LOCAL_STEPS.set(model, True)

@@ -190,7 +190,7 @@ def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
 
     Args:
         strategy: The strategy of this worker.
-        doing: The action of this worker, in words.
+        doing: The action of this worker, as text.
     """
     if not getattr(strategy, "compares_acts", False):
         return

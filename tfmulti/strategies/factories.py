@@ -183,7 +183,7 @@ def _before_batch(model, name, data):
 
 
 def _settle(model):
-    """Makes all workers hold the same, before code outside of steps reads the model."""
+    """Makes the model the same on all workers, before code outside of steps reads it."""
     local_steps.average_weights(model)
     accumulation.settle_compiled(model)
 

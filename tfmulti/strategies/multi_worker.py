@@ -165,7 +165,7 @@ def _join_rendezvous(cluster, start_timeout, must_agree):
 
 
 def _end_after_sigterm():
-    """Ends this worker after SIGTERM, which TensorFlow's service would swallow.
+    """Ends this worker after SIGTERM, which TensorFlow's service would ignore.
 
     The delay leaves some seconds in which the worker can receive the error of another one.
     """

@@ -1,7 +1,7 @@
 """Training with parameter servers: the chief's strategy, and what workers and servers do.
 
-The chief runs the program. A worker or a server runs it as far as `create_strategy`, which serves
-the chief there and ends the process when the chief is done, or has gone.
+The chief runs the program. A worker or a server runs it up to `create_strategy`, which serves the
+chief and ends the process when the chief has ended or is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNKNOWN_TO_WORKER = "Unable to find the relevant tensor remote_handle"
 
 
 class ServerLost(RuntimeError):
-    """A parameter server has gone, and with it a part of the model."""
+    """A parameter server is lost, and with it a part of the model."""
 
 
 class WorkersLost(RuntimeError):
@@ -59,7 +59,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         num_servers: Parameter servers.
         num_workers: Workers.
         bytes_on_servers: Bytes of the variables that were placed on each server, without slots.
-        pieces: What draws the first values of large tables.
+        pieces: What draws the initial values of large tables.
     """
 
     has_parameter_servers = True
@@ -81,7 +81,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
-        """What sends steps to workers, and sends them again where a worker has gone."""
+        """The coordinator, which sends steps to workers, and resends those of a lost worker."""
         if self._coordinator is None:
             self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
             _keep(self._coordinator)
@@ -91,7 +91,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 def _keep(value) -> None:
     """Keeps an object to the end of the process, and beyond Python's own shutdown.
 
-    The destructor of a coordinator waits for a lost worker to come back, without end.
+    The destructor of a coordinator waits without a timeout for a lost worker to return.
     """
     threading.Thread(
         target=lambda value: threading.Event().wait(), args=(value,), daemon=True
@@ -158,7 +158,7 @@ def task_names(cluster: Cluster) -> dict[str, str]:
 
 
 def _wait_for_tasks(cluster, timeout_s):
-    """Waits until all tasks listen: TensorFlow would wait for them without end or name."""
+    """Waits until all tasks listen: TensorFlow has no timeout, and does not name them."""
     until = time.monotonic() + timeout_s
     missing = task_names(cluster)
     while missing:
@@ -176,8 +176,8 @@ def _wait_for_tasks(cluster, timeout_s):
 def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
     """Serves the chief, as a worker or a server, until it is done; then ends this process.
 
-    The exit code is the one that the chief says, 0 at a good end; 144 where the chief has gone
-    or does not start; 143 after SIGTERM, once the chief needs this task no longer.
+    The exit code is the one that the chief sends, 0 after success; 144 if the chief is lost or
+    does not start; 143 after SIGTERM, once the chief no longer needs this task.
 
     Args:
         cluster: The cluster, seen from this task.
@@ -215,7 +215,7 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
 
 
 def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
-    """Returns None once the chief is done, or what is wrong with it."""
+    """Returns None once the chief is done, or why it counts as lost."""
     chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
     began = preempted_at = time.monotonic()
     presence = Presence(chief)
@@ -240,7 +240,7 @@ def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
 
 
 def end_stuck_chief(error: ServerLost) -> NoReturn:
-    """Ends the chief's process, whose program waits in TensorFlow for a server without end."""
+    """Ends the chief's process, which waits in TensorFlow without a timeout for a server."""
     code = end_chief(error)
     command_line.show_error(error, False)
     sys.stdout.flush()
@@ -250,7 +250,7 @@ def end_stuck_chief(error: ServerLost) -> NoReturn:
 
 
 def _token(function: Callable, arguments: list[int]) -> str:
-    """Returns the name by which the chief can have a Python function of this process called."""
+    """Returns the name by which the chief can call a Python function of this process."""
     with tf.Graph().as_default():
         inputs = [tf.constant(each, tf.int64) for each in arguments]
         return tf.numpy_function(function, inputs, tf.int64).op.get_attr("token").decode()
@@ -278,7 +278,7 @@ def say_goodbye(strategy: ParameterServerStrategy, code: int = 0) -> None:
 
 
 def find_lost_server(error: BaseException, cluster: Cluster) -> ServerLost | None:
-    """Returns the error for a server that has gone, where an error of TensorFlow's means that."""
+    """Returns the error for a lost server if an error of TensorFlow means that, else None."""
     if not isinstance(error, tf.errors.OpError):
         return None
     gone = [
@@ -293,14 +293,14 @@ def find_lost_server(error: BaseException, cluster: Cluster) -> ServerLost | Non
 
 
 def is_lost_worker(error: BaseException) -> bool:
-    """Whether an error means that a worker has gone with the answer that it had computed."""
+    """Whether an error means that a worker was lost with the result that it had computed."""
     if "/job:worker" not in str(error):
         return False
     return isinstance(error, _UNAVAILABLE) or _UNKNOWN_TO_WORKER in str(error)
 
 
 def lost_error(names: Iterable[str]) -> ServerLost:
-    """Returns the error for servers that have gone."""
+    """Returns the error for lost servers."""
     return ServerLost(
         "Each parameter server must be running: it holds a part of the model. "
         f"Received: {', '.join(names)} is lost. Start all again: with "
@@ -309,7 +309,7 @@ def lost_error(names: Iterable[str]) -> ServerLost:
 
 
 def _end_with(strategy) -> None:
-    """Ends workers and servers when this process ends in good order; they see other ends."""
+    """Ends workers and servers when this process exits normally; other exits they detect."""
     _chiefs.append(strategy)
     previous = sys.excepthook
 
@@ -337,13 +337,13 @@ _chiefs: list[ParameterServerStrategy] = []
 
 
 def end_chief(error: BaseException) -> int | None:
-    """Has the workers and servers not be told of a good end, after an error.
+    """Prevents that workers and servers are told of success, after an error.
 
     Args:
         error: The error that ends this process.
 
     Returns:
-        The exit code: 144 where another task was lost, else 1. None if this process is no chief.
+        The exit code: 144 if another task was lost, else 1. None if this process is not the chief.
     """
     for strategy in _chiefs:
         strategy.has_failed = True

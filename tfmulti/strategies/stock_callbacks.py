@@ -60,7 +60,7 @@ class GatherState(keras.callbacks.Callback):
     """Gathers sharded state when `fit` ends, so that one worker alone can save the model."""
 
     def on_train_end(self, logs=None):
-        """Gathers it; every worker comes here."""
+        """Gathers it; a collective."""
         sharded_state.gather_optimizer_state(self.model)
 
 

@@ -24,7 +24,7 @@ _STUCK_S = 5.0
 
 
 class TaskMonitor:
-    """Looks in a thread whether each task answers, and tells of those that go and come.
+    """Checks in a thread whether each task answers, and reports those that are lost or return.
 
     Args:
         cluster: The cluster.
@@ -40,11 +40,11 @@ class TaskMonitor:
         self._ending_since: float | None = None
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         threading.Thread(target=self._look, daemon=True, name="tfmulti monitor").start()
 
     def stop(self) -> None:
-        """Ends, without waiting for the thread; not where a frozen task may hold up the end."""
+        """Stops the thread without waiting for it, since a frozen task could delay that."""
         self._stopped.set()
 
     def news(self) -> list[str]:
@@ -110,7 +110,7 @@ class TaskMonitor:
                 end_stuck_chief(error)
 
     def note(self, name: str, seen: str) -> None:
-        """Notes what was seen of a task, as `presence.probe` returns it."""
+        """Records the state of a task, as `presence.probe` returns it."""
         why = self._tasks[name].note(seen)
         if why is None:
             self._lost.pop(name, None)

@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def allocator(self) -> int:
-        """What malloc holds beside tensors."""
+        """What malloc allocates beside tensors."""
         return round(_ALLOCATED * self._counted)
 
     @property

@@ -12,7 +12,7 @@ import keras
 from absl import logging
 
 from tfmulti import keras_compat, marks
-from tfmulti.step import model_contents
+from tfmulti.step import model_contents, normalization
 from tfmulti.verification.differences import CLOSE
 
 STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optimizer"
@@ -132,13 +132,8 @@ def neutral_layers(model: keras.Model):
     if layers:
         names = ", ".join(layer.name for layer in layers)
         logging.info("Verified as if it were synchronized: %s.", names)
-    for layer in layers:
-        layer.synchronized = True
-    try:
+    with normalization.synchronized(layers, True):
         yield
-    finally:
-        for layer in layers:
-            layer.synchronized = False
 
 
 def local_normalization(model: keras.Model) -> list:

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import layers
 
-from conformance.guarantee import TOLD
+from conformance.guarantee import TOLD, Guarantee
 
 NUM_CLASSES = 3
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -49,6 +49,11 @@ def weighted(num_rows):
 def numbers(num_rows):
     """Returns features and one number to predict."""
     return features(num_rows), features(num_rows, 1, salt=3)
+
+
+def guarantee(name, create, data=numbers, **settings):
+    """Returns a guarantee with numbers to predict, and a last batch that is short."""
+    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 def images(num_rows):

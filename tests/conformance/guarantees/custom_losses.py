@@ -7,13 +7,11 @@ import tensorflow as tf
 from keras import layers, ops
 
 from conformance import training
-from conformance.guarantee import TOLD, Guarantee
+from conformance.guarantee import TOLD
 from conformance.guarantees import common
+from conformance.guarantees.common import guarantee
 from conformance.guarantees.layers import no_bias, synchronized
-
-
-def guarantee(name, create, data=common.numbers, **settings):
-    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
+from conformance.guarantees.losses import MeanPenalty, activity
 
 
 class Total(keras.losses.Loss):
@@ -136,16 +134,6 @@ class SubsetPenalty(layers.Layer):
         total = tf.reduce_sum(mask * tf.square(x))
         self.add_loss(0.1 * total / (tf.reduce_sum(mask) + 1.0))
         return x
-
-
-class MeanPenalty(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
-        return x
-
-
-def activity():
-    return layers.Dense(6, "tanh", activity_regularizer=keras.regularizers.L2(0.1))
 
 
 class InBatch(keras.Model):

@@ -9,14 +9,10 @@ import tensorflow as tf
 from keras import layers, ops
 
 from conformance import training
-from conformance.guarantee import Guarantee
 from conformance.guarantees import common
+from conformance.guarantees.common import guarantee
 
 SGD = keras.optimizers.SGD
-
-
-def guarantee(name, create, data=common.numbers, **settings):
-    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
 
 
 def two(wrap):

@@ -8,12 +8,8 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from conformance.guarantee import Guarantee
 from conformance.guarantees import common
-
-
-def guarantee(name, create, data=common.numbers, **settings):
-    return Guarantee(name, create, data=data, **{"num_rows": 43, **settings})
+from conformance.guarantees.common import guarantee
 
 
 def head(width=1):

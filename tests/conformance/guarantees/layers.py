@@ -65,7 +65,7 @@ class Masks(layers.Layer):
 
     def call(self, x, training=False):
         mask = self.dropout(tf.ones([40, 40]), training=training)
-        context = tf.distribute.get_replica_context()
+        context, shape = tf.distribute.get_replica_context(), x.shape
         if training and context is not None:
             replica = context.replica_id_in_sync_group
 
@@ -74,7 +74,7 @@ class Masks(layers.Layer):
                 return np.float32(0)
 
             x = x + tf.numpy_function(note, [replica, mask], tf.float32)
-        return tf.ensure_shape(x, [None, 5])
+        return tf.ensure_shape(x, shape)
 
 
 def train_twice(guarantee, place):
