@@ -212,9 +212,11 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return drift, ""
-            if trial.decisions:
-                warnings.warn(messages.describe_decisions(case, trial.decisions), stacklevel=3)
-            if trial.shuffles:
+            if trial.distributed.decisions:
+                warnings.warn(
+                    messages.describe_decisions(case, trial.distributed.decisions), stacklevel=3
+                )
+            if trial.distributed.shuffles:
                 warnings.warn(messages.SHUFFLES, stacklevel=3)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
@@ -223,7 +225,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
 
 def _find_drift(trial, case, workers) -> ValueError | None:
     """Returns the error where replicas would end with different weights."""
-    if case.kind != TRAIN or not trial.draws:
+    if case.kind != TRAIN or not trial.distributed.draws:
         return None
     found, _ = _try(trial.drifting, case.model)
     name, number = found or ("", 0)

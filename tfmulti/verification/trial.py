@@ -71,6 +71,7 @@ class Trial:
         all_fail: Function to call where the step fails: whether it does on all workers.
 
     Attributes:
+        distributed: The step as the replicas compute it.
         growth: After a difference was found, the factor by which each output grows if every row
             is repeated: 1 for a mean, 2 for a sum.
         origin: Where the first difference begins, after one was found.
@@ -85,10 +86,10 @@ class Trial:
         self._case, self._agree, self._all_fail = case, agree, all_fail
         self._examples = [case.rows.first(size) for size in case.sizes()]
         # Trace the distributed step first, so objects created during the trace are as in training.
-        self._distributed = Distributed(case, self._examples[0])
+        self.distributed = Distributed(case, self._examples[0])
         self._reference = Reference(case, self._examples[0])
         self._functions = (
-            [] if case.eager else [self._distributed.function, self._reference.function]
+            [] if case.eager else [self.distributed.function, self._reference.function]
         )
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
@@ -103,7 +104,7 @@ class Trial:
 
     @functools.cached_property
     def _state(self) -> State:
-        return State(self._case.model, self._functions, [self._distributed.salt])
+        return State(self._case.model, self._functions, [self.distributed.salt])
 
     def differences(self, view: View = PLAIN) -> list[Difference]:
         """Returns the differences from one device, the first one first.
@@ -167,8 +168,8 @@ class Trial:
         original = self._originally()
         try:
             begin = self._begin(original, PLAIN)
-            with self._distributed.drawing_apart():
-                values = self._steps(self._distributed, begin, self._examples[:1])[0][1]
+            with self.distributed.drawing_apart():
+                values = self._steps(self.distributed, begin, self._examples[:1])[0][1]
         finally:
             self._state.write(original)
         digest, drifted = hashlib.sha256(), ""
@@ -186,24 +187,9 @@ class Trial:
         return drifted, int.from_bytes(digest.digest()[:3], "little")
 
     @property
-    def draws(self) -> bool:
-        """Whether the step draws random numbers."""
-        return self._distributed.draws
-
-    @property
-    def decisions(self) -> list[str]:
-        """Where the step decides by one replica's own rows."""
-        return self._distributed.decisions
-
-    @property
     def tests_numbers(self) -> bool:
         """Whether the step tests numbers for NaN or infinity."""
         return bool(self._operations() & {"IsFinite", "IsInf", "IsNan"})
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether the step puts rows in a random order."""
-        return self._distributed.shuffles
 
     def _operations(self) -> set[str]:
         return set().union(*(keras_compat.operations_of(each) for each in self._functions))
@@ -262,7 +248,7 @@ class Trial:
         several = topology.num_local_replicas(self._case.strategy) > 1
         with restored_attributes(self._case.model) as numbers:
             try:
-                return self._steps(self._distributed, begin, examples)
+                return self._steps(self.distributed, begin, examples)
             except FailsHere:
                 raise
             except Exception:
@@ -281,7 +267,7 @@ class Trial:
             try:
                 outcome = run(parts)
             except Exception as error:
-                if run is self._distributed and not self._all_fail():
+                if run is self.distributed and not self._all_fail():
                     raise FailsHere(messages.describe_failure(self._case, error)) from error
                 raise
             done.append((outcome, self._state.read()))
@@ -300,7 +286,7 @@ class Trial:
 
     def _compare_states(self, values, others, before, moved, loose, step, noise):
         parts = self._state.parts
-        found = []
+        found, rounding = [], self._rounding(values, before)
         for i, part in enumerate(parts):
             if part.kind not in COMPARED or part.replica is None:
                 continue
@@ -311,13 +297,22 @@ class Trial:
                 slots = [j for j in self._state.slots_of(i) if values[j].shape == values[i].shape]
                 moments = {parts[j].name: values[j] for j in slots}
                 loose[i] |= without_gradient(moments, self._close)
-                allowed = np.where(loose[i], moved[i], allowed)
+                allowed = np.where(loose[i], moved[i], allowed + rounding)
             pair = compare(others[i], values[i], moved[i], allowed, self._close)
             if pair is not None:
                 what = f"{part.kind} {part.name}"
                 found.append((part, Difference(what, *pair, replica=part.replica, step=step + 1)))
         found.sort(key=lambda each: COMPARED.index(each[0].kind))
         return [difference for _, difference in found]
+
+    def _rounding(self, values, before) -> float:
+        """Returns how far rounding moves a weight of which terms as large as outliers cancel."""
+        weights = [i for i, part in enumerate(self._state.parts) if part.kind == TRAINABLE]
+        changes = [largest_change(values[i], before[i]) for i in weights]
+        if not self.synthetic_values or not changes:
+            return 0.0
+        is_double = values[weights[0]].dtype == np.float64
+        return max(changes) * float(np.finfo(np.float64 if is_double else np.float32).eps)
 
     def _compare_outputs(self, expected, found, kind, step, noise):
         differences = []
