@@ -22,17 +22,8 @@ _WORKER = """
 import json, sys, time
 import keras, numpy as np, tensorflow as tf, tfmulti
 from tfmulti.mpi.all_reduce import MpiAllReduce
-from tfmulti.parallel import ahead
 from tfmulti.runtime.memory import peak_of
 layers, units, seconds, is_ahead = json.loads(sys.argv[1])
-
-class AsNeeded(ahead.StepGathers):
-    def begin(self, inputs):
-        return inputs
-    def gather_ahead(self, call, after):
-        pass
-if not is_ahead:
-    ahead.StepGathers = AsNeeded
 
 def slowed(method):
     def run(*args):
@@ -69,6 +60,7 @@ class Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self.begin)
 
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
+strategy.extended.gathers_ahead = is_ahead
 with strategy.scope(), tfmulti.sharded_parameters():
     hidden = [
         Sleeping() if seconds else keras.layers.Dense(units, activation="tanh", use_bias=False)

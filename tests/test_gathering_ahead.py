@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfmulti.cluster import mpi
 from tfmulti.parallel import activations, ahead
 from tfmulti.step.rows import ReplicaBatch, as_current
 
@@ -20,6 +21,7 @@ class Held(keras.Variable):
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
+    monkeypatch.setattr(ahead, "are_ahead", lambda: True)
     monkeypatch.setattr(activations, "in_replica", lambda: True)
     monkeypatch.setattr(activations, "receive", received)
     monkeypatch.setattr(activations, "gather", lambda weight, held, whole: added(held, whole))
@@ -143,6 +145,18 @@ def test_layers_within_a_block_that_runs_again_gather_for_it():
     assert names == ["a", "b", "c", "c", "a", "b", "b", "a"]
 
 
+@pytest.mark.parametrize(
+    ("cores", "spare"),
+    [([{0, 1}] * 2, False), ([{0, 1, 2, 3}] * 2, True), ([{0, 1}, {2, 3}], True), ([{0}], False)],
+)
+def test_each_worker_needs_two_cores_of_its_host(cores, spare):
+    class Communicator:
+        def allgather(self, mine):
+            return [(mine[0], each) for each in cores]
+
+    assert mpi.have_spare_cores(Communicator()) == spare
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_are_those_of_layers_that_gather_as_needed(monkeypatch, seed):
     def result():
@@ -150,15 +164,8 @@ def test_gradients_are_those_of_layers_that_gather_as_needed(monkeypatch, seed):
         model, weights = chain("a", "b", "c")
         return trace(model, *weights)[1]
 
-    class AsNeeded(ahead.StepGathers):
-        def begin(self, inputs):
-            return inputs
-
-        def gather_ahead(self, call, after):
-            pass
-
     loss, gradients = result()
-    monkeypatch.setattr(ahead, "StepGathers", AsNeeded)
+    monkeypatch.setattr(ahead, "are_ahead", lambda: False)
     other, others = result()
     assert float(loss) == float(other)
     for one, two in zip(gradients, others, strict=True):

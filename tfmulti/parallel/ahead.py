@@ -81,13 +81,18 @@ class StepGathers:
 
 
 def of_step() -> StepGathers:
-    """Returns the gathers of the step that is traced; new ones where none is traced."""
+    """Returns the gathers of the step that is traced; new ones where each gathers as it begins."""
     replica_batch = current_replica_batch()
-    if replica_batch is None or tf.executing_eagerly():
+    if replica_batch is None or tf.executing_eagerly() or not are_ahead():
         return StepGathers()
     if replica_batch.gathers is None:
         replica_batch.gathers = StepGathers()
     return replica_batch.gathers
+
+
+def are_ahead() -> bool:
+    """Whether layers gather ahead, which all workers have agreed on when they started."""
+    return getattr(tf.distribute.get_strategy().extended, "gathers_ahead", False)
 
 
 def _are_here(tensors) -> bool:
