@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "multi_worker" / "mpi_worker.py"
 class Communicator:
     """mpi4py's, as one of two workers sees it whose other one sends the same."""
 
-    size = 2
+    size, rank = 2, 0
 
     def __init__(self, hold=None):
         self.sent, self.hold = [], hold
@@ -36,6 +36,11 @@ class Communicator:
     def Alltoall(self, array, result):  # noqa: N802
         self._note(array)
         result[...] = array[[0, 0]]
+
+    def Reduce(self, array, result, root):  # noqa: N802
+        self._note(array)
+        if root == self.rank:
+            result[...] = array * 2
 
     def Allgather(self, array, result):  # noqa: N802
         self._note(array)
@@ -66,6 +71,16 @@ def test_small_tensors_are_packed_and_large_ones_go_alone_the_last_first():
     communicator.sent.clear()
     all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=1).add(values())
     assert communicator.sent == [4 * 4, 4 * 7, 200_000, 4, 4 * 12]
+
+
+def test_sums_for_owners_are_made_in_the_order_of_the_backward_pass():
+    """One owner after the other, they would wait for the gradients of the first layer."""
+    communicator = Communicator()
+    sender = all_reduce.MpiAllReduce(communicator, lambda: None, bucket_bytes=1)
+    sums = sender.reduce_to_owners(values(), [0, 1, 1, 0, 1])
+    assert communicator.sent == [4 * 4, 4 * 7, 200_000, 4, 4 * 12]
+    for place, (added, value) in enumerate(zip(sums, values())):
+        np.testing.assert_array_equal(added, value * 2 if place in (0, 3) else value * 0)
 
 
 def test_large_tensors_go_in_pieces_where_that_is_asked_for():

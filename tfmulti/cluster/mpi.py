@@ -93,3 +93,12 @@ def communicator(num_workers: int, index: int):
 def on_one_host(communicator) -> bool:
     """Returns whether all its processes run on one host; all must call it."""
     return len(set(communicator.allgather(socket.gethostname()))) == 1
+
+
+def have_spare_cores(communicator) -> bool:
+    """Returns whether each host has two cores for each of its processes; all must call it."""
+    found = communicator.allgather((socket.gethostname(), os.sched_getaffinity(0)))
+    hosts: dict[str, list[set[int]]] = {}
+    for host, cores in found:
+        hosts.setdefault(host, []).append(cores)
+    return all(len(set().union(*cores)) >= 2 * len(cores) for cores in hosts.values())

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.mpi.buffers import bytes_of, empty, fill_buckets, of_rank, pack, unpack
+from tfmulti.mpi.buffers import bytes_of, empty, fill_buckets, of_rank, owned_buckets, pack, unpack
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
@@ -205,12 +205,7 @@ class MpiAllReduce:
 
         Yields places and results, of those owners alone for which the call has one here.
         """
-        places = [[i for i, owner in enumerate(owners) if owner == o] for o in range(self._size)]
-        buckets = [
-            (owner, [own[i] for i in bucket])
-            for owner, own in enumerate(places)
-            for bucket in fill_buckets([tensors[i] for i in own], self._bucket_bytes)
-        ]
+        buckets = owned_buckets(tensors, owners, self._bucket_bytes)
         methods = [functools.partial(method, owner) for owner, _ in buckets]
         packed = [pack([tensors[i] for i in bucket]) for _, bucket in buckets]
         for (owner, bucket), value in zip(buckets, self._send(methods, packed)):

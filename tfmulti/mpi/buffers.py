@@ -52,6 +52,20 @@ def fill_buckets(tensors, most_bytes: int) -> list[list[int]]:
     return buckets + [bucket for bucket, _ in filling.values()]
 
 
+def owned_buckets(tensors, owners: list[int], most_bytes: int) -> list[tuple[int, list[int]]]:
+    """Returns owners and places of their tensors that are sent together, the last first.
+
+    One owner after the other, the gradients of the last layers would wait for those of the first,
+    and a worker that only sends to another would fill the memory that MPI shares between them.
+    """
+    buckets = []
+    for owner in sorted(set(owners)):
+        places = [place for place, each in enumerate(owners) if each == owner]
+        for bucket in fill_buckets([tensors[place] for place in places], most_bytes):
+            buckets.append((owner, [places[i] for i in bucket]))
+    return sorted(buckets, key=lambda each: min(each[1]), reverse=True)
+
+
 def pack(tensors):
     """Makes one tensor of several of one dtype."""
     if len(tensors) == 1:

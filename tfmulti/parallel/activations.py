@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.parallel import ahead
 from tfmulti.parallel.cutting import Cut, balanced_starts
 from tfmulti.step.parameters import (
     ShardedParameter,
@@ -20,6 +21,7 @@ from tfmulti.step.parameters import (
     in_replica,
     is_stage,
     note_read,
+    receive,
 )
 
 
@@ -161,6 +163,8 @@ class _Recomputed:
         variables = layer.variables if layer is not None else []
         self._variables = [v for v in variables if not isinstance(v, ShardedParameter)]
         self._gathered, self.num_gathered = gathered, len(gathered)
+        # What the first run is given.
+        self.tensors = []
         self._context = keras_compat.call_context()
         # Variables of others that the first run has updated, with their values before it.
         self._others = []
@@ -172,12 +176,21 @@ class _Recomputed:
             note_read(each)
         values = [each.held() for each in self._gathered]
         values = [*keras_compat.values_of(self._variables), *values]
-        results = list(_without_activations(self)(*self._inputs, *masks, *values))
+        tensors = [*self._inputs, *masks, *values]
+        results = list(_without_activations(self)(*tensors))
+        if keras_compat.is_recorded(tensors):
+            ahead.of_step().expect_gradient(self)
         return self._received(results)
 
     def first_run(self, tensors):
         """Runs the call, and returns all that comes of it as a flat list of tensors."""
-        outputs, scope = self._run(tensors)
+        self.tensors = tensors
+        gathers = ahead.of_step()
+        whole = []
+        if self._gathered:
+            whole = self.receive(tensors, gathers.begin(tensors[: self.num_inputs]))
+        with gathers.within(is_second=False):
+            outputs, scope = self._run(tensors, whole)
         self._updated = list(scope.updated.values())
         known = {id(variable) for variable in self._variables}
         others = [v for v in self._updated if id(v) not in known]
@@ -185,6 +198,8 @@ class _Recomputed:
         self._outputs = outputs
         flat = [value for value in keras.tree.flatten(outputs) if tf.is_tensor(value)]
         masks = [keras_compat.mask_of(value) for value in flat]
+        if self._gathered:
+            gathers.end(flat)
         self._output_masks = [mask is not None for mask in masks]
         self._num_losses = len(scope.losses)
         if scope.losses and self._holder is None:
@@ -198,12 +213,23 @@ class _Recomputed:
         self._updates = [scope.get_current_value(variable) for variable in self._updated]
         return [*flat, *scope.losses, *[mask for mask in masks if mask is not None]]
 
-    def second_run(self, tensors):
+    def second_run(self, tensors, whole):
         """Runs the call, and returns what gradients come from: its outputs and its losses."""
-        outputs, scope = self._run(tensors)
+        outputs, scope = self._run(tensors, whole)
         return [*[x for x in keras.tree.flatten(outputs) if tf.is_tensor(x)], *scope.losses]
 
-    def _run(self, tensors):
+    def receive(self, tensors: list[tf.Tensor], after: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the whole values of what the call gathers.
+
+        Args:
+            tensors: What a run is given.
+            after: The tensors that come first. TensorFlow would gather all weights at once.
+        """
+        held = tensors[len(tensors) - self.num_gathered :]
+        with tf.control_dependencies(after):
+            return [receive(v, tf.identity(part)) for v, part in zip(self._gathered, held)]
+
+    def _run(self, tensors, whole):
         tensors = list(tensors)
         inputs = [tensors.pop(0) for _ in self._inputs]
         for value, mask in zip(inputs, self._masks):
@@ -211,9 +237,8 @@ class _Recomputed:
                 keras_compat.set_mask(value, tensors.pop(0))
         args, kwargs = _filled(self._arguments, inputs)
         held = tensors[len(self._variables) :]
-        # Not before the layer is come to: TensorFlow would gather all weights at once.
-        with tf.control_dependencies(inputs):
-            whole = [gather(v, tf.identity(part)) for v, part in zip(self._gathered, held)]
+        gathered = zip(self._gathered, held, whole)
+        whole = [gather(v, part, whole=value) for v, part, value in gathered]
         state = [*zip(self._variables, tensors), *zip(self._gathered, whole), *self._others]
         with self._context(), keras_compat.RecordingScope(state) as scope:
             return self._call(*args, **kwargs), scope
@@ -249,16 +274,19 @@ def _without_activations(run: _Recomputed) -> Callable:
 
         def gradient(*upstream, variables=None):
             given = _after(upstream, tensors, run.num_inputs)
-            with tf.GradientTape() as tape:
-                tape.watch([tensor for tensor in given if _is_differentiable(tensor)])
-                again = run.second_run(given)
-            pairs = [(y, dy) for y, dy in zip(again, upstream) if _is_differentiable(y)]
+            gathers = ahead.of_step()
+            whole = gathers.take(run, given, given[: run.num_inputs])
             sources = [tensor for tensor in given if _is_differentiable(tensor)]
-            found = tape.gradient(
-                [y for y, _ in pairs],
-                [sources, list(variables or ())],
-                output_gradients=[dy for _, dy in pairs],
-            )
+            with gathers.within(is_second=True):
+                with tf.GradientTape() as tape:
+                    tape.watch(sources)
+                    again = run.second_run(given, whole)
+                pairs = [(y, dy) for y, dy in zip(again, upstream) if _is_differentiable(y)]
+                found = tape.gradient(
+                    [y for y, _ in pairs],
+                    [sources, list(variables or ())],
+                    output_gradients=[dy for _, dy in pairs],
+                )
             dense = iter(_dense(found[0], len(sources) - run.num_gathered))
             gradients = [next(dense) if _is_differentiable(x) else None for x in given]
             return (gradients, found[1]) if variables else gradients

@@ -205,7 +205,18 @@ def num_reads(parameter: ShardedParameter) -> int:
     return count if known is not None and known() is step else 0
 
 
-def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = False) -> tf.Tensor:
+def receive(parameter: ShardedParameter, held: tf.Tensor) -> tf.Tensor:
+    """Returns a parameter's whole value, without a gradient; see `gather`."""
+    strategy = tf.distribute.get_strategy()
+    return owners.receive_from(strategy, held, parameter.owner, parameter.shape)
+
+
+def gather(
+    parameter: ShardedParameter,
+    held: tf.Tensor,
+    for_stages: bool = False,
+    whole: tf.Tensor | None = None,
+) -> tf.Tensor:
     """Returns a parameter's whole value, with a gradient that is added for its owner.
 
     Where a step reads it more than once, where rows of a table have gradients, and where other
@@ -219,12 +230,13 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
         held: What this worker holds of it.
         for_stages: Whether stages of a pipeline or parts of a split layer use it: then each worker
             has a part of the gradient of all workers' rows, also one that has no rows itself.
+        whole: What `receive` has returned; None to receive it now.
     """
     strategy, dtype = tf.distribute.get_strategy(), held.dtype
     shape, owner, is_here = parameter.shape, parameter.owner, parameter.is_here
 
     @tf.custom_gradient
-    def receive(value):
+    def add_gradient(value, *received):
         def gradient(upstream):
             is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
             handed_on = are_handed_on()
@@ -233,7 +245,7 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
                 # The stage's own gradient, to which this one is added, is that of all rows.
                 parameter.unreduced = False
             if parameter.unreduced:
-                return upstream
+                return upstream, *nothing
             upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
             upstream = upstream if for_stages else of_rows(upstream)
             has_copies = parameter.stages not in (None, topology.num_workers(strategy))
@@ -241,11 +253,13 @@ def gather(parameter: ShardedParameter, held: tf.Tensor, for_stages: bool = Fals
                 added = owners.all_reduce(strategy, upstream)
             else:
                 added = owners.reduce_to(strategy, upstream, owner)
-            return added if is_here or not handed_on else tf.zeros([0], dtype)
+            added = added if is_here or not handed_on else tf.zeros([0], dtype)
+            return added, *nothing
 
-        return owners.receive_from(strategy, value, owner, shape), gradient
+        nothing = [None for _ in received]
+        return received[0] if received else receive(parameter, value), gradient
 
-    return receive(held)
+    return add_gradient(held, *([] if whole is None else [whole]))
 
 
 def are_handed_on() -> bool:

@@ -144,6 +144,8 @@ class ReplicaBatch:
         may_be_empty: Whether `num_real` can be 0.
         model: The Keras model of this step, or None.
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
+        gathers: When layers gather weights, a `tfmulti.parallel.ahead.StepGathers`; None until one
+            does.
     """
 
     num_rows: tf.Tensor
@@ -151,6 +153,7 @@ class ReplicaBatch:
     may_be_empty: bool = False
     model: keras.Model | None = None
     num_global: tf.Tensor | None = None
+    gathers: object | None = None
 
     def count_globally(self) -> tf.Tensor:
         """Returns the number of rows of all replicas without padding, a float32 scalar.

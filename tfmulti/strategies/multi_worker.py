@@ -100,9 +100,7 @@ def create_multi_worker(
     strategy.compares_acts = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
-        all_reduce = _create_mpi_all_reduce(communicator, cluster, options.bucket_bytes)
-        for name in MPI_CALLS:
-            setattr(strategy.extended, name, getattr(all_reduce, name))
+        _use_mpi(strategy, communicator, cluster, options.bucket_bytes)
     return strategy
 
 
@@ -112,6 +110,13 @@ def _collective_options(communication, bucket_bytes):
         bytes_per_pack=bucket_bytes or 0,
         implementation=tf.distribute.experimental.CommunicationImplementation(engine),
     )
+
+
+def _use_mpi(strategy, communicator, cluster, bucket_bytes) -> None:
+    all_reduce = _create_mpi_all_reduce(communicator, cluster, bucket_bytes)
+    for name in MPI_CALLS:
+        setattr(strategy.extended, name, getattr(all_reduce, name))
+    strategy.extended.gathers_ahead = mpi.have_spare_cores(communicator)
 
 
 def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
