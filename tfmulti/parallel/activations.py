@@ -200,6 +200,8 @@ class _Recomputed:
         masks = [keras_compat.mask_of(value) for value in flat]
         if self._gathered:
             gathers.end(flat)
+        self._sent = [keras_compat.WithLogits(value) for value in flat]
+        flat = [tensor for each in self._sent for tensor in each.tensors]
         self._output_masks = [mask is not None for mask in masks]
         self._num_losses = len(scope.losses)
         if scope.losses and self._holder is None:
@@ -216,7 +218,9 @@ class _Recomputed:
     def second_run(self, tensors, whole):
         """Runs the call, and returns what gradients come from: its outputs and its losses."""
         outputs, scope = self._run(tensors, whole)
-        return [*[x for x in keras.tree.flatten(outputs) if tf.is_tensor(x)], *scope.losses]
+        values = [value for value in keras.tree.flatten(outputs) if tf.is_tensor(value)]
+        flat = [tensor for value in values for tensor in keras_compat.WithLogits(value).tensors]
+        return [*flat, *scope.losses]
 
     def receive(self, tensors: list[tf.Tensor], after: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the whole values of what the call gathers.
@@ -244,7 +248,7 @@ class _Recomputed:
             return self._call(*args, **kwargs), scope
 
     def _received(self, results):
-        flat = [results.pop(0) for _ in self._output_masks]
+        flat = [each.restored([results.pop(0) for _ in each.tensors]) for each in self._sent]
         for loss in [results.pop(0) for _ in range(self._num_losses)]:
             # `Functional.add_loss` is for symbolic tensors alone.
             keras.layers.Layer.add_loss(self._holder, loss)
