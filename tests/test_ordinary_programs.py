@@ -449,3 +449,31 @@ def test_a_call_that_mixes_rows_is_named_and_not_a_loss():
     model = compiled(create_strategy(2), Pairwise, "mse")
     with pytest.raises(ValueError, match="Likely cause: local batch statistics, in .*call"):
         model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)
+
+
+class Attends(keras.Model):
+    """Builds layers that draw the seeds of their weights when they are built."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = keras.layers.MultiHeadAttention(2, 4)
+        self.out = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.attend(x, x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own": loss}
+
+
+def test_a_model_that_is_built_by_its_own_step_starts_with_plain_keras_weights():
+    def run(strategy):
+        model = compiled(strategy, Attends)
+        return results(model, model.fit(rows(0, 5, 4), rows(1, 5, 3), batch_size=8, verbose=0))
+
+    assert_same(run)

@@ -7,16 +7,13 @@ an error that names it. All state is restored afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import random
 import time
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -24,7 +21,7 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micro_batches
-from tfmulti.verification.runs import TRAIN, Case, Distributed
+from tfmulti.verification.runs import TRAIN, Case, Distributed, same_random_numbers
 from tfmulti.verification.state import restored_attributes
 from tfmulti.verification.trial import FailsHere, NothingChanges, NotVerified, Trial
 from tfmulti.verification.views import PLAIN, WAYS, View, later_views, views_of_outliers
@@ -110,7 +107,7 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
     try:
-        with restored_attributes(model), same_random_numbers():
+        with restored_attributes(model):
             Distributed(case, case.rows.first(case.most_rows()), only_build=True)
     except Exception:
         # A step that runs eagerly need not be traceable.
@@ -295,15 +292,3 @@ def _try(function, model):
     except Exception as error:
         logging.debug("A step could not be verified.", exc_info=True)
         return None, messages.shorten(error)
-
-
-@contextlib.contextmanager
-def same_random_numbers():
-    """Restores the random states of Python, NumPy and TensorFlow on exit."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with keras_compat.same_eager_numbers():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -55,12 +55,13 @@ ADVICE = {
     INPUT_GRADIENT: "Differentiate a sum over rows (reduce_sum) of terms that each depend on one "
     "row, not a mean, and normalize the gradient row by row.",
     BATCH_STEP: "Compute terms that compare or combine rows, and the numbers by which the step "
-    f"decides, clips or takes a maximum, from {ALL_ROWS}. A weight that the step itself assigns "
-    "from rows needs trainable=False: replicas then average its changes.",
+    f"decides, clips or takes a maximum, from {ALL_ROWS}; of a loss for each gathered row take the "
+    "mean. A weight that the step itself assigns from rows needs trainable=False: replicas then "
+    "average its changes.",
     STATE: f"Update it from {ALL_ROWS}.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
-    METRIC_OF_NUMBERS: "Pass it a value for each row, or compute the number from "
-    "tfmulti.gather_batch(rows).",
+    METRIC_OF_NUMBERS: "Pass it a value for each row of the replica: of gathered values, "
+    "tfmulti.local_rows(values).",
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
     PREDICTION: f"Compute the prediction of a row from that row alone, or from {ALL_ROWS}.",
@@ -79,7 +80,8 @@ ADVICE = {
 }
 _SUM_OVER_ROWS = (
     "Keras divides what an activity regularizer returns by the number of rows: return a sum over "
-    "rows, of a mean within each row if you like."
+    "rows, of a mean within each row if you like. For a term of all rows together, write a layer "
+    "that calls add_loss with a number computed from tfmulti.gather_batch(rows)."
 )
 _SYNCHRONIZED = "Write keras.layers.BatchNormalization(synchronized=True)."
 

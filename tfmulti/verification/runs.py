@@ -233,19 +233,33 @@ def _trace_built(case, function, example, is_done=lambda: False):
     specs = rows_lib.specs_of(example, case.static)
     function = tf.autograph.experimental.do_not_convert(function)
     while not is_done():
-        # A step may draw from Python's or NumPy's generators during the trace.
-        random.seed(0)
-        np.random.seed(0)
         optimizers = model_contents.optimizers_of(case.model, nested=True)
-        with keras_compat.noting_unbuilt(optimizers, case.model) as unbuilt:
+        noting = keras_compat.noting_unbuilt(optimizers, case.model)
+        with same_random_numbers(), noting as unbuilt:
+            # A step may draw from Python's or NumPy's generators during the trace.
+            random.seed(0)
+            np.random.seed(0)
             try:
                 return tf.function(function).get_concrete_function(*specs)
             except Exception:
                 if not unbuilt:
                     raise
+        # Layers draw seeds for their weights here: the generators are as the user left them.
         with case.strategy.scope():
             unbuilt[0]()
     return None
+
+
+@contextlib.contextmanager
+def same_random_numbers():
+    """Restores the random states of Python, NumPy and TensorFlow on exit."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with keras_compat.same_eager_numbers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _local(strategy, structure) -> list:
