@@ -368,6 +368,7 @@ def refusals(strategy, folder, name):
     return {name: cases.message_of(program) for name, program in programs.items()}
 
 
+AHEAD = "ahead "
 CASES = {
     "settings": settings,
     "two optimizers": two_optimizers,
@@ -378,6 +379,9 @@ CASES = {
 
 
 def run_case(strategy, folder, name):
+    ahead, name = name.startswith(AHEAD), name.removeprefix(AHEAD)
+    # Without it the number of cores decides.
+    strategy.extended.gathers_ahead = ahead
     return CASES.get(name, compare)(strategy, folder, name)
 
 

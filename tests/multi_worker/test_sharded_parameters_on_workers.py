@@ -16,6 +16,9 @@ import sharded_parameters_worker as worker
 
 PROGRAM = "sharded_parameters_worker"
 SLOW = tuple(name for name in (*worker.OPTIMIZERS, *worker.MODELS) if name != "adamw")
+GATHERED_AHEAD = tuple(
+    f"{worker.AHEAD}{name}" for name in ("sgd", "functional", "tied", "lstm", "checkpointed")
+)
 # AdamW makes rounding larger, on one device too.
 CLOSE = {"adamw": 2e-5, "averages": 2e-5, "muon": 2e-6}
 
@@ -31,6 +34,11 @@ def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "settings", "two optimizers", "skips")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, at_once=6, options=options)
+
+
+@pytest.fixture(scope="module", name="ahead")
+def ahead_fixture(run_over_mpi, tmp_path_factory):
+    return run_over_mpi(tmp_path_factory.mktemp("ahead"), GATHERED_AHEAD, at_once=4)
 
 
 @pytest.fixture(scope="module", name="life")
@@ -76,6 +84,12 @@ def test_what_cannot_be_is_told(fast):
 @pytest.mark.parametrize("case", SLOW)
 def test_every_optimizer_and_model_gives_the_result_of_copies(slow, case):
     assert_alike(slow, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GATHERED_AHEAD)
+def test_weights_that_are_gathered_ahead_give_the_result_of_copies(ahead, case):
+    assert_alike(ahead, case)
 
 
 @pytest.mark.slow
