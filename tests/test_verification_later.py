@@ -220,13 +220,19 @@ def test_filler_rows_are_left_out_and_sorted_rows_are_unlike():
     assert rows.roles() == [0, 1, 2]
 
 
+def trial_of(*parts, synthetic_values=""):
+    """A trial that compares the given variables, each a name and a kind."""
+    runner = trial_lib.Trial.__new__(trial_lib.Trial)
+    runner._case, runner._close = Case(later.Step(later.mean), "train", None), 2e-4
+    runner._state, runner.synthetic_values = State(keras.Sequential()), synthetic_values
+    for index, (name, kind) in enumerate(parts):
+        runner._state.parts.append(Part(None, name, kind, 0, index))
+    return runner
+
+
 def test_rounding_of_one_step_is_no_difference_after_the_next():
     """As in Adam's velocity, which a second step may leave nearly as it is."""
-    case = later.Step(later.mean)
-    runner = trial_lib.Trial.__new__(trial_lib.Trial)
-    runner._case, runner._close = Case(case, "train", None), 2e-4
-    runner._state = State(keras.Sequential())
-    runner._state.parts.append(Part(None, "velocity", "optimizer's variable", 0, 0))
+    runner = trial_of(("velocity", "optimizer's variable"))
     nothing = Outcome([{}], [{}])
     begin, first, second = ([np.float32([value])] for value in (0.0, 1.0, 1.000001))
     others = [[value[0] + np.float32(1e-4)] for value in (first, second)]
@@ -237,13 +243,9 @@ def test_rounding_of_one_step_is_no_difference_after_the_next():
 
 def test_a_gradient_that_is_only_rounding_is_no_difference():
     """As that of a bias which a softmax does not see: Adam moves it as far as any other."""
-    runner = trial_lib.Trial.__new__(trial_lib.Trial)
-    runner._case, runner._close = Case(later.Step(later.mean), "train", None), 2e-4
-    runner._state = State(keras.Sequential())
-    runner._state.parts.append(Part(None, "layer/bias", "trainable weight", 0, 0))
-    for i, name in ((1, "momentum"), (2, "velocity")):
-        part = Part(None, f"adam/layer_bias_{name}", "optimizer's variable", 0, i)
-        runner._state.parts.append(part)
+    slots = [f"adam/layer_bias_{name}" for name in ("momentum", "velocity")]
+    slots = [(name, "optimizer's variable") for name in slots]
+    runner = trial_of(("layer/bias", "trainable weight"), *slots)
     nothing = Outcome([{}], [{}])
     begin = [np.zeros(2, "float32")] * 3
 
@@ -257,6 +259,18 @@ def test_a_gradient_that_is_only_rounding_is_no_difference():
     assert not differences(1e-9, noise={})
     assert differences(1e-9, noise=None)
     assert differences(1e-3, noise={})
+
+
+@pytest.mark.parametrize("synthetic_values", ["", "outliers"])
+def test_a_sum_of_outliers_that_cancel_is_no_difference(synthetic_values):
+    """As the same gradient under SGD, which has no moments that tell."""
+    parts = [("layer/kernel", "trainable weight"), ("layer/bias", "trainable weight")]
+    runner = trial_of(*parts, synthetic_values=synthetic_values)
+    nothing, kernel = Outcome([{}], [{}]), np.float32([1000])
+    one, many = ([kernel, np.float32([bias])] for bias in (1e-5, 3e-5))
+    begin = [np.zeros(1, "float32")] * 2
+    found = runner._compare(begin, [(nothing, one)], [(nothing, many)], [{}])
+    assert bool(found) == (not synthetic_values)
 
 
 def test_state_is_put_back_bit_for_bit():
