@@ -25,7 +25,7 @@ def trained(data, num_replicas, make=cases.TwoParts, verify="auto", **arguments)
         model = make()
         model.compile(keras.optimizers.SGD(0.1), **arguments)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(not verified|same share)")
+        warnings.filterwarnings("error", message=".*(not verified|of every part)")
         history = model.fit(**data, verbose=0, shuffle=False)
     return np.concatenate([w.ravel() for w in model.get_weights()]), history.history
 
@@ -79,6 +79,17 @@ def test_parts_of_later_batches_that_are_not_known_are_warned_of():
     data = cases.two_parts(12, 4, 30, 10).map(lambda *batch: batch)
     with pytest.raises(UserWarning, match="same share of every part, as of the first one, of 12"):
         trained({"x": data}, 2)
+
+
+def test_a_part_of_which_a_replica_gets_no_row_is_told_or_warned_of():
+    def last_of_one():
+        return cases.two_parts(12, 5, 23, 6)
+
+    # Rows that are gathered need a row on each replica.
+    with pytest.raises(ValueError, match=UNLIKE):
+        trained({"x": last_of_one()}, 2, gathered)
+    with pytest.raises(UserWarning, match="each replica gets a row of every part, as of the first"):
+        trained({"x": last_of_one().map(lambda *batch: batch)}, 2, gathered)
 
 
 def test_random_numbers_of_unequal_parts_raise_no_alarm():

@@ -157,7 +157,7 @@ def _choose_rows(case, drawn, workers, early):
         rows.counts, case.batches, case.in_chunks = known
     else:
         rows.parts = rows.spread(case.most_rows(), padded=case.padded)
-    if not early and not case.eager:
+    if not early:
         rows.unlike = case.unlike_sizes()
 
 

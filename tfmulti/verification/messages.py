@@ -121,9 +121,10 @@ def describe_unlike(case: Case) -> str:
     """
     number = case.strategy.num_replicas_in_sync
     counts = " + ".join(str(count) for count in dict.fromkeys(case.rows.counts))
+    share = "the same share" if case.shares_alike(case.rows.counts) else "a row"
     return (
         f"`{_METHODS[case.kind]}` has one device's result on {number} replicas only for batches of "
-        "which each replica gets the same share of every part, as of the first one, of "
+        f"which each replica gets {share} of every part, as of the first one, of "
         f"{counts} rows. The numbers of rows of later batches are not known. "
         f"{causes.ADVICE[causes.UNEQUAL]}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -64,12 +65,16 @@ class Case:
     @property
     def may_leave_empty(self) -> bool:
         """Whether a replica may get no row of a batch."""
-        number = self.strategy.num_replicas_in_sync
         if self.batches is None or self.num_micro_batches > 1:
             return True
-        return not all(sizes.leaves_none_empty(b, number, self.in_chunks) for b in self.batches)
+        return not all(self.leaves_none_empty(counts) for counts in self.batches)
 
-    def shares_alike(self, counts: list[int]) -> bool:
+    def leaves_none_empty(self, counts: Sequence[int]) -> bool:
+        """Whether each replica gets a row of every part with these numbers of rows."""
+        number = self.strategy.num_replicas_in_sync
+        return sizes.leaves_none_empty(counts, number, self.in_chunks)
+
+    def shares_alike(self, counts: Sequence[int]) -> bool:
         """Whether each replica gets the same share of all parts with these numbers of rows."""
         return sizes.are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
 
@@ -80,18 +85,25 @@ class Case:
         if self.rows.are_unequal:
             others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
             unlike = [each for each in others if not self.shares_alike(each)]
+            # Those come first that leave a replica without rows of a part.
+            unlike.sort(key=self.leaves_none_empty)
             return [sizes.few(each, number) for each in (counts, *(unlike or [counts])[:1])]
         last = number - 1 if self.may_leave_empty else number
         steps = [2 * number, 2 * number] if self.static else [2 * number + 1, last]
         return [[size] * len(counts) for size in steps]
 
     def unlike_sizes(self) -> list[int]:
-        """Returns numbers of rows that later batches may have and replicas share unlike, or []."""
-        counts = self.rows.counts
-        known = self.static or self.batches is not None
-        if known or not self.rows.are_unequal or not self.shares_alike(counts):
+        """Returns numbers of rows that later batches may have and replicas share unlike, or [].
+
+        If those of the first batch are so already, a replica gets no row of the smallest part.
+        """
+        counts, number = self.rows.counts, self.strategy.num_replicas_in_sync
+        if self.static or self.batches is not None or not self.rows.are_unequal:
             return []
-        return sizes.few_unlike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
+        if self.shares_alike(counts):
+            return sizes.few_unlike(counts, number, self.in_chunks)
+        few = sizes.few(counts, number)
+        return [number - 1 if size == min(few) else max(size, number) for size in few]
 
     def most_rows(self) -> list[int]:
         """Returns the largest number of rows of each part in the steps to run."""
