@@ -215,8 +215,8 @@ def test_values_of_made_up_rows_were_there():
 def test_filler_rows_are_left_out_and_sorted_rows_are_unlike():
     weights = np.array([1, 1, 1, -0.0, 1, 1, 0.0, -0.0], "float32")
     rows = Rows((np.arange(8.0), np.arange(8), weights))
-    assert sorted(rows.spread(5, padded=True)[1].numpy()) == [0, 1, 2, 5, 6]
-    assert rows.spread(5)[1].numpy().tolist() == [7, 0, 2, 4, 5]
+    assert sorted(rows.spread([5] * 3, padded=True)[1].numpy()) == [0, 1, 2, 5, 6]
+    assert rows.spread([5] * 3)[1].numpy().tolist() == [7, 0, 2, 4, 5]
     assert rows.roles() == [0, 1, 2]
 
 

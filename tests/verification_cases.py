@@ -290,3 +290,67 @@ def centred(x):
 def functional():
     inputs = keras.Input((NUM_FEATURES,))
     return keras.Model(inputs, layers.Dense(2)(centred(layers.Dense(3)(inputs))), name="graph")
+
+
+class TwoParts(CustomStep):
+    """Averages unlabelled rows and fewer labelled ones, in one batch, as in SimCLR."""
+
+    def __init__(self, take=lambda rows: rows, *middle):
+        super().__init__()
+        self.net, self.take = dense(*middle), take
+        self.net.build((None, NUM_FEATURES))
+
+    def of_both(self, data):
+        unlabelled, (x, y) = data[:2]
+        both = self.net(tf.concat([unlabelled, x], 0), training=True)
+        predictions = tf.split(both, [tf.shape(unlabelled)[0], tf.shape(x)[0]])
+        one = tf.reduce_mean(tf.square(predictions[0]))
+        return one + tf.reduce_mean(self.take(squares(y, predictions[1])))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.of_both(data)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+    def test_step(self, data):
+        return {"loss": self.of_both(data)}
+
+    def predict_step(self, data):
+        return self.of_both(data)
+
+
+def two_parts(unlabelled, labelled, num_unlabelled=None, num_labelled=None, **arguments):
+    """A dataset of batches that have different numbers of rows in their parts."""
+    x, _ = rows(num_unlabelled or 2 * unlabelled)
+    slices = tf.data.Dataset.from_tensor_slices
+    one = slices(x).batch(unlabelled, **arguments)
+    two = slices(rows(num_labelled or 2 * labelled)).batch(labelled, **arguments)
+    return tf.data.Dataset.zip((one, two))
+
+
+class Matches(CustomStep):
+    """The rows of the whole batch are compared, and a metric counts them: exact where none is
+    without rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+    @property
+    def metrics(self):
+        return [self.accuracy]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            prediction, y = tfmulti.gather_batch((self.net(x, training=True), y))
+            logits = tf.matmul(prediction, y, transpose_b=True)
+            found = tf.range(tf.shape(logits)[0])
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(found, logits)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        self.accuracy.update_state(found, logits)
+        return {"loss": loss, "accuracy": self.accuracy.result()}

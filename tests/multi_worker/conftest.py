@@ -27,6 +27,7 @@ OVER_THE_RING = (
     "sharded_parameters_worker:adamw",
     "verification_worker:own step",
     "verification_worker:wrong state",
+    "verification_worker:unlike parts",
     "sharded_parameters_worker:refusals",
     "sharded_state_worker:refusals",
 )

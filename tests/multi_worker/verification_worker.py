@@ -9,6 +9,7 @@ import sys
 import warnings
 
 import keras
+import tensorflow as tf
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import verification_cases as models
@@ -22,6 +23,29 @@ CASES = {
     "wrong loss": (models.dense, models.root_of_mean, []),
     "wrong state": (lambda: models.dense(models.RunningMean()), "mse", []),
     "wrong metric": (models.dense, "mse", [models.Largest]),
+    "whole metric": (models.Matches, None, []),
+    "equal parts": (models.TwoParts, None, []),
+    "unlike parts": (models.TwoParts, None, []),
+    "unlike parts from Python": (models.TwoParts, None, []),
+}
+
+
+def through_python(batch):
+    """Has a dataset that cannot be copied, so that each worker sees its own rows alone."""
+    structure = tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), batch)
+    flat = tf.py_function(lambda *parts: parts, tf.nest.flatten(batch), [tf.float32] * 3)
+    for part, spec in zip(flat, tf.nest.flatten(structure)):
+        part.set_shape([None, *spec.shape[1:]])
+    return tf.nest.pack_sequence_as(batch, flat)
+
+
+# Batches with parts that have different numbers of rows; on 2 or 4 workers' replicas.
+PARTS = {
+    "equal parts": lambda: models.two_parts(12, 4),
+    "unlike parts": lambda: models.two_parts(12, 5),
+    "unlike parts from Python": lambda: models.two_parts(12, 5).map(
+        lambda *batch: through_python(batch)
+    ),
 }
 
 
@@ -38,7 +62,12 @@ def run_case(strategy, folder, name):
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*not verified")
-            data = tfmulti.distribute_train((x, y), strategy, 8, seed=0)
+            if name in PARTS:
+                model.fit(PARTS[name](), verbose=0)
+                return "trained"
+            # 28 rows leave none of the replicas without rows.
+            rows = slice(28 if name == "whole metric" else None)
+            data = tfmulti.distribute_train((x[rows], y[rows]), strategy, 8, seed=0)
             model.fit(data, verbose=0)
             model.predict(x[:24], verbose=0, batch_size=8)
         return "trained"

@@ -5,6 +5,8 @@ and its canary in `tests/test_keras_compat.py`, which fails when upstream no lon
 `table.TRIED` has the versions that were tested, `table.READ` the private names that are only read.
 """
 
+from tfmulti.keras_compat.batch_sizes import batch_sizes_of as batch_sizes_of
+from tfmulti.keras_compat.batch_sizes import batch_sizes_of_dataset as batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import COMMUNICATION as COMMUNICATION
 from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
 from tfmulti.keras_compat.calls import call_context as call_context

@@ -79,14 +79,25 @@ def fill_if_empty(data):
     return _map(_fill_part, data)
 
 
-def take_replica_rows(data, number: tf.Tensor, num_replicas: int):
-    """Takes one of `num_replicas` contiguous parts of a batch; sizes differ by at most one."""
+def take_replica_rows(data, number: tf.Tensor, num_replicas: int, *, in_chunks: bool = False):
+    """Takes one of `num_replicas` contiguous parts of a batch; sizes differ by at most one.
+
+    Args:
+        data: The batch.
+        number: The index of the part.
+        num_replicas: The number of parts.
+        in_chunks: Whether each part is as large as the first one instead, while there are rows.
+    """
     number = tf.cast(number, tf.int32)
 
     def take(part):
         replica_batch, longer = count_rows(part) // num_replicas, count_rows(part) % num_replicas
         start = number * replica_batch + tf.minimum(number, longer)
         size = replica_batch + tf.cast(number < longer, tf.int32)
+        if in_chunks:
+            chunk = replica_batch + tf.cast(longer > 0, tf.int32)
+            start = tf.minimum(number * chunk, count_rows(part))
+            size = tf.minimum(chunk, count_rows(part) - start)
         if not isinstance(part, tf.SparseTensor):
             return part[start : start + size]
         shape = tf.cast(part.dense_shape, tf.int64)

@@ -256,7 +256,12 @@ def before_call(model: keras.Model, name: str, data) -> None:
     if strategy.verify != "never":
         batch = _first_rows(data)
         if batch is not None:
-            verification.verify_once(model, PREDICT, Feed(lambda: batch), _WORKERS)
+            feed = Feed(
+                lambda: batch,
+                batches=keras_compat.batch_sizes_of_dataset(data),
+                in_chunks=_is_in_chunks(data),
+            )
+            verification.verify_once(model, PREDICT, feed, _WORKERS)
 
 
 def adopt_optimizers(model: keras.Model, name: str) -> None:
@@ -307,10 +312,20 @@ _MOST = 64
 
 def _feed(peek, iterator) -> Feed:
     if iterator is None:
-        return Feed(peek)
+        return Feed(peek, alone=True)
     own, static = keras_compat.feed_of(iterator)
     plan = getattr(own, "plan", None)
     if plan is None:
-        return Feed(peek, static)
+        batches = keras_compat.batch_sizes_of(iterator)
+        return Feed(peek, static, batches=batches, in_chunks=_is_in_chunks(own))
     padded = plan.remainder == "pad"
-    return Feed(peek, plan.remainder in _EVEN, counted=True, padded=padded)
+    # Padding can leave a replica with nothing else.
+    batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
+    even = plan.remainder in _EVEN
+    return Feed(peek, even, counted=True, padded=padded, batches=batches)
+
+
+def _is_in_chunks(dataset) -> bool:
+    """Whether TensorFlow cuts batches into replica batches, and not `WholeBatches`."""
+    specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
+    return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)

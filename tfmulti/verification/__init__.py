@@ -24,7 +24,14 @@ from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micr
 from tfmulti.verification.runs import TRAIN, Case, Distributed, same_random_numbers
 from tfmulti.verification.state import restored_attributes
 from tfmulti.verification.trial import FailsHere, NothingChanges, NotVerified, Trial
-from tfmulti.verification.views import PLAIN, WAYS, View, later_views, views_of_outliers
+from tfmulti.verification.views import (
+    PLAIN,
+    UNLIKE,
+    WAYS,
+    View,
+    later_views,
+    views_of_outliers,
+)
 
 
 class Feed(NamedTuple):
@@ -35,12 +42,19 @@ class Feed(NamedTuple):
         static: Whether all batches have the same number of rows.
         counted: Whether the data pipeline provides the number of rows of a step.
         padded: Whether it pads replica batches with rows of weight 0.
+        batches: The different numbers of rows that batches have, each for all parts or one by one;
+            None if unknown.
+        in_chunks: Whether each replica takes as many rows as the first one, while there are any.
+        alone: Whether the batch is given by itself.
     """
 
     peek: Callable
     static: bool = False
     counted: bool = False
     padded: bool = False
+    batches: list[tuple[int, ...]] | None = None
+    in_chunks: bool = False
+    alone: bool = False
 
 
 def verify_once(
@@ -62,17 +76,16 @@ def verify_once(
     strategy = model.distribute_strategy
     if not _is_wanted(strategy, model, kind, feed):
         return
-    batch = rows_lib.gather_local(strategy, feed.peek())
+    drawn = feed.peek()
+    batch = rows_lib.gather_local(strategy, drawn)
     if not rows_lib.can_be_cut(batch):
         _warn(kind, "a part of the batch has no rows")
         return
-    rows = rows_lib.Rows(batch)
-    case = Case(model, kind, rows, feed.static, feed.counted, feed.padded)
-    if not _is_first_time(case):
+    case = _case_of(model, kind, feed, batch, early)
+    key = _key(case)
+    if not _is_first_time(case, key):
         return
-    rows.parts = rows.spread(case.most_rows(), padded=feed.padded)
-    if topology.num_workers(strategy) > 1:
-        rows.parts = rows_lib.of_the_chief(rows.parts, strategy, workers.broadcast)
+    _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     with restored_attributes(model), messages.quiet_tensorflow(), messages.announced(kind):
         error, reason = find_out(case, workers)
@@ -81,10 +94,10 @@ def verify_once(
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     if workers.compare(strategy, int(bool(error)))[1]:
         # Another attempt shall verify, and raise, again.
-        marks.VERIFIED.get(model)[1].discard(_key(case))
+        marks.VERIFIED.get(model)[1].discard(key)
         raise error or ValueError(messages.elsewhere(kind))
     if reason and early:
-        marks.VERIFIED.get(model)[1].discard(_key(case))
+        marks.VERIFIED.get(model)[1].discard(key)
     elif reason:
         _warn(kind, reason)
 
@@ -117,6 +130,41 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
     return True
 
 
+def _case_of(model, kind, feed, batch, early) -> Case:
+    rows = rows_lib.Rows(batch)
+    case = Case(model, kind, rows, feed.static, feed.counted, feed.padded)
+    # The numbers of rows of later data are not those of this feed.
+    case.batches, case.in_chunks = None if early else feed.batches, feed.in_chunks
+    if feed.alone and rows.are_unequal:
+        case.batches = [tuple(rows.counts)]
+    return case
+
+
+def _choose_rows(case, drawn, workers, early):
+    """Chooses a few rows, the same on all workers."""
+    rows, strategy = case.rows, case.strategy
+    several = topology.num_workers(strategy) > 1
+    is_cut = any(isinstance(p, tf.distribute.DistributedValues) for p in tf.nest.flatten(drawn))
+    if several and is_cut and not case.counted:
+        rows.counts = [_count_of_all(strategy, count, workers) for count in rows.counts]
+    if several:
+        known = rows.counts, case.batches, case.in_chunks
+        parts = rows.spread(case.most_rows(), padded=case.padded)
+        rows.parts, known = rows_lib.of_the_chief(parts, known, strategy, workers.broadcast)
+        rows.counts, case.batches, case.in_chunks = known
+    else:
+        rows.parts = rows.spread(case.most_rows(), padded=case.padded)
+    if not early:
+        rows.unlike = case.unlike_sizes()
+
+
+def _count_of_all(strategy, count, workers) -> int:
+    """Returns the rows of all workers; if they have unlike numbers, one with that property."""
+    least, most = workers.compare(strategy, count)
+    whole = most * topology.num_workers(strategy)
+    return whole if least == most else whole - 1
+
+
 def _is_wanted(strategy, model, kind, feed) -> bool:
     supported = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     several = strategy.num_replicas_in_sync > 1 and isinstance(strategy, supported)
@@ -126,20 +174,21 @@ def _is_wanted(strategy, model, kind, feed) -> bool:
     return strategy.verify == "always" or feed.padded or not is_stock(model, kind)
 
 
-def _is_first_time(case) -> bool:
+def _is_first_time(case, key) -> bool:
     compiled = keras_compat.compiled_state(case.model)
     done = marks.VERIFIED.get(case.model)
     if done is None or done[0] is not compiled:
         done = (compiled, set())
         marks.VERIFIED.set(case.model, done)
-    if _key(case) in done[1]:
+    if key in done[1] or _key(case, small=True) in done[1]:
         return False
-    done[1].add(_key(case))
+    done[1].add(key)
     return True
 
 
-def _key(case):
-    return case.kind, case.rows.form(), case.padded
+def _key(case, small=False):
+    shares = case.rows.are_unequal and tuple(case.shares_alike(each) for each in case.sizes())
+    return case.kind, case.rows.form(), case.padded, small or case.may_leave_empty, shares
 
 
 def _warn(kind, reason):
@@ -253,7 +302,15 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
             proven = proven or seen.least == _SAME
             if seen.least > _UNKNOWN:
                 break
+    _warn_of_unlike(trial, case, workers)
     return None, proven
+
+
+def _warn_of_unlike(trial, case, workers):
+    """Warns of a step that is exact with the first batch, and may not be with later ones."""
+    if case.rows.unlike and not case.static:
+        if _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS:
+            warnings.warn(messages.describe_unlike(case), stacklevel=5)
 
 
 def _try_view(trial, view, case, workers) -> _Seen:

@@ -21,6 +21,7 @@ METRIC = "a metric that compares rows"
 METRIC_OF_NUMBERS = "a metric that is given a number computed from local rows"
 LOG = "a log that is not a mean over rows"
 PREDICTION = "a prediction that depends on other rows"
+UNEQUAL = "parts of a batch of which replicas get unlike shares"
 DRIFT = "random numbers that reach the weights after gradients were reduced"
 COARSE = "coarse rounding"
 WORKERS = "workers disagree"
@@ -65,6 +66,10 @@ ADVICE = {
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
     PREDICTION: f"Compute the prediction of a row from that row alone, or from {ALL_ROWS}.",
+    UNEQUAL: "A replica weighs all of its means by its share of the rows of the first part. Batch "
+    "the parts so that their numbers of rows divide by the number of replicas in every batch, the "
+    "last one too (drop_remainder=True), or compute the means of the other parts from "
+    f"{ALL_ROWS}, where every replica has a row of them.",
     DRIFT: "Draw there what is the same on all replicas, as "
     "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations]), or add the random numbers "
     "to rows or to the loss, before gradients are taken.",

@@ -104,12 +104,30 @@ def describe(
     error = ValueError(
         f"`{_METHODS[case.kind]}` must give one device's result {how}; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
-        f"Received: {_say(first, case.sizes())}{values}{f'; also {more}' if more else ''}. "
+        f"Received: {_say(first, case)}{values}{f'; also {more}' if more else ''}. "
         f"Likely cause: {finding.cause}, in {finding.where}. {advice} "
+        f"{_advise_few(first, case)}"
         'Set `verify="never"` in create_strategy to skip this check.'
     )
     error.finding = finding
     return error
+
+
+def describe_unlike(case: Case) -> str:
+    """Returns the warning for batches whose parts replicas could get unlike shares of.
+
+    Args:
+        case: The verified step.
+    """
+    number = case.strategy.num_replicas_in_sync
+    counts = " + ".join(str(count) for count in dict.fromkeys(case.rows.counts))
+    share = "the same share" if case.shares_alike(case.rows.counts) else "a row"
+    return (
+        f"`{_METHODS[case.kind]}` has one device's result on {number} replicas only for batches of "
+        f"which each replica gets {share} of every part, as of the first one, of "
+        f"{counts} rows. The numbers of rows of later batches are not known. "
+        f"{causes.ADVICE[causes.UNEQUAL]}"
+    )
 
 
 def describe_drift(case: Case, name: str) -> ValueError:
@@ -182,12 +200,34 @@ def describe_attributes(case: Case, names: list[str]) -> ValueError:
     )
 
 
-def _say(first, sizes) -> str:
+def _say(first, case) -> str:
     where = f" at {list(first.row)}" if first.row else ""
-    rows = sizes[first.step - 1]
+    counts = case.sizes()[first.step - 1]
+    rows = " + ".join(str(count) for count in dict.fromkeys(counts))
     step = "the first step" if first.step == 1 else f"step {first.step}"
     one, many = _number(first.one_device), _number(first.on_replicas)
-    return f"{first.what}{where}: {one} on one device, {many} here, after {step}, of {rows} rows"
+    few = _say_few(first, case)
+    return (
+        f"{first.what}{where}: {one} on one device, {many} here, after {step}, of {rows} rows{few}"
+    )
+
+
+def _say_few(first, case) -> str:
+    number = case.strategy.num_replicas_in_sync
+    is_small = first.step > 1 and max(case.sizes()[first.step - 1]) < number
+    return ", in a batch with fewer rows than replicas" if is_small else ""
+
+
+def _advise_few(first, case) -> str:
+    if not _say_few(first, case) or case.num_micro_batches > 1:
+        return ""
+    if case.batches is not None:
+        return "A batch of your data leaves a replica without rows; larger ones are exact. "
+    return (
+        "A larger batch showed no difference. If every replica gets a row of every batch, use "
+        "arrays, drop_remainder=True, or a dataset that ends with `batch`: their numbers of rows "
+        "are known. "
+    )
 
 
 def _number(value) -> str:
@@ -201,6 +241,9 @@ def _explain(case, found, growth, origin) -> causes.Finding:
     parts = custom_parts.find_custom_parts(case.model, case.kind)
     steps = [part for part in parts if part.kind == custom_parts.STEP]
     first, changed = found[0], _changes_weights(found, found[0].step)
+    unlike = case.rows.are_unequal and not case.shares_alike(case.sizes()[first.step - 1])
+    if case.kind == PREDICT and unlike:
+        return causes.find(causes.UNEQUAL, _name(steps or parts))
     if case.kind == PREDICT:
         begins = _parts_of(parts, origin) if origin and origin.layer else []
         layers = [part for part in parts if part.kind == custom_parts.LAYER and not origin]
@@ -215,6 +258,8 @@ def _explain(case, found, growth, origin) -> causes.Finding:
         holders = [part for part in holders if part.thing is not case.model]
     if state and (first in state or (origin and origin.layer in [p.thing for p in holders])):
         return causes.find(causes.STATE, _name(holders or steps or parts))
+    if unlike:
+        return causes.find(causes.UNEQUAL, _name(steps or parts))
     if first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed:
         return causes.find(causes.LOG, _name(steps))
     if origin and origin.layer:

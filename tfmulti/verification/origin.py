@@ -59,7 +59,7 @@ def find_origin(case: Case, state: State, examples: list, close: float) -> Origi
     """
     strategy = case.strategy
     # With several workers an error on one would make the others wait.
-    if topology.num_workers(strategy) > 1 or case.padded:
+    if topology.num_workers(strategy) > 1 or case.padded or case.rows.are_unequal:
         return None
     begin, before = state.read(), tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)

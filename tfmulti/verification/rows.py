@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -17,12 +18,21 @@ class Rows:
 
     Args:
         batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+
+    Attributes:
+        counts: The number of rows that each part has in the first batch.
+        unlike: Numbers of rows of which replicas have unlike shares, where later batches may
+            have such; else empty.
     """
 
     def __init__(self, batch):
         self.structure = batch
         leaves = tf.nest.flatten(batch, expand_composites=False)
         self.parts = [_as_tensor(leaf) for leaf in leaves if leaf is not None]
+        self.counts = [int(rows.count_rows(part)) for part in self.parts]
+        if not all(self.counts):
+            self.parts = tf.nest.flatten(rows.fill_if_empty(self.parts), expand_composites=False)
+        self.unlike: list[int] = []
 
     def pack(self, parts):
         """Returns parts in the batch's structure."""
@@ -31,31 +41,37 @@ class Rows:
         leaves = [None if leaf is None else next(left) for leaf in leaves]
         return tf.nest.pack_sequence_as(self.structure, leaves, expand_composites=False)
 
-    def first(self, number: int) -> list:
-        """Returns the parts of the first rows, repeated if there are too few."""
-        have = min(int(rows.count_rows(part)) for part in self.parts)
-        times = -(-number // max(have, 1))
-        return [_take(_repeat(part, times), number) for part in self.parts]
+    @property
+    def are_unequal(self) -> bool:
+        """Whether parts of the batch have different numbers of rows."""
+        return len(set(self.counts)) > 1
 
-    def spread(self, number: int, *, padded: bool = False) -> list:
+    def first(self, sizes: Sequence[int]) -> list:
+        """Returns the first rows of each part, repeated if there are too few."""
+        have = [int(rows.count_rows(part)) for part in self.parts]
+        times = [-(-size // max(number, 1)) for size, number in zip(sizes, have)]
+        return [_take(_repeat(p, t), size) for p, t, size in zip(self.parts, times, sizes)]
+
+    def spread(self, sizes: Sequence[int], *, padded: bool = False) -> list:
         """Returns rows spread over the batch: sorted rows would be too similar.
 
         Args:
-            number: The number of rows.
+            sizes: The number of rows of each part.
             padded: Whether some rows may be padding rows, which are skipped.
         """
-        have = min(int(rows.count_rows(part)) for part in self.parts)
+        have = [int(rows.count_rows(part)) for part in self.parts]
+        if self.are_unequal:
+            chosen = [_indices_all_over(range(n), size) for n, size in zip(have, sizes)]
+            return [_gather(part, indices) for part, indices in zip(self.parts, chosen)]
+        return self._spread_alike(min(have), sizes[0], padded)
+
+    def _spread_alike(self, have, number, padded):
         counted = range(have)
         if padded and self.roles()[-1] == 2:
             weights = self.parts[-1].numpy().reshape([have, -1])[:, 0]
             is_padding = (weights == 0) & np.signbit(weights)
             counted = np.flatnonzero(~is_padding).tolist() or counted
-        last = len(counted) - 1
-        indices = [round(i * last / (number - 1)) for i in range(number)]
-        if last < number - 1:
-            indices = [i % len(counted) for i in range(number)]
-        # The last row comes first: a step may take fewer rows.
-        chosen = [counted[index] for index in [*indices[-1:], *indices[:-1]]]
+        chosen = _indices_all_over(counted, number)
         return [_gather(part, chosen) for part in self.parts]
 
     def roles(self) -> list[int]:
@@ -97,20 +113,22 @@ def gather_local(strategy: tf.distribute.Strategy, batch):
     return tf.nest.map_structure(join, batch, expand_composites=False)
 
 
-def of_the_chief(parts: list, strategy, broadcast) -> list:
-    """Returns the chief's rows on every worker; it is a collective.
+def of_the_chief(parts: list, known: tuple, strategy, broadcast) -> tuple[list, tuple]:
+    """Returns the chief's rows and what it knows of the data on every worker; it is a collective.
 
     Args:
         parts: This worker's rows.
+        known: What this worker knows of the data.
         strategy: The strategy.
         broadcast: Function of the strategy and the chief's bytes, which are None elsewhere.
     """
     data = None
     if topology.is_chief(strategy):
         flat = tf.nest.flatten(parts, expand_composites=True)
-        data = pickle.dumps([tensor.numpy() for tensor in flat])
-    flat = [tf.constant(array) for array in pickle.loads(broadcast(strategy, data))]
-    return tf.nest.pack_sequence_as(parts, flat, expand_composites=True)
+        data = pickle.dumps(([tensor.numpy() for tensor in flat], known))
+    arrays, known = pickle.loads(broadcast(strategy, data))
+    flat = [tf.constant(array) for array in arrays]
+    return tf.nest.pack_sequence_as(parts, flat, expand_composites=True), known
 
 
 def specs_of(parts: list, static: bool) -> list[tf.TypeSpec]:
@@ -118,7 +136,7 @@ def specs_of(parts: list, static: bool) -> list[tf.TypeSpec]:
     return [_spec(part, static) for part in parts]
 
 
-def take_replica_batches(strategy, batch, *, counted: bool, padded: bool):
+def take_replica_batches(strategy, batch, *, counted: bool, padded: bool, in_chunks: bool = False):
     """Splits a batch for the local replicas, as the data pipeline does, within a trace.
 
     Args:
@@ -126,6 +144,7 @@ def take_replica_batches(strategy, batch, *, counted: bool, padded: bool):
         batch: The rows of all replicas.
         counted: Whether the pipeline provides the number of rows of a step.
         padded: Whether it pads replica batches to the same number of rows.
+        in_chunks: Whether each replica takes as many rows as the first one, while there are any.
 
     Returns:
         A distributed value.
@@ -134,7 +153,7 @@ def take_replica_batches(strategy, batch, *, counted: bool, padded: bool):
     num_rows = rows.count_rows(rows.parts_of(batch)[0])
     batches = []
     for index in topology.local_batch_indices(strategy):
-        replica_batch = rows.take_replica_rows(batch, index, number)
+        replica_batch = rows.take_replica_rows(batch, index, number, in_chunks=in_chunks)
         replica_batch = _pad(replica_batch, -(-num_rows // number)) if padded else replica_batch
         batches.append(Counted(replica_batch, num_rows) if counted else replica_batch)
     return iterators.to_replicas(strategy, tuple(batches))
@@ -161,6 +180,15 @@ def _pad(replica_batch, most):
     shape = tf.concat([[missing], tf.shape(own)[1:]], axis=0)
     filled = tf.concat([own, tf.fill(shape, PADDING_WEIGHT)], axis=0)
     return (*tf.nest.map_structure(fill, (x, y)), filled)
+
+
+def _indices_all_over(counted, number):
+    last = len(counted) - 1
+    indices = [round(i * last / max(number - 1, 1)) for i in range(number)]
+    if last < number - 1:
+        indices = [i % len(counted) for i in range(number)]
+    # The last row comes first: a step may take fewer rows.
+    return [counted[index] for index in [*indices[-1:], *indices[:-1]]]
 
 
 def _as_tensor(leaf):

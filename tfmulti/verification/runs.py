@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.rows import num_rows
-from tfmulti.verification import custom_parts
+from tfmulti.verification import custom_parts, sizes
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.decisions import find_decisions
 from tfmulti.verification.rows import Rows
@@ -32,6 +33,9 @@ class Case:
         static: Whether all batches have the same number of rows.
         counted: Whether the data pipeline provides the number of rows of a step.
         padded: Whether it pads replica batches with rows of weight 0.
+        batches: The different numbers of rows that batches have, each for all parts or one by one;
+            None if unknown.
+        in_chunks: Whether each replica takes as many rows as the first one, while there are any.
     """
 
     model: keras.Model
@@ -40,6 +44,8 @@ class Case:
     static: bool = False
     counted: bool = False
     padded: bool = False
+    batches: list[tuple[int, ...]] | None = None
+    in_chunks: bool = False
 
     @property
     def strategy(self):
@@ -56,14 +62,52 @@ class Case:
         """In how many parts each replica computes its rows; 1 but for stages on its devices."""
         return custom_parts.num_micro_batches(self.model)
 
-    def most_rows(self) -> int:
-        """Returns the number of rows of the largest step."""
-        return 2 * self.strategy.num_replicas_in_sync * self.num_micro_batches + 1
+    @property
+    def may_leave_empty(self) -> bool:
+        """Whether a replica may get no row of a batch."""
+        if self.batches is None or self.num_micro_batches > 1:
+            return True
+        return not all(self.leaves_none_empty(counts) for counts in self.batches)
 
-    def sizes(self) -> list[int]:
-        """Returns the numbers of rows of the steps to run, in order."""
+    def leaves_none_empty(self, counts: Sequence[int]) -> bool:
+        """Whether each replica gets a row of every part with these numbers of rows."""
+        number = self.strategy.num_replicas_in_sync
+        return sizes.leaves_none_empty(counts, number, self.in_chunks)
+
+    def shares_alike(self, counts: Sequence[int]) -> bool:
+        """Whether each replica gets the same share of all parts with these numbers of rows."""
+        return sizes.are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
+
+    def sizes(self) -> list[list[int]]:
+        """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
         number = self.strategy.num_replicas_in_sync * self.num_micro_batches
-        return [2 * number, 2 * number] if self.static else [2 * number + 1, number - 1]
+        counts = self.rows.counts
+        if self.rows.are_unequal:
+            others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
+            unlike = [each for each in others if not self.shares_alike(each)]
+            # Those come first that leave a replica without rows of a part.
+            unlike.sort(key=self.leaves_none_empty)
+            return [sizes.few(each, number) for each in (counts, *(unlike or [counts])[:1])]
+        last = number - 1 if self.may_leave_empty else number
+        steps = [2 * number, 2 * number] if self.static else [2 * number + 1, last]
+        return [[size] * len(counts) for size in steps]
+
+    def unlike_sizes(self) -> list[int]:
+        """Returns numbers of rows that later batches may have and replicas share unlike, or [].
+
+        If those of the first batch are so already, a replica gets no row of the smallest part.
+        """
+        counts, number = self.rows.counts, self.strategy.num_replicas_in_sync
+        if self.static or self.batches is not None or not self.rows.are_unequal:
+            return []
+        if self.shares_alike(counts):
+            return sizes.few_unlike(counts, number, self.in_chunks)
+        few = sizes.few(counts, number)
+        return [number - 1 if size == min(few) else max(size, number) for size in few]
+
+    def most_rows(self) -> list[int]:
+        """Returns the largest number of rows of each part in the steps to run."""
+        return [max(each) for each in zip(*self.sizes(), self.unlike_sizes() or self.sizes()[0])]
 
 
 @dataclasses.dataclass
@@ -108,7 +152,7 @@ class Reference:
 
         def whole(data):
             keras_compat.be_first_replica()
-            with keras_compat.fixed_random_numbers(lambda: (0, num_rows(data))) as draws:
+            with keras_compat.fixed_random_numbers(lambda: (0, self._rows_in(data))) as draws:
                 outputs = step(data)
             self.not_replaced.update(draws.not_replaced)
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
@@ -117,6 +161,10 @@ class Reference:
         whole = gradients.one_step(whole, reduced=True)
         values = case.strategy.run(whole, args=(case.rows.pack(parts),))
         return tuple(_local(case.strategy, value) for value in values)
+
+    def _rows_in(self, data):
+        # Which part a number of rows belongs to is unknown: all rows then draw the same.
+        return 1 if self._case.rows.are_unequal else num_rows(data)
 
 
 class Distributed:
@@ -185,7 +233,7 @@ class Distributed:
             salt = self.salt.read_value() * replica
 
             def rows():
-                return start, num_rows(data), salt
+                return (0, 1, salt) if case.rows.are_unequal else (start, num_rows(data), salt)
 
             with keras_compat.fixed_random_numbers(rows) as draws:
                 outputs = step(data)
@@ -196,7 +244,11 @@ class Distributed:
         marks.STEP.set(on_replica, (case.kind, case.model))
         batch = case.rows.pack(parts)
         batches = rows_lib.take_replica_batches(
-            strategy, batch, counted=case.counted, padded=case.padded and case.kind != PREDICT
+            strategy,
+            batch,
+            counted=case.counted,
+            padded=case.padded and case.kind != PREDICT,
+            in_chunks=case.in_chunks and case.rows.are_unequal,
         )
         outputs = strategy.run(on_replica, args=(batches,))
         reduction = "concat" if case.kind == PREDICT else "auto"

@@ -21,6 +21,8 @@ LABELS, PADDING, WEIGHTS = "labels", "padding", "sample weights"
 WAYS = (LABELS, PADDING, WEIGHTS)
 # Some rows become so large, or NaN, that a step which decides by its loss decides otherwise there.
 OUTLIERS, SMALL_OUTLIERS, NOT_NUMBERS = "outliers", "small outliers", "numbers that are NaN"
+# Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
+UNLIKE = "other numbers of rows"
 # One less than a multiple of every number to 10: an optimizer that accumulates then updates.
 _SOON, _LATE = 5039, 1_441_439
 # Chosen so that neighbouring replica batches differ.
@@ -101,6 +103,8 @@ def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str
     Returns:
         The rows, and the ways in which they changed.
     """
+    if UNLIKE in ways:
+        return rows.first(rows.unlike), ways
     roles = rows.roles()
     # Ragged and sparse parts stay unchanged: their lengths vary already.
     dense = all(isinstance(part, tf.Tensor) for part in parts)
@@ -109,12 +113,24 @@ def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str
     for way in ways:
         if way == PADDING and not dense:
             continue
-        varied = _VARY[way](arrays, roles)
+        varied = _vary_alike(_VARY[way], arrays, roles)
         if any(a is not b and not np.array_equal(a, b) for a, b in zip(arrays, varied)):
             used.append(way)
             arrays = varied
     new = [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
     return new, tuple(used)
+
+
+def _vary_alike(vary, arrays, roles):
+    """Varies arrays together that have the same number of rows."""
+    numbers = [len(a) if isinstance(a, np.ndarray) else None for a in arrays]
+    varied = list(arrays)
+    for number in dict.fromkeys(numbers):
+        chosen = [i for i, other in enumerate(numbers) if other == number]
+        new = vary([arrays[i] for i in chosen], [roles[i] for i in chosen])
+        for i, array in zip(chosen, new):
+            varied[i] = array
+    return varied
 
 
 def _exchange(arrays, roles):
