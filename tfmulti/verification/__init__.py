@@ -212,10 +212,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return drift, ""
-            if trial.decisions:
-                warnings.warn(messages.describe_decisions(case, trial.decisions), stacklevel=3)
-            if trial.shuffles:
-                warnings.warn(messages.SHUFFLES, stacklevel=3)
+            _warn_of(trial.distributed, case)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
     return None, reason or "another worker could not run it"
@@ -223,7 +220,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
 
 def _find_drift(trial, case, workers) -> ValueError | None:
     """Returns the error where replicas would end with different weights."""
-    if case.kind != TRAIN or not trial.draws:
+    if case.kind != TRAIN or not trial.distributed.draws:
         return None
     found, _ = _try(trial.drifting, case.model)
     name, number = found or ("", 0)
@@ -233,6 +230,15 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     named = workers.compare(case.strategy, int(bool(name)))[1]
     drifts = ran and (named or least != most)
     return messages.describe_drift(case, name) if drifts else None
+
+
+def _warn_of(step, case):
+    """Warns of what a comparison of results need not show."""
+    texts = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
+    texts += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
+    texts += [messages.SHUFFLES] if step.shuffles else []
+    for text in texts:
+        warnings.warn(text, stacklevel=4)
 
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:

@@ -33,6 +33,10 @@ _MEAN = (
     "a mean over rows (reduce_mean), with no division by a fixed batch size or by the number of "
     "replicas"
 )
+SAME_DRAWS = (
+    "Draw there what is the same on all replicas, as "
+    "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations])"
+)
 # In the order of the report: causes that make any comparison pointless come first.
 ADVICE = {
     DATA: "Read the same examples in the same order at every call: seed every generator, list "
@@ -64,9 +68,8 @@ ADVICE = {
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
     PREDICTION: f"Compute the prediction of a row from that row alone, or from {ALL_ROWS}.",
-    DRIFT: "Draw there what is the same on all replicas, as "
-    "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations]), or add the random numbers "
-    "to rows or to the loss, before gradients are taken.",
+    DRIFT: f"{SAME_DRAWS}, or add the random numbers to rows or to the loss, before gradients are "
+    "taken.",
     COARSE: "The model computes in low precision, so sums over fewer rows are rounded "
     "differently. Compare under the dtype policy float32, or with a larger --tolerance.",
     WORKERS: "All workers must compute the same: look for random numbers without a seed, for files "

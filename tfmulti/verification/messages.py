@@ -148,6 +148,23 @@ def describe_decisions(case: Case, decisions: list[str]) -> str:
     )
 
 
+def describe_own_noise(case: Case, places: list[str]) -> str:
+    """Returns the warning for a step that multiplies one replica's random numbers by reduced ones.
+
+    Args:
+        case: The verified step.
+        places: The operations with file and line; not empty.
+    """
+    number = case.strategy.num_replicas_in_sync
+    return (
+        f"`{_METHODS[case.kind]}` combines random numbers that each replica draws for itself with "
+        "a value that was reduced over the replicas, and that was made from these numbers: "
+        f"{', '.join(places[:_MOST_NAMED])}. A replica's own numbers are only in a part of that "
+        f"value: where one device gets the mean of a product, {number} replicas get a fraction of "
+        f"it. {causes.SAME_DRAWS}."
+    )
+
+
 def describe_outside(case: Case, names: list[str]) -> ValueError:
     """Returns the error for variables outside the scope that a step changes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 
 import keras
@@ -16,9 +17,12 @@ from tfmulti.step.rows import num_rows
 from tfmulti.verification import custom_parts
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.decisions import find_decisions
+from tfmulti.verification.own_noise import find_own_noise
 from tfmulti.verification.rows import Rows
 
 TRAIN, TEST, PREDICT = "train", "test", "predict"
+# A gate that is open half of the time is the same on two replicas in every other run.
+_NUM_SALTS = 6
 
 
 @dataclasses.dataclass
@@ -86,13 +90,16 @@ class Reference:
     Args:
         case: The step to verify.
         example: Rows with the structure of those that will be passed.
+        without_rows: Numbers of the draws that are known to have no rows.
 
     Attributes:
         not_replaced: Random operations whose numbers could not be fixed.
+        sizes: The first axes of draws, as `Draws.sizes`.
     """
 
-    def __init__(self, case: Case, example: list):
-        self._case, self.not_replaced = case, {}
+    def __init__(self, case: Case, example: list, without_rows: frozenset = frozenset()):
+        self._case, self.not_replaced, self.sizes = case, {}, {}
+        self._without_rows = without_rows
         with _as_one_device(case.strategy):
             self.function = _traced(case, self._run, example)
 
@@ -108,9 +115,11 @@ class Reference:
 
         def whole(data):
             keras_compat.be_first_replica()
-            with keras_compat.fixed_random_numbers(lambda: (0, num_rows(data))) as draws:
+            rows = functools.partial(_all_rows, data)
+            with keras_compat.fixed_random_numbers(rows, self._without_rows) as draws:
                 outputs = step(data)
             self.not_replaced.update(draws.not_replaced)
+            self.sizes.update(draws.sizes)
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
 
         # Every replica has all rows, so its gradients are those of the whole batch.
@@ -126,17 +135,29 @@ class Distributed:
         case: The step to verify.
         example: Rows with the structure of those that will be passed.
         only_build: Whether to trace only until the model and its optimizers are built.
+        without_rows: Numbers of the draws that are known to have no rows.
 
     Attributes:
         salt: A variable; other than 0, each replica draws random numbers of its own.
         draws: Whether it draws random numbers.
         shuffles: Whether it puts rows in a random order.
+        sizes: The first axes of draws, as `Draws.sizes`.
         decisions: Where it decides by one replica's own rows; empty if it runs eagerly.
+        own_noise: Where random numbers of one replica meet reduced ones; likewise.
     """
 
-    def __init__(self, case: Case, example: list, only_build: bool = False):
-        self._case, self.decisions = case, []
+    def __init__(
+        self,
+        case: Case,
+        example: list,
+        only_build: bool = False,
+        without_rows: frozenset = frozenset(),
+    ):
+        self._case, self.decisions, self.own_noise = case, [], []
         self._rows: list[list[tf.Tensor]] = []
+        self._noise: list[list[tuple[int, tf.Tensor]]] = []
+        self.sizes: dict[int, tuple[int, bool]] = {}
+        self._without_rows = without_rows
         self.salt = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.draws = self.shuffles = False
         with keras_compat.separate_traces():
@@ -147,7 +168,9 @@ class Distributed:
         several = case.strategy.num_replicas_in_sync > 1
         if several and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
-        self._rows = []
+            self.own_noise = find_own_noise(self.function.graph, self._rows, self._noise)
+        self._draws_without_rows = any(self._noise)
+        self._rows, self._noise = [], []
 
     def __call__(self, parts: list) -> Outcome:
         """Runs it on rows."""
@@ -158,10 +181,18 @@ class Distributed:
             accumulation.settle(case.model, model_contents.optimizers_of(case.model, nested=True))
         return Outcome([_by_name(outputs)], [_by_name(metrics)])
 
+    def salts(self) -> range:
+        """Returns with which salts it should draw; single numbers can be alike by chance."""
+        return range(1, 1 + (_NUM_SALTS if self._draws_without_rows else 1))
+
     @contextlib.contextmanager
-    def drawing_apart(self):
-        """Has each replica draw random numbers of its own, as long as this lasts."""
-        self.salt.assign(1)
+    def drawing_apart(self, salt: int):
+        """Has each replica draw random numbers of its own, as long as this lasts.
+
+        Args:
+            salt: Which ones; not 0.
+        """
+        self.salt.assign(salt)
         try:
             yield
         finally:
@@ -173,7 +204,7 @@ class Distributed:
         number = strategy.num_replicas_in_sync
         step = _step_of(case)
 
-        self._rows = []
+        self._rows, self._noise = [], []
 
         def on_replica(data):
             tensors = tf.nest.flatten(data, expand_composites=True)
@@ -187,8 +218,10 @@ class Distributed:
             def rows():
                 return start, num_rows(data), salt
 
-            with keras_compat.fixed_random_numbers(rows) as draws:
+            with keras_compat.fixed_random_numbers(rows, self._without_rows) as draws:
                 outputs = step(data)
+                self._noise.append(draws.without_rows)
+            self.sizes.update(draws.sizes)
             self.draws |= draws.number > 0 or bool(draws.not_replaced)
             self.shuffles |= draws.shuffles
             return outputs
@@ -201,6 +234,31 @@ class Distributed:
         outputs = strategy.run(on_replica, args=(batches,))
         reduction = "concat" if case.kind == PREDICT else "auto"
         return keras_compat.reduce_outputs(outputs, strategy, reduction)
+
+
+def trace_both(case: Case, example: list) -> tuple[Distributed, Reference]:
+    """Traces the step on the replicas and on one device.
+
+    A draw that has the same size in both, with different numbers of rows, has no rows: that the
+    number of rows divides its size is chance. It is then the same on every replica.
+
+    Args:
+        case: The step to verify.
+        example: Rows with the structure of those that will be passed.
+    """
+    # The distributed step comes first, so objects created during the trace are as in training.
+    many = Distributed(case, example)
+    one = Reference(case, example)
+    sizes = [(number, size, many.sizes.get(number)) for number, size in one.sizes.items()]
+    by_chance = frozenset(n for n, a, b in sizes if b and a[0] == b[0] and (a[1] or b[1]))
+    if case.strategy.num_replicas_in_sync > 1 and by_chance:
+        many = Distributed(case, example, without_rows=by_chance)
+        one = Reference(case, example, by_chance)
+    return many, one
+
+
+def _all_rows(data):
+    return 0, num_rows(data)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,9 @@ from tfmulti.verification.origin import Origin, find_origin
 from tfmulti.verification.runs import (
     TRAIN,
     Case,
-    Distributed,
     Outcome,
-    Reference,
     finite_values,
+    trace_both,
 )
 from tfmulti.verification.state import (
     COMPARED,
@@ -77,6 +76,7 @@ class Trial:
         synthetic_values: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
+        distributed: The step as the replicas compute it together.
     """
 
     def __init__(
@@ -84,11 +84,9 @@ class Trial:
     ):
         self._case, self._agree, self._all_fail = case, agree, all_fail
         self._examples = [case.rows.first(size) for size in case.sizes()]
-        # Trace the distributed step first, so objects created during the trace are as in training.
-        self._distributed = Distributed(case, self._examples[0])
-        self._reference = Reference(case, self._examples[0])
+        self.distributed, self._reference = trace_both(case, self._examples[0])
         self._functions = (
-            [] if case.eager else [self._distributed.function, self._reference.function]
+            [] if case.eager else [self.distributed.function, self._reference.function]
         )
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
@@ -103,7 +101,7 @@ class Trial:
 
     @functools.cached_property
     def _state(self) -> State:
-        return State(self._case.model, self._functions, [self._distributed.salt])
+        return State(self._case.model, self._functions, [self.distributed.salt])
 
     def differences(self, view: View = PLAIN) -> list[Difference]:
         """Returns the differences from one device, the first one first.
@@ -165,13 +163,20 @@ class Trial:
             number made of those of the first local replica, to compare with other workers'.
         """
         original = self._originally()
+        digest, drifted = hashlib.sha256(), ""
         try:
             begin = self._begin(original, PLAIN)
-            with self._distributed.drawing_apart():
-                values = self._steps(self._distributed, begin, self._examples[:1])[0][1]
+            for salt in self.distributed.salts():
+                with self.distributed.drawing_apart(salt):
+                    values = self._steps(self.distributed, begin, self._examples[:1])[0][1]
+                drifted = drifted or self._drifted(begin, values, digest)
         finally:
             self._state.write(original)
-        digest, drifted = hashlib.sha256(), ""
+        return drifted, int.from_bytes(digest.digest()[:3], "little")
+
+    def _drifted(self, begin, values, digest) -> str:
+        """Returns the name of a variable that replicas hold differently; notes the first ones'."""
+        drifted = ""
         for part, before, value in zip(self._state.parts, begin, values):
             if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
                 continue
@@ -183,27 +188,12 @@ class Trial:
                 drifted = drifted or part.name
             if part.replica == 0 and not part.is_owned:
                 digest.update(value.tobytes())
-        return drifted, int.from_bytes(digest.digest()[:3], "little")
-
-    @property
-    def draws(self) -> bool:
-        """Whether the step draws random numbers."""
-        return self._distributed.draws
-
-    @property
-    def decisions(self) -> list[str]:
-        """Where the step decides by one replica's own rows."""
-        return self._distributed.decisions
+        return drifted
 
     @property
     def tests_numbers(self) -> bool:
         """Whether the step tests numbers for NaN or infinity."""
         return bool(self._operations() & {"IsFinite", "IsInf", "IsNan"})
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether the step puts rows in a random order."""
-        return self._distributed.shuffles
 
     def _operations(self) -> set[str]:
         return set().union(*(keras_compat.operations_of(each) for each in self._functions))
@@ -262,7 +252,7 @@ class Trial:
         several = topology.num_local_replicas(self._case.strategy) > 1
         with restored_attributes(self._case.model) as numbers:
             try:
-                return self._steps(self._distributed, begin, examples)
+                return self._steps(self.distributed, begin, examples)
             except FailsHere:
                 raise
             except Exception:
@@ -281,7 +271,7 @@ class Trial:
             try:
                 outcome = run(parts)
             except Exception as error:
-                if run is self._distributed and not self._all_fail():
+                if run is self.distributed and not self._all_fail():
                     raise FailsHere(messages.describe_failure(self._case, error)) from error
                 raise
             done.append((outcome, self._state.read()))
