@@ -212,7 +212,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return drift, ""
-            _warn_of(trial.distributed, case)
+            _warn_of(trial, case)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
     return None, reason or "another worker could not run it"
@@ -232,11 +232,14 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     return messages.describe_drift(case, name) if drifts else None
 
 
-def _warn_of(step, case):
+def _warn_of(trial, case):
     """Warns of what a comparison of results need not show."""
+    step, several = trial.distributed, topology.num_local_replicas(case.strategy) > 1
     texts = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
     texts += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
     texts += [messages.SHUFFLES] if step.shuffles else []
+    if trial.containers and several:
+        texts += [messages.describe_containers(case, trial.containers)]
     for text in texts:
         warnings.warn(text, stacklevel=4)
 

@@ -199,6 +199,22 @@ def describe_attributes(case: Case, names: list[str]) -> ValueError:
     )
 
 
+def describe_containers(case: Case, names: list[str]) -> str:
+    """Returns the warning for containers that a step changes which runs eagerly.
+
+    Args:
+        case: The verified step.
+        names: Their names, as paths from the model; not empty.
+    """
+    return (
+        f"`{_METHODS[case.kind]}` changes {', '.join(names[:_MOST_NAMED])} of "
+        f"{type(case.model).__name__}, with run_eagerly=True: {case.strategy.num_replicas_in_sync} "
+        "replicas each do so in every step, with numbers from their own rows. To record what a "
+        "step computes, return it as a log and collect the logs in a callback's "
+        "`on_train_batch_end`."
+    )
+
+
 def _say(first, sizes) -> str:
     where = f" at {list(first.row)}" if first.row else ""
     rows = sizes[first.step - 1]

@@ -37,6 +37,7 @@ from tfmulti.verification.state import (
     WEIGHT,
     State,
     restored_attributes,
+    restored_containers,
 )
 from tfmulti.verification.views import NOT_NUMBERS, PLAIN, View, vary_rows, vary_state
 
@@ -76,6 +77,7 @@ class Trial:
         synthetic_values: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
+        containers: Names of lists and other containers that such a step changes.
         distributed: The step as the replicas compute it together.
     """
 
@@ -93,6 +95,7 @@ class Trial:
         self.outside: list[str] = []
         self.synthetic_values = ""
         self.attributes: list[str] = []
+        self.containers: list[str] = []
         self._original = self._at_begin = None
         # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
@@ -267,14 +270,18 @@ class Trial:
     def _steps(self, run, begin, examples) -> list[tuple[Outcome, list[np.ndarray]]]:
         self._state.write(begin)
         done = []
-        for parts in examples:
-            try:
-                outcome = run(parts)
-            except Exception as error:
-                if run is self.distributed and not self._all_fail():
-                    raise FailsHere(messages.describe_failure(self._case, error)) from error
-                raise
-            done.append((outcome, self._state.read()))
+        # A trace may be what fills them, and does so once; a step that runs eagerly does each time.
+        with restored_containers(self._case.model if self._case.eager else None) as containers:
+            for parts in examples:
+                try:
+                    outcome = run(parts)
+                except Exception as error:
+                    if run is self.distributed and not self._all_fail():
+                        raise FailsHere(messages.describe_failure(self._case, error)) from error
+                    raise
+                done.append((outcome, self._state.read()))
+            if run is self.distributed:
+                self.containers = self.containers or containers.changed()
         return done
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
