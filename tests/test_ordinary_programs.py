@@ -1,5 +1,6 @@
 """Programs that train on one device as they stand train the same, or are told of."""
 
+import collections
 import contextlib
 import random
 import threading
@@ -380,6 +381,40 @@ def test_a_counter_in_python_is_refused_in_a_step_that_runs_eagerly():
     with pytest.raises(ValueError, match="the attribute steps of Counting.*iterations"):
         model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0)
     assert model.steps == 0
+
+
+class Recording(keras.Sequential):
+    """Keeps what it has seen in containers of Python."""
+
+    def __init__(self):
+        super().__init__([keras.layers.Dense(1)])
+        self.losses_seen, self.by_name, self.kinds = [], {"last": [], "steps": 0}, set()
+        self.latest = collections.deque(maxlen=3)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        loss = float(logs["loss"])
+        self.losses_seen.append(loss)
+        self.latest.append(loss)
+        self.by_name["last"].append((loss,))
+        self.by_name["steps"] += 1
+        self.kinds.add(f"loss {len(self.kinds)}")
+        return logs
+
+
+def test_containers_of_a_step_that_runs_eagerly_are_put_back_and_named():
+    strategy = create_strategy(2, verify="always")
+    model = compiled(strategy, Recording, "mse", run_eagerly=True)
+    seen = []
+    at_begin = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: seen.append(
+            [len(each) for each in (model.losses_seen, model.latest, model.kinds)]
+            + [len(model.by_name["last"]), model.by_name["steps"]]
+        )
+    )
+    with pytest.warns(UserWarning, match="changes losses_seen, by_name, .* of Recording.*log"):
+        model.fit(batches(rows(0, 4), rows(1, 1)), verbose=0, callbacks=[at_begin])
+    assert seen[0] == [0] * 5
 
 
 @pytest.mark.slow

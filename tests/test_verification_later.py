@@ -12,8 +12,9 @@ from keras import layers
 import tfmulti
 from tfmulti.verification import trial as trial_lib
 from tfmulti.verification import views
+from tfmulti.verification.case import Case
+from tfmulti.verification.outcomes import Outcome
 from tfmulti.verification.rows import Rows
-from tfmulti.verification.runs import Case, Outcome
 from tfmulti.verification.state import Part, State
 
 

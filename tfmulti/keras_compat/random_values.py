@@ -52,6 +52,7 @@ class Draw:
         first_row: Number of this replica's first row in the global batch, an int or a scalar.
         num_rows: This replica's rows, an int or a scalar.
         salt: What changes all numbers where it is not 0, an int or a scalar.
+        without_rows: Whether it is known that its first axis is not that of rows.
     """
 
     output: tf.Tensor
@@ -59,6 +60,7 @@ class Draw:
     first_row: int | tf.Tensor
     num_rows: int | tf.Tensor
     salt: int | tf.Tensor = 0
+    without_rows: bool = False
 
     def size(self, axis: int) -> int | tf.Tensor:
         """Size of one axis of the output: an int where it is known, else an int64 scalar."""
@@ -75,6 +77,8 @@ class Draw:
         not, `count` does not grow with the batch, and there are no rows either.
         """
         entries = tf.range(tf.cast(count, tf.int64))
+        if self.without_rows:
+            return entries * _mixed(1)
         if isinstance(count, int):
             known = _known(self.num_rows)
             if not known or count % known:
@@ -88,6 +92,8 @@ class Draw:
 
     def may_have_rows(self) -> bool:
         """Whether the first axis may be that of the batch's rows."""
+        if self.without_rows:
+            return False
         if not self.output.shape.rank:
             return self.output.shape.rank is None
         size, known = self.output.shape[0], _known(self.num_rows)

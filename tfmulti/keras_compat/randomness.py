@@ -170,14 +170,20 @@ class Draws:
 
     Attributes:
         number: How many draws were replaced.
+        sizes: The first axis of draws in graphs, by number, where it is known, and whether it may
+            be that of rows.
+        without_rows: What was drawn in graphs with no axis of rows: number and tensor of each.
         shuffles: Whether one of them puts rows in another order.
         not_replaced: Ops that draw random numbers and could not be replaced: each one's type,
             and the name of the first of it in a graph or "". Where it is not empty, what was
             computed is random.
     """
 
-    def __init__(self, rows: Callable, seeds_of_generators: set):
+    def __init__(self, rows: Callable, seeds_of_generators: set, without_rows=frozenset()):
         self.number = 0
+        self.sizes: dict[int, tuple[int, bool]] = {}
+        self.without_rows: list[tuple[int, tf.Tensor]] = []
+        self._numbers_without_rows = without_rows
         self.shuffles = False
         self._seeds = seeds_of_generators
         self.not_replaced: dict[str, str] = {}
@@ -194,6 +200,7 @@ class Draws:
     def forget_tensors(self):
         """Releases the graph, since the counts outlive it."""
         self._ordered.clear()
+        self.without_rows = []
         self._seeds = set()
         self._rows = None
 
@@ -248,12 +255,15 @@ class Draws:
         return True
 
     def _replaced(self, op_type, inputs, output):
-        draw = Draw(output, self.number, *self._rows())
+        first_row, num_rows, *salt = self._rows()
+        known = self.number in self._numbers_without_rows
+        draw = Draw(output, self.number, first_row, num_rows, *salt, without_rows=known)
         self.shuffles |= op_type in _SHUFFLES and draw.may_have_rows()
-        self.number += 1
         new = REPLACEMENTS[op_type](draw, dict(zip(_inputs_of(op_type), inputs)))
         if not tf.executing_eagerly():
             new.set_shape(output.shape)
+            self._note_rows(draw, new)
+        self.number += 1
         if (
             new.shape.rank == 1
             and draw.may_have_rows()
@@ -261,6 +271,13 @@ class Draws:
         ):
             self._ordered.add(new.ref())
         return new
+
+    def _note_rows(self, draw, new):
+        may_have_rows = draw.may_have_rows()
+        if not may_have_rows:
+            self.without_rows.append((draw.number, new))
+        if draw.output.shape.rank and draw.output.shape[0] is not None:
+            self.sizes[draw.number] = draw.output.shape[0], may_have_rows
 
     def _on_sort(self, op_type, inputs, outputs):
         """Leaves rows in their order where they are sorted by random numbers alone.
@@ -298,7 +315,7 @@ def is_random(op_type: str) -> bool:
 
 
 @contextlib.contextmanager
-def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
+def fixed_random_numbers(rows: Callable, without_rows=frozenset()) -> Iterator[Draws]:
     """Replaces what is drawn at random by numbers that depend on draw, row and column alone.
 
     A replica with rows 3 and 4 of the global batch then draws for them what one device draws
@@ -337,12 +354,13 @@ def fixed_random_numbers(rows: Callable) -> Iterator[Draws]:
             It is called at every draw, in the graph that is
             being made then; tensors of an outer graph are captured. The number shall be known
             when a graph is made (an int, or `tf.shape(x)[0]`) where the batch's size is.
+        without_rows: Numbers of draws that are known to have no rows, whatever their size is.
 
     Yields:
-        A `Draws`, complete when the context ends.
+        A `Draws`, complete when the context ends; its tensors are forgotten then.
     """
     with seeds.noting_seeds() as seeds_of_generators:
-        draws = Draws(rows, seeds_of_generators)
+        draws = Draws(rows, seeds_of_generators, without_rows)
         try:
             with replaced_ops(draws.replace), tf.variable_creator_scope(draws.create_variable):
                 yield draws

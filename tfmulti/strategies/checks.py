@@ -14,8 +14,8 @@ from tfmulti.parallel import sharded_parameters
 from tfmulti.step import local_steps, model_contents, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
 from tfmulti.verification import Feed, Workers
+from tfmulti.verification.case import PREDICT, TEST, TRAIN
 from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
-from tfmulti.verification.runs import PREDICT, TEST, TRAIN
 
 _latest: weakref.ref | None = None
 

@@ -20,10 +20,12 @@ from absl import logging
 from tfmulti import keras_compat, marks, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
+from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micro_batches
-from tfmulti.verification.runs import TRAIN, Case, Distributed, same_random_numbers
+from tfmulti.verification.outcomes import FailsHere, NothingChanges, NotVerified
+from tfmulti.verification.runs import Distributed, same_random_numbers
 from tfmulti.verification.state import restored_attributes
-from tfmulti.verification.trial import FailsHere, NothingChanges, NotVerified, Trial
+from tfmulti.verification.trial import Trial
 from tfmulti.verification.views import (
     PLAIN,
     UNLIKE,
@@ -258,12 +260,7 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return drift, ""
-            if trial.distributed.decisions:
-                warnings.warn(
-                    messages.describe_decisions(case, trial.distributed.decisions), stacklevel=3
-                )
-            if trial.distributed.shuffles:
-                warnings.warn(messages.SHUFFLES, stacklevel=3)
+            _warn_of(trial, case)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
     return None, reason or "another worker could not run it"
@@ -281,6 +278,18 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     named = workers.compare(case.strategy, int(bool(name)))[1]
     drifts = ran and (named or least != most)
     return messages.describe_drift(case, name) if drifts else None
+
+
+def _warn_of(trial, case):
+    """Warns of what a comparison of results need not show."""
+    step, several = trial.distributed, topology.num_local_replicas(case.strategy) > 1
+    texts = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
+    texts += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
+    texts += [messages.SHUFFLES] if step.shuffles else []
+    if trial.containers and several:
+        texts += [messages.describe_containers(case, trial.containers)]
+    for text in texts:
+        warnings.warn(text, stacklevel=4)
 
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:

@@ -34,6 +34,10 @@ _MEAN = (
     "a mean over rows (reduce_mean), with no division by a fixed batch size or by the number of "
     "replicas"
 )
+SAME_DRAWS = (
+    "Draw there what is the same on all replicas, as "
+    "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations])"
+)
 # In the order of the report: causes that make any comparison pointless come first.
 ADVICE = {
     DATA: "Read the same examples in the same order at every call: seed every generator, list "
@@ -70,9 +74,8 @@ ADVICE = {
     "the parts so that their numbers of rows divide by the number of replicas in every batch, the "
     "last one too (drop_remainder=True), or compute the means of the other parts from "
     f"{ALL_ROWS}, where every replica has a row of them.",
-    DRIFT: "Draw there what is the same on all replicas, as "
-    "tf.random.stateless_normal(shape, seed=[7, optimizer.iterations]), or add the random numbers "
-    "to rows or to the loss, before gradients are taken.",
+    DRIFT: f"{SAME_DRAWS}, or add the random numbers to rows or to the loss, before gradients are "
+    "taken.",
     COARSE: "The model computes in low precision, so sums over fewer rows are rounded "
     "differently. Compare under the dtype policy float32, or with a larger --tolerance.",
     WORKERS: "All workers must compute the same: look for random numbers without a seed, for files "

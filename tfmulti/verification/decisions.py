@@ -20,7 +20,8 @@ _DECIDING = {
 }
 # In gradients of the others, with the same inputs.
 _DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
-_OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+"""Operations whose outputs depend on the shapes of their inputs alone."""
 _PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
 _TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
 # Keras's functions for tensors are called by everybody's code.
@@ -40,7 +41,7 @@ def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
     """
     operations = graph.get_operations()
     depends = _dependencies(operations, rows_of_replicas)
-    updating = _reaching_updates(operations)
+    updating = reaching_updates(operations)
     found = {}
     for each in operations:
         are_numbers = all(t.dtype.is_floating and t.shape.rank == 0 for t in each.inputs)
@@ -48,7 +49,7 @@ def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
             continue
         readers = {reader for tensor in each.inputs for reader in tensor.consumers()}
         gradients = {reader for reader in readers if reader.type in _DECIDING_GRADIENT}
-        if not updating.isdisjoint({each, *gradients}) and (place := _place(each)):
+        if not updating.isdisjoint({each, *gradients}) and (place := place_of(each)):
             found[f"{each.type} at {place}"] = None
     return list(found)
 
@@ -67,18 +68,32 @@ def _dependencies(operations, rows_of_replicas) -> dict:
         known = [depends.get(tensor.op, frozenset()) for tensor in each.inputs]
         if each in rows:
             depends[each] = rows[each]
-        elif each.type in _OF_SHAPES:
+        elif each.type in OF_SHAPES:
             depends[each] = frozenset()
-        elif "Collective" in each.type or "PyFunc" in each.type:
+        elif is_reduction(each):
             depends[each] = everything
         else:
             depends[each] = frozenset().union(*known)
     return depends
 
 
-def _reaching_updates(operations) -> set:
-    """Returns the operations whose outputs reach an update of a variable."""
-    reaching = set()
+def is_reduction(operation) -> bool:
+    """Whether the outputs of an operation depend on what other replicas have in theirs.
+
+    Args:
+        operation: The operation.
+    """
+    return any(name in operation.type for name in ("Collective", "Nccl", "PyFunc"))
+
+
+def reaching_updates(operations, outputs=()) -> set:
+    """Returns the operations whose outputs reach an update of a variable.
+
+    Args:
+        operations: The operations of a graph.
+        outputs: Tensors to reach that count like updates.
+    """
+    reaching = {tensor.op for tensor in outputs}
     for each in reversed(operations):
         if each in reaching or _updates(each):
             reaching.add(each)
@@ -92,8 +107,12 @@ def _updates(operation) -> bool:
     return has_variable and (is_branch or operation.type.startswith(("Assign", "Resource")))
 
 
-def _place(operation) -> str:
-    """Returns the file and line that made an operation; "" if they are Keras's or ours."""
+def place_of(operation) -> str:
+    """Returns the file and line that made an operation; "" if they are Keras's or ours.
+
+    Args:
+        operation: The operation.
+    """
     for frame in reversed(operation.traceback):
         path = frame.filename
         if path.startswith((_TENSORFLOW, *_KERAS_FUNCTIONS)):

@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from tfmulti.step import gradients
 from tfmulti.verification import causes, custom_parts
+from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.differences import Difference
 from tfmulti.verification.origin import Origin
-from tfmulti.verification.runs import PREDICT, TRAIN, Case
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
 _SECONDS = 5.0
@@ -166,6 +166,23 @@ def describe_decisions(case: Case, decisions: list[str]) -> str:
     )
 
 
+def describe_own_noise(case: Case, places: list[str]) -> str:
+    """Returns the warning for a step that multiplies one replica's random numbers by reduced ones.
+
+    Args:
+        case: The verified step.
+        places: The operations with file and line; not empty.
+    """
+    number = case.strategy.num_replicas_in_sync
+    return (
+        f"`{_METHODS[case.kind]}` combines random numbers that each replica draws for itself with "
+        "a value that was reduced over the replicas, and that was made from these numbers: "
+        f"{', '.join(places[:_MOST_NAMED])}. A replica's own numbers are only in a part of that "
+        f"value: where one device gets the mean of a product, {number} replicas get a fraction of "
+        f"it. {causes.SAME_DRAWS}."
+    )
+
+
 def describe_outside(case: Case, names: list[str]) -> ValueError:
     """Returns the error for variables outside the scope that a step changes.
 
@@ -197,6 +214,22 @@ def describe_attributes(case: Case, names: list[str]) -> ValueError:
         f"{', '.join(names[:_MOST_NAMED])} of {type(case.model).__name__}, with "
         f"run_eagerly=True. Keep the number in a variable, self.add_weight(..., trainable=False), "
         "or count with self.optimizer.iterations."
+    )
+
+
+def describe_containers(case: Case, names: list[str]) -> str:
+    """Returns the warning for containers that a step changes which runs eagerly.
+
+    Args:
+        case: The verified step.
+        names: Their names, as paths from the model; not empty.
+    """
+    return (
+        f"`{_METHODS[case.kind]}` changes {', '.join(names[:_MOST_NAMED])} of "
+        f"{type(case.model).__name__}, with run_eagerly=True: {case.strategy.num_replicas_in_sync} "
+        "replicas each do so in every step, with numbers from their own rows. To record what a "
+        "step computes, return it as a log and collect the logs in a callback's "
+        "`on_train_batch_end`."
     )
 
 

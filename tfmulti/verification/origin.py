@@ -19,8 +19,9 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.sharding import replica_slice
 from tfmulti.verification import rows as rows_lib
+from tfmulti.verification.case import Case
 from tfmulti.verification.differences import CLOSE, compare
-from tfmulti.verification.runs import Case, Distributed, Reference
+from tfmulti.verification.runs import Distributed, Reference
 from tfmulti.verification.state import State
 
 

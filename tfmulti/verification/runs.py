@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import random
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -14,114 +13,14 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.rows import num_rows
-from tfmulti.verification import custom_parts, sizes
 from tfmulti.verification import rows as rows_lib
+from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.decisions import find_decisions
-from tfmulti.verification.rows import Rows
+from tfmulti.verification.outcomes import Outcome, by_name, local_values
+from tfmulti.verification.own_noise import find_own_noise
 
-TRAIN, TEST, PREDICT = "train", "test", "predict"
-
-
-@dataclasses.dataclass
-class Case:
-    """A step to verify, with its model and rows.
-
-    Attributes:
-        model: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
-        rows: Rows of the first batch.
-        static: Whether all batches have the same number of rows.
-        counted: Whether the data pipeline provides the number of rows of a step.
-        padded: Whether it pads replica batches with rows of weight 0.
-        batches: The different numbers of rows that batches have, each for all parts or one by one;
-            None if unknown.
-        in_chunks: Whether each replica takes as many rows as the first one, while there are any.
-    """
-
-    model: keras.Model
-    kind: str
-    rows: Rows
-    static: bool = False
-    counted: bool = False
-    padded: bool = False
-    batches: list[tuple[int, ...]] | None = None
-    in_chunks: bool = False
-
-    @property
-    def strategy(self):
-        """The model's strategy."""
-        return self.model.distribute_strategy
-
-    @property
-    def eager(self) -> bool:
-        """Whether the step runs eagerly."""
-        return self.model.run_eagerly or tf.config.functions_run_eagerly()
-
-    @property
-    def num_micro_batches(self) -> int:
-        """In how many parts each replica computes its rows; 1 but for stages on its devices."""
-        return custom_parts.num_micro_batches(self.model)
-
-    @property
-    def may_leave_empty(self) -> bool:
-        """Whether a replica may get no row of a batch."""
-        if self.batches is None or self.num_micro_batches > 1:
-            return True
-        return not all(self.leaves_none_empty(counts) for counts in self.batches)
-
-    def leaves_none_empty(self, counts: Sequence[int]) -> bool:
-        """Whether each replica gets a row of every part with these numbers of rows."""
-        number = self.strategy.num_replicas_in_sync
-        return sizes.leaves_none_empty(counts, number, self.in_chunks)
-
-    def shares_alike(self, counts: Sequence[int]) -> bool:
-        """Whether each replica gets the same share of all parts with these numbers of rows."""
-        return sizes.are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
-
-    def sizes(self) -> list[list[int]]:
-        """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
-        number = self.strategy.num_replicas_in_sync * self.num_micro_batches
-        counts = self.rows.counts
-        if self.rows.are_unequal:
-            others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
-            unlike = [each for each in others if not self.shares_alike(each)]
-            # Those come first that leave a replica without rows of a part.
-            unlike.sort(key=self.leaves_none_empty)
-            return [sizes.few(each, number) for each in (counts, *(unlike or [counts])[:1])]
-        last = number - 1 if self.may_leave_empty else number
-        steps = [2 * number, 2 * number] if self.static else [2 * number + 1, last]
-        return [[size] * len(counts) for size in steps]
-
-    def unlike_sizes(self) -> list[int]:
-        """Returns numbers of rows that later batches may have and replicas share unlike, or [].
-
-        If those of the first batch are so already, a replica gets no row of the smallest part.
-        """
-        counts, number = self.rows.counts, self.strategy.num_replicas_in_sync
-        if self.static or self.batches is not None or not self.rows.are_unequal:
-            return []
-        if self.shares_alike(counts):
-            return sizes.few_unlike(counts, number, self.in_chunks)
-        few = sizes.few(counts, number)
-        return [number - 1 if size == min(few) else max(size, number) for size in few]
-
-    def most_rows(self) -> list[int]:
-        """Returns the largest number of rows of each part in the steps to run."""
-        return [max(each) for each in zip(*self.sizes(), self.unlike_sizes() or self.sizes()[0])]
-
-
-@dataclasses.dataclass
-class Outcome:
-    """The results of one step.
-
-    Attributes:
-        outputs: Logs or predictions by name, for each local replica; a single entry if they were
-            reduced.
-        metrics: The metrics' results after the step, likewise.
-    """
-
-    outputs: list[dict]
-    metrics: list[dict]
+# A gate that is open half of the time is the same on two replicas in every other run.
+_NUM_SALTS = 6
 
 
 class Reference:
@@ -130,13 +29,16 @@ class Reference:
     Args:
         case: The step to verify.
         example: Rows with the structure of those that will be passed.
+        without_rows: Numbers of the draws that are known to have no rows.
 
     Attributes:
         not_replaced: Random operations whose numbers could not be fixed.
+        sizes: The first axes of draws, as `Draws.sizes`.
     """
 
-    def __init__(self, case: Case, example: list):
-        self._case, self.not_replaced = case, {}
+    def __init__(self, case: Case, example: list, without_rows: frozenset = frozenset()):
+        self._case, self.not_replaced, self.sizes = case, {}, {}
+        self._without_rows = without_rows
         with _as_one_device(case.strategy):
             self.function = _traced(case, self._run, example)
 
@@ -144,7 +46,7 @@ class Reference:
         """Runs it on rows."""
         with _as_one_device(self._case.strategy):
             outputs, metrics = self.function(*parts)
-        return Outcome([_by_name(each) for each in outputs], [_by_name(each) for each in metrics])
+        return Outcome([by_name(each) for each in outputs], [by_name(each) for each in metrics])
 
     def _run(self, *parts):
         case = self._case
@@ -152,19 +54,21 @@ class Reference:
 
         def whole(data):
             keras_compat.be_first_replica()
-            with keras_compat.fixed_random_numbers(lambda: (0, self._rows_in(data))) as draws:
+            rows = functools.partial(self._all_rows, data)
+            with keras_compat.fixed_random_numbers(rows, self._without_rows) as draws:
                 outputs = step(data)
             self.not_replaced.update(draws.not_replaced)
+            self.sizes.update(draws.sizes)
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
 
         # Every replica has all rows, so its gradients are those of the whole batch.
         whole = gradients.one_step(whole, reduced=True)
         values = case.strategy.run(whole, args=(case.rows.pack(parts),))
-        return tuple(_local(case.strategy, value) for value in values)
+        return tuple(local_values(case.strategy, value) for value in values)
 
-    def _rows_in(self, data):
+    def _all_rows(self, data):
         # Which part a number of rows belongs to is unknown: all rows then draw the same.
-        return 1 if self._case.rows.are_unequal else num_rows(data)
+        return 0, 1 if self._case.rows.are_unequal else num_rows(data)
 
 
 class Distributed:
@@ -174,17 +78,29 @@ class Distributed:
         case: The step to verify.
         example: Rows with the structure of those that will be passed.
         only_build: Whether to trace only until the model and its optimizers are built.
+        without_rows: Numbers of the draws that are known to have no rows.
 
     Attributes:
         salt: A variable; other than 0, each replica draws random numbers of its own.
         draws: Whether it draws random numbers.
         shuffles: Whether it puts rows in a random order.
+        sizes: The first axes of draws, as `Draws.sizes`.
         decisions: Where it decides by one replica's own rows; empty if it runs eagerly.
+        own_noise: Where random numbers of one replica meet reduced ones; likewise.
     """
 
-    def __init__(self, case: Case, example: list, only_build: bool = False):
-        self._case, self.decisions = case, []
+    def __init__(
+        self,
+        case: Case,
+        example: list,
+        only_build: bool = False,
+        without_rows: frozenset = frozenset(),
+    ):
+        self._case, self.decisions, self.own_noise = case, [], []
         self._rows: list[list[tf.Tensor]] = []
+        self._noise: list[list[tuple[int, tf.Tensor]]] = []
+        self.sizes: dict[int, tuple[int, bool]] = {}
+        self._without_rows = without_rows
         self.salt = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.draws = self.shuffles = False
         with keras_compat.separate_traces():
@@ -195,7 +111,9 @@ class Distributed:
         several = case.strategy.num_replicas_in_sync > 1
         if several and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
-        self._rows = []
+            self.own_noise = find_own_noise(self.function.graph, self._rows, self._noise)
+        self._draws_without_rows = any(self._noise)
+        self._rows, self._noise = [], []
 
     def __call__(self, parts: list) -> Outcome:
         """Runs it on rows."""
@@ -204,12 +122,20 @@ class Distributed:
             outputs = self.function(*parts)
             metrics = {} if case.kind == PREDICT else case.model.get_metrics_result()
             accumulation.settle(case.model, model_contents.optimizers_of(case.model, nested=True))
-        return Outcome([_by_name(outputs)], [_by_name(metrics)])
+        return Outcome([by_name(outputs)], [by_name(metrics)])
+
+    def salts(self) -> range:
+        """Returns with which salts it should draw; single numbers can be alike by chance."""
+        return range(1, 1 + (_NUM_SALTS if self._draws_without_rows else 1))
 
     @contextlib.contextmanager
-    def drawing_apart(self):
-        """Has each replica draw random numbers of its own, as long as this lasts."""
-        self.salt.assign(1)
+    def drawing_apart(self, salt: int):
+        """Has each replica draw random numbers of its own, as long as this lasts.
+
+        Args:
+            salt: Which ones; not 0.
+        """
+        self.salt.assign(salt)
         try:
             yield
         finally:
@@ -221,7 +147,7 @@ class Distributed:
         number = strategy.num_replicas_in_sync
         step = _step_of(case)
 
-        self._rows = []
+        self._rows, self._noise = [], []
 
         def on_replica(data):
             tensors = tf.nest.flatten(data, expand_composites=True)
@@ -235,8 +161,10 @@ class Distributed:
             def rows():
                 return (0, 1, salt) if case.rows.are_unequal else (start, num_rows(data), salt)
 
-            with keras_compat.fixed_random_numbers(rows) as draws:
+            with keras_compat.fixed_random_numbers(rows, self._without_rows) as draws:
                 outputs = step(data)
+                self._noise.append(draws.without_rows)
+            self.sizes.update(draws.sizes)
             self.draws |= draws.number > 0 or bool(draws.not_replaced)
             self.shuffles |= draws.shuffles
             return outputs
@@ -253,6 +181,27 @@ class Distributed:
         outputs = strategy.run(on_replica, args=(batches,))
         reduction = "concat" if case.kind == PREDICT else "auto"
         return keras_compat.reduce_outputs(outputs, strategy, reduction)
+
+
+def trace_both(case: Case, example: list) -> tuple[Distributed, Reference]:
+    """Traces the step on the replicas and on one device.
+
+    A draw that has the same size in both, with different numbers of rows, has no rows: that the
+    number of rows divides its size is chance. It is then the same on every replica.
+
+    Args:
+        case: The step to verify.
+        example: Rows with the structure of those that will be passed.
+    """
+    # The distributed step comes first, so objects created during the trace are as in training.
+    many = Distributed(case, example)
+    one = Reference(case, example)
+    sizes = [(number, size, many.sizes.get(number)) for number, size in one.sizes.items()]
+    by_chance = frozenset(n for n, a, b in sizes if b and a[0] == b[0] and (a[1] or b[1]))
+    if case.strategy.num_replicas_in_sync > 1 and by_chance:
+        many = Distributed(case, example, without_rows=by_chance)
+        one = Reference(case, example, by_chance)
+    return many, one
 
 
 @contextlib.contextmanager
@@ -312,56 +261,3 @@ def same_random_numbers():
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _local(strategy, structure) -> list:
-    """Returns one structure for each local replica."""
-    leaves = tf.nest.flatten(structure, expand_composites=False)
-    values = [strategy.experimental_local_results(leaf) for leaf in leaves]
-    number = topology.num_local_replicas(strategy)
-    values = [value if len(value) == number else value * number for value in values]
-    return [
-        tf.nest.pack_sequence_as(structure, [value[i] for value in values]) for i in range(number)
-    ]
-
-
-def _by_name(structure) -> dict:
-    """Returns the leaves of logs or predictions as arrays by name."""
-    if isinstance(structure, dict):
-        items = [
-            (f"{name}/{n}" if n else str(name), v)
-            for name, part in structure.items()
-            for n, v in _by_name(part).items()
-        ]
-        return dict(items)
-    if isinstance(structure, (list, tuple)):
-        return {
-            f"{i}/{n}" if n else str(i): v
-            for i, part in enumerate(structure)
-            for n, v in _by_name(part).items()
-        }
-    return {} if structure is None else {"": _as_array(structure)}
-
-
-def _as_array(value):
-    if isinstance(value, tf.RaggedTensor):
-        return value.to_tensor().numpy()
-    if isinstance(value, tf.SparseTensor):
-        return tf.sparse.to_dense(value).numpy()
-    return keras.ops.convert_to_numpy(value)
-
-
-def finite_values(step: tuple[Outcome, list[np.ndarray]]) -> set:
-    """Returns the names of the values after a step that are entirely finite.
-
-    Args:
-        step: The results of the step, and the values of the state after it.
-    """
-    outcome, values = step
-    pairs = [*enumerate(values), *outcome.outputs[0].items()]
-    pairs += [(("metric", name), value) for name, value in outcome.metrics[0].items()]
-    return {name for name, value in pairs if not _is_float(value) or np.isfinite(value).all()}
-
-
-def _is_float(value) -> bool:
-    return np.asarray(value).dtype.kind == "f"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -253,6 +254,96 @@ def restored_attributes(model: keras.Model) -> Iterator[Numbers]:
         yield numbers
     finally:
         numbers.restore()
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_PLAIN = (*_NUMBERS, str, bytes, type(None), np.ndarray, tf.Tensor)
+
+
+class Containers:
+    """The lists, dicts, sets and deques of numbers or text that a model and its objects hold.
+
+    What holds layers or other objects is left out, and so are private attributes.
+
+    Args:
+        model: The model; None for nothing.
+    """
+
+    def __init__(self, model: keras.Model | None):
+        held = [
+            (f"{path}/{name}" if path else name, value)
+            for path, thing in (walk(model) if model is not None else ())
+            if hasattr(thing, "__dict__") and not isinstance(thing, _CONTAINERS)
+            for name, value in vars(thing).items()
+            if isinstance(value, _CONTAINERS) and not name.startswith("_") and _is_plain(value)
+        ]
+        inner = [(name, part) for name, value in held for part in _containers_in(value)]
+        self._held = [(name, part, list(_items(part))) for name, part in inner]
+
+    def changed(self) -> list[str]:
+        """Returns the names of those that have other contents now, each once."""
+        return list(dict.fromkeys(name for name, part, was in self._held if _differs(part, was)))
+
+    def restore(self) -> None:
+        """Gives them the contents that they had; one that has got other objects stays."""
+        for _, part, was in self._held:
+            if _differs(part, was) and _is_plain(part):
+                _refill(part, was)
+
+
+@contextlib.contextmanager
+def restored_containers(model: keras.Model | None) -> Iterator[Containers]:
+    """Restores the contents of a model's containers on exit; None for no model."""
+    containers = Containers(model)
+    try:
+        yield containers
+    finally:
+        containers.restore()
+
+
+def _refill(container, was):
+    """Puts contents back; Keras would make copies of containers that are put into its own."""
+    if isinstance(container, list):
+        container[:] = was
+    elif isinstance(container, dict):
+        before = dict(was)
+        for name in [each for each in container if each not in before]:
+            del container[name]
+        for name, value in before.items():
+            if name not in container or container[name] is not value:
+                container[name] = value
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(was)
+
+
+def _is_plain(value, depth=_DEPTH) -> bool:
+    if isinstance(value, (*_CONTAINERS, tuple)) and depth:
+        return all(_is_plain(part, depth - 1) for part in _values(value))
+    return isinstance(value, _PLAIN)
+
+
+def _containers_in(value, depth=_DEPTH) -> list:
+    """Returns a container and those within it."""
+    if not isinstance(value, (*_CONTAINERS, tuple)) or not depth:
+        return []
+    inner = [part for each in _values(value) for part in _containers_in(each, depth - 1)]
+    return [value, *inner] if isinstance(value, _CONTAINERS) else inner
+
+
+def _values(value):
+    return value.values() if isinstance(value, dict) else value
+
+
+def _items(value):
+    return value.items() if isinstance(value, dict) else value
+
+
+def _differs(container, was) -> bool:
+    now = list(_items(container))
+    if isinstance(container, dict):
+        now, was = [part for pair in now for part in pair], [part for pair in was for part in pair]
+    return len(now) != len(was) or not all(_is_same(a, b) for a, b in zip(now, was))
 
 
 def _is_same(value, other) -> bool:

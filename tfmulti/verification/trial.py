@@ -11,6 +11,7 @@ import numpy as np
 
 from tfmulti import keras_compat, topology
 from tfmulti.verification import messages
+from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.custom_parts import coarsest_dtype
 from tfmulti.verification.differences import (
     CLOSE,
@@ -22,14 +23,14 @@ from tfmulti.verification.differences import (
     without_gradient,
 )
 from tfmulti.verification.origin import Origin, find_origin
-from tfmulti.verification.runs import (
-    TRAIN,
-    Case,
-    Distributed,
+from tfmulti.verification.outcomes import (
+    FailsHere,
+    NothingChanges,
+    NotVerified,
     Outcome,
-    Reference,
     finite_values,
 )
+from tfmulti.verification.runs import trace_both
 from tfmulti.verification.state import (
     COMPARED,
     OPTIMIZER,
@@ -38,6 +39,7 @@ from tfmulti.verification.state import (
     WEIGHT,
     State,
     restored_attributes,
+    restored_containers,
 )
 from tfmulti.verification.views import NOT_NUMBERS, PLAIN, View, vary_rows, vary_state
 
@@ -48,18 +50,6 @@ _RANDOM_NUMBERS = "random: it draws different random numbers on each replica"
 _NOTHING_TO_VARY = "there is nothing to vary"
 _NO_NUMBERS = "the result on one device is not finite"
 _NOTHING_CHANGES = "no weight changes in its first steps, for example with a learning rate of 0"
-
-
-class NotVerified(Exception):
-    """The comparison proves nothing; the text gives the reason."""
-
-
-class NothingChanges(NotVerified):
-    """Both ways agree, but no weight changed; a later state may show a difference."""
-
-
-class FailsHere(ValueError):
-    """The step on the replicas fails on this worker while others wait in it for this one."""
 
 
 class Trial:
@@ -78,6 +68,8 @@ class Trial:
         synthetic_values: The synthetic values of the latest view, in words.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
+        containers: Names of lists and other containers that such a step changes.
+        distributed: The step as the replicas compute it together.
     """
 
     def __init__(
@@ -85,9 +77,7 @@ class Trial:
     ):
         self._case, self._agree, self._all_fail = case, agree, all_fail
         self._examples = [case.rows.first(size) for size in case.sizes()]
-        # Trace the distributed step first, so objects created during the trace are as in training.
-        self.distributed = Distributed(case, self._examples[0])
-        self._reference = Reference(case, self._examples[0])
+        self.distributed, self._reference = trace_both(case, self._examples[0])
         self._functions = (
             [] if case.eager else [self.distributed.function, self._reference.function]
         )
@@ -96,6 +86,7 @@ class Trial:
         self.outside: list[str] = []
         self.synthetic_values = ""
         self.attributes: list[str] = []
+        self.containers: list[str] = []
         self._original = self._at_begin = None
         # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
@@ -166,13 +157,20 @@ class Trial:
             number made of those of the first local replica, to compare with other workers'.
         """
         original = self._originally()
+        digest, drifted = hashlib.sha256(), ""
         try:
             begin = self._begin(original, PLAIN)
-            with self.distributed.drawing_apart():
-                values = self._steps(self.distributed, begin, self._examples[:1])[0][1]
+            for salt in self.distributed.salts():
+                with self.distributed.drawing_apart(salt):
+                    values = self._steps(self.distributed, begin, self._examples[:1])[0][1]
+                drifted = drifted or self._drifted(begin, values, digest)
         finally:
             self._state.write(original)
-        digest, drifted = hashlib.sha256(), ""
+        return drifted, int.from_bytes(digest.digest()[:3], "little")
+
+    def _drifted(self, begin, values, digest) -> str:
+        """Returns the name of a variable that replicas hold differently; notes the first ones'."""
+        drifted = ""
         for part, before, value in zip(self._state.parts, begin, values):
             if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
                 continue
@@ -184,7 +182,7 @@ class Trial:
                 drifted = drifted or part.name
             if part.replica == 0 and not part.is_owned:
                 digest.update(value.tobytes())
-        return drifted, int.from_bytes(digest.digest()[:3], "little")
+        return drifted
 
     @property
     def tests_numbers(self) -> bool:
@@ -263,14 +261,18 @@ class Trial:
     def _steps(self, run, begin, examples) -> list[tuple[Outcome, list[np.ndarray]]]:
         self._state.write(begin)
         done = []
-        for parts in examples:
-            try:
-                outcome = run(parts)
-            except Exception as error:
-                if run is self.distributed and not self._all_fail():
-                    raise FailsHere(messages.describe_failure(self._case, error)) from error
-                raise
-            done.append((outcome, self._state.read()))
+        # A trace may be what fills them, and does so once; a step that runs eagerly does each time.
+        with restored_containers(self._case.model if self._case.eager else None) as containers:
+            for parts in examples:
+                try:
+                    outcome = run(parts)
+                except Exception as error:
+                    if run is self.distributed and not self._all_fail():
+                        raise FailsHere(messages.describe_failure(self._case, error)) from error
+                    raise
+                done.append((outcome, self._state.read()))
+            if run is self.distributed:
+                self.containers = self.containers or containers.changed()
         return done
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:

@@ -1,0 +1,102 @@
+"""The step to verify, with the rows that it is run on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfmulti.verification import custom_parts, sizes
+from tfmulti.verification.rows import Rows
+
+TRAIN, TEST, PREDICT = "train", "test", "predict"
+
+
+@dataclasses.dataclass
+class Case:
+    """A step to verify, with its model and rows.
+
+    Attributes:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        rows: Rows of the first batch.
+        static: Whether all batches have the same number of rows.
+        counted: Whether the data pipeline provides the number of rows of a step.
+        padded: Whether it pads replica batches with rows of weight 0.
+        batches: The different numbers of rows that batches have, each for all parts or one by one;
+            None if unknown.
+        in_chunks: Whether each replica takes as many rows as the first one, while there are any.
+    """
+
+    model: keras.Model
+    kind: str
+    rows: Rows
+    static: bool = False
+    counted: bool = False
+    padded: bool = False
+    batches: list[tuple[int, ...]] | None = None
+    in_chunks: bool = False
+
+    @property
+    def strategy(self):
+        """The model's strategy."""
+        return self.model.distribute_strategy
+
+    @property
+    def eager(self) -> bool:
+        """Whether the step runs eagerly."""
+        return self.model.run_eagerly or tf.config.functions_run_eagerly()
+
+    @property
+    def num_micro_batches(self) -> int:
+        """In how many parts each replica computes its rows; 1 but for stages on its devices."""
+        return custom_parts.num_micro_batches(self.model)
+
+    @property
+    def may_leave_empty(self) -> bool:
+        """Whether a replica may get no row of a batch."""
+        if self.batches is None or self.num_micro_batches > 1:
+            return True
+        return not all(self.leaves_none_empty(counts) for counts in self.batches)
+
+    def leaves_none_empty(self, counts: Sequence[int]) -> bool:
+        """Whether each replica gets a row of every part with these numbers of rows."""
+        number = self.strategy.num_replicas_in_sync
+        return sizes.leaves_none_empty(counts, number, self.in_chunks)
+
+    def shares_alike(self, counts: Sequence[int]) -> bool:
+        """Whether each replica gets the same share of all parts with these numbers of rows."""
+        return sizes.are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
+
+    def sizes(self) -> list[list[int]]:
+        """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
+        number = self.strategy.num_replicas_in_sync * self.num_micro_batches
+        counts = self.rows.counts
+        if self.rows.are_unequal:
+            others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
+            unlike = [each for each in others if not self.shares_alike(each)]
+            # Those come first that leave a replica without rows of a part.
+            unlike.sort(key=self.leaves_none_empty)
+            return [sizes.few(each, number) for each in (counts, *(unlike or [counts])[:1])]
+        last = number - 1 if self.may_leave_empty else number
+        steps = [2 * number, 2 * number] if self.static else [2 * number + 1, last]
+        return [[size] * len(counts) for size in steps]
+
+    def unlike_sizes(self) -> list[int]:
+        """Returns numbers of rows that later batches may have and replicas share unlike, or [].
+
+        If those of the first batch are so already, a replica gets no row of the smallest part.
+        """
+        counts, number = self.rows.counts, self.strategy.num_replicas_in_sync
+        if self.static or self.batches is not None or not self.rows.are_unequal:
+            return []
+        if self.shares_alike(counts):
+            return sizes.few_unlike(counts, number, self.in_chunks)
+        few = sizes.few(counts, number)
+        return [number - 1 if size == min(few) else max(size, number) for size in few]
+
+    def most_rows(self) -> list[int]:
+        """Returns the largest number of rows of each part in the steps to run."""
+        return [max(each) for each in zip(*self.sizes(), self.unlike_sizes() or self.sizes()[0])]
