@@ -201,6 +201,24 @@ def test_one_device_trains_as_without(name, eager):
     assert difference(*runs) < 1e-12
 
 
+def test_a_table_gets_gradients_of_its_rows_alone():
+    """Adam adds equal rows of such a gradient after it has squared them; of a dense one, before."""
+
+    def fit(checkpointed):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        pool = layers.GlobalAveragePooling1D(name="pool")
+        model = keras.Sequential([layers.Embedding(9, 4, name="table"), pool, layers.Dense(1)])
+        model.build((None, 5))
+        if checkpointed:
+            tfmulti.checkpoint_activations(model, ["table", "pool"])
+        model.compile("adam", "mse")
+        model.fit(TOKENS, Y, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    assert difference(fit(False), fit(True)) < 1e-12
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_replicas_train_as_without(synchronized):

@@ -1063,3 +1063,17 @@ def test_canary_embeddings_on_servers_are_read_whole(monkeypatch):
 
     assert "ReadVariableOp" in lookups(True) and "ResourceGather" not in lookups(True)
     assert "ReadVariableOp" not in lookups(False) and "ResourceGather" in lookups(False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bool", "uint8", "int16", "uint32", "float32"])
+def test_workers_gather_numbers_of_every_dtype(dtype):
+    gathered = (tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
+
+    def original(launcher, tensor, options):
+        assert tensor.dtype in gathered, "TensorFlow refuses it"
+        return tf.concat([tensor, tensor], 0)
+
+    rows = tf.cast([[0, 1], [1, 0]], dtype)
+    found = keras_compat.coordination.gather_by_shape(original)(None, rows, None)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, tf.concat([rows, rows], 0))

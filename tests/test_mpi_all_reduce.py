@@ -53,6 +53,19 @@ def values():
     return [tf.constant(rng.normal(size=shape).astype("float32")) for shape in shapes]
 
 
+def test_sums_for_owners_of_tensors_whose_shape_no_graph_knows():
+    """As gradients of a `Dense` layer's kernel for inputs with three axes."""
+    sender = all_reduce.MpiAllReduce(Communicator(), lambda: None)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 4])] * 2)
+    def reduce(mine, other):
+        return sender.reduce_to_owners([mine, other], [0, 1])
+
+    mine, other = reduce(tf.ones([3, 4]), tf.ones([2, 4]))
+    np.testing.assert_array_equal(mine, 2 * np.ones([3, 4]))
+    np.testing.assert_array_equal(other, np.zeros([2, 4]))
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 4 * 2**20])
 @pytest.mark.parametrize("eager", [True, False])
 def test_sums_have_the_values_and_shapes_of_what_was_sent(bucket_bytes, eager):

@@ -190,10 +190,24 @@ def never_unique(original):
     return use_unique_instance_key
 
 
+_GATHERED_AS = {
+    tf.bfloat16: tf.float32,
+    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
+    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
+}
+
+
 def gather_by_shape(original):
-    """Gives the gathers of workers a key for each number of rows: a key stands for one shape."""
+    """Gives the gathers of workers a key for each number of rows: a key stands for one shape.
+
+    What TensorFlow cannot gather, such as bfloat16, is sent in a dtype that holds its values.
+    """
 
     def all_gather(self, input_tensor, options):
+        sent_as = _GATHERED_AS.get(input_tensor.dtype)
+        if sent_as is not None:
+            gathered = all_gather(self, tf.cast(input_tensor, sent_as), options)
+            return tf.cast(gathered, input_tensor.dtype)
         if input_tensor.shape.is_fully_defined():
             return original(self, input_tensor, options)
         with tf.device("CPU:0"):

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.mpi.buffers import bytes_of, empty, fill_buckets, of_rank, owned_buckets, pack, unpack
+from tfmulti.mpi import buffers
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
@@ -94,10 +94,10 @@ class MpiAllReduce:
             tensors: Dense tensors, of the same shapes on all workers.
         """
         sums: list = [None] * len(tensors)
-        buckets = fill_buckets(tensors, self._bucket_bytes)
-        packed = [pack([tensors[place] for place in bucket]) for bucket in buckets]
+        buckets = buffers.fill_buckets(tensors, self._bucket_bytes)
+        packed = [buffers.pack([tensors[place] for place in bucket]) for bucket in buckets]
         for bucket, added in zip(buckets, self._add_packed(packed)):
-            for place, part in zip(bucket, unpack(added, [tensors[p] for p in bucket])):
+            for place, part in zip(bucket, buffers.unpack(added, [tensors[p] for p in bucket])):
                 sums[place] = part
         return sums
 
@@ -133,7 +133,7 @@ class MpiAllReduce:
             owners: The number of the worker that needs the sum, for each tensor.
         """
         # Zeros that nobody reads are never made.
-        sums = [tf.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
+        sums = [tf.zeros(buffers.shape_of(tensor), tensor.dtype) for tensor in tensors]
         own = [self._communicator.rank]
         for place, value in self._by_owner(self._reduce_to, tensors, owners, own):
             sums[place] = value
@@ -175,11 +175,11 @@ class MpiAllReduce:
             workers: Their numbers.
         """
         sums = list(tensors)
-        buckets = fill_buckets(tensors, self._bucket_bytes)
-        packed = [pack([tensors[place] for place in bucket]) for bucket in buckets]
+        buckets = buffers.fill_buckets(tensors, self._bucket_bytes)
+        packed = [buffers.pack([tensors[place] for place in bucket]) for bucket in buckets]
         method = functools.partial(self._add_among, tuple(workers))
         for bucket, added in zip(buckets, self._send([method] * len(packed), packed)):
-            for place, part in zip(bucket, unpack(added, [tensors[p] for p in bucket])):
+            for place, part in zip(bucket, buffers.unpack(added, [tensors[p] for p in bucket])):
                 sums[place] = tf.ensure_shape(part, tensors[place].shape)
         return sums
 
@@ -198,20 +198,20 @@ class MpiAllReduce:
             return [number, *self._finish(number)]
 
         received = self._call(exchange, tensors, [tensor.dtype for tensor in tensors])[1:]
-        return [of_rank(new, old.shape.rank) for new, old in zip(received, tensors)]
+        return [buffers.of_rank(new, old.shape.rank) for new, old in zip(received, tensors)]
 
     def _by_owner(self, method, tensors, owners, results) -> Iterator[tuple[int, tf.Tensor]]:
         """Calls a method of an owner and an array, for buckets of what each owner has.
 
         Yields places and results, of those owners alone for which the call has one here.
         """
-        buckets = owned_buckets(tensors, owners, self._bucket_bytes)
+        buckets = buffers.owned_buckets(tensors, owners, self._bucket_bytes)
         methods = [functools.partial(method, owner) for owner, _ in buckets]
-        packed = [pack([tensors[i] for i in bucket]) for _, bucket in buckets]
+        packed = [buffers.pack([tensors[i] for i in bucket]) for _, bucket in buckets]
         for (owner, bucket), value in zip(buckets, self._send(methods, packed)):
             if owner in results:
                 value = tf.reshape(value, [-1]) if len(bucket) > 1 else value
-                for place, part in zip(bucket, unpack(value, [tensors[i] for i in bucket])):
+                for place, part in zip(bucket, buffers.unpack(value, [tensors[i] for i in bucket])):
                     yield place, tf.ensure_shape(part, tensors[place].shape)
 
     def _add_packed(self, packed) -> list[tf.Tensor]:
@@ -262,7 +262,7 @@ class MpiAllReduce:
                     for ticket, tensor in zip(tickets, tensors)
                 ]
         ranks = [tensor.shape.rank if rank is None else rank for tensor in tensors]
-        return [of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
+        return [buffers.of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
 
     def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
         """Calls a function that returns a number first, after all such calls before it."""
@@ -314,7 +314,7 @@ class MpiAllReduce:
     def _send_to(self, to, *arrays):
         shapes = np.array([size for array in arrays for size in array.shape], np.int64)
         for array in (shapes, *arrays):
-            for piece in bytes_of(array):
+            for piece in buffers.bytes_of(array):
                 request = self._communicator.Isend(piece, dest=to, tag=_SENT)
                 self._sending.append((request, piece))
 
@@ -327,13 +327,13 @@ class MpiAllReduce:
         arrays, sizes = [], iter(sizes.tolist())
         for dtype, rank in kinds:
             shape = [next(sizes) for _ in range(rank)]
-            arrays.append(empty(tuple(shape), np.dtype(dtype)))
-            for piece in bytes_of(arrays[-1]):
+            arrays.append(buffers.empty(tuple(shape), np.dtype(dtype)))
+            for piece in buffers.bytes_of(arrays[-1]):
                 self._communicator.Recv(piece, source=source, tag=_SENT)
         return arrays
 
     def _add(self, array, communicator=None):
-        result = empty(array.shape, array.dtype)
+        result = buffers.empty(array.shape, array.dtype)
         for sent, received in zip(self._pieces(array), self._pieces(result)):
             (communicator or self._communicator).Allreduce(sent, received)
         return result
@@ -350,12 +350,12 @@ class MpiAllReduce:
         return [self._receive_sent(w, [kind])[0] for w, kind in zip(workers, kinds)]
 
     def _exchange(self, array):
-        result = empty(array.shape, array.dtype)
+        result = buffers.empty(array.shape, array.dtype)
         self._communicator.Alltoall(array, result)
         return result
 
     def _gather(self, array):
-        result = empty((self._size, *array.shape), array.dtype)
+        result = buffers.empty((self._size, *array.shape), array.dtype)
         self._communicator.Allgather(array, result)
         return result.reshape(-1)
 
@@ -365,7 +365,7 @@ class MpiAllReduce:
     def _receive_shaped(self, owner, shape, array):
         """Broadcasts the owner's array as bytes, since MPI knows not every dtype."""
         is_own = owner == self._communicator.rank
-        whole = array if is_own else empty(shape, array.dtype)
+        whole = array if is_own else buffers.empty(shape, array.dtype)
         for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
             self._communicator.Bcast(piece, root=owner)
         # The owner has no use for a copy of its own.
@@ -374,7 +374,11 @@ class MpiAllReduce:
     def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""
         is_own = owner == self._communicator.rank
-        result = empty(array.shape, array.dtype) if is_own else np.zeros([0] * array.ndim, "int8")
+        result = (
+            buffers.empty(array.shape, array.dtype)
+            if is_own
+            else np.zeros([0] * array.ndim, "int8")
+        )
         received = self._pieces(result) if is_own else itertools.repeat(None)
         for sent, part in zip(self._pieces(array), received):
             self._communicator.Reduce(sent, part, root=owner)

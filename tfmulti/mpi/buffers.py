@@ -19,6 +19,11 @@ def of_rank(tensor, rank) -> tf.Tensor:
     return tensor
 
 
+def shape_of(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
+    """Returns a tensor's shape, as a tensor where the graph does not know all of it."""
+    return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
+
+
 def bytes_of(array) -> list[np.ndarray]:
     """Cuts an array into pieces whose bytes MPI can count."""
     flat = array.reshape(-1).view(np.uint8)

@@ -222,6 +222,11 @@ class _Recomputed:
         flat = [tensor for value in values for tensor in keras_compat.WithLogits(value).tensors]
         return [*flat, *scope.losses]
 
+    def num_values(self, tensors: list[tf.Tensor]) -> int:
+        """Returns how many of the tensors that a run is given are differentiable weights."""
+        first = len(tensors) - len(self._variables) - self.num_gathered
+        return sum(_is_differentiable(tensor) for tensor in tensors[first:])
+
     def receive(self, tensors: list[tf.Tensor], after: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the whole values of what the call gathers.
 
@@ -291,7 +296,7 @@ def _without_activations(run: _Recomputed) -> Callable:
                     [sources, list(variables or ())],
                     output_gradients=[dy for _, dy in pairs],
                 )
-            dense = iter(_dense(found[0], len(sources) - run.num_gathered))
+            dense = iter(_dense(found[0], len(sources) - run.num_values(given)))
             gradients = [next(dense) if _is_differentiable(x) else None for x in given]
             return (gradients, found[1]) if variables else gradients
 
@@ -343,6 +348,6 @@ def _is_differentiable(tensor):
 
 
 def _dense(gradients, num_dense):
-    """Makes gradients dense, but for those of sharded tables, which come last."""
+    """Makes gradients dense, but for those of weights, which come last: a table's are of rows."""
     dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients[:num_dense]]
     return [*dense, *gradients[num_dense:]]
