@@ -133,7 +133,7 @@ TOLD = {
     "a metric": (dict(make=dense, metrics=[lambda: cases.found]), "compares rows, in found"),
     "a number for a metric": (
         dict(make=cases.Total),
-        "number of its replica's rows, in train_step",
+        "number computed from local rows, in train_step",
     ),
     "a count": (dict(make=cases.CountRows), "a log that is not a mean over rows, in train_step"),
 }
