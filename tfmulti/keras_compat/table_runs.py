@@ -203,7 +203,8 @@ _DATA = (
             (
                 "_all_gather",
                 coordination.gather_by_shape,
-                f"{_SHAPES} where sparse gradients have other numbers of rows from step to step",
+                f"{_SHAPES} where sparse gradients have other numbers of rows from step to step; "
+                "and bfloat16, which TensorFlow does not gather",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "options"),
             ),
