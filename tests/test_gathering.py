@@ -169,3 +169,18 @@ def test_without_the_gather_it_is_not_one_devices(monkeypatch):
     with pytest.raises(ValueError, match="must give one device's result"):
         train(2, 43)
     assert np.abs(train(2, 43, verify="never")[0] - one[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("activation", [tf.nn.softmax, keras.ops.sigmoid])
+def test_gradients_reach_the_output_of_an_activation(activation):
+    def gradient(rows):
+        with tf.GradientTape() as tape:
+            output = activation(rows)
+            tape.watch(output)
+            loss = tf.reduce_sum(tfmulti.gather_batch(output) ** 2)
+        return output, tape.gradient(loss, output)
+
+    _, results = of_replicas(2, (3, 2), gradient)
+    for output, found in results:
+        # Each of two replicas has the loss of all rows.
+        np.testing.assert_allclose(found, 2 * 2 * output, rtol=1e-6)

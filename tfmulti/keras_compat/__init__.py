@@ -19,6 +19,7 @@ from tfmulti.keras_compat.calls import part_of_calls as part_of_calls
 from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
 from tfmulti.keras_compat.calls import values_of as values_of
 from tfmulti.keras_compat.calls import variables_read as variables_read
+from tfmulti.keras_compat.coordination import SENT_AS as SENT_AS
 from tfmulti.keras_compat.coordination import check_peers as check_peers
 from tfmulti.keras_compat.coordination import gather_from_workers as gather_from_workers
 from tfmulti.keras_compat.coordination import heartbeats as heartbeats

@@ -190,11 +190,12 @@ def never_unique(original):
     return use_unique_instance_key
 
 
-_GATHERED_AS = {
-    tf.bfloat16: tf.float32,
+SENT_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
 }
+"""Of the integers that collectives cannot send, the ones in which they are sent."""
+_GATHERED_AS = {**SENT_AS, tf.bfloat16: tf.float32}
 
 
 def gather_by_shape(original):

@@ -210,19 +210,18 @@ class WithLogits:
         tensor: The tensor.
 
     Attributes:
-        tensors: What to hand on in its place.
+        tensors: What to hand on: the tensor, and its logits if it has any.
     """
 
     def __init__(self, tensor):
-        self._activation, noted = activation_of(tensor), noted_logits(tensor)
-        self.tensors = [tensor] if noted is None else [tensor, noted]
-        if self._activation is not None:
-            self.tensors = [tensor.op.inputs[0]]
+        logits = noted_logits(tensor)
+        if logits is None and activation_of(tensor) is not None:
+            # Keras finds these by the operation.
+            logits = tensor.op.inputs[0]
+        self.tensors = [tensor] if logits is None else [tensor, logits]
 
     def restored(self, tensors: list[tf.Tensor]) -> tf.Tensor:
         """Returns the tensor, given what came of `tensors`."""
-        if self._activation is not None:
-            return activated(self._activation, tensors[0])
         if len(tensors) > 1:
             tensors[0]._keras_logits = tensors[1]
         return tensors[0]

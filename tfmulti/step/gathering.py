@@ -10,8 +10,7 @@ from tfmulti.step import losses, parameters
 
 # Collectives between workers and GPUs add floats, int32 and int64 only.
 _TRAVELS_AS = {
-    **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
-    **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
+    **keras_compat.SENT_AS,
     tf.complex64: tf.float32,
     tf.complex128: tf.float64,
 }
@@ -39,7 +38,9 @@ def gather_batch(structure):
     With B bytes in the whole batch and n replicas, each replica sends and receives
     2 (n - 1) / n B bytes, and as many again for gradients; exchanging the numbers of rows takes
     4 n bytes for each tensor. During the call a replica holds 2 B bytes; the B bytes of the result
-    stay until the backward pass. A batch of 4,096 embeddings of 256 floats has 4 MiB.
+    stay until the backward pass. The output of a softmax or a sigmoid takes twice that: Keras
+    computes its cross-entropy from the logits, which are gathered too. A batch of 4,096
+    embeddings of 256 floats has 4 MiB.
 
     Args:
         structure: A tensor of shape `(rows, ...)` with this replica's rows, or a nested structure

@@ -13,8 +13,8 @@ from tfmulti import keras_compat, marks, verification
 from tfmulti.parallel import sharded_parameters
 from tfmulti.step import local_steps, model_contents, slots, sparse_gradients, whole_batch
 from tfmulti.strategies import coordination
-from tfmulti.verification import Feed, Workers
-from tfmulti.verification.case import PREDICT, TEST, TRAIN
+from tfmulti.verification import Workers
+from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
 from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
 
 _latest: weakref.ref | None = None
@@ -317,12 +317,12 @@ def _feed(peek, iterator) -> Feed:
     plan = getattr(own, "plan", None)
     if plan is None:
         batches = keras_compat.batch_sizes_of(iterator)
-        return Feed(peek, static, batches=batches, in_chunks=_is_in_chunks(own))
+        return Feed(peek, static=static, batches=batches, in_chunks=_is_in_chunks(own))
     padded = plan.remainder == "pad"
     # Padding can leave a replica with nothing else.
     batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
     even = plan.remainder in _EVEN
-    return Feed(peek, even, counted=True, padded=padded, batches=batches)
+    return Feed(peek, static=even, counted=True, padded=padded, batches=batches)
 
 
 def _is_in_chunks(dataset) -> bool:

@@ -20,7 +20,7 @@ from absl import logging
 from tfmulti import keras_compat, marks, topology
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micro_batches
 from tfmulti.verification.outcomes import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.runs import Distributed, same_random_numbers
@@ -34,29 +34,6 @@ from tfmulti.verification.views import (
     later_views,
     views_of_outliers,
 )
-
-
-class Feed(NamedTuple):
-    """Describes the data of a step.
-
-    Attributes:
-        peek: Function that returns a batch, of all local replicas.
-        static: Whether all batches have the same number of rows.
-        counted: Whether the data pipeline provides the number of rows of a step.
-        padded: Whether it pads replica batches with rows of weight 0.
-        batches: The different numbers of rows that batches have, each for all parts or one by one;
-            None if unknown.
-        in_chunks: Whether each replica takes as many rows as the first one, while there are any.
-        alone: Whether the batch is given by itself.
-    """
-
-    peek: Callable
-    static: bool = False
-    counted: bool = False
-    padded: bool = False
-    batches: list[tuple[int, ...]] | None = None
-    in_chunks: bool = False
-    alone: bool = False
 
 
 def verify_once(
@@ -83,7 +60,10 @@ def verify_once(
     if not rows_lib.can_be_cut(batch):
         _warn(kind, "a part of the batch has no rows")
         return
-    case = _case_of(model, kind, feed, batch, early)
+    case = Case.of(model, kind, rows_lib.Rows(batch), feed)
+    if early and not feed.alone:
+        # The numbers of rows of later data are not those of this feed.
+        case.batches = None
     key = _key(case)
     if not _is_first_time(case, key):
         return
@@ -130,16 +110,6 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
             raise
         return False
     return True
-
-
-def _case_of(model, kind, feed, batch, early) -> Case:
-    rows = rows_lib.Rows(batch)
-    case = Case(model, kind, rows, feed.static, feed.counted, feed.padded)
-    # The numbers of rows of later data are not those of this feed.
-    case.batches, case.in_chunks = None if early else feed.batches, feed.in_chunks
-    if feed.alone and rows.are_unequal:
-        case.batches = [tuple(rows.counts)]
-    return case
 
 
 def _choose_rows(case, drawn, workers, early):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -14,14 +14,11 @@ from tfmulti.verification.rows import Rows
 TRAIN, TEST, PREDICT = "train", "test", "predict"
 
 
-@dataclasses.dataclass
-class Case:
-    """A step to verify, with its model and rows.
+@dataclasses.dataclass(kw_only=True)
+class Batches:
+    """What is known of the batches of a step.
 
     Attributes:
-        model: The model.
-        kind: `"train"`, `"test"` or `"predict"`.
-        rows: Rows of the first batch.
         static: Whether all batches have the same number of rows.
         counted: Whether the data pipeline provides the number of rows of a step.
         padded: Whether it pads replica batches with rows of weight 0.
@@ -30,14 +27,48 @@ class Case:
         in_chunks: Whether each replica takes as many rows as the first one, while there are any.
     """
 
-    model: keras.Model
-    kind: str
-    rows: Rows
     static: bool = False
     counted: bool = False
     padded: bool = False
     batches: list[tuple[int, ...]] | None = None
     in_chunks: bool = False
+
+
+@dataclasses.dataclass
+class Feed(Batches):
+    """The data of a step.
+
+    Attributes:
+        peek: Function that returns a batch, of all local replicas.
+        alone: Whether the batch is given by itself.
+    """
+
+    peek: Callable
+    alone: bool = False
+
+
+@dataclasses.dataclass
+class Case(Batches):
+    """A step to verify, with its model and rows.
+
+    Attributes:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        rows: Rows of the first batch.
+    """
+
+    model: keras.Model
+    kind: str
+    rows: Rows
+
+    @classmethod
+    def of(cls, model: keras.Model, kind: str, rows: Rows, feed: Feed) -> Case:
+        """Returns the case of some rows of a feed."""
+        known = {each.name: getattr(feed, each.name) for each in dataclasses.fields(Batches)}
+        case = cls(model, kind, rows, **known)
+        if feed.alone and rows.are_unequal:
+            case.batches = [tuple(rows.counts)]
+        return case
 
     @property
     def strategy(self):

@@ -69,12 +69,9 @@ class Trial:
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
         containers: Names of lists and other containers that such a step changes.
-        distributed: The step as the replicas compute it together.
     """
 
-    def __init__(
-        self, case: Case, agree: Callable[[bool], bool], all_fail: Callable[[], bool] = lambda: True
-    ):
+    def __init__(self, case: Case, agree: Callable[[bool], bool], all_fail: Callable[[], bool]):
         self._case, self._agree, self._all_fail = case, agree, all_fail
         self._examples = [case.rows.first(size) for size in case.sizes()]
         self.distributed, self._reference = trace_both(case, self._examples[0])
@@ -288,7 +285,7 @@ class Trial:
 
     def _compare_states(self, values, others, before, moved, loose, step, noise):
         parts = self._state.parts
-        found, rounding = [], self._rounding(values, before)
+        found, rounding = [], 0.0 if noise is None else self._rounding(values, before)
         for i, part in enumerate(parts):
             if part.kind not in COMPARED or part.replica is None:
                 continue
@@ -310,9 +307,9 @@ class Trial:
     def _rounding(self, values, before) -> float:
         """Returns how far rounding moves a weight of which terms as large as outliers cancel."""
         weights = [i for i, part in enumerate(self._state.parts) if part.kind == TRAINABLE]
-        changes = [largest_change(values[i], before[i]) for i in weights]
-        if not self.synthetic_values or not changes:
+        if not self.synthetic_values or not weights:
             return 0.0
+        changes = [largest_change(values[i], before[i]) for i in weights]
         is_double = values[weights[0]].dtype == np.float64
         return max(changes) * float(np.finfo(np.float64 if is_double else np.float32).eps)
 

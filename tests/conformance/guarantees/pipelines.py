@@ -69,39 +69,30 @@ def clipped():
     return optimizers.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3)
 
 
+def guarantees(where, cut):
+    """Returns the guarantees of one way to cut a model into stages."""
+    return [
+        Guarantee(
+            f"{where}, skip connections and a shared layer",
+            cut(skips, micro_batches=3),
+            data=common.plain,
+            num_rows=43,
+        ),
+        Guarantee(
+            f"{where}, recurrent under a mask",
+            cut(recurrent, micro_batches=2, checkpoint_activations=True),
+            data=common.tokens,
+        ),
+        Guarantee(
+            f"{where}, clipped by the norm of all stages",
+            cut(penalized, clipped, micro_batches=4),
+            data=common.weighted,
+            validate=True,
+        ),
+    ]
+
+
 GUARANTEES = [
-    Guarantee(
-        "a pipeline, skip connections and a shared layer",
-        in_stages(skips, micro_batches=3),
-        data=common.plain,
-        num_rows=43,
-    ),
-    Guarantee(
-        "a pipeline, recurrent under a mask",
-        in_stages(recurrent, micro_batches=2, checkpoint_activations=True),
-        data=common.tokens,
-    ),
-    Guarantee(
-        "a pipeline, clipped by the norm of all stages",
-        in_stages(penalized, clipped, micro_batches=4),
-        data=common.weighted,
-        validate=True,
-    ),
-    Guarantee(
-        "stages on two devices, skip connections and a shared layer",
-        on_devices(skips, micro_batches=3),
-        data=common.plain,
-        num_rows=43,
-    ),
-    Guarantee(
-        "stages on two devices, recurrent under a mask",
-        on_devices(recurrent, micro_batches=2, checkpoint_activations=True),
-        data=common.tokens,
-    ),
-    Guarantee(
-        "stages on two devices, clipped by the norm of all stages",
-        on_devices(penalized, clipped, micro_batches=4),
-        data=common.weighted,
-        validate=True,
-    ),
+    *guarantees("a pipeline", in_stages),
+    *guarantees("stages on two devices", on_devices),
 ]
