@@ -874,6 +874,33 @@ def test_canary_replicas_reduce_unless_prevented():
     assert float(strategy.experimental_local_results(totals)[0]) == 2.0**2 + 4.0**2
 
 
+def test_canary_a_step_runs_on_the_first_replica_alone():
+    """A change of a variable there changes that replica's copy, without reductions."""
+    strategy = ours()
+    with strategy.scope():
+        weight = keras.Variable([0.0])
+    seen = []
+
+    def step():
+        seen.append(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        tf.distribute.get_replica_context().merge_call(lambda _, x: x, (1.0,))
+        return weight + 1.0
+
+    with keras_compat.as_one_device(strategy), keras_compat.on_first_replica(strategy):
+        result = tf.function(lambda: strategy.run(step))()
+    assert len(seen) == 1 and result.numpy() == [1.0]
+    assert len(strategy.experimental_local_results(strategy.run(step))) == 2
+
+
+def test_canary_graphs_are_not_optimized_where_they_run_once():
+    names = "disable_meta_optimizer", "constant_folding"
+    tf.config.optimizer.set_experimental_options({names[1]: True})
+    before = tf.config.optimizer.get_experimental_options()
+    with keras_compat.without_optimized_graphs():
+        assert tf.config.optimizer.get_experimental_options()[names[0]]
+    assert tf.config.optimizer.get_experimental_options() == {**before, names[0]: False}
+
+
 @pytest.mark.slow
 def test_canary_a_result_under_another_name_is_one_replicas():
     """keras.io's variational autoencoder logs `{"loss": self.total_loss.result()}`."""

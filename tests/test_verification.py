@@ -12,6 +12,7 @@ from keras import layers
 from verification_cases import dense, squares
 
 import tfmulti
+from tfmulti.verification import custom_parts
 
 
 def create_strategy(num_replicas=2, **arguments):
@@ -153,6 +154,34 @@ def test_told_before_the_first_update_with_its_cause(name, num_replicas):
 def test_an_operation_in_a_graph_is_no_stock_part():
     with pytest.raises(ValueError, match="local batch statistics, in Functional 'graph'"):
         fit(cases.functional, loss="mse")
+
+
+ROW_BY_ROW = {
+    "residual": lambda x: x + keras.layers.Dense(6)(x) * 2.0,
+    "first step": lambda x: x[:, 0] - x[..., -1, :],
+    "mean of steps": lambda x: keras.ops.mean(keras.ops.relu(x), axis=1),
+    "parts": lambda x: keras.ops.concatenate([x, -x], axis=-1),
+    "softmax of one": lambda x: keras.ops.softmax(keras.ops.stack([x, x], axis=1), axis=1),
+}
+ACROSS_ROWS = {
+    "mean of rows": lambda x: x - keras.ops.mean(x, axis=0, keepdims=True),
+    "mean of all": lambda x: x / keras.ops.max(x),
+    "softmax of rows": lambda x: keras.ops.softmax(x, axis=0),
+    "counted from the last axis": lambda x: x - keras.ops.sum(x, axis=-3, keepdims=True),
+    "rows behind rows": lambda x: keras.ops.concatenate([x, x], axis=0),
+    "other rows": lambda x: x + keras.ops.roll(x, 1, axis=0),
+    "constants for rows": lambda x: x + np.ones((8, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", [*ROW_BY_ROW, *ACROSS_ROWS])
+def test_operations_of_single_rows_are_stock_parts(name):
+    inputs = keras.Input((4, 6))
+    outputs = {**ROW_BY_ROW, **ACROSS_ROWS}[name](inputs)
+    inner = keras.Model(inputs, outputs)
+    assert custom_parts.is_stock(inner, "train") == (name in ROW_BY_ROW)
+    outer = keras.Sequential([keras.Input((4, 6)), inner])
+    assert custom_parts.is_stock(outer, "train") == (name in ROW_BY_ROW)
 
 
 def state_of(model):

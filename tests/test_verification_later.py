@@ -228,13 +228,14 @@ def trial_of(*parts, synthetic_values=""):
     runner._state, runner.synthetic_values = State(keras.Sequential()), synthetic_values
     for index, (name, kind) in enumerate(parts):
         runner._state.parts.append(Part(None, name, kind, 0, index))
+    runner._compared = list(range(len(parts)))
     return runner
 
 
 def test_rounding_of_one_step_is_no_difference_after_the_next():
     """As in Adam's velocity, which a second step may leave nearly as it is."""
     runner = trial_of(("velocity", "optimizer's variable"))
-    nothing = Outcome([{}], [{}])
+    nothing = Outcome({}, {})
     begin, first, second = ([np.float32([value])] for value in (0.0, 1.0, 1.000001))
     others = [[value[0] + np.float32(1e-4)] for value in (first, second)]
     one, many = ([(nothing, v) for v in values] for values in ((first, second), others))
@@ -247,7 +248,7 @@ def test_a_gradient_that_is_only_rounding_is_no_difference():
     slots = [f"adam/layer_bias_{name}" for name in ("momentum", "velocity")]
     slots = [(name, "optimizer's variable") for name in slots]
     runner = trial_of(("layer/bias", "trainable weight"), *slots)
-    nothing = Outcome([{}], [{}])
+    nothing = Outcome({}, {})
     begin = [np.zeros(2, "float32")] * 3
 
     def differences(gradient, noise):
@@ -267,7 +268,7 @@ def test_a_sum_of_outliers_that_cancel_is_no_difference(synthetic_values):
     """As the same gradient under SGD, which has no moments that tell."""
     parts = [("layer/kernel", "trainable weight"), ("layer/bias", "trainable weight")]
     runner = trial_of(*parts, synthetic_values=synthetic_values)
-    nothing, kernel = Outcome([{}], [{}]), np.float32([1000])
+    nothing, kernel = Outcome({}, {}), np.float32([1000])
     one, many = ([kernel, np.float32([bias])] for bias in (1e-5, 3e-5))
     begin = [np.zeros(1, "float32")] * 2
     found = runner._compare(begin, [(nothing, one)], [(nothing, many)], [{}])

@@ -9,6 +9,7 @@ from tfmulti.keras_compat.batch_sizes import batch_sizes_of as batch_sizes_of
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of_dataset as batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import COMMUNICATION as COMMUNICATION
 from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
+from tfmulti.keras_compat.calls import arguments_of_nodes as arguments_of_nodes
 from tfmulti.keras_compat.calls import call_context as call_context
 from tfmulti.keras_compat.calls import is_recorded as is_recorded
 from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
@@ -88,6 +89,7 @@ from tfmulti.keras_compat.reference import container_of as container_of
 from tfmulti.keras_compat.reference import handle_key as handle_key
 from tfmulti.keras_compat.reference import handles_of as handles_of
 from tfmulti.keras_compat.reference import in_separate_traces as in_separate_traces
+from tfmulti.keras_compat.reference import on_first_replica as on_first_replica
 from tfmulti.keras_compat.reference import operations_of as operations_of
 from tfmulti.keras_compat.reference import predict_step_of as predict_step_of
 from tfmulti.keras_compat.reference import read_handle as read_handle
@@ -95,6 +97,7 @@ from tfmulti.keras_compat.reference import reduce_outputs as reduce_outputs
 from tfmulti.keras_compat.reference import reducing_as_usual as reducing_as_usual
 from tfmulti.keras_compat.reference import same_eager_numbers as same_eager_numbers
 from tfmulti.keras_compat.reference import separate_traces as separate_traces
+from tfmulti.keras_compat.reference import without_optimized_graphs as without_optimized_graphs
 from tfmulti.keras_compat.reference import write_handle as write_handle
 from tfmulti.keras_compat.replacement import Replacement as Replacement
 from tfmulti.keras_compat.replacement import note_strategy as note_strategy

@@ -188,6 +188,19 @@ def layers_of_nodes(model: keras.Model) -> list[keras.Operation]:
     return [node.operation for node in _nodes(model)]
 
 
+def arguments_of_nodes(model: keras.Model) -> list[tuple[keras.Operation, list]] | None:
+    """Returns what is called in a Functional or Sequential model, with the arguments of each call.
+
+    Returns:
+        Operations and their arguments, as `nodes_of`; None for any other model.
+    """
+    nodes = _nodes(model)
+    if nodes is None:
+        return None
+    calls = [(node.operation, node.arguments) for node in nodes]
+    return [(each, [*given.args, *given.kwargs.values()]) for each, given in calls]
+
+
 def _nodes(model):
     model = getattr(model, "_functional", None) or model
     if not hasattr(model, "_nodes_by_depth"):

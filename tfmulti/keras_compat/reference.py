@@ -73,6 +73,35 @@ def be_first_replica() -> None:
 
 
 @contextlib.contextmanager
+def on_first_replica(strategy: tf.distribute.Strategy):
+    """Has `strategy.run` run its function on this worker's first replica alone."""
+    extended = strategy.extended
+    devices = extended.worker_devices
+    if len(devices) > 1:
+        extended._devices = devices[:1]
+    try:
+        yield
+    finally:
+        if len(devices) > 1:
+            extended._devices = devices
+
+
+@contextlib.contextmanager
+def without_optimized_graphs():
+    """Has functions run first within this context as they were traced.
+
+    Optimizing a graph takes as long as tracing it, which does not pay for a few runs.
+    """
+    name = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(name, False)
+    tf.config.optimizer.set_experimental_options({name: True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
+
+
+@contextlib.contextmanager
 def separate_traces():
     """Keeps traces of the user's own `tf.function`s that are made within apart from all others.
 

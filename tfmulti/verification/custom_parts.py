@@ -9,6 +9,7 @@ import os
 import types
 
 import keras
+import numpy as np
 from absl import logging
 
 from tfmulti import keras_compat, marks
@@ -19,6 +20,17 @@ STEP, LOSS, LAYER, METRIC, OPTIMIZER = "step", "loss", "layer", "metric", "optim
 _STEPS = {"train": ("train_step",), "test": ("test_step",), "predict": ("predict_step",)}
 _LOSSES = ("compute_loss", "_compute_loss", "_aggregate_additional_loss")
 _METRICS = ("compute_metrics", "get_metrics_result")
+# Operations of `keras.ops` on numbers, one by one, and along axes.
+_ELEMENTWISE = frozenset(
+    "Absolute Add Cast Clip Cos Divide Elu Equal Exp Expm1 Gelu Greater GreaterEqual HardSigmoid "
+    "HardTanh LeakyRelu Less LessEqual Log Log1p LogSigmoid LogicalAnd LogicalNot LogicalOr "
+    "Maximum Minimum Mish Multiply Negative NotEqual Power Relu Relu6 Rsqrt Selu Sigmoid Sign "
+    "Silu Sin Softplus Softsign Sqrt Square Subtract Tanh TrueDivide Where".split()
+)
+_ALONG_AXES = frozenset(
+    "Concatenate ExpandDims LogSoftmax Max Mean Min Normalize Norm Prod Softmax Squeeze Stack "
+    "Std Sum Var".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +176,8 @@ def is_stock(model: keras.Model, kind: str) -> bool:
     """
     if type(model).__module__.split(".")[0] != "keras" or find_custom_parts(model, kind):
         return False
-    # An operation in a model's graph may combine rows, such as ops.mean over the first axis.
     graphs = [each for x in [model, *keras_compat.all_layers(model)] for each in _operations(x)]
-    if not all(isinstance(each, keras.Layer) for each in graphs):
+    if not all(isinstance(each, keras.Layer) or _keeps_rows(each, a) for each, a in graphs):
         return False
     # Float8 layers keep the maximum over the local rows of each replica.
     layers = keras_compat.all_layers(model)
@@ -174,8 +185,44 @@ def is_stock(model: keras.Model, kind: str) -> bool:
 
 
 def _operations(layer) -> list:
-    """Returns the operations of a functional model; those of `keras.ops` are not layers."""
-    return getattr(layer, "operations", []) if isinstance(layer, keras.Model) else []
+    """Returns what is called in a Functional model, and with which arguments."""
+    is_model = isinstance(layer, keras.Model)
+    return (keras_compat.arguments_of_nodes(layer) or []) if is_model else []
+
+
+def _keeps_rows(operation, arguments) -> bool:
+    """Whether each row of an operation's result is made of the same row of what it is given.
+
+    That is known of common operations only; ops.mean over the first axis combines rows.
+    """
+    name = type(operation).__name__
+    given = [each for each in arguments if not isinstance(each, (list, tuple))]
+    given += [part for each in arguments if isinstance(each, (list, tuple)) for part in each]
+    tensors = [each for each in given if isinstance(each, keras.KerasTensor)]
+    ranks = {len(each.shape) for each in tensors}
+    if (
+        _is_custom(type(operation))
+        or len(ranks) != 1
+        or any(each.shape[:1] != (None,) for each in tensors)
+    ):
+        return False
+    [rank] = ranks
+    if name == "GetItem":
+        return _takes_all_rows(arguments[1], rank)
+    if name in _ALONG_AXES:
+        axes = operation.axis if isinstance(operation.axis, (list, tuple)) else [operation.axis]
+        rank += name in ("Stack", "ExpandDims")
+        return all(isinstance(axis, int) and axis % rank for axis in axes)
+    constants = [each for each in given if not isinstance(each, keras.KerasTensor)]
+    return name in _ELEMENTWISE and all(np.ndim(each) < rank for each in constants)
+
+
+def _takes_all_rows(key, rank) -> bool:
+    first, *others = key if isinstance(key, tuple) else (key,)
+    simple = all(isinstance(each, (int, slice)) for each in others)
+    if first is Ellipsis:
+        return simple and len(others) < rank
+    return simple and isinstance(first, slice) and first == slice(None)
 
 
 def coarsest_dtype(model: keras.Model) -> str:

@@ -8,8 +8,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import topology
-
 
 class NotVerified(Exception):
     """The comparison proves nothing; the text gives the reason."""
@@ -28,24 +26,12 @@ class Outcome:
     """The results of one step.
 
     Attributes:
-        outputs: Logs or predictions by name, for each local replica; a single entry if they were
-            reduced.
-        metrics: The metrics' results after the step, likewise.
+        outputs: Logs or predictions by name.
+        metrics: The metrics' results after the step, by name.
     """
 
-    outputs: list[dict]
-    metrics: list[dict]
-
-
-def local_values(strategy, structure) -> list:
-    """Returns one structure for each local replica."""
-    leaves = tf.nest.flatten(structure, expand_composites=False)
-    values = [strategy.experimental_local_results(leaf) for leaf in leaves]
-    number = topology.num_local_replicas(strategy)
-    values = [value if len(value) == number else value * number for value in values]
-    return [
-        tf.nest.pack_sequence_as(structure, [value[i] for value in values]) for i in range(number)
-    ]
+    outputs: dict
+    metrics: dict
 
 
 def by_name(structure) -> dict:
@@ -81,8 +67,8 @@ def finite_values(step: tuple[Outcome, list[np.ndarray]]) -> set:
         step: The results of the step, and the values of the state after it.
     """
     outcome, values = step
-    pairs = [*enumerate(values), *outcome.outputs[0].items()]
-    pairs += [(("metric", name), value) for name, value in outcome.metrics[0].items()]
+    pairs = [*enumerate(values), *outcome.outputs.items()]
+    pairs += [(("metric", name), value) for name, value in outcome.metrics.items()]
     return {name for name, value in pairs if not _is_float(value) or np.isfinite(value).all()}
 
 

@@ -1,4 +1,4 @@
-"""Runs the user's step both ways: whole on every replica, and split into replica batches."""
+"""Runs the user's step both ways: whole on one replica, and split into replica batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.decisions import find_decisions
-from tfmulti.verification.outcomes import Outcome, by_name, local_values
+from tfmulti.verification.outcomes import Outcome, by_name
 from tfmulti.verification.own_noise import find_own_noise
 
 # A gate that is open half of the time is the same on two replicas in every other run.
@@ -24,7 +24,7 @@ _NUM_SALTS = 6
 
 
 class Reference:
-    """The step as on one device, computed by every replica from all rows.
+    """The step as on one device, computed by the worker's first replica from all rows.
 
     Args:
         case: The step to verify.
@@ -46,7 +46,7 @@ class Reference:
         """Runs it on rows."""
         with _as_one_device(self._case.strategy):
             outputs, metrics = self.function(*parts)
-        return Outcome([by_name(each) for each in outputs], [by_name(each) for each in metrics])
+        return Outcome(by_name(outputs), by_name(metrics))
 
     def _run(self, *parts):
         case = self._case
@@ -61,10 +61,9 @@ class Reference:
             self.sizes.update(draws.sizes)
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
 
-        # Every replica has all rows, so its gradients are those of the whole batch.
+        # The replica has all rows, so its gradients are those of the whole batch.
         whole = gradients.one_step(whole, reduced=True)
-        values = case.strategy.run(whole, args=(case.rows.pack(parts),))
-        return tuple(local_values(case.strategy, value) for value in values)
+        return case.strategy.run(whole, args=(case.rows.pack(parts),))
 
     def _all_rows(self, data):
         # Which part a number of rows belongs to is unknown: all rows then draw the same.
@@ -118,11 +117,11 @@ class Distributed:
     def __call__(self, parts: list) -> Outcome:
         """Runs it on rows."""
         case = self._case
-        with keras_compat.separate_traces():
+        with keras_compat.separate_traces(), keras_compat.without_optimized_graphs():
             outputs = self.function(*parts)
             metrics = {} if case.kind == PREDICT else case.model.get_metrics_result()
             accumulation.settle(case.model, model_contents.optimizers_of(case.model, nested=True))
-        return Outcome([by_name(outputs)], [by_name(metrics)])
+        return Outcome(by_name(outputs), by_name(metrics))
 
     def salts(self) -> range:
         """Returns with which salts it should draw; single numbers can be alike by chance."""
@@ -206,7 +205,12 @@ def trace_both(case: Case, example: list) -> tuple[Distributed, Reference]:
 
 @contextlib.contextmanager
 def _as_one_device(strategy):
-    with keras_compat.as_one_device(strategy), keras_compat.separate_traces():
+    with (
+        keras_compat.as_one_device(strategy),
+        keras_compat.on_first_replica(strategy),
+        keras_compat.separate_traces(),
+        keras_compat.without_optimized_graphs(),
+    ):
         yield
 
 

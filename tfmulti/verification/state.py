@@ -115,6 +115,29 @@ class State:
         """Returns the values of all parts."""
         return [keras_compat.read_handle(part.handle) for part in self.parts]
 
+    def as_on_first_replica(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns values in which every replica has those of the first local replica.
+
+        Args:
+            values: What `read` returned.
+        """
+        return [values[part.first] if part.replica else v for part, v in zip(self.parts, values)]
+
+    def to_compare(self, values: list[np.ndarray]) -> list[int]:
+        """Returns the indices of the parts that have one device's values after a step.
+
+        Args:
+            values: What `read` returned. Where replicas have values of their own, only the first
+                replica's are compared.
+        """
+        return [
+            i
+            for i, part in enumerate(self.parts)
+            if part.kind in COMPARED
+            and part.replica is not None
+            and values[i].tobytes() == values[part.first].tobytes()
+        ]
+
     def write(self, values: list[np.ndarray]) -> None:
         """Writes back the values that `read` returned, bit for bit."""
         for part, value in zip(self.parts, values):

@@ -85,6 +85,7 @@ class Trial:
         self.attributes: list[str] = []
         self.containers: list[str] = []
         self._original = self._at_begin = None
+        self._compared: list[int] = []
         # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
         self._compute = coarsest_dtype(case.model)
@@ -128,7 +129,7 @@ class Trial:
             if not self._is_on_any(self._compare(begin, expected, found, None)):
                 self._look_for_changes(begin, expected)
                 return []
-            if self._is_on_any(self._is_random(begin, expected)):
+            if self._is_on_any(self._is_random(begin, expected, examples)):
                 raise NotVerified(_RANDOM_NUMBERS)
             # Measured only now: most steps show no difference at all.
             noise = self._measure_noise(begin, expected, examples)
@@ -199,6 +200,7 @@ class Trial:
         if self._at_begin is None:
             self._case.model.reset_metrics()
             self._at_begin = self._state.read()
+            self._compared = self._state.to_compare(self._at_begin)
         if not view.iterations:
             return self._at_begin
         begin = vary_state(self._state, self._at_begin, self._case, self._functions, view)
@@ -267,7 +269,10 @@ class Trial:
                     if run is self.distributed and not self._all_fail():
                         raise FailsHere(messages.describe_failure(self._case, error)) from error
                     raise
-                done.append((outcome, self._state.read()))
+                values = self._state.read()
+                if run is self._reference:
+                    values = self._state.as_on_first_replica(values)
+                done.append((outcome, values))
             if run is self.distributed:
                 self.containers = self.containers or containers.changed()
         return done
@@ -286,9 +291,8 @@ class Trial:
     def _compare_states(self, values, others, before, moved, loose, step, noise):
         parts = self._state.parts
         found, rounding = [], 0.0 if noise is None else self._rounding(values, before)
-        for i, part in enumerate(parts):
-            if part.kind not in COMPARED or part.replica is None:
-                continue
+        for i in self._compared:
+            part = parts[i]
             allowed = 0.0 if noise is None else noise.get(i, 0.0)
             # Rounding errors of one step persist, even if the next step changes little.
             moved[i] = max(moved[i], largest_change(values[i], before[i]))
@@ -315,9 +319,9 @@ class Trial:
 
     def _compare_outputs(self, expected, found, kind, step, noise):
         differences = []
-        for name, wanted in expected[0].items():
+        for name, wanted in expected.items():
             what = f"{kind}{name}" if name else f"what `{self._case.kind}_step` returns"
-            have = found[0].get(name)
+            have = found.get(name)
             if have is None:
                 differences.append(Difference(what, wanted, "nothing", np.inf, step=step + 1))
                 continue
@@ -351,7 +355,7 @@ class Trial:
                 ("", one.outputs, other.outputs),
                 ("metric ", one.metrics, other.metrics),
             ):
-                pairs += [(kind + name, many[0][name], few[0][name]) for name in many[0]]
+                pairs += [(kind + name, many[name], few[name]) for name in many]
             for name, a, b in pairs:
                 apart = distance(a, b)
                 at_step[name] = max(at_step.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
@@ -365,30 +369,20 @@ class Trial:
         if self._case.kind == TRAIN and learned and not changed:
             raise NothingChanges(_NOTHING_CHANGES)
 
-    def _is_random(self, begin, expected) -> bool:
+    def _is_random(self, begin, expected, examples) -> bool:
         if self._reference.not_replaced:
             return True
         calls_python = any("PyFunc" in kind for kind in self._operations())
-        calls_python = calls_python or not self._functions
-        return calls_python and self._replicas_disagree(begin, expected)
+        if self._functions and not calls_python:
+            return False
+        again = self._steps(self._reference, begin, examples)
+        return bool(self._compare(begin, expected, again, None))
 
     def _measure_growth(self, begin, expected, examples) -> dict[str, float]:
         if self._case.static:
             return {}
         self._state.write(begin)
-        twice = self._reference(self._case.rows.twice(examples[0])).outputs[0]
-        once = expected[0][0].outputs[0]
+        twice = self._reference(self._case.rows.twice(examples[0])).outputs
+        once = expected[0][0].outputs
         names = [name for name in once if np.ndim(once[name]) == 0 and once[name]]
         return {name: float(twice[name] / once[name]) for name in names}
-
-    def _replicas_disagree(self, begin, expected) -> bool:
-        for i, part in enumerate(self._state.parts):
-            if part.kind not in COMPARED or part.replica is None:
-                continue
-            j = part.first
-            if begin[i].tobytes() == begin[j].tobytes():
-                values = expected[0][1]
-                change = largest_change(values[i], begin[i])
-                if compare(values[i], values[j], change, 0.0, self._close) is not None:
-                    return True
-        return False
