@@ -1,8 +1,8 @@
 """Verifies the user's step before its first run.
 
-A few rows go through the step twice: once whole on the first replica, with nothing reduced, which is
-what one device computes; and once split into replica batches, as in training. A difference raises
-an error that names it. All state is restored afterwards.
+A few rows go through the step twice: once whole on the first replica, with nothing reduced, which
+is what one device computes; and once split into replica batches, as in training. A difference
+raises an error that names it. All state is restored afterwards.
 """
 
 from __future__ import annotations
