@@ -10,6 +10,7 @@ SCRIPT = Path(__file__).parent / f"{PROGRAM}.py"
 FAILING = SCRIPT.with_name("failing_step_worker.py")
 TOLD = {
     "wrong state": "RunningMean",
+    "wrong counted steps": "own_loss",
     "unlike parts": "unlike shares",
     "unlike parts from Python": "unlike shares",
 }
@@ -27,7 +28,7 @@ def test_all_workers_go_on_or_all_are_told(run_workers, logical_cpus):
     for worker in run_workers(2, [SCRIPT, logical_cpus, "ring"]):
         said = json.loads(worker.splitlines()[-1])
         assert_told(said)
-        assert len(said) == 9
+        assert len(said) >= 9
 
 
 def assert_told(said):

@@ -243,13 +243,13 @@ class Numbers:
     """The numbers that a model, and the objects that it holds, have as Python attributes.
 
     Args:
-        model: The model.
+        model: The model; None for nothing.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model | None):
         self._held = [
             (path, thing, name, value)
-            for path, thing in walk(model)
+            for path, thing in (walk(model) if model is not None else ())
             if hasattr(thing, "__dict__")
             for name, value in vars(thing).items()
             if isinstance(value, _NUMBERS) and not name.startswith("_") and name not in _OF_KERAS
@@ -270,8 +270,8 @@ class Numbers:
 
 
 @contextlib.contextmanager
-def restored_attributes(model: keras.Model) -> Iterator[Numbers]:
-    """Restores the Python numbers of a model on exit."""
+def restored_attributes(model: keras.Model | None) -> Iterator[Numbers]:
+    """Restores the Python numbers of a model on exit; None for no model."""
     numbers = Numbers(model)
     try:
         yield numbers

@@ -185,8 +185,9 @@ class Trial:
     @property
     def tests_numbers(self) -> bool:
         """Whether the step tests numbers for NaN or infinity."""
-        return bool(self._operations() & {"IsFinite", "IsInf", "IsNan"})
+        return bool(self._operations & {"IsFinite", "IsInf", "IsNan"})
 
+    @functools.cached_property
     def _operations(self) -> set[str]:
         return set().union(*(keras_compat.operations_of(each) for each in self._functions))
 
@@ -242,40 +243,46 @@ class Trial:
 
     def _distribute(self, begin, examples) -> list:
         """Runs the steps on all replicas, and notes the Python numbers that they change."""
-        several = topology.num_local_replicas(self._case.strategy) > 1
-        with restored_attributes(self._case.model) as numbers:
-            try:
-                return self._steps(self.distributed, begin, examples)
-            except FailsHere:
+        try:
+            return self._steps(self.distributed, begin, examples)
+        except FailsHere:
+            raise
+        except Exception:
+            # Replicas that count together do not do the same.
+            if not self.attributes:
                 raise
-            except Exception:
-                # Replicas that count together do not do the same.
-                if not (self._case.eager and several and numbers.changed()):
-                    raise
-                return []
-            finally:
-                if self._case.eager and several:
-                    self.attributes = self.attributes or numbers.changed()
+            return []
 
     def _steps(self, run, begin, examples) -> list[tuple[Outcome, list[np.ndarray]]]:
         self._state.write(begin)
         done = []
-        # A trace may be what fills them, and does so once; a step that runs eagerly does each time.
-        with restored_containers(self._case.model if self._case.eager else None) as containers:
-            for parts in examples:
-                try:
-                    outcome = run(parts)
-                except Exception as error:
-                    if run is self.distributed and not self._all_fail():
-                        raise FailsHere(messages.describe_failure(self._case, error)) from error
-                    raise
-                values = self._state.read()
-                if run is self._reference:
-                    values = self._state.as_on_first_replica(values)
-                done.append((outcome, values))
-            if run is self.distributed:
-                self.containers = self.containers or containers.changed()
+        # A step that runs eagerly changes them each time, another one only while it is traced.
+        model = self._case.model if self._case.eager else None
+        with restored_attributes(model) as numbers, restored_containers(model) as containers:
+            try:
+                for parts in examples:
+                    done.append(self._step(run, parts))
+            finally:
+                if run is self.distributed:
+                    self.containers = self.containers or containers.changed()
+                    self._note_numbers(numbers)
         return done
+
+    def _step(self, run, parts) -> tuple[Outcome, list[np.ndarray]]:
+        try:
+            outcome = run(parts)
+        except Exception as error:
+            if run is self.distributed and not self._all_fail():
+                raise FailsHere(messages.describe_failure(self._case, error)) from error
+            raise
+        values = self._state.read()
+        if run is self._reference:
+            values = self._state.as_on_first_replica(values)
+        return outcome, values
+
+    def _note_numbers(self, numbers):
+        if topology.num_local_replicas(self._case.strategy) > 1:
+            self.attributes = self.attributes or numbers.changed()
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
         before, differences = begin, []
@@ -372,7 +379,7 @@ class Trial:
     def _is_random(self, begin, expected, examples) -> bool:
         if self._reference.not_replaced:
             return True
-        calls_python = any("PyFunc" in kind for kind in self._operations())
+        calls_python = any("PyFunc" in kind for kind in self._operations)
         if self._functions and not calls_python:
             return False
         again = self._steps(self._reference, begin, examples)
