@@ -34,6 +34,7 @@ from tfmulti.keras_compat.held import HeldVariable as HeldVariable
 from tfmulti.keras_compat.held import UpdatedRows as UpdatedRows
 from tfmulti.keras_compat.held import after_add_weight as after_add_weight
 from tfmulti.keras_compat.held import are_held_values as are_held_values
+from tfmulti.keras_compat.held import call_outside_scope as call_outside_scope
 from tfmulti.keras_compat.held import held_values as held_values
 from tfmulti.keras_compat.held import hold as hold
 from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope

@@ -168,10 +168,15 @@ def _set_value(variable, strategy, value):
             # As it was created: Keras freezes and unfreezes weights without it.
             return tf.Variable(value, trainable=old.trainable, name=variable.name)
 
-    # In a strategy's scope, creating a variable is a collective. The scope is the thread's.
-    with futures.ThreadPoolExecutor(1) as thread:
-        new = thread.submit(create).result()
+    # In a strategy's scope, creating a variable is a collective.
+    new = call_outside_scope(create)
     variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
+
+
+def call_outside_scope(function: Callable):
+    """Calls a function outside of the strategy's scope, which belongs to the current thread."""
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 def put_on(variable: keras.Variable, device: str) -> None:
@@ -193,9 +198,8 @@ def put_on(variable: keras.Variable, device: str) -> None:
                 synchronization=old.synchronization,
             )
 
-    # In a strategy's scope, variables are created on its device. The scope is the thread's.
-    with futures.ThreadPoolExecutor(1) as thread:
-        new = thread.submit(create).result()
+    # In a strategy's scope, variables are created on its device.
+    new = call_outside_scope(create)
     # Optimizers ask the strategy to create slots beside it.
     new._distribute_strategy = old._distribute_strategy
     variable._value = new

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import types
 import warnings
-from concurrent import futures
 
 import keras
 import tensorflow as tf
@@ -176,8 +175,8 @@ class Shards:
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
 
-        In a strategy's scope, creating a variable is a collective that gives every worker the
-        chief's value. The scope is the thread's, so the slots are created in another one.
+        In the strategy's scope, creating a variable is a collective that gives every worker the
+        chief's value, so the slots are created outside of it.
 
         Args:
             variables: The variables that the optimizer will update.
@@ -203,8 +202,7 @@ class Shards:
             getattr(variable, "is_here", owner in (None, self.worker))
             for variable, owner in zip(variables, self._owners)
         ]
-        with futures.ThreadPoolExecutor(1) as thread:
-            thread.submit(self._build, variables).result()
+        keras_compat.call_outside_scope(lambda: self._build(variables))
         self._tell(variables)
 
     def _build(self, variables):
