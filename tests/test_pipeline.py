@@ -93,7 +93,7 @@ def test_a_layer_that_cannot_be_copied_counts_as_free():
     "given", [{"measure_rows": 0}, {"measure_rows": True}, {"measure_rows": 4, "stages": "layer_1"}]
 )
 def test_rows_to_time_layers_on_are_for_cuts_without_names(given):
-    with pytest.raises(ValueError, match="for cuts that are not named"):
+    with pytest.raises(ValueError, match="without names in `stages`"):
         pipeline(chain(4, 4), **given)
 
 
