@@ -12,6 +12,7 @@ import contextlib
 
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import local_steps, weighting
 from tfmulti.step.rows import as_current, current_replica_batch, distributed_batch
@@ -64,7 +65,7 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
         sample_weight: Their weights, or None.
         global_batch_size: The divisor of their sum; None for this replica's number of rows.
     """
-    if getattr(tf.distribute.get_strategy(), "repairs_keras", False):
+    if keras_compat.is_ours(tf.distribute.get_strategy()):
         if tf.distribute.in_cross_replica_context():
             # Keras calls a loss while it builds a model, where TensorFlow's function raises.
             return tf.reduce_mean(per_example_loss)

@@ -38,7 +38,7 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
     if marks.SHARDS.get(optimizer) is not None:
         return
     strategy = keras_compat.strategy_of(optimizer)
-    if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
+    if strategy.num_replicas_in_sync == 1 or not keras_compat.is_ours(strategy):
         return
     if optimizer.built:
         raise ValueError(
