@@ -19,8 +19,9 @@ _STEPS = (
     model_entry(
         "_maybe_symbolic_build",
         patches.build_from_one_replica,
-        '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" if the '
-        "first batch does not divide evenly, \"'RaggedTensor' object has no attribute 'device'\", "
+        '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" if '
+        "the first batch does not divide evenly, \"'RaggedTensor' object has no attribute "
+        "'device'\", "
         '"Unable to automatically build the model" for data that only a `train_step` understands',
         "test_canary_a_first_batch_that_does_not_divide",
         needs=("first_local_value", "before_pass", "build_by_step", "once_built", "refuse"),
