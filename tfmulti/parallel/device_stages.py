@@ -11,8 +11,15 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.parallel.stage_run import Plan, StageRun, add_gradients, concat_rows
-from tfmulti.parallel.staged_call import StagedCall, refuse_second_derivative, spread_over
+from tfmulti.parallel.staged_call import (
+    Plan,
+    StagedCall,
+    StageRun,
+    add_gradients,
+    concat_rows,
+    refuse_second_derivative,
+    spread_over,
+)
 from tfmulti.parallel.stages import Boundary, stages_of, trace_stages
 from tfmulti.step import parameters
 

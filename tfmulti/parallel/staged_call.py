@@ -1,15 +1,179 @@
-"""Replaces a model's call by a pass through the stages of a pipeline, wherever these are."""
+"""Replaces a model's call by a pass through the stages of a pipeline, wherever these are.
+
+`StagedCall` is the model's call, `StageRun` what one stage computes in it: one micro-batch after
+another, forward and backward.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.cutting import Cut
-from tfmulti.parallel.stage_run import Plan
-from tfmulti.parallel.stages import Boundary, stages_of, trace_stages
+from tfmulti.parallel.stages import Boundary, Stage, StageTrace, stages_of, trace_stages
 from tfmulti.step import normalization
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call of the model passes through the stages; the same on all workers.
+
+    Attributes:
+        stages: The stages.
+        traces: What tracing each stage has shown.
+        num_micro_batches: The number of micro-batches.
+        recomputes: Whether a stage keeps only its inputs, and runs again for gradients.
+        training: As in a layer's call.
+        context: Function that restores the context in which the model was called.
+    """
+
+    stages: list[Stage]
+    traces: list[StageTrace]
+    num_micro_batches: int
+    recomputes: bool
+    training: bool | None
+    context: Callable
+
+    @property
+    def outputs(self) -> Boundary:
+        """Describes the outputs of the last stage."""
+        return self.traces[-1].after
+
+
+class StageRun:
+    """Runs one stage on the micro-batches of one batch.
+
+    Args:
+        plan: The plan.
+        number: The number of the stage.
+        total: The rows of all micro-batches.
+        rows_before: The rows of the global batch that other copies of the stages have before these.
+
+    Attributes:
+        previous: Tensors that exist once the previous micro-batch is computed, and sent if it is
+            sent; the next one waits for them.
+        updates: The values, after the latest micro-batch, of the variables that the stage updates.
+    """
+
+    def __init__(self, plan: Plan, number: int, total: tf.Tensor, rows_before=0):
+        self._plan, self._number = plan, number
+        self._stage, self._trace = plan.stages[number], plan.traces[number]
+        self._total, self._rows_before = total, rows_before
+        self._is_last = number == len(plan.stages) - 1
+        updated = self._trace.updated
+        self._state = list(zip(updated, keras_compat.values_of(updated)))
+        # For each micro-batch, a function that returns a tape, its sources and its outputs.
+        self._recorded: list[Callable] = []
+        self.previous: list = []
+        self.updates: list[tf.Tensor] = []
+
+    def bounds(self, index: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the first row of a micro-batch, and the row after its last one."""
+        number = self._plan.num_micro_batches
+        return index * self._total // number, (index + 1) * self._total // number
+
+    def micro_batch(self, flat, index: int) -> list[tf.Tensor]:
+        """Takes the rows of one micro-batch out of tensors with all rows."""
+        begin, end = self.bounds(index)
+        # A micro-batch without rows gets one of the others', whose outputs are dropped.
+        begin = tf.minimum(begin, self._total - 1)
+        return [each[begin : tf.maximum(end, begin + 1)] for each in flat]
+
+    def forward(self, index: int, taken, weights) -> list[tf.Tensor]:
+        """Computes the stage on one micro-batch, and keeps what its gradient needs.
+
+        Args:
+            index: The number of the micro-batch.
+            taken: The outputs of the stage before.
+            weights: The values of the stage's weights.
+
+        Returns:
+            The outputs of this stage.
+        """
+        before, after, state = self._trace.before, self._trace.after, self._state
+        taken = self._after_previous(taken)
+        sources = [*before.floats(taken), *weights]
+        if self._plan.recomputes:
+            flat, new = self._compute(index, taken, weights, state)
+
+            def recorded(upstream):
+                return self._recompute(index, upstream, taken, weights, state)
+        else:
+            # A step may take several gradients of one computation.
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(sources)
+                flat, new = self._compute(index, taken, weights, state)
+
+            def recorded(upstream):
+                return tape, sources, after.floats(flat)
+
+        self._recorded.append(recorded)
+        self._state = [
+            old if keras_compat.is_seed_state(old[0]) else changed
+            for old, changed in zip(state, new)
+        ]
+        self.updates, self.previous = [value for _, value in new], flat
+        return flat
+
+    def backward(self, index: int, upstream) -> tuple[list, list]:
+        """Returns the gradients of one micro-batch's inputs, and of the stage's weights.
+
+        Args:
+            index: The number of the micro-batch.
+            upstream: Gradients of the floating-point tensors that `forward` returned.
+        """
+        upstream = self._after_previous(upstream)
+        tape, sources, outputs = self._recorded[index](upstream)
+        gradients = tape.gradient(
+            outputs, sources, output_gradients=upstream, unconnected_gradients="zero"
+        )
+        number = len(self._trace.before.floats(self._trace.before.specs))
+        of_weights = gradients[number:]
+        self.previous = tf.nest.flatten(of_weights, expand_composites=True)
+        return [tf.convert_to_tensor(each) for each in gradients[:number]], of_weights
+
+    def _after_previous(self, tensors) -> list[tf.Tensor]:
+        """Makes a micro-batch wait for the previous one.
+
+        TensorFlow would compute them side by side, or in any order: all would be finished late.
+        """
+        with tf.control_dependencies(self.previous):
+            return [tf.identity(each) for each in tensors]
+
+    def _compute(self, index, taken, weights, state):
+        begin, end = self.bounds(index)
+        drawn = sum(each.num_draws for each in self._plan.traces[: self._number])
+        with keras_compat.draws_of() as draws:
+            number = draws.number + drawn if draws is not None else None
+
+        def rows():
+            return self._rows_before + begin, tf.shape(taken[0])[0]
+
+        # Each micro-batch draws its own random numbers, as each replica does.
+        draws, stream = keras_compat.draws_of(rows, number), keras_compat.random_stream(index)
+        with draws, stream, self._plan.context():
+            before, after = self._trace.before, self._trace.after
+            training = self._plan.training
+            _, flat, new = self._stage.run(before, taken, weights, state, training, after)
+        if self._is_last:
+            # Drops the row that a micro-batch without rows was given.
+            flat = [each[: end - begin] for each in flat]
+        return flat, new
+
+    def _recompute(self, index, upstream, taken, weights, state):
+        # Otherwise TensorFlow would see that this repeats the first run, and keep its activations.
+        with tf.control_dependencies(upstream):
+            taken, weights = [tf.identity(x) for x in taken], [tf.identity(x) for x in weights]
+            state = [(variable, tf.identity(value)) for variable, value in state]
+        sources = [*self._trace.before.floats(taken), *weights]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            flat, _ = self._compute(index, taken, weights, state)
+        return tape, sources, self._trace.after.floats(flat)
 
 
 class StagedCall:
@@ -78,6 +242,23 @@ class StagedCall:
         needs_whole = training and normalization.synchronized_layers(self._model)
         number = 1 if needs_whole else self._num_micro_batches
         return Plan(self._stages, self._traces[key], number, self._recomputes, training, context)
+
+
+def concat_rows(parts) -> list[tf.Tensor]:
+    """Concatenates the rows of several lists of tensors, one list for each micro-batch."""
+    return [tf.concat(each, axis=0) for each in zip(*parts)]
+
+
+def add_gradients(some, others) -> list:
+    """Adds two lists of gradients, dense or sparse."""
+    return [_add(a, b) for a, b in zip(some, others)]
+
+
+def _add(a, b):
+    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
+        values, rows = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, rows, a.dense_shape)
+    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
 
 
 def refuse_second_derivative(gradients, sources) -> list[tf.Tensor]:

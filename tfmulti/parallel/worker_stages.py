@@ -16,8 +16,15 @@ import collections
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.parallel.stage_run import Plan, StageRun, add_gradients, concat_rows
-from tfmulti.parallel.staged_call import StagedCall, refuse_second_derivative, spread_over
+from tfmulti.parallel.staged_call import (
+    Plan,
+    StagedCall,
+    StageRun,
+    add_gradients,
+    concat_rows,
+    refuse_second_derivative,
+    spread_over,
+)
 from tfmulti.parallel.stages import weights_of
 from tfmulti.step import current_replica_batch, owners, parameters
 

@@ -202,7 +202,7 @@ class Shards:
             for variable, owner in zip(variables, self._owners)
         ]
         keras_compat.call_outside_scope(lambda: self._build(variables))
-        self._tell(variables)
+        self._report_shares(variables)
 
     def _build(self, variables):
         optimizer = self._optimizer
@@ -266,7 +266,8 @@ class Shards:
         self.slots.append(slot)
         return slot
 
-    def _tell(self, variables):
+    def _report_shares(self, variables):
+        """Logs how many bytes this worker updates, and warns if the workers' shares are uneven."""
         num_workers = topology.num_workers(self._strategy)
         held = owners.bytes_of_each(variables, num_workers, self._owners)
         most, mean = max(held), sum(held) / len(held)
