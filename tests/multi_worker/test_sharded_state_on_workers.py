@@ -170,7 +170,7 @@ def test_what_cannot_be_sharded_is_told(fast):
         assert "may read only that variable" in told["weights"] and "reads" in told["weights"]
         assert "change only its own slots" in told["counting"] and "count" in told["counting"]
         assert "change only its own slots" in told["own slots"]
-        assert "before the optimizer has its slots" in told["built"]
+        assert "before the optimizer has slots" in told["built"]
         assert "gathered in callbacks.Checkpoint" in told["between"]
 
 

@@ -1,4 +1,4 @@
-"""What each layer of a model costs to compute: estimated from its weights, or timed."""
+"""The cost of computing each layer of a model, estimated from its weights or measured."""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ def _refuse_model(model, micro_batches):
     if split:
         raise ValueError(
             "`pipeline` cannot cut a model whose layers are split. Received: "
-            f"{model.name!r}, of which {split[0]} is. Use tfmulti.tensor_parallel or this."
+            f"{model.name!r}, with the split weight {split[0]}. Use either "
+            "tfmulti.tensor_parallel or tfmulti.pipeline."
         )
     synchronized = [layer.name for layer in normalization.synchronized_layers(model)]
     if synchronized and micro_batches > 1:

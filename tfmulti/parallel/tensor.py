@@ -192,7 +192,7 @@ def _refuse_model(model):
     if any(map(tensor_layers.is_split, layers)):
         raise ValueError(
             "`tensor_parallel` must be called once for a model. Received: "
-            f"{model.name!r}, of which weights are split. Name all in one `layout`."
+            f"{model.name!r}, whose weights are split already. Name all weights in one `layout`."
         )
 
 

@@ -137,7 +137,7 @@ def has_left_to_update() -> bool:
 
 
 def one_step(fn, reduced: bool = False):
-    """Wraps the function that a replica runs, so that it is known what its tapes have reduced.
+    """Wraps the function that a replica runs, to record whether its tapes have reduced gradients.
 
     Args:
         fn: A step, or a part of one.

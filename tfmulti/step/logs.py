@@ -56,7 +56,7 @@ def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
     never updates. Call this right after the step, before anything else changes the metrics' states.
 
     Args:
-        logs: What the step returned.
+        logs: The logs that the step returned.
         replica_batch: The replica's rows of it.
 
     Returns:
@@ -100,9 +100,9 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     worker. Other logs are averaged over replicas, weighted by rows.
 
     Args:
-        logs: What the step returned.
+        logs: The logs that the step returned.
         replica_batch: The replica's rows of it.
-        differing: What `compare_with_metrics` returned.
+        differing: The result of `compare_with_metrics`.
         requests: The workers' `CoordinationRequests`, sent with the same reduction; or None.
         beside: Tensors to add over all replicas with the same reduction.
 

@@ -152,7 +152,7 @@ class OwnedValues:
     def keep(self, variables) -> None:
         """Gathers other workers' variables into files of this worker; a collective.
 
-        A script may then save the model on one worker alone.
+        Afterwards a script can save the model on a single worker.
         """
         for variable in variables:
             self.keep_value(variable, self.gathered(variable))

@@ -158,7 +158,7 @@ def _kind(indices) -> str:
         return POSITIONS
     operation = indices.op
     while operation.type in _COPIES:
-        # The last input of a selection is what `keras.ops.take` keeps of indices of 0 and above.
+        # `keras.ops.take` selects between wrapped negative indices and, the last input, others.
         operation = operation.inputs[-1 if operation.type == "SelectV2" else 0].op
     return UNIQUE if operation.type in ("Unique", "UniqueV2") else TOKENS
 

@@ -280,7 +280,7 @@ def most_updated(optimizer, variables, num_workers: int, by_rows: bool) -> int:
 
     Args:
         optimizer: The optimizer, which may be a `LossScaleOptimizer`.
-        variables: What it updates.
+        variables: The variables that it updates.
         num_workers: The number of workers.
         by_rows: See `owners_of_updates`.
     """
@@ -294,7 +294,7 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
 
     Args:
         optimizer: The optimizer.
-        variables: What it updates.
+        variables: The variables that it updates.
     """
     parts = [each for each in variables if isinstance(each, SplitParameter)]
     if not parts:

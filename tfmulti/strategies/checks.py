@@ -234,7 +234,7 @@ def before_saving(model: keras.Model) -> None:
     """Averages a model after local steps where all workers save it; refuses it elsewhere.
 
     Raises:
-        RuntimeError: Where this worker alone may save, and others hold different weights.
+        RuntimeError: If only this worker may be saving, and others hold different weights.
     """
     if not local_steps.num_pending(model):
         return
