@@ -1,4 +1,4 @@
-"""Each canary fails when upstream no longer needs the cure: then take the cure out."""
+"""Each canary fails when upstream no longer needs a replacement: then remove the replacement."""
 
 import contextlib
 import inspect

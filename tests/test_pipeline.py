@@ -71,7 +71,7 @@ def test_layers_are_timed_without_the_model():
         np.testing.assert_array_equal(weight.numpy(), value)
 
 
-def test_a_layer_that_cannot_be_made_anew_counts_as_free():
+def test_a_layer_that_cannot_be_copied_counts_as_free():
     class Fixed(layers.Layer):
         def __init__(self, units):
             super().__init__()
@@ -85,7 +85,7 @@ def test_a_layer_that_cannot_be_made_anew_counts_as_free():
 
     with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
         model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Fixed(3)])
-    with pytest.warns(UserWarning, match="could not be made anew"):
+    with pytest.warns(UserWarning, match="could not be copied"):
         assert layer_costs.measured_costs(model, rows=2)[1] == 0
 
 
@@ -93,7 +93,7 @@ def test_a_layer_that_cannot_be_made_anew_counts_as_free():
     "given", [{"measure_rows": 0}, {"measure_rows": True}, {"measure_rows": 4, "stages": "layer_1"}]
 )
 def test_rows_to_time_layers_on_are_for_cuts_without_names(given):
-    with pytest.raises(ValueError, match="for cuts that are not named"):
+    with pytest.raises(ValueError, match="without names in `stages`"):
         pipeline(chain(4, 4), **given)
 
 

@@ -268,7 +268,7 @@ def test_layers_that_were_made_before_keep_their_losses():
 
 @pytest.mark.parametrize("entry", TABLE, ids=targets(TABLE))
 def test_each_entry_names_a_canary_that_runs(entry):
-    assert entry.cures
+    assert entry.repairs
     canary = getattr(canaries, entry.canary)
     assert entry.canary.startswith("test_canary_")
     # One that reads upstream's text fails where a comment changes, and not where it behaves.

@@ -51,7 +51,7 @@ def test_what_cannot_be_cut_is_told(fast):
     assert "use shard='parameters'" in told["subclassed"]
     assert "must be called before `compile`" in told["compiled"]
     assert "shard='parameters'" in told["optimizer"]
-    assert "A pipeline has first derivatives alone" in told["penalized"]
+    assert "A pipeline supports first derivatives only" in told["penalized"]
 
 
 @pytest.mark.slow

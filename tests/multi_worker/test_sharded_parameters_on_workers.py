@@ -75,7 +75,7 @@ def test_what_cannot_be_is_told(fast):
     assert all("Received: a read of" in each for each in early)
     for told in (each["refusals"] for each in fast):
         assert "Leave compression out" in told["compressed"]
-        assert "need an optimizer that updates them where they are" in told["whole"]
+        assert "need an optimizer that updates each on its owner" in told["whole"]
         assert "must be used in a strategy's scope" in told["no_scope"]
         assert "model.save on the chief after `fit`" in told["exported"]
 

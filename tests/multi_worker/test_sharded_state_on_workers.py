@@ -166,11 +166,11 @@ def test_files_are_those_of_one_device(life):
 
 def test_what_cannot_be_sharded_is_told(fast):
     for told in (each["refusals"] for each in fast):
-        assert "read by its variable's own update alone" in told["together"]
-        assert "may read that variable alone" in told["weights"] and "reads" in told["weights"]
-        assert "change its own slots alone" in told["counting"] and "count" in told["counting"]
-        assert "change its own slots alone" in told["own slots"]
-        assert "before the optimizer has its slots" in told["built"]
+        assert "read only by its own variable's update" in told["together"]
+        assert "may read only that variable" in told["weights"] and "reads" in told["weights"]
+        assert "change only its own slots" in told["counting"] and "count" in told["counting"]
+        assert "change only its own slots" in told["own slots"]
+        assert "before the optimizer has slots" in told["built"]
         assert "gathered in callbacks.Checkpoint" in told["between"]
 
 

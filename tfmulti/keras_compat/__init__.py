@@ -1,8 +1,9 @@
 """The only place that uses private names of Keras and TensorFlow.
 
-`table.TABLE` has all that is replaced: each entry with the message or wrong result that it cures,
-and its canary in `tests/test_keras_compat.py`, which fails when upstream no longer needs the cure.
-`table.TRIED` has the versions that were tested, `table.READ` the private names that are only read.
+`table.TABLE` lists all functions that are replaced, each with the error or wrong result that the
+replacement repairs, and with its canary: a test in `tests/test_keras_compat.py` that fails when
+Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `table.READ` the
+private names that are only read.
 """
 
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of as batch_sizes_of
@@ -35,6 +36,7 @@ from tfmulti.keras_compat.held import HeldVariable as HeldVariable
 from tfmulti.keras_compat.held import UpdatedRows as UpdatedRows
 from tfmulti.keras_compat.held import after_add_weight as after_add_weight
 from tfmulti.keras_compat.held import are_held_values as are_held_values
+from tfmulti.keras_compat.held import call_outside_scope as call_outside_scope
 from tfmulti.keras_compat.held import held_values as held_values
 from tfmulti.keras_compat.held import hold as hold
 from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
@@ -100,6 +102,7 @@ from tfmulti.keras_compat.reference import separate_traces as separate_traces
 from tfmulti.keras_compat.reference import without_optimized_graphs as without_optimized_graphs
 from tfmulti.keras_compat.reference import write_handle as write_handle
 from tfmulti.keras_compat.replacement import Replacement as Replacement
+from tfmulti.keras_compat.replacement import is_ours as is_ours
 from tfmulti.keras_compat.replacement import note_strategy as note_strategy
 from tfmulti.keras_compat.seeds import global_seed_state as global_seed_state
 from tfmulti.keras_compat.seeds import is_seed_state as is_seed_state

@@ -1,21 +1,22 @@
-"""The numbers of rows of all batches of a dataset, as far as they are known without reading it."""
+"""Finds the numbers of rows of a dataset's batches without reading the dataset."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import tensorflow as tf
 
-# These give the batches that they receive, in their order.
+# Datasets that pass on the batches that they receive, in order.
 _SAME = ("_PrefetchDataset", "_OptionsDataset", "CacheDataset", "_ModelDataset")
 _BATCHES = ("_BatchDataset", "_ParallelBatchDataset")
-# The sizes of more batches than these are not looked through.
+# The sizes of more batches than this are not enumerated.
 _MOST = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """All batches of a part have `full` rows, but every `period`-th, which has `last`."""
+    """The sizes of a part's batches: `full` rows, except every `period`-th batch with `last`."""
 
     full: int
     last: int
@@ -29,13 +30,13 @@ class _Sizes:
 
 
 def batch_sizes_of(epoch_iterator) -> list[tuple[int, ...]] | None:
-    """Returns the different numbers of rows that batches have, or None where they are not known.
+    """Returns the different sizes of batches, or None if they are unknown.
 
     Args:
         epoch_iterator: Keras's iterator.
 
     Returns:
-        For each kind of batch the number of rows of each part, or one number for all parts.
+        For each different batch the number of rows of each part, or one number for all parts.
     """
     adapter = epoch_iterator.data_adapter
     if hasattr(adapter, "_inputs") and hasattr(adapter, "partial_batch_size"):
@@ -55,18 +56,15 @@ def batch_sizes_of_dataset(dataset) -> list[tuple[int, ...]] | None:
     """
     while type(dataset).__name__ in (*_SAME, "_ShuffleDataset"):
         dataset = dataset._input_dataset
-    found = _parts(dataset)
-    if not found:
+    parts = _parts(dataset)
+    if not parts:
         return None
-    number = min(each.number for each in found)
-    cycle = 1
-    for each in found:
-        # From there on the same sizes come again.
-        cycle *= each.period
-    number = int(min(number, cycle))
+    # After the product of all periods the sizes repeat.
+    cycle = math.prod(each.period for each in parts)
+    number = int(min(cycle, *(each.number for each in parts)))
     if number > _MOST:
         return None
-    batches = [sum((part.of(index) for part in found), ()) for index in range(number)]
+    batches = [sum((part.of(index) for part in parts), ()) for index in range(number)]
     return list(dict.fromkeys(batches)) or None
 
 
@@ -97,7 +95,7 @@ def _parts(dataset) -> list[_Sizes] | None:
 
 
 def _repeated(parts, dataset):
-    """Returns sizes of a repeated dataset; its parts are in step again after each pass."""
+    """Returns the sizes of a repeated dataset, whose parts begin together again in each pass."""
     count = _value(dataset, "_count")
     if parts is None or count is None:
         return None
@@ -106,7 +104,7 @@ def _repeated(parts, dataset):
     again = []
     for part in parts:
         if part.number > least and part.period == part.number:
-            # Another part ends before its last batch.
+            # Another part ends before this part's last batch.
             part = _Sizes(part.full, part.full, 1, least, part.leaves)
         if least % part.period:
             return None

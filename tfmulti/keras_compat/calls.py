@@ -1,4 +1,4 @@
-"""The context of a layer's call, to run the call once more later."""
+"""Layer calls: their context, what they read, draw and assign, and the parts of a model's graph."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from tfmulti.keras_compat import randomness, replacement
 _CALL_CONTEXT = "current_call_ctx"
 _ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
 COMMUNICATION = "tfmulti_communication"
-"""The name scope of operations that communicate: they change no state but their own order."""
+"""The name scope of operations that communicate: the only state that they change is their order."""
+# Attributes of ops that name the functions of branches, loops and calls.
 _BODIES = ("then_branch", "else_branch", "body", "f")
 
 
 class RecordingScope(keras.StatelessScope):
-    """Keeps updates of variables back, and remembers of which variables.
+    """A stateless scope that records which variables were updated in it.
 
     Attributes:
-        updated: Variables by identity, in the order of their first updates.
+        updated: The variables by id, in the order of their first updates.
     """
 
     def __init__(self, state_mapping):
@@ -37,19 +38,20 @@ class RecordingScope(keras.StatelessScope):
         self.updated = {}
 
     def add_update(self, update):
-        """Keeps the new value of a variable back."""
+        """Records the new value of a variable, without assigning it."""
         self.updated.setdefault(id(update[0]), update[0])
         super().add_update(update)
 
 
 def call_context() -> Callable[[], contextlib.AbstractContextManager]:
-    """Remembers in what context a layer is being called.
+    """Records the context of the current layer call, so that the call can run again.
 
-    It is `training` and what else outer layers hand on, and the type that weights are cast to.
-    Cures a second run of the call, in a gradient function, with `training=False` and float32.
+    The context is `training` and other arguments that outer layers hand on, and the dtype to which
+    weights are cast. Without it, a second run in a gradient function would have `training=False`
+    and float32.
 
     Returns:
-        A function that makes a context manager, in which the context is as it was.
+        A function that returns a context manager, which restores the context.
     """
     calls = global_state.get_global_attribute(_CALL_CONTEXT)
     autocast = keras_backend.get_autocast_scope()
@@ -68,19 +70,19 @@ def call_context() -> Callable[[], contextlib.AbstractContextManager]:
 
 
 def is_symbolic(values) -> bool:
-    """Whether a layer is only asked for its outputs' shapes: it is being built, or in a graph."""
+    """Whether a layer call only computes shapes, to build the layer or a Functional model."""
     flat = keras.tree.flatten(values)
     return in_symbolic_scope() or any(isinstance(value, keras.KerasTensor) for value in flat)
 
 
 def around_remat(original: Callable, recompute: Callable) -> Callable:
-    """Makes `keras.remat`, and `RematScope`, compute again from the state before.
+    """Makes `keras.remat` and `RematScope` repeat a call from the state before its first run.
 
-    Cures dropout that draws other numbers, and statistics that move twice (0.47 off).
+    Otherwise dropout draws other numbers in the second run, and statistics are updated twice.
 
     Args:
-        original: Function of a call that returns one that is run again for gradients.
-        recompute: The one that takes its place, a function of a layer (or None) and its call.
+        original: Keras's function of a call, which returns a call that runs again for gradients.
+        recompute: The function that replaces it, of a layer (or None) and its call.
     """
 
     @functools.wraps(original)
@@ -98,31 +100,31 @@ def around_remat(original: Callable, recompute: Callable) -> Callable:
 
 
 def values_of(variables) -> list:
-    """Reads variables, in the types in which they are kept, wherever a call casts them."""
+    """Reads variables in their own dtypes, even within a call that casts them."""
     with keras_backend.AutocastScope(None):
         return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
 def next_op() -> int:
-    """Returns the number that the next operation of the default graph gets at least.
+    """Returns a lower bound of the number of the default graph's next operation.
 
-    `Graph.version` does not count the placeholders of what a graph captures.
+    `Graph.version` does not count the placeholders of captured tensors.
     """
     ops = tf.compat.v1.get_default_graph().get_operations()
     return ops[-1]._id + 1 if ops else 0
 
 
 def unrepeatable_ops(since: int) -> list[str]:
-    """Returns kinds of ops that do something else when they are run a second time.
+    """Returns the types of ops whose second run would differ from the first.
 
-    They draw random numbers from a state of their own, or assign to a variable of TensorFlow's.
+    They draw random numbers from TensorFlow's own state, or assign to a `tf.Variable`.
 
     Args:
         since: `next_op()` before the ops in question were created.
     """
     graph = tf.compat.v1.get_default_graph()
     device = tf.identity(0, name="device_of_this_replica").device
-    # Replicas take turns while one graph is made; each one's ops are on its own device.
+    # The replicas build one graph in turns; the ops of each are on its own device.
     ops = [op for op in graph.get_operations() if op._id >= since and op.device == device]
     ops = [op for op in ops if COMMUNICATION not in op.name]
     kinds = {op.type for op in ops}
@@ -132,11 +134,11 @@ def unrepeatable_ops(since: int) -> list[str]:
 
 
 def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Variable]:
-    """Returns those of some variables that the graph being made reads; none outside of a graph.
+    """Returns the variables that the graph being built reads; none outside of a graph.
 
     Args:
         since: `next_op()` before the ops in question were created.
-        variables: The variables.
+        variables: Candidates.
     """
     if tf.executing_eagerly():
         return []
@@ -148,7 +150,7 @@ def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Va
 
 
 def _given_from_outside(tensor):
-    """Returns what a tensor stands for that functions and branches were given."""
+    """Follows a tensor that functions and branches have captured to the original tensor."""
     while not isinstance(tensor, tf.__internal__.EagerTensor):
         outside = {id(inner): outer for outer, inner in getattr(tensor.graph, "captures", ())}
         if id(tensor) not in outside:
@@ -158,7 +160,7 @@ def _given_from_outside(tensor):
 
 
 def _kinds_within(graph, op):
-    """Yields the kinds of ops in the bodies of a branch, a loop or a function."""
+    """Yields the types of ops in the bodies of a branch, a loop or a function."""
     for name in _BODIES:
         if name in op.node_def.attr:
             function = graph._get_function(op.node_def.attr[name].func.name)
@@ -174,7 +176,7 @@ def _is_unrepeatable(kind):
 
 
 def nodes_of(model: keras.Model) -> list[tuple[list, list]] | None:
-    """Returns the calls of a Functional or Sequential model, in the order in which they run.
+    """Returns the layer calls of a Functional or Sequential model, in the order in which they run.
 
     Returns:
         Each call's input and output tensors (`KerasTensor`); None for any other model.
@@ -184,7 +186,7 @@ def nodes_of(model: keras.Model) -> list[tuple[list, list]] | None:
 
 
 def layers_of_nodes(model: keras.Model) -> list[keras.Operation]:
-    """Returns what is called in a Functional or Sequential model, in the order of `nodes_of`."""
+    """Returns the layers and operations that a model's `nodes_of` call, in the same order."""
     return [node.operation for node in _nodes(model)]
 
 
@@ -211,17 +213,17 @@ def _nodes(model):
 
 
 def part_of_calls(model: keras.Model, first: int, last: int, inputs, outputs) -> keras.Model:
-    """Returns a model of some calls of a Functional or Sequential model.
+    """Returns a model of some consecutive layer calls of a Functional or Sequential model.
 
-    `keras.Model` fails where a layer that has made an input is called again within the part, as
-    a shared layer is; its calls are then made anew.
+    `keras.Model` fails if a shared layer has computed an input of the part and is called again
+    within it. In that case this function repeats all calls with new symbolic inputs.
 
     Args:
         model: The model.
         first: The position of the first call, in the order of `nodes_of`.
-        last: The position after the last one.
-        inputs: The tensors of the model that the part takes.
-        outputs: Those that it returns.
+        last: The position after the last call.
+        inputs: The symbolic tensors of the model that the part takes.
+        outputs: The symbolic tensors that it returns.
     """
     nodes = _nodes(model)[first:last]
     operations = {id(node.operation) for node in nodes}
@@ -237,5 +239,5 @@ def part_of_calls(model: keras.Model, first: int, last: int, inputs, outputs) ->
 
 
 def is_recorded(tensors: list[tf.Tensor]) -> bool:
-    """Whether a tape watches one of some tensors, so that a gradient of it may be asked for."""
+    """Whether a tape records one of the tensors, so that its gradient may be requested."""
     return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)

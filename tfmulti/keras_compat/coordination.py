@@ -1,4 +1,4 @@
-"""Messages between workers through TensorFlow's coordination service, and keys of collectives."""
+"""Messages between workers through TensorFlow's coordination service; keys of collectives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tfmulti import marks
 _INTERNAL = 13
 _FAILURE = "tfmulti/failure"
 _LOOK_MS, _HEALTH_MS = 2_000, 8_000
-_WORD_S = 1.0
+_REPORT_S = 1.0
 
 
 def report_error(text: str, task: str) -> None:
-    """Tells all workers of an error on this one; nothing happens where there is no cluster.
+    """Reports an error of this worker to all others; without a cluster it has no effect.
 
-    Else they learn of it by missing heartbeats, ten seconds later, and without the reason.
+    Otherwise they notice missing heartbeats ten seconds later, and do not learn the reason.
 
     Args:
         text: The error.
@@ -31,7 +31,7 @@ def report_error(text: str, task: str) -> None:
     if here.coordination_service is None:
         return
     with contextlib.suppress(tf.errors.OpError, ValueError):
-        # Refused where another worker was the first.
+        # Refused if another worker has published an error before.
         publish(_FAILURE, f"Error reported from {task}: {text}")
     with contextlib.suppress(tf.errors.OpError, ValueError):
         here.report_error_to_cluster(_INTERNAL, text)
@@ -43,7 +43,7 @@ def publish(key: str, value: str) -> None:
 
 
 def read_published(key: str, job: str, index: int) -> str:
-    """Returns what another worker has published; waits for it as long as that worker answers.
+    """Returns the text that another worker publishes; waits for it as long as that worker answers.
 
     Args:
         key: The key.
@@ -51,7 +51,7 @@ def read_published(key: str, job: str, index: int) -> str:
         index: Its index.
 
     Raises:
-        RuntimeError: Where that worker does not answer.
+        RuntimeError: If that worker does not answer.
     """
     here = context.context()
     task = f"/job:{job}/replica:0/task:{index}"
@@ -64,7 +64,7 @@ def read_published(key: str, job: str, index: int) -> str:
 
 
 def read_if_published(key: str, timeout_ms: int) -> str | None:
-    """Returns what another worker has published, or None where it has not within that time."""
+    """Returns the text that another worker has published, or None if none comes in time."""
     with contextlib.suppress(tf.errors.OpError):
         return context.context().get_config_key_value(key, timeout_in_ms=timeout_ms)
     return None
@@ -77,43 +77,43 @@ def check_peers(tasks: list[str]) -> None:
         tasks: The others, as `/job:worker/replica:0/task:1`.
     """
     here = context.context()
-    told = _failure_of_another()
+    reported = _failure_of_another()
     for task in tasks:
         try:
             here.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
         except tf.errors.OpError as error:
-            # Who fails tells it before it goes, and the word may still be on its way.
+            # A failing worker reports its error before it ends; the report may still be on its way.
             with contextlib.suppress(TimeoutError, futures.TimeoutError):
-                raise RuntimeError(told.result(_WORD_S)) from error
+                raise RuntimeError(reported.result(_REPORT_S)) from error
             silent = isinstance(error, tf.errors.DeadlineExceededError)
             what = "does not answer heartbeats" if silent else "is gone: failed to connect"
             raise RuntimeError(f"{task} {what}: {error}") from error
-    if told.done():
-        raise RuntimeError(told.result())
+    if reported.done():
+        raise RuntimeError(reported.result())
 
 
 @functools.cache
 def _failure_of_another() -> futures.Future[str]:
-    """Returns a future of the first failing worker's message.
+    """Returns a future with the report of the first worker that fails.
 
-    A thread waits for them: to ask the service for the states of workers has no deadline, and
-    stops all of Python where the chief, whose service it is, is frozen.
+    A thread waits for the report. Asking the service for the states of workers has no timeout, and
+    blocks all Python threads if the chief, which runs the service, is frozen.
     """
-    words: futures.Future[str] = futures.Future()
+    report: futures.Future[str] = futures.Future()
 
     def listen():
         with contextlib.suppress(tf.errors.OpError):
-            words.set_result(context.context().get_config_key_value(_FAILURE))
+            report.set_result(context.context().get_config_key_value(_FAILURE))
 
     threading.Thread(target=listen, name="tfmulti-listen", daemon=True).start()
-    return words
+    return report
 
 
 @contextlib.contextmanager
 def heartbeats(timeout_s: float | None):
-    """Makes a cluster that starts within notice a silent worker after `timeout_s` seconds.
+    """Sets the timeout after which a cluster that starts in the context notices a silent worker.
 
-    `MultiWorkerMirroredStrategy` sets up TensorFlow's coordination service without asking.
+    `MultiWorkerMirroredStrategy` configures TensorFlow's coordination service without this option.
     """
     here = context.context()
     if timeout_s is None:
@@ -130,24 +130,24 @@ def heartbeats(timeout_s: float | None):
         del here.configure_coordination_service
 
 
-# Keys of collectives are 32 bits: which collective, and its rows. Numbers are given anew after
-# 8190 traced collectives of a process.
+# A key of a collective has 32 bits: the number of the collective, and its rows. Numbers repeat
+# after 8190 traced collectives of a process.
 _MAX_ROWS, _MAX_COLLECTIVES = 2**18, 2**13 - 2
-# A prime: sizes that differ by some rows differ in it, where a row has not just as many elements.
+# A prime: sizes that differ by some rows differ modulo it, unless it divides the size of a row.
 _MAX_SIZE = 262_139
 
 
 def mark_launchers(strategy: tf.distribute.Strategy) -> None:
-    """Marks what a strategy of ours has made to launch collectives, wherever it is used."""
+    """Marks the launchers of collectives of a strategy of ours, wherever they are used."""
     for each in vars(strategy.extended).values():
         for launcher in getattr(each, "_launchers", ()):
             marks.LAUNCHES.set(launcher, True)
 
 
 def gather_from_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
-    """Returns the tensors of all workers, one after the other along the first axis.
+    """Concatenates the tensors of all workers along the first axis, in any order.
 
-    Unlike `ReplicaContext.all_gather` it may stand in a branch that all workers take alike.
+    Unlike `ReplicaContext.all_gather` it can be called in a branch, if all workers take it.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -158,7 +158,7 @@ def gather_from_workers(strategy: tf.distribute.Strategy, value: tf.Tensor) -> t
 
 
 def next_collective_key(strategy: tf.distribute.Strategy) -> int:
-    """Returns the highest number that a next collective of this worker would take.
+    """Returns the highest number that the next collective of this worker would get.
 
     Args:
         strategy: A strategy of several workers.
@@ -167,11 +167,13 @@ def next_collective_key(strategy: tf.distribute.Strategy) -> int:
 
 
 def skip_collective_keys(strategy: tf.distribute.Strategy, number: int) -> None:
-    """Has the next collectives of this worker take the given number.
+    """Makes the next collectives of this worker get a number.
+
+    This skips the numbers that only other workers have used.
 
     Args:
         strategy: A strategy of several workers.
-        number: At least what `next_collective_key` returns.
+        number: The number, at least that of `next_collective_key`.
     """
     for of_group in _keys_of(strategy):
         of_group.update(dict.fromkeys(of_group, number))
@@ -182,7 +184,7 @@ def _keys_of(strategy):
 
 
 def never_unique(original):
-    """Assigns keys while functions are traced, so that nested ones have keys too."""
+    """Assigns keys while functions are traced, so that nested functions have keys too."""
 
     def use_unique_instance_key(self):
         return False
@@ -194,14 +196,14 @@ SENT_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
 }
-"""Of the integers that collectives cannot send, the ones in which they are sent."""
+"""For dtypes of integers that collectives cannot send, the dtypes in which they are sent."""
 _GATHERED_AS = {**SENT_AS, tf.bfloat16: tf.float32}
 
 
 def gather_by_shape(original):
-    """Gives the gathers of workers a key for each number of rows: a key stands for one shape.
+    """Gives gathers a key for each number of rows, because TensorFlow binds a key to one shape.
 
-    What TensorFlow cannot gather, such as bfloat16, is sent in a dtype that holds its values.
+    A tensor that TensorFlow cannot gather, as of bfloat16, is sent in a dtype with all its values.
     """
 
     def all_gather(self, input_tensor, options):
@@ -220,7 +222,7 @@ def gather_by_shape(original):
 
 
 def reduce_by_size(original):
-    """Gives the sums of workers a key for each number of elements, where the graph knows none."""
+    """Gives sums a key for each number of elements, if the graph does not know the number."""
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
         if input_tensor.shape.is_fully_defined():
@@ -235,7 +237,7 @@ def reduce_by_size(original):
 
 @contextlib.contextmanager
 def _key_of(launcher, size):
-    """Has a launcher's next collective take a key of its own for this size."""
+    """Gives collectives that a launcher starts in the context a key of their own for this size."""
     number = launcher._next_instance_key()
     with tf.device("CPU:0"):
         key = (tf.cast(number, tf.int32) % _MAX_COLLECTIVES + 1) * _MAX_ROWS + size

@@ -1,4 +1,4 @@
-"""Weights whose value one worker holds: on the others they have a shape and no memory."""
+"""Weights whose value only one worker holds; on the others they have a shape but no memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _reads_held = Scoped(False)
 
 
 class HeldVariable(keras.Variable):
-    """A weight that one worker holds. Reading it gives the whole value, which a subclass gets.
+    """A weight that one worker holds.
 
-    A layer's call may run with another value in its place, in a `keras.StatelessScope`. Within
-    `held_values` it is what this worker holds: an optimizer's update takes that, and nothing is
-    sent.
+    Reading it returns the whole value, which `whole`, of a subclass, gets from its owner. Within
+    `held_values`, as in an optimizer's update, it returns what this worker holds, and nothing is
+    sent. In a `keras.StatelessScope` it returns the value that the scope has for it.
 
     Attributes:
         is_here: Whether this worker holds it.
@@ -44,7 +44,7 @@ class HeldVariable(keras.Variable):
 
     @property
     def value(self):
-        """The whole value, or the variable of what this worker holds; see the class."""
+        """The whole value, or the variable with what this worker holds; see the class."""
         if are_held_values():
             return self._value
         if in_stateless_scope() and get_stateless_scope().get_current_value(self) is not None:
@@ -55,25 +55,25 @@ class HeldVariable(keras.Variable):
 
     @property
     def handle(self):
-        """The handle of what this worker holds, with respect to which tapes differentiate."""
+        """The handle of the variable that this worker holds; tapes differentiate by it."""
         return self._value.handle
 
     @property
     def constraint(self):
-        """The constraint of the value; None where there is no value."""
+        """The constraint of the value; None on workers without the value."""
         return self._constraint if self.is_here else None
 
 
 class UpdatedRows:
-    """Some rows of a weight, which an optimizer's update reads and assigns as if they were all.
+    """Some rows of a weight, which an optimizer's update reads and assigns like a variable.
 
-    The optimizer finds the slots of the weight for them.
+    The optimizer finds the slots of the weight by them.
 
     Args:
         optimizer: The optimizer.
         variable: The weight, with one replica.
         begin: The first of the rows.
-        end: The row after the last of them.
+        end: The row after the last one.
     """
 
     def __init__(self, optimizer, variable: keras.Variable, begin: int, end: int):
@@ -123,17 +123,17 @@ class UpdatedRows:
 
 
 def held_values() -> contextlib.AbstractContextManager:
-    """Within it, reading a `HeldVariable` gives what this worker holds."""
+    """Makes reading a `HeldVariable` return what this worker holds, within the context."""
     return _reads_held.set_to(True)
 
 
 def are_held_values() -> bool:
-    """Whether reading a `HeldVariable` gives what this worker holds; see `held_values`."""
+    """Whether reading a `HeldVariable` returns what this worker holds; see `held_values`."""
     return _reads_held.value
 
 
 def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy, is_here: bool):
-    """Makes a variable a `HeldVariable`, in place; frees its value where it is not held.
+    """Turns a variable into a `HeldVariable`, in place; frees its value on other workers.
 
     Args:
         variable: A variable of the strategy's scope.
@@ -153,7 +153,7 @@ def move_held(variable: HeldVariable, strategy: tf.distribute.Strategy, value) -
     Args:
         variable: The variable.
         strategy: A strategy with one replica for each worker.
-        value: Its whole value if this worker is going to hold it, else None.
+        value: Its whole value if this worker will hold it, else None.
     """
     variable.is_here = value is not None
     empty = tf.zeros([0], variable._value.dtype)
@@ -165,13 +165,18 @@ def _set_value(variable, strategy, value):
 
     def create():
         with tf.device(strategy.extended.worker_devices[0]):
-            # As it was created: Keras freezes and unfreezes weights without it.
+            # `trainable` as at creation: Keras does not change it to freeze or unfreeze weights.
             return tf.Variable(value, trainable=old.trainable, name=variable.name)
 
-    # In a strategy's scope, creating a variable is a collective. The scope is the thread's.
-    with futures.ThreadPoolExecutor(1) as thread:
-        new = thread.submit(create).result()
+    # In a strategy's scope, creating a variable is a collective.
+    new = call_outside_scope(create)
     variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
+
+
+def call_outside_scope(function: Callable):
+    """Calls a function outside of the strategy's scope, which belongs to the current thread."""
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 def put_on(variable: keras.Variable, device: str) -> None:
@@ -193,17 +198,16 @@ def put_on(variable: keras.Variable, device: str) -> None:
                 synchronization=old.synchronization,
             )
 
-    # In a strategy's scope, variables are created on its device. The scope is the thread's.
-    with futures.ThreadPoolExecutor(1) as thread:
-        new = thread.submit(create).result()
-    # Optimizers ask the strategy to create slots beside it.
+    # In a strategy's scope, variables are created on its device.
+    new = call_outside_scope(create)
+    # Optimizers ask the variable's strategy to create slots on the same device.
     new._distribute_strategy = old._distribute_strategy
     variable._value = new
     marks.DEVICE.set(variable, device)
 
 
 def keys_of_held(original):
-    """Makes an optimizer look variables up by what this worker holds of them.
+    """Makes an optimizer look up variables without gathering their whole values.
 
     Args:
         original: `Optimizer._var_key`.
@@ -217,12 +221,12 @@ def keys_of_held(original):
 
 
 def finite_on_all(original, on_all):
-    """Makes loss scaling look at all gradients where workers have some of them alone.
+    """Makes loss scaling check the gradients of all workers, which may have different ones.
 
     Args:
         original: `LossScaleOptimizer.check_finite`.
-        on_all: Function of the optimizer and a bool tensor: whether it is true on all workers
-            that have gradients of their own.
+        on_all: Function of the optimizer and a bool tensor that returns whether it is true on all
+            workers, if these have different gradients.
     """
 
     def check_finite(self, grads):
@@ -233,7 +237,7 @@ def finite_on_all(original, on_all):
 
 @contextlib.contextmanager
 def after_add_weight(function: Callable[[keras.Variable], None]) -> Iterator[None]:
-    """Calls a function of each weight that a layer creates within the context, in this thread."""
+    """Calls a function with each weight that layers create within the context, in this thread."""
     original, thread = keras.layers.Layer.add_weight, threading.get_ident()
 
     @functools.wraps(original)
@@ -251,10 +255,10 @@ def after_add_weight(function: Callable[[keras.Variable], None]) -> Iterator[Non
 
 
 def is_initialized(variable: keras.Variable) -> bool:
-    """Whether a variable has a value: while Keras only asks for shapes, it has none yet."""
+    """Whether a variable has a value; while Keras only computes shapes, it has none."""
     return variable._value is not None
 
 
 def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """Returns the weights that a layer has itself, without those of the layers within it."""
+    """Returns the weights of a layer, without those of the layers that it contains."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]

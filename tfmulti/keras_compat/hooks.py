@@ -1,4 +1,4 @@
-"""Replacements of methods that Keras calls around steps: for callbacks, calls, saving and data."""
+"""Replacements of methods around steps: for callbacks, calls, saving and data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tfmulti import marks
 def prepare_callbacks(original, prepare, more):
     """Prepares stock callbacks for several workers.
 
-    A callback learns of its model here only, and no method of `Model` sees the callbacks.
+    Only here a callback gets its model; no method of `Model` sees the callbacks.
 
     Args:
         original: `CallbackList.set_model`.
-        prepare: Function of a callback and the model that is going to be trained.
+        prepare: Function of a callback and the model that will be trained.
         more: Function of that model that returns callbacks to add.
     """
 
@@ -35,7 +35,7 @@ def prepare_callbacks(original, prepare, more):
 
 
 def end_epochs(original, settle, agree):
-    """Has workers agree on stopping after every epoch.
+    """Makes workers agree on stopping after every epoch.
 
     Args:
         original: `CallbackList.on_epoch_end`.
@@ -52,9 +52,9 @@ def end_epochs(original, settle, agree):
 
 
 def after_loading(original, distribute):
-    """Makes the optimizer of a model that is loaded under a strategy distributed again.
+    """Makes the optimizer of a model distributed again that is loaded under a strategy.
 
-    A file holds the user's optimizer as it is; `compile_from_config` recreates it.
+    A file contains the user's own optimizer, which `compile_from_config` recreates.
 
     Args:
         original: `Model.compile_from_config`.
@@ -80,7 +80,7 @@ def before_variables(original, compare):
         shape = self._shape if self._shape is not None else getattr(value, "shape", None)
         compare(self.path, None if shape is None else tuple(shape), self.dtype)
         if self._aggregation == "only_first_replica" and self._synchronization != "on_read":
-            # Each replica counts its updates itself: across replicas no branch may do it.
+            # Each replica counts its updates itself, since a branch cannot update across replicas.
             self._aggregation = "none"
         return original(self, value)
 
@@ -88,18 +88,17 @@ def before_variables(original, compare):
 
 
 def before_calls(name: str):
-    """Returns what calls a function before `fit`, `evaluate`, `predict` and the like begin.
+    """Returns a `make` that calls a function before `fit`, `evaluate`, `predict` and the like.
 
     Args:
         name: The name of Keras's method.
     """
 
-    def make(original, look=None):
+    def make(original, before):
         def call(self, *args, **kwargs):
             validates = kwargs.get("validation_data") is not None or kwargs.get("validation_split")
             marks.CALL.set(self, (name, bool(validates)))
-            if look is not None:
-                look(self, name, args[0] if args else kwargs.get("x"))
+            before(self, name, args[0] if args else kwargs.get("x"))
             return original(self, *args, **kwargs)
 
         return call
@@ -107,23 +106,23 @@ def before_calls(name: str):
     return make
 
 
-def before_saving(original, look):
+def before_saving(original, before):
     """Calls a function before a model is saved.
 
     Args:
         original: `Model.save` or `Model.save_weights`.
-        look: Function of the model.
+        before: Function of the model.
     """
 
     def save(self, *args, **kwargs):
-        look(self)
+        before(self)
         return original(self, *args, **kwargs)
 
     return save
 
 
 def predict_on_batch_by(original, predict):
-    """Has `predict_on_batch` done by a function where there are several replicas.
+    """Replaces `predict_on_batch` on several replicas by a function.
 
     Args:
         original: `Model.predict_on_batch`.
@@ -138,15 +137,16 @@ def predict_on_batch_by(original, predict):
 
 
 def weigh_mean(original, weigh):
-    """Has a running mean count a step once over all replicas where it is given one number.
+    """Makes a running mean count a step once over all replicas if it is given one number.
 
-    A `train_step` says `tracker.update_state(loss)`, and a metric function can return the mean
-    over a batch. On one device a step counts as one; replicas with fewer rows would count alike.
+    A `train_step` calls `tracker.update_state(loss)`, and a metric function can return the mean
+    over a batch. On one device each step has weight 1. Otherwise each replica would have weight 1,
+    whatever its number of rows.
 
     Args:
         original: `Mean.update_state`.
-        weigh: Function of a metric and a number that returns the number and its weight, or None
-            where the metric shall count it as it is.
+        weigh: Function of a metric and a number that returns the number and its weight, or None if
+            the metric should count it unchanged.
     """
 
     def update_state(self, values, sample_weight=None):
@@ -157,7 +157,7 @@ def weigh_mean(original, weigh):
 
 
 def weigh_sum(original, weigh):
-    """As `weigh_mean`, for `Sum.update_state`."""
+    """Does the same as `weigh_mean` for `Sum.update_state`."""
 
     def update_state(self, values, sample_weight=None):
         weighed = _weigh(weigh, self, values, sample_weight)
@@ -177,8 +177,7 @@ def _weigh(weigh, metric, values, sample_weight):
 def logs_without_steps(original):
     """Gives an epoch without remaining steps the metrics' logs.
 
-    Keras takes the last step's logs for its own; there is none where training goes on after the
-    last step of an epoch.
+    Keras uses the logs of the epoch's last step. If training resumes after that, there are none.
     """
 
     def result_or_logs(self, logs):
@@ -188,7 +187,7 @@ def logs_without_steps(original):
 
 
 class _OfLength:
-    """A data adapter with another number of batches than Keras assumes."""
+    """Wraps a data adapter and gives it another number of batches."""
 
     def __init__(self, adapter, num_batches):
         self._adapter, self.num_batches = adapter, num_batches
@@ -198,10 +197,10 @@ class _OfLength:
 
 
 def number_of_batches(epoch_iterator, num_local_replicas: int) -> int | None:
-    """Returns the steps of a pass on this worker, or None if only the end of the data shows it.
+    """Returns the steps of a pass on this worker; None if only the end of the data shows them.
 
-    Of `distribute_datasets_from_function` Keras counts the batches of all local replicas as
-    steps, and ends with "Your input ran out of data".
+    For data of `distribute_datasets_from_function` Keras counts the batches of all local replicas
+    as steps, and ends with "Your input ran out of data".
     """
     adapter = epoch_iterator.data_adapter
     number = adapter.num_batches
@@ -213,17 +212,16 @@ def number_of_batches(epoch_iterator, num_local_replicas: int) -> int | None:
 
 
 def set_number_of_batches(epoch_iterator, number: int | None) -> None:
-    """Makes a pass end after `number` steps, or with the data where it is None."""
+    """Makes a pass end after `number` steps, or at the end of the data if it is None."""
     adapter = epoch_iterator.data_adapter
     if adapter.num_batches != number:
         epoch_iterator.data_adapter = _OfLength(adapter, number)
 
 
 def follow_position(epoch_iterator) -> None:
-    """Makes a pass over data continue at the data's position.
+    """Makes a pass over a dataset with `steps_left` continue at the dataset's position.
 
-    Keras counts the batches of a whole pass. Of a dataset with `steps_left` it takes those that
-    are left, and numbers them as if it had taken the others.
+    Keras then runs only the remaining steps, numbered as in a whole pass.
     """
     dataset = getattr(epoch_iterator.data_adapter, "_dataset", None)
     if not hasattr(dataset, "steps_left"):
@@ -247,7 +245,7 @@ def follow_position(epoch_iterator) -> None:
 
 
 def feed_of(epoch_iterator) -> tuple:
-    """Returns the user's own dataset where there is one, and whether rows are always as many."""
+    """Returns the user's own dataset or None, and whether all batches have the same size."""
     own = getattr(epoch_iterator.data_adapter, "_dataset", None)
     spec = getattr(epoch_iterator._distributed_dataset, "element_spec", None)
     leaves = [getattr(x, "_value_specs", (x,))[0] for x in tf.nest.flatten(spec)]
@@ -256,11 +254,11 @@ def feed_of(epoch_iterator) -> tuple:
 
 
 def noting_result(original, note_result):
-    """Records which metric each of a step's logs is the result of.
+    """Records the results of metrics, so that they are recognized in a step's logs.
 
     Args:
         original: `Mean.result`.
-        note_result: Function of that one and a metric.
+        note_result: Function of `original` and a metric.
     """
 
     def result(self):
@@ -270,7 +268,7 @@ def noting_result(original, note_result):
 
 
 def number_of(kind):
-    """Returns what makes `int` or `float` of a variable return its value, as on one device.
+    """Returns a `make` for `int` or `float` of a variable, which return its value.
 
     Args:
         kind: `int` or `float`.
@@ -286,21 +284,21 @@ def number_of(kind):
 
 
 def first_of_copy(dataset):
-    """Returns the first batch of a copy of a dataset; None where it cannot be copied.
+    """Returns the first batch of a copy of a dataset; None if it cannot be copied.
 
-    Cures another order of rows than on one device: to draw from the dataset itself would have
-    `shuffle` begin the first epoch with the second order. What Python has a part in, as a
-    generator, cannot be copied.
+    Drawing from the dataset itself would make `shuffle` begin the first epoch with its second
+    order, and not with that of one device. A dataset that runs Python code, such as a generator,
+    cannot be copied.
 
     Args:
-        dataset: A `tf.data.Dataset`, or something else, of which there is no copy.
+        dataset: A `tf.data.Dataset`; for anything else the result is None.
     """
     if not isinstance(dataset, tf.data.Dataset) or hasattr(dataset, "distribute_to"):
         return None
     try:
         graph = tf.compat.v1.GraphDef.FromString(dataset._as_serialized_graph().numpy())
         for node in [each for each in graph.node if each.op == "ShuffleDatasetV3"]:
-            # A copied handle would be the same generator of orders.
+            # With a copied handle, the copy would share the generator of orders.
             seeds = graph.node.add(name=f"{node.name}_seeds", op="DummySeedGenerator")
             node.input[4] = seeds.name
         variant = gen_experimental_dataset_ops.dataset_from_graph(graph.SerializeToString())

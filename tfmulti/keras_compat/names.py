@@ -1,4 +1,4 @@
-"""Private names that are read, or used on one object."""
+"""Functions that read private names of Keras and TensorFlow, or use them on one object."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ STEP_KINDS = {"train_step": "train", "test_step": "test"}
 
 
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
-    """The handle that a `tf.data.Dataset` subclass hands to its parent class.
+    """Returns the handle that a subclass of `tf.data.Dataset` passes to its parent class.
 
-    Without it a dataset of our own is no `tf.data.Dataset`, and `fit` answers "Unrecognized
-    data type".
+    Our own dataset must be such a subclass: `fit` refuses others with "Unrecognized data type".
     """
     return dataset._variant_tensor
 
 
 def is_batched(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset was batched, and only mapped, shuffled, prefetched and the like since.
+    """Whether a dataset was batched, and since then only mapped, shuffled, prefetched and the like.
 
-    Cures training with batches of batches, which layers that take any rank do without a word.
+    Batching it again would give batches of batches, which layers for any rank silently accept.
     """
     name = type(dataset).__name__
     if name.endswith("BatchDataset"):
@@ -43,14 +42,14 @@ def is_batched(dataset: tf.data.Dataset) -> bool:
 
 
 def step_of(fn) -> tuple[str | None, keras.Model | None]:
-    """Tells whether Keras's trainer is the caller of `strategy.run`, and for which step.
+    """Finds out whether a function that is passed to `strategy.run` is a step of Keras.
 
-    `mark_steps` has marked what Keras makes its functions for training and evaluation of. Whoever
-    overrides `make_train_function` passes the model's bound method; `predict` is a closure of
+    `mark_steps` marks the functions of training and evaluation steps. A user who overrides
+    `make_train_function` passes the model's bound method. The step of `predict` is a closure in
     Keras's module.
 
     Returns:
-        `"train"`, `"test"`, `"predict"` or None, and the model where it can be known.
+        `"train"`, `"test"`, `"predict"` or None, and the model if it is known.
     """
     fn = inspect.unwrap(fn)
     marked = marks.STEP.get(fn)
@@ -67,18 +66,17 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
 def states_from_rows(
     model: keras.Model, every: bool = False, synchronized: bool = False
 ) -> list[keras.Variable]:
-    """Returns floating states that layers keep on each replica by themselves.
+    """Returns the floating-point states that layers compute on each replica from its own rows.
 
-    Those of Keras's own layers are left out, but for batch normalization: they say nothing of
-    rows. Weights of layers that are frozen are no states.
+    Of Keras's own layers only batch normalization has such states, unless it is frozen.
 
     Args:
         model: The model.
-        every: Whether to take in those of all of Keras's layers, which a replica without a row
-            cannot compute by itself.
-        synchronized: Whether to take in those of synchronized batch normalization.
+        every: Whether to include the states of all of Keras's layers, which a padding row changes
+            on a replica without rows.
+        synchronized: Whether to include those of synchronized batch normalization.
     """
-    found = []
+    states = []
     for layer in model._flatten_layers():
         stock = type(layer).__module__.startswith("keras.")
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
@@ -86,44 +84,45 @@ def states_from_rows(
         if not apart or (normalizes and not layer.trainable):
             continue
         if normalizes or not stock or every:
-            found += layer._non_trainable_variables
-    found = [v for v in found if v.aggregation == "none" and keras.backend.is_float_dtype(v.dtype)]
-    return list({id(variable): variable for variable in found}.values())
+            states += layer._non_trainable_variables
+    unique = {id(variable): variable for variable in states}.values()
+    is_float = keras.backend.is_float_dtype
+    return [v for v in unique if v.aggregation == "none" and is_float(v.dtype)]
 
 
 def stateful_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The recurrent layers that keep a state for each row from one batch to the next."""
+    """Returns the recurrent layers that keep a state for each row from one batch to the next."""
     return [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False)]
 
 
 def local_statistics(model: keras.Model) -> list[keras.Variable]:
-    """Moving statistics that batch normalization keeps on each replica by itself."""
+    """Returns the moving statistics of batch normalization that is not synchronized."""
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
     layers = [layer for layer in layers if layer.built and not layer.synchronized]
     return [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
 
 
 def output_loss_trackers(model: keras.Model) -> list[keras.metrics.Mean]:
-    """The running means of each output's own loss; there are some where outputs are several."""
+    """Returns the running means of the outputs' own losses, of a model with several outputs."""
     compile_loss = getattr(model, "_compile_loss", None)
     return [metric for metric in getattr(compile_loss, "metrics", []) if metric is not None]
 
 
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers of a model with those inside of them; `Model.layers` has the outer ones only."""
+    """Returns the layers of a model at any depth; `Model.layers` has only the outermost ones."""
     return list(model._flatten_layers(include_self=False))
 
 
 def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics of a model with those that `compile` was given, which Keras keeps in one."""
+    """Returns all metrics of a model; Keras keeps those of `compile` within a single one."""
     return [metric for each in model.metrics for metric in getattr(each, "metrics", None) or [each]]
 
 
 def adopt_optimizer(optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Has an optimizer that was created outside of its model's scope make its slots there.
+    """Makes an optimizer that was created outside of its model's scope create its slots there.
 
-    Cures "Mixing different tf.distribute.Strategy objects" where a model is compiled again outside
-    of its scope: Keras makes slots in the scope in which the optimizer was created.
+    Keras creates slots in the scope of the optimizer. If a model is compiled again outside of its
+    scope, that fails with "Mixing different tf.distribute.Strategy objects".
 
     Args:
         optimizer: A Keras optimizer, or one that has an inner one.
@@ -136,13 +135,13 @@ def adopt_optimizer(optimizer, strategy: tf.distribute.Strategy) -> None:
 
 
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """The losses that `compile` made of what it was given, once the model has been trained."""
+    """Returns the losses that `compile` has created; they exist once the model has been trained."""
     entries = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)
     return [entry.loss for entry in entries or [] if entry.loss is not None]
 
 
 def own_losses(model: keras.Model) -> list[keras.losses.Loss]:
-    """The losses that a model holds itself, for a `train_step` of its own."""
+    """Returns the losses in a model's attributes, which its own `train_step` may use."""
     compiled = getattr(model, "_compile_loss", None)
     held = [value for value in vars(model).values() if isinstance(value, keras.losses.Loss)]
     return [loss for loss in held if loss is not compiled]
@@ -155,24 +154,24 @@ def is_stock(thing) -> bool:
 
 
 def sums_activity_penalty(layer: keras.layers.Layer) -> bool:
-    """Whether a layer adds a penalty that is a sum over rows, as Keras has it before 3.14."""
+    """Whether a layer's activity penalty is a sum over rows, as in Keras before 3.14."""
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
     return version < (3, 14) and getattr(layer, "activity_regularizer", None) is not None
 
 
 def loss_of(fn) -> keras.losses.Loss:
-    """Makes a loss of a function, as `compile` does."""
+    """Creates a loss from a function, as `compile` does."""
     name = getattr(fn, "__name__", type(fn).__name__)
     return keras_losses.LossFunctionWrapper(fn, name=name)
 
 
 def mask_of(tensor):
-    """Returns the mask that a layer has put on its output, or None."""
+    """Returns the mask that a layer has attached to its output, or None."""
     return keras_backend.get_keras_mask(tensor)
 
 
 def set_mask(tensor, mask) -> None:
-    """Puts a mask on a tensor, which losses and metrics look for."""
+    """Attaches a mask to a tensor, where layers, losses and metrics find it."""
     if mask is not None:
         keras_backend.set_keras_mask(tensor, mask)
 
@@ -181,15 +180,15 @@ _ACTIVATIONS = {"Sigmoid": tf.nn.sigmoid, "Softmax": tf.nn.softmax}
 
 
 def noted_logits(tensor) -> tf.Tensor | None:
-    """Returns the logits that an activation of Keras has noted on its output, or None.
+    """Returns the logits that an activation of Keras has attached to its output, or None.
 
-    Keras computes cross-entropy from them: another number where a probability is rounded.
+    Keras computes cross-entropy from them, since probabilities are rounded.
     """
     return getattr(tensor, "_keras_logits", None) if isinstance(tensor, tf.Tensor) else None
 
 
 def activation_of(tensor) -> Callable | None:
-    """Returns the sigmoid or the softmax that made a tensor of a graph, or None."""
+    """Returns the sigmoid or softmax function that computes a tensor in a graph, or None."""
     symbolic = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy")
     activation = _ACTIVATIONS.get(tensor.op.type) if symbolic else None
     noted = noted_logits(tensor)
@@ -197,41 +196,41 @@ def activation_of(tensor) -> Callable | None:
 
 
 def activated(activation: Callable, logits: tf.Tensor) -> tf.Tensor:
-    """Returns an activation of logits, which are noted on it as Keras's own layers do."""
+    """Returns the activation of logits, with these attached as Keras's own layers do."""
     output = activation(logits)
     output._keras_logits = logits
     return output
 
 
 class WithLogits:
-    """A tensor that leaves a function, or a replica, together with its logits.
+    """A tensor that leaves a function or a replica together with its logits.
 
     Args:
         tensor: The tensor.
 
     Attributes:
-        tensors: What to hand on: the tensor, and its logits if it has any.
+        tensors: The tensors to pass on: the tensor, and its logits if it has any.
     """
 
     def __init__(self, tensor):
         logits = noted_logits(tensor)
         if logits is None and activation_of(tensor) is not None:
-            # Keras finds these by the operation.
+            # Keras takes the logits from the operation.
             logits = tensor.op.inputs[0]
         self.tensors = [tensor] if logits is None else [tensor, logits]
 
     def restored(self, tensors: list[tf.Tensor]) -> tf.Tensor:
-        """Returns the tensor, given what came of `tensors`."""
+        """Returns the tensor with its logits, from the values of `tensors` on the other side."""
         if len(tensors) > 1:
             tensors[0]._keras_logits = tensors[1]
         return tensors[0]
 
 
 def keep_on_each_replica(variables) -> None:
-    """Makes a metric's variables ones that all replicas update alike, and read as the first's.
+    """Makes each replica keep its own copy of a metric's variables; outside, the first is read.
 
-    `Metric.add_variable` makes them sums over replicas, and a metric has made them before anybody
-    can ask for something else.
+    All replicas must update them alike. `Metric.add_variable` creates variables that are sums over
+    replicas, and a metric takes no option for it.
     """
     for variable in variables:
         variable._aggregation = "only_first_replica"
@@ -240,10 +239,10 @@ def keep_on_each_replica(variables) -> None:
 
 
 class EachDtype(mwms.CollectiveAllReduceExtended):
-    """Creates variables of every dtype of numbers.
+    """Creates variables of every numeric dtype.
 
-    `MultiWorkerMirroredStrategy` sends the chief's initial values through a collective that knows
-    six dtypes, and so cannot create a variable of bfloat16, int8 or complex64.
+    `MultiWorkerMirroredStrategy` broadcasts the chief's initial values with a collective for only
+    six dtypes, so it cannot create variables of bfloat16, int8 or complex64.
     """
 
     def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
@@ -274,7 +273,7 @@ _CARRIERS = {
 
 
 def _carried_as(dtype):
-    """Returns the dtype as which a value is sent without loss; None if it needs none, or has none.
+    """Returns the dtype in which to send values without loss; None if they need none or have none.
 
     Args:
         dtype: The dtype of the value.
@@ -288,16 +287,15 @@ def _carried_as(dtype):
 
 
 def _converted(value, dtype):
-    """Returns a value as another dtype, or those bits as another dtype where it has as many."""
+    """Returns a value in another dtype; for dtypes of the same size its bits in that dtype."""
     by_bits = dtype in _CARRIERS or value.dtype in _CARRIERS
     return tf.bitcast(value, dtype) if by_bits else tf.cast(value, dtype)
 
 
 class LocalCPUs(EachDtype):
-    """Several logical CPUs in each worker.
+    """Uses `num_cpus` logical CPUs in each worker.
 
-    `MultiWorkerMirroredStrategy` takes every GPU of a worker and, where there is none, one CPU
-    only. This takes `num_cpus` of them.
+    `MultiWorkerMirroredStrategy` uses all GPUs of a worker or, without GPUs, a single CPU.
     """
 
     def __init__(self, strategy, cluster_resolver, communication_options, num_cpus):
@@ -314,18 +312,17 @@ class LocalCPUs(EachDtype):
 
 
 class OwnAllReduce(EachDtype):
-    """Adds what replicas reduce by another way than TensorFlow's collectives.
+    """Reduces dense tensors of replicas with functions other than TensorFlow's collectives.
 
-    `MultiWorkerMirroredStrategy` takes its own alone, which cost 6 times a copy of the bytes on
-    CPUs. Sparse gradients, and what is reduced outside of replicas, still go its way.
+    On CPUs TensorFlow's own cost 6 times a copy of the bytes. They still reduce sparse gradients,
+    and what is reduced outside of replicas. The attributes are set after creation; see
+    `tfmulti.mpi.all_reduce.MpiAllReduce` for their arguments.
 
     Attributes:
-        add: Function of a list of tensors that returns their sums over all workers.
-        receive: Function of a tensor, the number of the worker that has it, and its shape, that
-            returns it as that worker has it.
-        broadcast: Function of a list of tensors, and of the number of the worker that has each,
-            that returns them as that worker has them.
-        reduce_to_owners: Function of the same that returns the sums of those that this worker has.
+        add: Function that returns the sums of tensors over all workers.
+        receive: Function that returns a tensor of its owner.
+        broadcast: Function that returns tensors of their owners.
+        reduce_to_owners: Function that returns the sums of tensors that this worker owns.
     """
 
     add = broadcast = receive = reduce_to_owners = None
@@ -341,21 +338,21 @@ class OwnAllReduce(EachDtype):
 
 
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
-    """Makes the `fit` that has just begun start at an epoch; as `BackupAndRestore` does."""
+    """Makes the `fit` that has just begun start at an epoch, as `BackupAndRestore` does."""
     model._initial_epoch = epoch
 
 
 def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers that draw random numbers in training."""
+    """Returns the layers that draw random numbers in training."""
     return [layer for layer in model._flatten_layers() if layer._seed_generators]
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables of an optimizer, but for its count of steps and its learning rate."""
+    """Returns the variables of an optimizer except its count of steps and its learning rate."""
     apart = [optimizer._iterations, getattr(optimizer, "_learning_rate", None)]
     return [v for v in optimizer.variables if not any(v is each for each in apart)]
 
 
 def updated_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables that an optimizer was built for."""
+    """Returns the variables for which an optimizer was built."""
     return list(optimizer._trainable_variables)

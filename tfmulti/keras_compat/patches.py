@@ -1,4 +1,4 @@
-"""Replacements of how Keras builds models, and computes losses, metrics and statistics."""
+"""Replacements in building models, and in computing losses, metrics and batch statistics."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from tfmulti.keras_compat import hooks, replacement
 
-# Rows of arrays that a model is built and verified with.
-_LOOKED = 64
+# The number of rows of arrays with which a model is built and verified.
+_MAX_ROWS = 64
 
 
 def untuned(create):
-    """Ends the datasets that a strategy adds for its devices once nothing reads them."""
+    """Lets the datasets that a strategy creates for its devices end at once when unused."""
 
     def create_untuned(*args, **kwargs):
         return without_tuning(create(*args, **kwargs))
@@ -27,7 +27,7 @@ def untuned(create):
 def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset without tf.data's tuning thread, unless its author has enabled it.
 
-    Parallel maps that are left to it then take a thread for each core.
+    Parallel maps with `AUTOTUNE` then use a thread for each core.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset
@@ -41,25 +41,25 @@ def build_from_one_replica(
 ):
     """Builds a model from one replica's batch instead of from the mean over replicas.
 
-    A Python generator loses no batch to it.
+    It takes no batch away from a Python generator.
 
     Args:
         original: Keras's own method.
-        first_local_value: Function that takes a nested structure of distributed values to
-            the first local replica's.
+        first_local_value: Function of a strategy and a nested structure of distributed values that
+            returns the first local replica's values.
         before_pass: Function of a strategy and Keras's iterator over the batches of `fit` or
-            `evaluate`, called before a pass is begun.
-        build_by_step: Function of a model and a batch as the replicas have it, which builds what
-            the model's own step would build as it is traced; it tells whether it has done so.
-        once_built: Function of a strategy, a model that is built, its first batch as the
-            replicas have it, and Keras's iterator or None.
-        refuse: Function of a model that could not be built, which raises where it knows why.
+            `evaluate`, called before a pass begins.
+        build_by_step: Function of a model and a batch of the replicas that builds the model by
+            tracing its own step, and returns whether it has done so.
+        once_built: Function of a strategy, a built model, a function that returns its first batch
+            of the replicas, and Keras's iterator or None.
+        refuse: Function of a model that could not be built, which raises an error if it knows why.
     """
 
     def build(model, iterator=None, data_batch=None):
         strategy = model._distribute_strategy
         if strategy is None:
-            # Made in no scope: the current one is not its own.
+            # The model was created in no scope, so the current one is not its own.
             return original(model, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
             before_pass(strategy, iterator)
@@ -70,13 +70,13 @@ def build_from_one_replica(
             if lacks_call(model):
                 model.built = True
             by_step = build_by_step(model, batch)
-            # What `compile` was given, and the step makes no use of, is asked for its results.
+            # Keras asks losses and metrics of `compile` for results even if the step ignores them.
             with contextlib.suppress(Exception) if by_step else contextlib.nullcontext():
                 if not by_step or _has_built_layers(model):
                     _build_by_call(model, strategy, first_local_value(strategy, batch))
         except (ValueError, RuntimeError):
             refuse(model)
-            # One that is run line by line builds itself as it goes.
+            # A model that runs eagerly builds itself in its first step.
             if not model.run_eagerly:
                 raise
         once_built(strategy, model, peek, iterator)
@@ -86,9 +86,9 @@ def build_from_one_replica(
 
 
 def _zeros_like_batches(epoch_iterator):
-    """Returns a batch of the shapes and types that a dataset tells, or None where it does not.
+    """Returns a batch of zeros with a dataset's shapes and dtypes, or None if they are unknown.
 
-    To draw one would shuffle the rows of the first epoch another time than on one device.
+    Drawing a batch would shuffle the rows of the first epoch differently than on one device.
     """
     spec = getattr(epoch_iterator._distributed_dataset, "element_spec", None)
     leaves = tf.nest.flatten(spec, expand_composites=False)
@@ -105,7 +105,7 @@ def _zeros(spec):
 
 
 def _peek(epoch_iterator):
-    """Returns a batch, without a trace where that can be: from arrays, or one that Keras keeps."""
+    """Returns a batch, if possible without side effects on the data: from arrays or a copy."""
     adapter = epoch_iterator.data_adapter
     first_batches = getattr(adapter, "_first_batches", None)
     if first_batches:
@@ -130,15 +130,15 @@ def _peek(epoch_iterator):
 
 
 def rows_from_all_over(array):
-    """Returns rows from all over an array or a tensor, which may be sorted."""
+    """Returns up to 64 rows spread evenly over an array or a tensor, which may be sorted."""
     count = int(array.shape[0])
-    rows = np.arange(_LOOKED) * count // _LOOKED if count > _LOOKED else np.arange(count)
+    rows = np.arange(_MAX_ROWS) * count // _MAX_ROWS if count > _MAX_ROWS else np.arange(count)
     taken = tf.gather(array, rows) if isinstance(array, tf.Tensor) else array[rows]
     return tf.convert_to_tensor(taken)
 
 
 def lacks_call(model: keras.Model) -> bool:
-    """Whether a model is a container with its own `train_step` only, as the usual GAN."""
+    """Whether a model has no `call`, only its own `train_step`, like the usual GAN."""
     return type(model).call is keras.Model.call
 
 
@@ -156,12 +156,11 @@ def _build_by_call(model, strategy, batch):
 
 
 def count_replica_rows_in_moments(original, current_replica_batch):
-    """Leaves an empty replica batch's padding row out of synchronized batch statistics.
+    """Excludes the padding row of an empty replica batch from synchronized batch statistics.
 
     Args:
         original: Keras's own function.
-        current_replica_batch: Function that returns the batch of the replica that is being traced,
-            or None.
+        current_replica_batch: Function that returns the replica batch of the current step, or None.
     """
 
     def moments(x, axes, keepdims):
@@ -184,18 +183,17 @@ def count_replica_rows_in_moments(original, current_replica_batch):
 
 
 def count_masks_of_all_replicas(original, current_replica_batch):
-    """Has synchronized batch normalization count the valid steps of all replicas under a mask.
+    """Makes synchronized batch normalization with a mask count the valid steps of all replicas.
 
     Args:
         original: Keras's own method.
-        current_replica_batch: Function that returns the batch of the replica that is being traced,
-            or None.
+        current_replica_batch: Function that returns the replica batch of the current step, or None.
     """
 
     def moments(self, inputs, mask):
         replica_batch, context = current_replica_batch(), tf.distribute.get_replica_context()
-        many = context is not None and context.num_replicas_in_sync > 1
-        if mask is None or not self.synchronized or replica_batch is None or not many:
+        several = context is not None and context.num_replicas_in_sync > 1
+        if mask is None or not self.synchronized or replica_batch is None or not several:
             return original(self, inputs, mask)
         valid = tf.cast(mask, inputs.dtype)[..., None] * tf.ones_like(inputs)
         valid = tf.where(replica_batch.num_real > 0, valid, tf.zeros_like(valid))
@@ -212,11 +210,11 @@ def count_masks_of_all_replicas(original, current_replica_batch):
 
 
 def keep_means(original, keeps_means):
-    """Has losses not divided by the replicas, which are averaged later.
+    """Keeps Keras from dividing losses by the number of replicas.
 
     Args:
         original: Keras's own function of a value.
-        keeps_means: Function that returns whether losses are averaged over replicas later.
+        keeps_means: Function that returns whether tfmulti averages losses over replicas itself.
     """
 
     def scale(value):
@@ -226,11 +224,11 @@ def keep_means(original, keeps_means):
 
 
 def around_call_of(kind: type, call_loss) -> None:
-    """Does what the table does with `Loss.__call__` for a class with a `__call__` of its own.
+    """Replaces the `__call__` of a class of losses, as the table replaces `Loss.__call__`.
 
     Args:
-        kind: The class of losses.
-        call_loss: Function of its own `__call__`, a loss and that one's arguments.
+        kind: The class; without a `__call__` of its own it stays unchanged.
+        call_loss: Function of the class's `__call__`, a loss and the arguments of the call.
     """
     if "__call__" in vars(kind):
         make = functools.partial(around, function=call_loss)
@@ -242,7 +240,7 @@ def update_with_function(original, update):
 
     Args:
         original: `MeanMetricWrapper.update_state`.
-        update: Function of that one, a metric, its function, and that one's arguments.
+        update: Function of `original`, a metric, its function, and the arguments of that function.
     """
 
     def update_state(self, y_true, y_pred, sample_weight=None):
@@ -253,13 +251,13 @@ def update_with_function(original, update):
 
 
 def update_metric_by(metric: keras.metrics.Metric, update) -> None:
-    """Has one metric be updated by a function of its own `update_state` and the arguments."""
+    """Replaces one metric's `update_state` by a function of it and its arguments."""
     if "update_state" not in vars(metric):
         object.__setattr__(metric, "update_state", around(metric.update_state, update))
 
 
 def around(original, function):
-    """Returns a function that gives another one `original` before its own arguments."""
+    """Returns a function that passes `original` and its arguments to another function."""
 
     @functools.wraps(original)
     def call(*args, **kwargs):

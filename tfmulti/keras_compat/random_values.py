@@ -1,4 +1,4 @@
-"""Numbers that take the place of random ones: functions of draw, row and column alone."""
+"""Substitutes for random numbers that depend only on the draw, the row and the column."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import tensorflow as tf
 
-# Bits of a random number that its type can hold with one half added to it.
+# The bits of a random number that its dtype can represent with one half added.
 _BITS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 31}
 _MASK = 0xFFFFFFFF
 
@@ -20,9 +20,9 @@ def _mixed(number: int) -> int:
 
 
 def _mix(numbers: tf.Tensor) -> tf.Tensor:
-    """Hashes int64 numbers to 32 bits: multiplications and shifts that every device has.
+    """Hashes int64 numbers to 32 bits with multiplications and shifts, which every device has.
 
-    Both factors are below 2**31, so that no product leaves 63 bits. The constants are those of
+    Both factors are below 2**31, so that products fit in 63 bits. The constants are those of
     Wellons, "Prospecting for hash functions" (2018).
     """
     xor, shift = tf.bitwise.bitwise_xor, tf.bitwise.right_shift
@@ -38,21 +38,21 @@ def _int64(number: int) -> tf.Tensor:
 
 
 def _known(size: int | tf.Tensor) -> int | None:
-    """A size as far as it is known now; TensorFlow's own inference of shapes knows most."""
+    """Returns a size if it is known statically; TensorFlow's shape inference knows most sizes."""
     return size if isinstance(size, int) else tf.zeros([size, 0]).shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One random tensor that is going to be replaced.
+    """One random tensor that will be replaced.
 
     Attributes:
-        output: What the op drew; its shape and its type are kept.
+        output: The output of the op; its shape and dtype are kept.
         number: How many draws came before it.
         first_row: Number of this replica's first row in the global batch, an int or a scalar.
         num_rows: This replica's rows, an int or a scalar.
-        salt: What changes all numbers where it is not 0, an int or a scalar.
-        without_rows: Whether it is known that its first axis is not that of rows.
+        salt: Changes all numbers if it is not 0, an int or a scalar.
+        without_rows: Whether the first axis is known not to be that of rows.
     """
 
     output: tf.Tensor
@@ -63,18 +63,18 @@ class Draw:
     without_rows: bool = False
 
     def size(self, axis: int) -> int | tf.Tensor:
-        """Size of one axis of the output: an int where it is known, else an int64 scalar."""
+        """Returns the size of an axis of the output: an int if known, else an int64 scalar."""
         known = self.output.shape[axis]
         return tf.shape(self.output, tf.int64)[axis] if known is None else known
 
     def rows(self, count: int | tf.Tensor) -> tf.Tensor:
-        """Codes of the rows of a tensor whose first axis has `count` entries, int64 `(count,)`.
+        """Returns codes of the entries of a first axis of size `count`, int64 of shape `(count,)`.
 
-        Of `count = num_rows` entries, entry i belongs to row `first_row + i`. Of a multiple of
-        them nobody knows whether a row's own stand together, as folded time steps do, or one
-        view of the batch behind the other: all are alike. Any other tensor has no rows: entry i
-        is i on every replica. Where `count` is known when the graph is made and `num_rows` is
-        not, `count` does not grow with the batch, and there are no rows either.
+        If `count` is `num_rows`, entry i belongs to row `first_row + i`. If it is a multiple, the
+        entries of a row may be adjacent, as folded time steps are, or in several views of the batch
+        one after the other; since nobody knows, all entries get the same code. Any other tensor has
+        no rows: the code of entry i is that of i on every replica. If the graph knows `count` but
+        not `num_rows`, `count` does not grow with the batch, so there are no rows either.
         """
         entries = tf.range(tf.cast(count, tf.int64))
         if self.without_rows:
@@ -100,9 +100,9 @@ class Draw:
         return size is None or (bool(known) and size % known == 0)
 
     def hashes(self, *more: int | tf.Tensor) -> tf.Tensor:
-        """Whole numbers below 2**32 of the output's shape with `more` axes after it, int64.
+        """Returns whole numbers below 2**32, int64 of the output's shape with `more` axes after it.
 
-        Every axis counts by itself, so that a longer one (another padding) changes nothing else.
+        Each axis adds a code of its own, so a longer axis (more padding) changes no other numbers.
         """
         start = _int64(_mixed(self.number + 0x1000))
         start += tf.cast(self.salt, tf.int64) * _mixed(0x800)
@@ -127,16 +127,16 @@ class Draw:
         return _mix(tf.reshape(codes, shape))
 
     def uniform(self, dtype: tf.DType, *more: int | tf.Tensor) -> tf.Tensor:
-        """Numbers between 0 and 1, both excluded; `more` as in `hashes`."""
+        """Returns numbers between 0 and 1, both excluded; `more` as in `hashes`."""
         bits = _BITS[dtype]
         high = tf.bitwise.right_shift(self.hashes(*more), _int64(32 - bits))
         return (tf.cast(high, dtype) + tf.cast(0.5, dtype)) * tf.cast(2.0**-bits, dtype)
 
 
 def _normal_between(draw, low, high):
-    """Standard normal numbers between two bounds, by the inverse of the distribution.
+    """Returns standard normal numbers between two bounds, by the inverse distribution function.
 
-    In float64: of float32, vectors and what remains beside them get other last bits.
+    It computes in float64: in float32 vectorized code and its scalar remainder differ in last bits.
     """
     below, above = (_distribution(tf.cast(bound, tf.float64)) for bound in (low, high))
     uniform = below + (above - below) * draw.uniform(tf.float64)
@@ -159,7 +159,7 @@ def _bounded_normal(draw, inputs):
 
 
 def _by_row(parameter, output):
-    """A parameter for each entry of the first axis, or for all, as it is laid over the output."""
+    """Returns a parameter for each entry of the first axis, or for all, to broadcast to outputs."""
     parameter = tf.convert_to_tensor(parameter, output.dtype)
     if parameter.shape.rank == 1 and parameter.shape[0] != 1 and output.shape.rank:
         return tf.reshape(parameter, [-1] + [1] * (output.shape.rank - 1))
@@ -172,7 +172,7 @@ def _integer(draw, inputs):
 
 
 def _categorical(draw, inputs):
-    """The class with the largest sum of logit and Gumbel noise, `(rows, samples)`."""
+    """Returns the class with the largest sum of logit and Gumbel noise, `(rows, samples)`."""
     logits = tf.convert_to_tensor(inputs["logits"])
     logits = tf.cast(logits, tf.float64 if logits.dtype == tf.float64 else tf.float32)
     num_classes = logits.shape[1] or tf.shape(logits, tf.int64)[1]
@@ -181,7 +181,7 @@ def _categorical(draw, inputs):
 
 
 def _mean(mean, draw):
-    """A distribution's mean in place of what was drawn; of whole numbers one beside it."""
+    """Returns a distribution's mean; for integers, a whole number near it."""
     mean = tf.broadcast_to(mean, tf.shape(draw.output))
     if draw.output.dtype.is_integer:
         mean = tf.floor(mean + tf.cast(0.4142, mean.dtype))
@@ -201,7 +201,7 @@ def _by(replace, *op_types):
     return dict.fromkeys(op_types, replace)
 
 
-#: What takes the place of each op's output: a function of its `Draw` and its inputs by name.
+#: For each type of op, a function of its `Draw` and its inputs by name that replaces its output.
 REPLACEMENTS = {
     **_by(
         lambda draw, inputs: draw.uniform(draw.output.dtype),

@@ -44,18 +44,18 @@ class _Scope:
 def replaced_ops(replace: Callable) -> Iterator[None]:
     """Replaces outputs of ops that are created or run in this thread.
 
-    TensorFlow's callbacks of ops (`op_callbacks`) replace outputs in graphs, those of branches,
-    loops and nested functions among them; eagerly they only look, and so both ways by which ops
-    are run are surrounded as long as anybody is in here. Every `tf.function` that is called is
-    traced anew, and no such trace is found by anybody else.
+    TensorFlow's `op_callbacks` can replace outputs in graphs, including those of branches, loops
+    and nested functions. For eager ops they can only observe, so both functions that run eager ops
+    are wrapped while any thread is in the context. Every `tf.function` that is called is traced
+    again, and code outside of the context never finds such a trace.
 
-    Cures what a trace of before would do with its own outputs, outputs that stay replaced in a
-    function that was traced within, and one replica's tensors in the trace of another.
+    Otherwise an older trace would keep its original outputs, a function traced within would keep
+    its replaced ones, and one replica's tensors would be in another's trace.
 
     Args:
-        replace: Function of an op's type, its inputs, its outputs, its name (None where it ran
-            eagerly) and `eager`, that returns as many outputs, or None where they stay. What it
-            creates in a graph is not given to it again; what it runs eagerly is.
+        replace: Function of an op's type, its inputs, its outputs, its name (None if it ran
+            eagerly) and `eager`, that returns as many outputs, or None to keep them. It is not
+            called for ops that it creates in a graph itself, but for those that it runs eagerly.
     """
     scope, local = _Scope(replace), context.context()._thread_local_data
     callbacks = local.op_callbacks
@@ -80,7 +80,7 @@ def _on_created(op_type, inputs, attrs, outputs, op_name=None, graph=None):
 
 
 def _on_run(op_type, inputs, outputs):
-    """What an op that ran eagerly returns: one tensor by itself, or a list, as it was."""
+    """Returns the outputs of an op that ran eagerly: a tensor or a list, like the original."""
     scope = _SCOPE.value
     if scope is None:
         return outputs
@@ -157,26 +157,25 @@ def _uninstall(scope):
 _RANDOM = re.compile(
     r"Random|Shuffle|Sampler$|^Multinomial$|TruncatedNormal|^Stateful(?!Partitioned)|RngBit"
 )
-# They keep seeds, or turn one into another, and draw nothing; a gradient is a function.
+# Ops that store or convert seeds, and draw nothing; and gradients, which are deterministic.
 _NO_DRAW = re.compile(r"Seed|GetKeyCounter|GetAlg|^Rng|Grad$|Queue|^CudnnRNN|AccidentalHits$")
-# They keep the order of numbers, or turn it round; and what sorts.
 _SHUFFLES = ("RandomShuffle", "StatelessShuffle")
 _SEED_INPUTS = ("seed", "key", "counter")
+# Ops that keep or reverse the order of numbers, and the op that sorts.
 _SORTING = {"Neg", "Mul", "AddV2", "Cast", "Identity", "TopKV2"}
 
 
 class Draws:
-    """What drew random numbers within `fixed_random_numbers`.
+    """The random draws within `fixed_random_numbers`.
 
     Attributes:
         number: How many draws were replaced.
-        sizes: The first axis of draws in graphs, by number, where it is known, and whether it may
-            be that of rows.
-        without_rows: What was drawn in graphs with no axis of rows: number and tensor of each.
-        shuffles: Whether one of them puts rows in another order.
-        not_replaced: Ops that draw random numbers and could not be replaced: each one's type,
-            and the name of the first of it in a graph or "". Where it is not empty, what was
-            computed is random.
+        sizes: By the number of a draw in a graph, the size of its first axis, if known, and whether
+            that may be the axis of rows.
+        without_rows: Number and tensor of each draw in a graph that has no axis of rows.
+        shuffles: Whether a draw changes the order of rows.
+        not_replaced: Types of random ops that could not be replaced, each with the name of its
+            first op in a graph, or "". If it is not empty, the results are random.
     """
 
     def __init__(self, rows: Callable, seeds_of_generators: set, without_rows=frozenset()):
@@ -193,12 +192,12 @@ class Draws:
         self._ordered: set = set()
 
     def create_variable(self, next_creator, **kwargs):
-        """Creates a variable with the values that its initializer really draws."""
+        """Creates a variable with the random values that its initializer draws."""
         with self._pause():
             return next_creator(**kwargs)
 
     def forget_tensors(self):
-        """Releases the graph, since the counts outlive it."""
+        """Releases tensors, and with them the graph, because the object outlives it."""
         self._ordered.clear()
         self.without_rows = []
         self._seeds = set()
@@ -213,7 +212,7 @@ class Draws:
             self._paused = before
 
     def replace(self, op_type, inputs, outputs, name, eager):
-        """Returns what takes the place of an op's outputs, or None where they stay."""
+        """Returns new outputs for an op, or None to keep its outputs."""
         if self._paused or (eager and self._only_graphs):
             return None
         if self._ordered and op_type in _SORTING:
@@ -229,7 +228,7 @@ class Draws:
             return [self._replaced(op_type, inputs, outputs[0])]
 
     def _has_fixed_seed(self, op_type, inputs) -> bool:
-        """Whether an op draws the same numbers on each replica, as it does with a seed in it."""
+        """Whether an op draws the same numbers on each replica, because its seed is constant."""
         if not op_type.startswith("Stateless") or tf.executing_eagerly():
             return False
         names = _inputs_of(op_type)
@@ -280,10 +279,10 @@ class Draws:
             self.sizes[draw.number] = draw.output.shape[0], may_have_rows
 
     def _on_sort(self, op_type, inputs, outputs):
-        """Leaves rows in their order where they are sorted by random numbers alone.
+        """Replaces a sort by random numbers, which shuffles rows, by the original order.
 
-        `keras.random.shuffle` sorts what was drawn, times and plus a number. A permutation of
-        the batch is none of its replica batches.
+        `keras.random.shuffle` sorts drawn numbers, scaled and shifted. A permutation of the whole
+        batch cannot be computed from replica batches.
         """
         if not (isinstance(inputs[0], tf.Tensor) and inputs[0].ref() in self._ordered):
             return None
@@ -316,30 +315,28 @@ def is_random(op_type: str) -> bool:
 
 @contextlib.contextmanager
 def fixed_random_numbers(rows: Callable, without_rows=frozenset()) -> Iterator[Draws]:
-    """Replaces what is drawn at random by numbers that depend on draw, row and column alone.
+    """Replaces random numbers by numbers that depend only on the draw, the row and the column.
 
-    A replica with rows 3 and 4 of the global batch then draws for them what one device draws
-    for its rows 3 and 4: replica batches can be compared with the whole batch.
-    It holds in this thread alone, for every op that is created or run in it: in graphs, in
-    bodies of `tf.cond` and `tf.while_loop`, eagerly, and in every `tf.function` that is called,
-    which is traced anew, and again after it. A replica has a thread of its own: enter it within
-    what `strategy.run` calls. Entered while a graph is made, it leaves alone what is
-    run eagerly (`tf.init_scope`). Initial values of variables stay random. Generators and the
-    states of `keras.random.SeedGenerator` advance as ever.
+    A replica with rows 3 and 4 of the global batch then draws for them the same numbers as one
+    device does for its rows 3 and 4, so replica batches can be compared with the whole batch. This
+    holds for every op that is created or run in this thread: in graphs, in bodies of `tf.cond` and
+    `tf.while_loop`, eagerly, and in every `tf.function` that is called, which is traced again
+    within the context and after it. Each replica has its own thread, so enter the context within
+    the function that `strategy.run` calls. If it is entered while a graph is built, eager ops (in
+    `tf.init_scope`) are not replaced. Initial values of variables stay random. Generators and the
+    states of `keras.random.SeedGenerator` advance as usual.
 
-    Uniform and normal numbers, whole numbers and categories are distributed as they shall be;
-    gamma, beta, Poisson and binomial ones are their means; a shuffle leaves the order as it is.
-    Every run of a trace, and every turn of a loop, draws the same again.
+    Uniform, normal, integer and categorical numbers keep their distribution; gamma, beta, Poisson
+    and binomial numbers are replaced by their means; a shuffle keeps the order. Every run of a
+    trace, and every iteration of a loop, draws the same numbers.
 
-    Entry i of a tensor with `k * num_rows` entries on its first axis belongs to row
-    `first_row + i // k`: what `tf.repeat`, or folding `(batch, time)`, makes. Any other tensor
-    has no rows: its entry i is the same on every replica. What is taken for rows by chance, of
-    a fixed size that `num_rows` divides, differs between replicas; it cannot where graphs are made
-    for any number of rows: a size that is known then, while `num_rows` is not, has no rows.
+    How entries of a tensor's first axis belong to rows is documented in `Draw.rows`. A fixed size
+    that `num_rows` happens to divide is mistaken for rows, and differs between replicas. That
+    cannot happen in graphs for any number of rows, where that size is known and `num_rows` is not.
 
-    Not seen: Python's `random` and NumPy, which draw as a graph is made (`keras.layers.AugMix`
-    does), ops of concrete functions and of loaded models, `tf.numpy_function` and
-    `tf.py_function`, dropout within cuDNN's own cells, other threads.
+    Not replaced: Python's `random` and NumPy, which draw while a graph is built (as
+    `keras.layers.AugMix` does), ops of concrete functions and of loaded models, `tf.numpy_function`
+    and `tf.py_function`, dropout within cuDNN's own cells, other threads.
 
     ```python
     with keras_compat.fixed_random_numbers(lambda: (first_row, tf.shape(x)[0])) as draws:
@@ -349,15 +346,15 @@ def fixed_random_numbers(rows: Callable, without_rows=frozenset()) -> Iterator[D
     ```
 
     Args:
-        rows: Function that returns this replica's first row in the global batch, and its number
-            of rows: ints or integer scalars; a third one, where it is not 0, changes all numbers.
-            It is called at every draw, in the graph that is
-            being made then; tensors of an outer graph are captured. The number shall be known
-            when a graph is made (an int, or `tf.shape(x)[0]`) where the batch's size is.
-        without_rows: Numbers of draws that are known to have no rows, whatever their size is.
+        rows: Function that returns the number of this replica's first row in the global batch, and
+            its number of rows, ints or integer scalars; an optional third value changes all numbers
+            if it is not 0. It is called at every draw, in the graph that is being built; tensors of
+            an outer graph are captured. The number of rows should be known statically (an int, or
+            `tf.shape(x)[0]`) if the batch's size is.
+        without_rows: Numbers of draws that are known to have no rows, whatever their size.
 
     Yields:
-        A `Draws`, complete when the context ends; its tensors are forgotten then.
+        A `Draws`, which is complete, and without tensors, when the context ends.
     """
     with seeds.noting_seeds() as seeds_of_generators:
         draws = Draws(rows, seeds_of_generators, without_rows)
@@ -370,12 +367,12 @@ def fixed_random_numbers(rows: Callable, without_rows=frozenset()) -> Iterator[D
 
 @contextlib.contextmanager
 def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterator[Draws | None]:
-    """Within `fixed_random_numbers`, draws for other rows.
+    """Draws numbers for other rows, within `fixed_random_numbers`.
 
     Args:
-        rows: As in `fixed_random_numbers`; None for the same as around it. Its third value is
-            added.
-        number: How many draws come before; None for as many as there were.
+        rows: As in `fixed_random_numbers`, without a third value, which stays the same; None for
+            the same rows.
+        number: How many draws come before; None for the actual number.
 
     Yields:
         The `Draws`; None outside of `fixed_random_numbers`.

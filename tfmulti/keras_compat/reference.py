@@ -1,4 +1,4 @@
-"""One device's answer on every replica: nothing is reduced, and nothing is traced for good."""
+"""Computes one device's result on each replica: without reductions, and without lasting traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfmulti.keras_compat.replacement import replace
 
 _numbers = itertools.count(1)
 _mark: int | None = None
-# What a strategy reduces and gathers with, and what takes its place: the replica's own value.
+# The methods with which a strategy reduces and gathers, and substitutes that return own values.
 _UNREDUCED = {
     "_batch_reduce_to": lambda reduce_op, pairs, options: [value for value, _ in pairs],
     "_reduce_to": lambda reduce_op, value, destinations, options: value,
@@ -26,7 +26,7 @@ _UNREDUCED = {
 
 @contextlib.contextmanager
 def reducing_nothing(strategy: tf.distribute.Strategy):
-    """Has every reduction and gather of a strategy's replicas return each replica's own value."""
+    """Makes all reductions and gathers of a strategy return each replica's own value."""
     for name, function in _UNREDUCED.items():
         setattr(strategy.extended, name, function)
     try:
@@ -38,7 +38,7 @@ def reducing_nothing(strategy: tf.distribute.Strategy):
 
 @contextlib.contextmanager
 def as_one_device(strategy: tf.distribute.Strategy):
-    """Has each replica of a strategy of ours compute what one device computes from its rows."""
+    """Makes each replica of a strategy of ours compute what one device computes from its rows."""
     with reducing_nothing(strategy):
         strategy.counts_one_replica = True
         try:
@@ -49,9 +49,9 @@ def as_one_device(strategy: tf.distribute.Strategy):
 
 @contextlib.contextmanager
 def reducing_as_usual(strategy: tf.distribute.Strategy):
-    """Ends `reducing_nothing` within the context, for what is communicated on one device's behalf.
+    """Suspends `reducing_nothing`, for communication that one device would not need.
 
-    A sharded weight is whole there, as it is on one device.
+    It makes a sharded weight whole, as it is on one device.
     """
     replaced = {n: f for n, f in vars(strategy.extended).items() if n in _UNREDUCED}
     for name in replaced:
@@ -64,9 +64,9 @@ def reducing_as_usual(strategy: tf.distribute.Strategy):
 
 
 def be_first_replica() -> None:
-    """Makes the replica that is being traced take itself for the first, until its step ends.
+    """Gives the replica that is being traced the number of the first, until its step ends.
 
-    The gradient of a gather takes the replica's own rows by its number.
+    The gradient of a gather selects the replica's own rows by its number.
     """
     here = tf.distribute.get_replica_context()
     here._replica_id_in_sync_group = 0
@@ -103,10 +103,10 @@ def without_optimized_graphs():
 
 @contextlib.contextmanager
 def separate_traces():
-    """Keeps traces of the user's own `tf.function`s that are made within apart from all others.
+    """Keeps traces that `tf.function`s make in the context separate from all other traces.
 
-    TensorFlow would take them up again in training: with another number of replicas, and with
-    tensors of a step that is over.
+    Otherwise TensorFlow would reuse them in training, although they are for another number of
+    replicas and contain tensors of a step that is over.
     """
     global _mark
     replace(function_context, "make_function_context", _marked, _separates)
@@ -118,7 +118,7 @@ def separate_traces():
 
 
 def in_separate_traces() -> bool:
-    """Whether what is traced now is thrown away afterwards."""
+    """Whether traces that are made now are not used afterwards; see `separate_traces`."""
     return _mark is not None
 
 
@@ -147,7 +147,7 @@ def handle_key(handle: tf.Tensor) -> int:
 
 
 def _kept_in(handle):
-    """The dtype of the variable behind a handle; None for a table, an iterator and the like."""
+    """Returns the dtype of a handle's variable; None for the handle of a table or an iterator."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -155,32 +155,32 @@ def _kept_in(handle):
 
 
 def read_handle(handle: tf.Tensor):
-    """Returns the value of a variable, as a numpy array."""
+    """Returns the value of a variable as a NumPy array."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kept_in(handle)).numpy()
 
 
 def write_handle(handle: tf.Tensor, value) -> None:
-    """Puts a value into a variable."""
+    """Assigns a value to a variable."""
     with tf.device(handle.device):
         value = tf.constant(value, _kept_in(handle))
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def container_of(handle: tf.Tensor):
-    """Returns the distributed variable that a handle is a replica's part of, or None."""
+    """Returns the distributed variable to which a replica's handle belongs, or None."""
     find = getattr(handle, "_distributed_container", None)
     return find() if find is not None else None
 
 
 def operations_of(function) -> set[str]:
-    """Returns the kinds of the operations of a traced function, and of those that it calls."""
+    """Returns the types of the operations of a traced function, and of functions that it calls."""
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
     return {node.op for node in nodes}
 
 
 def predict_step_of(model: keras.Model):
-    """Returns a model's step of `predict` in the shape that Keras gives it to `strategy.run`."""
+    """Returns a model's step of `predict` in the form that Keras passes to `strategy.run`."""
 
     def one_step_on_data(data):
         return model.predict_step(data)
@@ -190,7 +190,7 @@ def predict_step_of(model: keras.Model):
 
 
 def reduce_outputs(outputs, strategy: tf.distribute.Strategy, reduction: str):
-    """Makes one value of the replicas' outputs, as Keras does.
+    """Combines the replicas' outputs into one value, as Keras does.
 
     Args:
         outputs: What `strategy.run` returned.
@@ -201,13 +201,13 @@ def reduce_outputs(outputs, strategy: tf.distribute.Strategy, reduction: str):
 
 
 def compiled_state(model: keras.Model):
-    """Returns an object that is another one after every `compile`, or None before the first."""
+    """Returns an object that changes with every `compile`, or None before the first."""
     return getattr(model, "_compile_config", None)
 
 
 @contextlib.contextmanager
 def same_eager_numbers():
-    """Has operations that run eagerly draw afterwards what they would have drawn without it."""
+    """Restores the state of eager random operations after the context."""
     generator = getattr(context.context(), "_rng", None)
     state = generator.getstate() if generator is not None else None
     try:

@@ -1,4 +1,4 @@
-"""How a function of Keras or TensorFlow is replaced: once, and under our strategies alone."""
+"""Replaces a function of Keras or TensorFlow: once, and only under our strategies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, functools
 
 
 def is_ours(strategy) -> bool:
-    """Whether a strategy is one of ours."""
+    """Whether a strategy is one of tfmulti's, except that for parameter servers."""
     return getattr(strategy, "repairs_keras", False)
 
 
@@ -42,7 +42,7 @@ def of_model(model, *_, **__) -> bool:
 
 
 def of_given_model(_, model=None) -> bool:
-    """Where a model of one of our strategies is given."""
+    """When it is given a model of one of our strategies."""
     return of_model(model)
 
 
@@ -57,7 +57,7 @@ def of_optimizer(optimizer, *_, **__) -> bool:
 
 
 def of_value(value, *_, **__) -> bool:
-    """On what replicas of one of our strategies hold, outside of their steps."""
+    """On variables of one of our strategies, outside of steps."""
     return tf.executing_eagerly() and is_ours(getattr(value, "distribute_strategy", None))
 
 
@@ -67,7 +67,7 @@ def of_dataset(dataset, *_, **__) -> bool:
 
 
 def of_launcher(launcher, *_, **__) -> bool:
-    """In a replica of one of our strategies, or on what it has made to launch collectives."""
+    """In a replica of one of our strategies, or on its launchers of collectives."""
     return marks.LAUNCHES.get(launcher) or in_scope()
 
 
@@ -82,7 +82,7 @@ def distributing(*_, **__) -> bool:
 
 
 def note_distributing(original, dataset):
-    """Creates an iterator over data of one of our strategies; meanwhile `distributing` is true."""
+    """Creates an iterator over data of one of our strategies; `distributing` is true meanwhile."""
     with _distributing.set_to(True):
         return original(dataset)
 
@@ -91,18 +91,19 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
     """Replaces a function, unless it is replaced already.
 
     Args:
-        owner: The class or module. A class's method is replaced where it is found from there.
+        owner: The class or module. An inherited method is replaced in the class that defines it.
         name: The function's name.
-        make: Function of what is there, which returns what takes its place; or an attribute with
-            a place of its own (a descriptor), which asks for itself.
-        used: Function of the arguments that tells whether one of our strategies is in use.
+        make: Function of the original that returns the new function, or a descriptor, which decides
+            by itself when to act.
+        used: Function of the arguments that returns whether one of our strategies is in use. If
+            not, the original is called.
     """
     present = getattr(owner, name, None) or _absent(name)
     if is_replaced(owner, name):
         return
     new = make(present)
     if callable(new):
-        new = _asking(present, new, used)
+        new = _new_if_used(present, new, used)
     setattr(new, _MARK, present)
     new.tfmulti_place = (owner, name)
     holder = _holder(owner, name)
@@ -112,7 +113,7 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
 
 
 def _absent(name):
-    """Returns what stands for a missing method, and raises an error that says so."""
+    """Returns a substitute for a missing method, which raises an error that says so."""
 
     def absent(self, *args, **kwargs):
         raise TypeError(f"{type(self).__name__} has no {name}")
@@ -120,7 +121,9 @@ def _absent(name):
     return absent
 
 
-def _asking(present, new, used):
+def _new_if_used(present, new, used):
+    """Returns a function that calls the new one where it is used, and else the one present."""
+
     @functools.wraps(present)
     def call(*args, **kwargs):
         return (new if used(*args, **kwargs) else present)(*args, **kwargs)
@@ -129,22 +132,22 @@ def _asking(present, new, used):
 
 
 def is_replaced(owner, name: str) -> bool:
-    """Whether what is there is ours, or has ours within what others have put around it."""
-    # A wrapper of others may copy the attributes of ours; it has ours within.
+    """Whether our function is in its place, perhaps within wrappers of other libraries."""
+    # A wrapper may copy the attributes of our function, so each layer's place is compared.
     layers = _layers_of(getattr(owner, name, None))
     places = [getattr(each, "__dict__", {}).get("tfmulti_place") for each in layers]
     return any(place is not None and place == (owner, name) for place in places)
 
 
 def _holder(owner, name):
-    """The class that has a method, which can be one from which the owner inherits it."""
+    """Returns the class that defines a method: the owner, or a class from which it inherits."""
     if not inspect.isclass(owner):
         return owner
     return next((kind for kind in owner.__mro__ if name in vars(kind)), owner)
 
 
 def _layers_of(function) -> Iterator:
-    """Yields a function and those that it surrounds, however it holds them."""
+    """Yields a function and the functions that it wraps, however it refers to them."""
     pending, seen = [function], set()
     while pending:
         each = pending.pop()
@@ -161,17 +164,17 @@ def _held_by(function) -> list:
         try:
             held.append(cell.cell_contents)
         except ValueError:
-            # Not filled yet.
+            # The cell is still empty.
             continue
     return [each for each in held if isinstance(each, _FUNCTIONS)]
 
 
 def _named_by(function) -> list:
-    """The functions of its module that a function names, where a wrapper can keep ours."""
+    """Returns the global functions that a function names: a wrapper may keep ours in a global."""
     if not isinstance(function, types.FunctionType):
         return []
-    found = [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [each for each in found if isinstance(each, _FUNCTIONS)]
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [each for each in named if isinstance(each, _FUNCTIONS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,23 +184,23 @@ class Replacement:
     Attributes:
         owner: The class or module.
         name: The function's name.
-        make: Function of what was there, and of what `needs` names, that returns the new one.
-            None where a context manager replaces it as long as one is in there.
-        used: Function of the arguments that tells whether one of our strategies is in use; its
+        make: Function of the original, and of the functions that `needs` names, that returns the
+            new function. None if a context manager replaces it temporarily.
+        used: Function of the arguments that returns whether one of our strategies is in use; its
             docstring says where that is.
-        cures: The message, or the wrong result, without it.
-        canary: The test that fails when it is no longer needed.
-        needs: Names of the functions that `install` is given for it.
-        arguments: Arguments that it relies on; None for what is no function.
-        within: The context manager.
-        adds: Whether there is nothing of that name without us.
+        repairs: The error message, or the wrong result, without the replacement.
+        canary: The test that fails when the replacement is no longer needed.
+        needs: Names of functions that `install` passes to `make`.
+        arguments: Arguments of the original that it relies on; None if that is not a function.
+        within: The name of the context manager.
+        adds: Whether the original does not exist.
     """
 
     owner: object
     name: str
     make: Callable | None
     used: Callable | None
-    cures: str
+    repairs: str
     canary: str
     needs: tuple[str, ...] = ()
     arguments: tuple[str, ...] | None = ()
@@ -206,25 +209,25 @@ class Replacement:
 
     @property
     def target(self) -> str:
-        """Where it is: the class or module and the name."""
+        """The class or module, and the name."""
         return f"{self.owner.__name__.split('.')[-1]}.{self.name}"
 
     def install(self, functions) -> None:
-        """Puts it in its place, unless it is there; see `install`."""
+        """Installs it unless it is installed already; see `table.install`."""
         needed = [functions[name] for name in self.needs]
         replace(self.owner, self.name, lambda original: self.make(original, *needed), self.used)
 
 
-def model_entry(name, make, cures, canary, **more) -> Replacement:
-    """An entry for a method of models."""
-    return Replacement(keras.Model, name, make, of_model, cures, canary, **more)
+def model_entry(name, make, repairs, canary, **more) -> Replacement:
+    """Returns an entry for a method of models."""
+    return Replacement(keras.Model, name, make, of_model, repairs, canary, **more)
 
 
-def scope_entry(owner, name, make, cures, canary, **more) -> Replacement:
-    """An entry that acts in a strategy's scope."""
-    return Replacement(owner, name, make, in_scope, cures, canary, **more)
+def scope_entry(owner, name, make, repairs, canary, **more) -> Replacement:
+    """Returns an entry that acts in a strategy's scope."""
+    return Replacement(owner, name, make, in_scope, repairs, canary, **more)
 
 
-def temporary_entry(owner, name, within, cures, canary, **more) -> Replacement:
-    """An entry that a context manager replaces."""
-    return Replacement(owner, name, None, None, cures, canary, within=within, **more)
+def temporary_entry(owner, name, within, repairs, canary, **more) -> Replacement:
+    """Returns an entry for a function that a context manager replaces temporarily."""
+    return Replacement(owner, name, None, None, repairs, canary, within=within, **more)

@@ -13,7 +13,7 @@ from keras.src.random import seed_generator
 from tfmulti.keras_compat import reference
 from tfmulti.runtime.scoped import Scoped
 
-# What makes the seeds of two replicas differ: the golden ratio of 2**32, as hashes use it.
+# The distance between the seeds of two replicas: 2**32 times the golden ratio, as in hashing.
 _SEED_STEP = 0x9E3779B1
 # Keras's name for it among its global attributes; Keras 3.12 has no constant for it.
 _GENERATOR = "global_seed_generator"
@@ -22,25 +22,26 @@ _stream = Scoped(0)
 
 
 def noting_seeds() -> contextlib.AbstractContextManager[set]:
-    """Yields the seeds that generators of Keras draw in this thread, references of tensors."""
+    """Yields a set of references to the seeds that Keras's generators draw in this thread."""
     return _drawn.set_to(set())
 
 
 def global_seed_state() -> list[int]:
-    """The state from which random operations without a seed draw."""
+    """Returns the state from which random operations without a seed draw."""
     return seed_generator.global_seed_generator().state.numpy().tolist()
 
 
 def set_global_seed_state(state: list[int]) -> None:
-    """Puts back what `global_seed_state` returned."""
+    """Restores a state that `global_seed_state` has returned."""
     seed_generator.global_seed_generator().state.assign(state)
 
 
 class GlobalSeeds:
     """The generator of random operations without a seed, for all replicas of a strategy.
 
-    Keras makes it where a thread first asks for it, from Python's random numbers. That is
-    followed: these go on only once a step has drawn from it, as on one device.
+    Keras creates one when a thread first asks for it, and seeds it with Python's random numbers.
+    This class creates it earlier, but advances Python's random numbers only when a step first draws
+    from it, as on one device.
 
     Args:
         strategy: The strategy.
@@ -53,7 +54,7 @@ class GlobalSeeds:
             value = generator.state.value
             own = getattr(value, "distribute_strategy", None)
             if strategy.num_replicas_in_sync > 1 and own is not strategy:
-                # Another strategy's variable can be read here by one of its copies alone.
+                # Here another strategy's variable can be read only through one of its copies.
                 drawn = getattr(value, "values", (value,))[0].numpy().tolist()
                 generator = keras.random.SeedGenerator()
                 generator.state.assign(drawn)
@@ -70,7 +71,7 @@ class GlobalSeeds:
 
 
 def prepare_global_seeds(strategy: tf.distribute.Strategy) -> None:
-    """Makes the `GlobalSeeds` of a strategy, unless Keras still has its generator."""
+    """Creates the `GlobalSeeds` of a strategy, unless Keras still uses its generator."""
     if strategy.global_seeds is None or strategy.global_seeds.generator is not _present():
         strategy.global_seeds = GlobalSeeds(strategy)
 
@@ -80,7 +81,7 @@ def _present():
 
 
 def share_global_seeds(original):
-    """Gives the threads of all replicas one generator: Keras keeps one for each thread."""
+    """Gives the threads of all replicas one generator; Keras has one for each thread."""
 
     def global_seed_generator():
         seeds = tf.distribute.get_strategy().global_seeds
@@ -92,10 +93,10 @@ def share_global_seeds(original):
 
 
 def random_stream(number: int) -> contextlib.AbstractContextManager:
-    """Within it, a replica draws from another random stream of its own.
+    """Makes each replica draw from another random stream within the context.
 
     Args:
-        number: The number of the stream; 0 for the one outside of the context.
+        number: The number of the stream; 0 is the stream outside of the context.
     """
     return _stream.set_to(number)
 
@@ -106,9 +107,9 @@ def is_seed_state(variable: keras.Variable) -> bool:
 
 
 def vary_seeds(original):
-    """Gives each replica a random stream of its own, and more by `random_stream`.
+    """Gives each replica a random stream of its own, and further ones with `random_stream`.
 
-    The state stays the same everywhere, so that what is saved is what one device would save.
+    The generators' state stays the same on all replicas, and is saved as by one device.
     """
 
     def draw(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""Private names for training with parameter servers."""
+"""Functions for parameter servers that use private names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def place_variables(
     bytes_on_servers: list[int],
     fill: Callable[[tf.Variable], None],
 ) -> None:
-    """Has each variable be created on the server that has the fewest bytes so far.
+    """Makes a strategy create each variable on the server that has the fewest bytes so far.
 
-    TensorFlow takes the servers in turn, so that of a large table and many small variables one
-    server holds nearly everything.
+    TensorFlow takes the servers in turn: with a large table and many small variables, one server
+    would hold nearly everything.
 
     Args:
         strategy: A `tf.distribute.ParameterServerStrategy`.
-        bytes_on_servers: The bytes on each server, to which this adds.
-        fill: Function of each new variable, that may give it its first values.
+        bytes_on_servers: The bytes on each server, which this updates.
+        fill: Function of each new variable that may assign its initial values.
     """
     extended = strategy.extended
 
@@ -49,17 +49,17 @@ def build_model(model: keras.Model, batch) -> None:
 
 
 def take_initial_epoch(model: keras.Model) -> int | None:
-    """Returns the epoch that a callback has set when training began, and forgets it."""
+    """Returns the epoch that a callback has set when training began, and resets it."""
     epoch, model._initial_epoch = model._initial_epoch, None
     return epoch
 
 
 def build_tables(original, build):
-    """Has large embeddings be created in parts, and looked up where they are.
+    """Creates large embeddings in parts, and makes servers look up their rows.
 
     Args:
         original: `Embedding.build`.
-        build: Function of that one and a layer.
+        build: Function of `original`, a layer and the shape of its inputs.
     """
 
     def build_layer(self, input_shape=None):

@@ -16,12 +16,13 @@ from tfmulti import marks
 
 
 def update_alike(plain):
-    """Returns what makes a method of optimizers local to each replica after a reduction.
+    """Returns a `make` for a method of optimizers that each replica then runs by itself.
 
-    What an optimizer's own class does around these methods, as Nadam and Muon do, stays.
+    It does so after a reduction, when all replicas have the same gradients. Overrides of an
+    optimizer's own class, such as those of Nadam and Muon, stay.
 
     Args:
-        plain: The same method of an optimizer that knows no replicas.
+        plain: The same method of an optimizer without replicas.
     """
 
     def make(original, gradients_are_global):
@@ -36,7 +37,7 @@ def update_alike(plain):
 
 
 def update_on_devices(self, grads, trainable_variables, learning_rate) -> None:
-    """Updates weights, each on its device where stages of a pipeline are on several."""
+    """Updates weights, each on its own device if pipeline stages are on several devices."""
     for device, places in _by_device(trainable_variables):
         with device:
             base_optimizer.BaseOptimizer._backend_update_step(
@@ -48,7 +49,7 @@ def update_on_devices(self, grads, trainable_variables, learning_rate) -> None:
 
 
 def decay_on_devices(self, variables) -> None:
-    """Decays weights, each on its device where stages of a pipeline are on several."""
+    """Decays weights, each on its own device if pipeline stages are on several devices."""
     variables = list(variables)
     for device, places in _by_device(variables):
         with device:
@@ -57,7 +58,7 @@ def decay_on_devices(self, variables) -> None:
 
 
 def _by_device(variables):
-    """Yields contexts, one for each device, and the places of the variables that are there."""
+    """Yields a context for each device, and the places of the variables on that device."""
     places: dict = {}
     for place, variable in enumerate(variables):
         places.setdefault(marks.DEVICE.get(variable), []).append(place)
@@ -66,9 +67,9 @@ def _by_device(variables):
 
 
 def within_replicas(original, reduce_in_step):
-    """Refuses an optimizer of several replicas that is applied in none of them.
+    """Refuses to apply an optimizer of several replicas outside of a replica.
 
-    One of one replica is applied wherever it is, as without a strategy.
+    An optimizer of one replica can be applied anywhere, as without a strategy.
 
     Args:
         original: Keras's own method.
@@ -86,7 +87,7 @@ def within_replicas(original, reduce_in_step):
                 "Use model.fit, or give the step to strategy.run, with a "
                 "tfmulti.DistributedGradientTape; for one device leave the scope out."
             )
-        # In one replica's step an optimizer may be that of no scope, as with stock Keras.
+        # With one replica, a step may use an optimizer that was created in no scope, as in Keras.
         entered = here or tf.distribute.has_strategy()
         with contextlib.nullcontext() if entered else strategy.scope():
             return original(self, reduce_in_step(grads), trainable_variables)
@@ -101,7 +102,7 @@ def accumulators(optimizer, variables) -> list[keras.Variable]:
 
 
 def is_accumulating(optimizer) -> bool:
-    """Whether steps were taken since an accumulation began; asked from outside of a step."""
+    """Whether an accumulation has begun and not ended; to be called outside of a step."""
     value = optimizer._iterations.value
     value = getattr(value, "values", (value,))[0]
     return int(value.numpy()) % optimizer.gradient_accumulation_steps != 0
@@ -124,9 +125,9 @@ def variable_index(optimizer, variable) -> int:
 
 @contextlib.contextmanager
 def noting_assigned(variables):
-    """Yields a list that will hold those of some variables which are assigned within.
+    """Yields a list to which it adds, in the end, the variables that were assigned in the context.
 
-    In a graph it sees operations that assign, else values that have changed.
+    In a graph it finds assigning operations; eagerly it finds values that have changed.
 
     Args:
         variables: Keras variables.
@@ -159,7 +160,7 @@ def track_variable(optimizer, variable: keras.Variable) -> None:
 def after_updates(optimizer, function) -> None:
     """Calls a function of the variables after each update of an optimizer.
 
-    What Keras does with the new values, such as moving averages and constraints, comes after it.
+    Keras's further operations on the new values, such as moving averages and constraints, follow.
     """
 
     def update(self, grads, trainable_variables, learning_rate):
@@ -170,7 +171,7 @@ def after_updates(optimizer, function) -> None:
 
 
 def clip_global_norm_by(optimizer, function) -> None:
-    """Has the norm of all gradients be clipped by a function of the gradients and the variables."""
+    """Replaces clipping by the global norm by a function of the gradients and the variables."""
     updating = []
 
     def apply_gradients(self, grads, trainable_variables):
@@ -187,16 +188,16 @@ def clip_global_norm_by(optimizer, function) -> None:
 
 
 def has_custom_step(model: keras.Model, kind: str) -> bool:
-    """Whether a model's `"train"` or `"test"` step is another than Keras's.
+    """Whether a model's `"train"` or `"test"` step is not Keras's own.
 
-    Keras's own step of training hands gradients straight on.
+    Keras's own training step hands gradients directly to the optimizer.
     """
     name = f"{kind}_step"
     return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
 
 
 def update_by(optimizer, grads, variables) -> None:
-    """Does an update of Keras with accumulated gradients, and forgets them."""
+    """Does Keras's update with accumulated gradients, and resets them."""
     grads = optimizer._clip_gradients(grads)
     optimizer._apply_weight_decay(variables)
     optimizer._backend_update_step(grads, variables, optimizer.learning_rate)
@@ -204,10 +205,10 @@ def update_by(optimizer, grads, variables) -> None:
 
 
 def mark_steps(original):
-    """Marks what Keras makes its functions for training and evaluation of.
+    """Marks the steps of which Keras makes its functions for training and evaluation.
 
     A step can be a `tf.function`, a partial or a lambda, which have neither the name `train_step`
-    nor the model. Only the step's Python function is passed on: within a `tf.function` no replica
+    nor the model. It is wrapped in a Python function, because within a `tf.function` no replica
     can reduce ("merge_call called while defining a new graph or a tf.function").
     """
 
@@ -223,18 +224,18 @@ def mark_steps(original):
 
 
 def within_steps(original, take_gradient):
-    """Has tapes give gradients of the whole batch; see `tfmulti.step.gradients`.
+    """Makes tapes return gradients of the whole batch; see `tfmulti.step.gradients`.
 
     Args:
         original: TensorFlow's own method.
-        take_gradient: Function of that one and its arguments.
+        take_gradient: Function of `original` and its arguments.
     """
 
     def gradient(self, target, sources, output_gradients=None, *args, **kwargs):
         if args:
             kwargs["unconnected_gradients"] = args[0]
         if _in_vectorized_loop():
-            # The gradient of one row or one element; its replica's optimizer or code combines it.
+            # The gradient of one row or one element, which the user's code combines later.
             return original(self, target, sources, output_gradients, **kwargs)
         return take_gradient(original, self, target, sources, output_gradients, **kwargs)
 
@@ -242,19 +243,17 @@ def within_steps(original, take_gradient):
 
 
 def _in_vectorized_loop() -> bool:
-    """Whether `tf.vectorized_map` or `tf.GradientTape.jacobian` traces its function now."""
+    """Whether `tf.vectorized_map` or `tf.GradientTape.jacobian` is tracing its function."""
     scopes = tf.get_current_name_scope().split("/")
     return any(scope == "loop_body" or scope.startswith("loop_body_") for scope in scopes)
 
 
 def inline_functions(original, inlines):
-    """Has each `tf.function` that a step calls traced as a part of the step.
-
-    Those that XLA compiles stay.
+    """Traces each `tf.function` that a step calls as a part of the step, unless XLA compiles it.
 
     Args:
-        original: `__call__` of what `tf.function` returns.
-        inlines: Function that tells whether this thread traces a step.
+        original: `__call__` of the object that `tf.function` returns.
+        inlines: Function that returns whether this thread traces a step.
     """
 
     def call(self, *args, **kwargs):
@@ -269,17 +268,17 @@ def inline_functions(original, inlines):
 
 
 def keep_losses_apart(kind):
-    """Returns what makes an attribute of layers one for each replica's thread.
+    """Returns a `make` that gives an attribute of layers a separate value for each replica.
 
-    A layer has one list for all replicas' threads, which take turns wherever they reduce, as
-    synchronized batch normalization does.
+    Keras's layers have one list for all replicas, whose threads take turns wherever they reduce, as
+    in synchronized batch normalization.
 
     Args:
         kind: The type of the attribute, such as `list`.
     """
 
     def make(original, in_step):
-        # Nothing is there: layers themselves hold it.
+        # There is no original attribute of the class: each layer has its own.
         return _OfThread(kind, in_step)
 
     return make
@@ -293,7 +292,7 @@ class _OfThread:
         self._local = threading.local()
 
     def __set_name__(self, owner, name):
-        # The name by which layers hold it without us: theirs, and ours where they are copied.
+        # Keras's own name, so that a layer that is copied or used without us keeps its value.
         self._name = name
 
     def __get__(self, instance, owner=None):
@@ -302,7 +301,7 @@ class _OfThread:
         if not self._in_step():
             return instance.__dict__.setdefault(self._name, self._kind())
         values = vars(self._local).setdefault("values", {})
-        # The instance is kept with its value, so that its id stays its own.
+        # The instance is kept with its value, so that no other object gets its id.
         return values.setdefault(id(instance), (instance, self._kind()))[1]
 
     def __set__(self, instance, value):

@@ -1,7 +1,7 @@
-"""What is replaced in Keras and TensorFlow, and the versions on which all of it was tried.
+"""The table of the functions of Keras and TensorFlow that are replaced, and the tested versions.
 
-Every entry acts where one of our strategies is in use, and else calls what was there. Its canary
-in `tests/test_keras_compat.py` fails when upstream no longer needs the cure.
+A replacement acts where one of tfmulti's strategies is in use; elsewhere it calls the original
+function. Its canary in `tests/test_keras_compat.py` fails when upstream no longer needs it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ TABLE = (*table_steps.ENTRIES, *table_runs.ENTRIES)
 
 
 def install(**functions: Callable) -> None:
-    """Installs every entry of the table that is not there yet.
+    """Installs every entry of the table that is not installed yet.
 
     Args:
-        **functions: What entries call, by the names in `Replacement.needs`; what each is given
-            is told where its replacement is made.
+        **functions: The functions that replacements call, by the names in `Replacement.needs`. The
+            function that makes a replacement documents their arguments.
     """
     for entry in TABLE:
         if entry.make is not None:
             entry.install(functions)
 
 
-# The lowest and the highest versions. `setup.cfg`, the Makefile and the documentation name them
-# too; a test compares.
+# The lowest and the highest tested versions. `setup.cfg`, the Makefile and the documentation name
+# them too; a test compares.
 TRIED = {"keras": ("3.12", "3.15"), "tensorflow": ("2.20", "2.21")}
-# What is read, called or overridden, and not replaced.
+# Private names that are read, called or overridden, but not replaced.
 READ = (
     (keras_trainer, "reduce_per_replica", ("values", "strategy", "reduction")),
     (keras.Model, "_symbolic_build", ("data_batch",)),
@@ -94,14 +94,14 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
-    """Raises where a private name is gone; warns once of versions that were not tried.
+    """Raises an error if a private name is missing; warns of versions that were not tested.
 
     Args:
-        versions: The versions to look at, by package; by default those that are installed.
-        names: What must be there: owner, name and arguments.
+        versions: The versions to check, by package; by default the installed ones.
+        names: The names that must exist: owner, name and arguments.
 
     Raises:
-        RuntimeError: For a Keras or TensorFlow that the cures do not fit.
+        RuntimeError: If Keras or TensorFlow has no such name, or without these arguments.
     """
     versions = versions or installed_versions()
     tried = ", ".join(f"{name} {low} to {high}" for name, (low, high) in TRIED.items())
@@ -112,21 +112,19 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
             "tfmulti needs private names of Keras and TensorFlow that are missing: "
             f"{', '.join(missing)}. Received: {have}. Install the tested versions: {tried}."
         )
-    strange = [name for name, version in versions.items() if not _was_tried(name, version)]
-    if strange:
+    if not all(_was_tried(name, version) for name, version in versions.items()):
         warnings.warn(f"tfmulti was tried with {tried}. This is {have}.", stacklevel=3)
 
 
 def _fits(owner, name, arguments) -> bool:
-    found = getattr(owner, name, None)
-    if arguments is None and found is None and inspect.isclass(owner):
-        # Each object has its own, from the start.
-        return name in inspect.unwrap(owner.__init__).__code__.co_names
-    if found is None:
-        return False
+    value = getattr(owner, name, None)
+    if value is None:
+        # An attribute of objects, which their class sets in `__init__`.
+        is_attribute = arguments is None and inspect.isclass(owner)
+        return is_attribute and name in inspect.unwrap(owner.__init__).__code__.co_names
     if arguments is None:
         return True
-    return set(arguments) <= set(inspect.signature(inspect.unwrap(found)).parameters)
+    return set(arguments) <= set(inspect.signature(inspect.unwrap(value)).parameters)
 
 
 def _was_tried(name, version) -> bool:

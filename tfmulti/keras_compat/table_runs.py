@@ -1,4 +1,4 @@
-"""What is replaced around steps: the entries for optimizers, calls, callbacks and data."""
+"""The entries of the table around steps: for optimizers, calls, callbacks and data."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
 _SHAPES = '"Shape mismatch in the collective instance"'
-_UNLIKE = "waiting for ever, and results of two things mixed, where workers call them unlike"
+_UNLIKE = "waiting for ever, or mixed results, if workers call different methods"
 
 
-def _optimizer(name, cures, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
-    """An update that every replica does by itself: as optimizers that know no replicas do it."""
+def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
+    """Returns an entry for an update that each replica does as an optimizer without replicas."""
     plain = plain or getattr(base_optimizer.BaseOptimizer, name)
     make, used = steps.update_alike(plain), replacement.of_optimizer
     canary = "test_canary_an_optimizers_update_goes_across_replicas"
     needs = ("gradients_are_global",)
-    return Replacement(owner, name, make, used, cures, canary, needs, arguments)
+    return Replacement(owner, name, make, used, repairs, canary, needs, arguments)
 
 
 _OPTIMIZERS = (
@@ -72,7 +72,7 @@ _OPTIMIZERS = (
     model_entry(
         "compile_from_config",
         hooks.after_loading,
-        "a loaded model's optimizer that no longer sends half of the bytes",
+        "a loaded model's optimizer that is not distributed any more",
         "test_canary_a_file_holds_the_users_optimizer",
         needs=("distribute_loaded",),
         arguments=("config",),
@@ -99,7 +99,7 @@ _CALLS = (
             name,
             hooks.before_calls(name),
             replacement.while_a_strategy_exists,
-            f"{_UNLIKE}; a model made in no scope that trains on one device without a word",
+            f"{_UNLIKE}; a model created outside the scope that silently trains on one device",
             "test_canary_calls_are_not_looked_at",
             ("before_call",),
             ("x",),
@@ -121,7 +121,7 @@ _CALLS = (
         model_entry(
             name,
             hooks.before_saving,
-            "a file of one worker's own weights, between two averages of local steps",
+            "a file with one worker's own weights, between two averages of local steps",
             "test_canary_a_model_is_saved_between_averages",
             needs=("before_saving",),
             arguments=("filepath",),
@@ -133,8 +133,8 @@ _CALLS = (
         "set_model",
         hooks.prepare_callbacks,
         replacement.of_given_model,
-        '"BadZipFile", "unable to lock file" and doubled lines where every worker writes what one '
-        "should",
+        '"BadZipFile", "unable to lock file" and doubled lines, because every worker writes the '
+        "same file",
         "test_canary_stock_callbacks_know_no_chief",
         ("prepare_callback", "more_callbacks"),
         ("model",),
@@ -144,8 +144,8 @@ _CALLS = (
         "on_epoch_end",
         hooks.end_epochs,
         replacement.of_callbacks,
-        '"Collective ... expected type" where one worker alone stops after an epoch; callbacks '
-        "that see a part of a sum of gradients",
+        '"Collective ... expected type" if only one worker stops after an epoch; callbacks that '
+        "read one replica's sum of gradients",
         "test_canary_callbacks_see_one_replicas_sum_of_gradients",
         ("settle", "agree"),
         ("epoch", "logs"),
@@ -153,7 +153,7 @@ _CALLS = (
     model_entry(
         "_get_metrics_result_or_logs",
         hooks.logs_without_steps,
-        "an epoch without logs where training goes on after its last step",
+        "an epoch without logs if training resumes after its last step",
         "test_canary_an_epoch_without_steps_has_no_logs",
         arguments=("logs",),
     ),
@@ -166,7 +166,7 @@ _DATA = (
             "__iter__",
             lambda original: lambda self: replacement.note_distributing(original, self),
             replacement.of_dataset,
-            "what `_create_device_dataset` cures: it does not know the strategy",
+            "the same as `_create_device_dataset`, which does not know the strategy",
             "test_canary_datasets_of_devices_are_tuned",
         )
         for owner in (input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction)
@@ -176,8 +176,8 @@ _DATA = (
         "_create_device_dataset",
         patches.untuned,
         replacement.distributing,
-        "`fit` and `evaluate` that return seconds after their last step: whoever destroys such a "
-        "dataset waits for the next look of the thread that tunes it",
+        "`fit` and `evaluate` that return seconds after their last step: destroying such a dataset "
+        "waits until its tuning thread wakes up",
         "test_canary_datasets_of_devices_are_tuned",
         arguments=("prefetch_buffer_size",),
     ),
@@ -187,31 +187,30 @@ _DATA = (
             name,
             make,
             replacement.of_launcher,
-            cures,
+            repairs,
             canary,
             arguments=arguments,
         )
-        for name, make, cures, canary, arguments in (
+        for name, make, repairs, canary, arguments in (
             (
                 "_use_unique_instance_key",
                 coordination.never_unique,
-                f"{_SHAPES}: keys that are new at each call do not reach into Keras's nested "
-                "functions",
+                f"{_SHAPES}: keys that are new in each call do not reach Keras's nested functions",
                 "test_canary_new_keys_do_not_reach_nested_functions",
                 (),
             ),
             (
                 "_all_gather",
                 coordination.gather_by_shape,
-                f"{_SHAPES} where sparse gradients have other numbers of rows from step to step; "
-                "and bfloat16, which TensorFlow does not gather",
+                f"{_SHAPES} if sparse gradients have different numbers of rows in different steps; "
+                "and no gather of bfloat16",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "options"),
             ),
             (
                 "all_reduce",
                 coordination.reduce_by_size,
-                f"{_SHAPES} where rows are added up that are not as many in every step",
+                f"{_SHAPES} if sums have different numbers of rows in different steps",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "control_input", "options"),
             ),
@@ -219,15 +218,15 @@ _DATA = (
     ),
 )
 
-_CREATED_OPS = "traces and outputs that verification has made, found by training"
-_REDUCES = "replicas that cannot each do what one device does, when a step is verified"
+_CREATED_OPS = "training that reuses traces and outputs of verification"
+_REDUCES = "no way to compute one device's result on each replica, to verify a step"
 _REMAT = (
     Replacement(
         keras_core,
         "remat",
         calls.around_remat,
         replacement.while_a_strategy_exists,
-        "other numbers of dropout in the backward pass, and statistics that move twice",
+        "other random numbers of dropout in the second run, and statistics that are updated twice",
         "test_canary_keras_computes_activations_from_another_state",
         ("recompute",),
         ("f",),
@@ -240,8 +239,8 @@ _SERVERS = (
         "build",
         servers.build_tables,
         servers.in_scope_of_servers,
-        "tables of which every worker receives every row in each step, and \"'ShardedVariable' "
-        "object has no attribute 'handle'\" where TensorFlow cuts them",
+        "tables that every worker receives whole in each step, and \"'ShardedVariable' object has "
+        "no attribute 'handle'\" if TensorFlow cuts them",
         "test_canary_embeddings_on_servers_are_read_whole",
         ("build_table",),
         ("input_shape",),
@@ -253,7 +252,7 @@ _FOR_A_TIME = (
         keras.layers.Layer,
         "_maybe_build",
         "noting_unbuilt",
-        '"Unable to lift tensor" where variables are made within a trace that nobody has run yet',
+        '"Unable to lift tensor" if variables are created within a trace that has not run yet',
         "test_canary_a_trace_cannot_make_variables_for_later",
         arguments=("call_spec",),
     ),

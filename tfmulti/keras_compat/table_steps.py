@@ -1,4 +1,4 @@
-"""What is replaced in steps: the entries for steps, losses, metrics and layers."""
+"""The entries of the table in steps: for steps, losses, metrics and layers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _STEPS = (
     model_entry(
         "_maybe_symbolic_build",
         patches.build_from_one_replica,
-        '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" where '
-        "the first batch does not divide, \"'RaggedTensor' object has no attribute 'device'\", "
-        '"Unable to automatically build the model", data that only a `train_step` understands',
+        '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" if '
+        "the first batch does not divide evenly, \"'RaggedTensor' object has no attribute "
+        "'device'\", "
+        '"Unable to automatically build the model" for data that only a `train_step` understands',
         "test_canary_a_first_batch_that_does_not_divide",
         needs=("first_local_value", "before_pass", "build_by_step", "once_built", "refuse"),
         arguments=("iterator", "data_batch"),
@@ -29,8 +30,8 @@ _STEPS = (
     model_entry(
         "_make_function",
         steps.mark_steps,
-        "a step that is a tf.function, a partial or a lambda taken for a function of a script's "
-        "own, which trains each replica on its own rows",
+        "a step that is a tf.function, a partial or a lambda is not recognized as Keras's, and "
+        "trains each replica on its own rows",
         "test_canary_a_step_by_another_name",
         arguments=("step_function",),
     ),
@@ -38,7 +39,7 @@ _STEPS = (
         tf.GradientTape,
         "gradient",
         steps.within_steps,
-        "gradients of one replica's rows, which nobody adds up but an optimizer",
+        "gradients of one replica's rows, which only an optimizer adds",
         "test_canary_a_tape_gives_its_own_replicas_gradient",
         needs=("take_gradient",),
         arguments=("target", "sources", "output_gradients", "unconnected_gradients"),
@@ -55,7 +56,7 @@ _STEPS = (
         keras.optimizers.LossScaleOptimizer,
         "check_finite",
         held.finite_on_all,
-        "workers that scale the loss apart, where each has the gradients of its own weights",
+        "different loss scales, if each worker has only the gradients of its own weights",
         "test_canary_loss_scaling_looks_at_the_gradients_here",
         needs=("on_all",),
         arguments=("grads",),
@@ -64,7 +65,7 @@ _STEPS = (
         polymorphic_function.Function,
         "__call__",
         steps.inline_functions,
-        f"{_MERGE_CALL}, and one kind of step that takes another's trace of a tf.function",
+        f"{_MERGE_CALL}, and a kind of step that reuses another's trace of a tf.function",
         "test_canary_a_tf_function_within_a_step_cannot_reduce",
         needs=("inlines",),
     ),
@@ -98,7 +99,7 @@ _STEPS = (
     model_entry(
         "predict_on_batch",
         hooks.predict_on_batch_by,
-        "answers that come once for each replica: 13 rows in, 26 out",
+        "predictions that are repeated for each replica: 13 rows in, 26 out",
         "test_canary_predict_on_batch_answers_once_for_each_replica",
         needs=("predict",),
         arguments=("x",),
@@ -147,7 +148,7 @@ _LOSSES = (
         keras.losses.Loss,
         "__call__",
         patches.around,
-        "losses that are no mean over rows, as Dice, computed from one replica's",
+        "losses that are not means over rows, such as Dice, computed from one replica's rows",
         "test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch",
         needs=("call_loss",),
         arguments=("y_true", "y_pred", "sample_weight"),
@@ -156,7 +157,7 @@ _LOSSES = (
         keras.metrics.MeanMetricWrapper,
         "update_state",
         patches.update_with_function,
-        "metric functions that give one number computed from one replica's rows",
+        "metric functions that return one number for a batch, computed from one replica's rows",
         "test_canary_a_metric_function_sees_one_replica_batch",
         needs=("update_metric_function",),
         arguments=("y_true", "y_pred", "sample_weight"),
@@ -165,7 +166,7 @@ _LOSSES = (
         keras.metrics.Mean,
         "result",
         hooks.noting_result,
-        "a metric's result under another name in a step's logs, which is one replica's",
+        "one replica's result for a metric that a step logs under another name",
         "test_canary_a_result_under_another_name_is_one_replicas",
         needs=("note_result",),
     ),
@@ -174,7 +175,7 @@ _LOSSES = (
             kind,
             "update_state",
             make,
-            "running means of one number a step that count a replica with few rows as the others",
+            "running means of one number a step in which replicas with few rows count as much",
             "test_canary_a_running_mean_counts_replicas_alike",
             needs=("weigh_mean",),
             arguments=("values", "sample_weight"),
@@ -223,8 +224,8 @@ _LAYERS = (
         keras.Variable,
         "_initialize",
         hooks.before_variables,
-        f"{_SHAPES}, and waiting for ever, where workers build unlike models: creating a variable "
-        "is a collective; and counts of updates that no branch may change",
+        f"{_SHAPES}, or waiting for ever, if workers build different models, because creating a "
+        "variable is a collective; and counts of updates that cannot change in a branch",
         "test_canary_a_branch_cannot_count_updates",
         needs=("compare_variable",),
         arguments=("value",),

@@ -1,4 +1,4 @@
-"""What tracing needs: variables that a step would build, and any number of rows in one trace."""
+"""Tracing: builds variables before a step is traced, and traces for any number of rows."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from tensorflow.python.distribute import values as distributed_values
 
 
 class NotBuilt(Exception):
-    """A step has come to a layer or an optimizer that has no variables yet."""
+    """A trace has reached a layer, an optimizer or a metric that has no variables yet."""
 
 
 @contextlib.contextmanager
 def noting_unbuilt(optimizers, model=None):
-    """Ends a trace at the first thing that it would build, with `NotBuilt`.
+    """Ends a trace with `NotBuilt` at the first object that it would build.
 
-    Layers, optimizers, and what `compile` was given make their variables when they are called
-    first. Cures "Unable to lift tensor" where variables of several replicas are made within a
-    trace that nobody has run yet.
+    Layers, optimizers, losses and metrics create their variables in their first call. Creating
+    variables of several replicas in a trace fails with "Unable to lift tensor".
 
     Args:
         optimizers: The optimizers that the step can use.
         model: The model whose losses and metrics the step can use, or None.
 
     Yields:
-        A list that will hold a function that builds what was come to; to be called in the
-        strategy's scope, outside of the trace.
+        A list to which a function is added that builds the object; call it in the strategy's scope,
+        outside of the trace.
     """
-    found: list = []
+    builders: list = []
     original = keras.layers.Layer._maybe_build
     unbuilt = [
         *(
@@ -47,7 +46,7 @@ def noting_unbuilt(optimizers, model=None):
     def maybe_build(layer, call_spec):
         if layer.built or not tf.inside_function() or _is_symbolic(call_spec):
             return original(layer, call_spec)
-        found.append(_call_symbolically(layer, layer, **call_spec.user_arguments_dict))
+        builders.append(_call_symbolically(layer, layer, **call_spec.user_arguments_dict))
         raise NotBuilt(layer.name)
 
     def restore(owner, name):
@@ -57,7 +56,7 @@ def noting_unbuilt(optimizers, model=None):
 
     def note(owner, name, build, *args, **kwargs):
         restore(owner, name)
-        found.append(build(owner, getattr(owner, name), *args, **kwargs))
+        builders.append(build(owner, getattr(owner, name), *args, **kwargs))
         raise NotBuilt(owner.name)
 
     keras.layers.Layer._maybe_build = maybe_build
@@ -68,7 +67,7 @@ def noting_unbuilt(optimizers, model=None):
     for owner, name, build in unbuilt:
         object.__setattr__(owner, name, functools.partial(note, owner, name, build))
     try:
-        yield found
+        yield builders
     finally:
         keras.layers.Layer._maybe_build = original
         for owner, name, _ in unbuilt:
@@ -81,12 +80,12 @@ def is_built(model: keras.Model) -> bool:
 
 
 def unbuilt_metrics(model: keras.Model) -> list:
-    """The metrics that have no variables yet; these have no result either."""
+    """Returns the metrics that have no variables, and therefore no result, yet."""
     return [each for each, name in _unbuilt_parts(model) if name == "update_state"]
 
 
 def _unbuilt_parts(model) -> list[tuple]:
-    """The losses and metrics that have no variables yet, with the method that makes these."""
+    """Returns losses and metrics without variables, each with the name of what creates them."""
     if model is None:
         return []
     compiled = (getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None))
@@ -107,9 +106,9 @@ def _build_optimizer(optimizer, build, variables):
 
 
 def _call_symbolically(_, function, *args, **kwargs):
-    """Returns what calls a function in a graph that nobody runs, as Keras builds a model.
+    """Returns a function that traces a call without running it, as Keras does to build a model.
 
-    Keras's own tensors know no ragged rows.
+    It uses TensorFlow's placeholders, because Keras's symbolic tensors cannot be ragged.
     """
     specs = tf.nest.map_structure(without_rows, (args, kwargs))
 
@@ -132,10 +131,10 @@ def _is_symbolic(call_spec) -> bool:
 
 
 def predict_any_rows(original):
-    """Has workers trace what they give batches to for any number of rows, from the first on.
+    """Makes several workers trace the function of `predict` for any number of rows at once.
 
-    `tf.function` is traced anew where it meets another number of rows, collectives get their keys
-    while they are traced, and a worker whose rows alone have changed has other keys from then on.
+    `tf.function` traces again for another number of rows, and collectives get their keys when they
+    are traced. If only one worker's number of rows changed, its keys would differ from then on.
     """
 
     def make_predict_function(self, force=False):
@@ -147,7 +146,7 @@ def predict_any_rows(original):
 
 
 def step_on_any_rows(original):
-    """As `predict_any_rows`, for the step that `train_on_batch` and `test_on_batch` call."""
+    """Does as `predict_any_rows` for the step that `train_on_batch` and `test_on_batch` call."""
 
     def autoconvert_optionals(self, step_func):
         return original(self, _for_any_rows(step_func) if _has_other_workers(self) else step_func)
@@ -174,7 +173,7 @@ class _AnyRows:
         return self._function(data)
 
     def _trace(self, data):
-        """Puts a trace for any rows into the function's cache, where calls find it."""
+        """Adds a trace for any number of rows to the function's cache, where calls find it."""
         specs = tf.nest.map_structure(without_rows, data, expand_composites=False)
         known = (repr(specs), *(s for s in tf.nest.flatten(specs) if isinstance(s, tf.TypeSpec)))
         if known not in self._traced:
@@ -191,7 +190,7 @@ def _for_any_rows(function):
 
 
 def without_rows(value):
-    """Returns the type of a tensor with any number of rows; what is no tensor stays."""
+    """Returns the type spec of a tensor with any number of rows; other values unchanged."""
     known = isinstance(value, (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
     if known or isinstance(value, distributed_values.PerReplica):
         return _relax(tf.type_spec_from_value(value))

@@ -1,1 +1,1 @@
-"""Tensors of all workers, added and sent by MPI."""
+"""Adds and sends tensors of all workers with MPI."""

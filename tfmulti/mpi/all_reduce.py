@@ -1,10 +1,10 @@
-"""Adds tensors of all workers through MPI, or sends those of one, while TensorFlow computes.
+"""Adds tensors over all workers through MPI, or sends them, while TensorFlow computes.
 
-A worker's calls of MPI are made by one thread, in the order of the program, which is the same on
-all workers. The graph starts a sum when its tensors are there, and fetches it when all that were
-asked for together have been started: so the backward pass overlaps with the sums of the layers
-behind it, where the worker has more than one core. Large tensors go to MPI where they lie,
-without a copy; small ones are packed.
+One thread of a worker makes all MPI calls, in the order of the program, which is the same on all
+workers. The graph starts a sum as soon as its tensors are computed, and fetches the results after
+all sums that were requested together have been started. So the backward pass overlaps with the sums
+of layers whose gradients are finished, if the worker has more than one core. MPI reads large
+tensors where they are in memory, without a copy; small ones are packed together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfmulti.mpi import buffers
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
 CACHED_PIECE_BYTES = 2**20
-"""Piece size for workers of one host, which add in shared memory: such pieces fit the cache."""
+"""Piece size for workers of one host, which add in shared memory: such pieces fit in the cache."""
 MPI_CALLS = (
     "add",
     "add_among",
@@ -36,16 +36,16 @@ MPI_CALLS = (
     "reduce_to_owners",
     "send",
 )
-"""The methods of `MpiAllReduce` that a strategy over MPI has."""
+"""The methods of `MpiAllReduce` that a strategy over MPI gets."""
 _POLL_S = 0.3
-# MPI moves what is being sent only while it is called.
+# MPI makes progress with messages only while one of its functions is called.
 _PROGRESS_S = 0.0005
-_SENT = 7
+_MESSAGE_TAG = 7
 _HALF = (tf.float16, tf.bfloat16)
 
 
 class _Call:
-    """One call of MPI that is under way: a method of `MpiAllReduce`, and its arrays."""
+    """One MPI call that is under way: a method of `MpiAllReduce`, and its arrays."""
 
     def __init__(self, method, arrays):
         self.method, self.arrays = method, arrays
@@ -58,9 +58,9 @@ class MpiAllReduce:
 
     Args:
         communicator: mpi4py's communicator of all workers.
-        check_peers: Called each second while a sum is waited for; raises where another worker
-            does not answer.
-        bucket_bytes: Bytes of the small tensors that are sent together.
+        check_peers: Function that is called repeatedly while a result is awaited, and raises if
+            another worker does not answer.
+        bucket_bytes: Bytes of small tensors to send together.
         piece_bytes: Bytes of a large tensor that MPI adds in one call; None for all of it.
     """
 
@@ -80,33 +80,27 @@ class MpiAllReduce:
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         self._sending: list[tuple] = []
         self._groups: dict[tuple[int, ...], object] = {}
-        # With one core, a sum and the backward pass would only take turns.
+        # On one core, a sum and the backward pass would only take turns.
         self._overlaps = len(os.sched_getaffinity(0)) > 1
         with tf.init_scope(), tf.device("CPU:0"):
-            # What makes TensorFlow keep the order of the program.
+            # All MPI calls read and write it, so TensorFlow keeps them in the program's order.
             self._last = tf.Variable(0, dtype=tf.int64, trainable=False, name="tfmulti_last")
         threading.Thread(target=self._serve, name="tfmulti-mpi", daemon=True).start()
 
     def add(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the sums over all workers; float16 and bfloat16 travel as they are.
+        """Returns the sums over all workers; float16 and bfloat16 are sent in their own dtype.
 
         Args:
             tensors: Dense tensors, of the same shapes on all workers.
         """
-        sums: list = [None] * len(tensors)
-        buckets = buffers.fill_buckets(tensors, self._bucket_bytes)
-        packed = [buffers.pack([tensors[place] for place in bucket]) for bucket in buckets]
-        for bucket, added in zip(buckets, self._add_packed(packed)):
-            for place, part in zip(bucket, buffers.unpack(added, [tensors[p] for p in bucket])):
-                sums[place] = part
-        return sums
+        return self._in_buckets(self._add_packed, tensors)
 
     def broadcast(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
-        """Returns each tensor as one worker has it.
+        """Returns the value that each tensor has on its owner.
 
         Args:
             tensors: Dense tensors, of the same shapes and dtypes on all workers.
-            owners: The number of the worker that has the value, for each tensor.
+            owners: For each tensor, the number of the worker that has the value.
         """
         received = list(tensors)
         others = [owner for owner in range(self._size) if owner != self._communicator.rank]
@@ -115,7 +109,7 @@ class MpiAllReduce:
         return received
 
     def receive(self, tensor: tf.Tensor, owner: int, shape: tf.TensorShape) -> tf.Tensor:
-        """Returns a tensor of one worker; on that worker itself, one without elements.
+        """Returns the owner's tensor on the other workers; on the owner, one without elements.
 
         Args:
             tensor: The tensor on its owner; elsewhere one of the same dtype, of any shape.
@@ -123,16 +117,16 @@ class MpiAllReduce:
             shape: Its shape.
         """
         method = functools.partial(self._receive_shaped, owner, tuple(shape))
-        return self._send([method], [tensor], rank=shape.rank)[0]
+        return self._run([method], [tensor], rank=shape.rank)[0]
 
     def reduce_to_owners(self, tensors: list[tf.Tensor], owners: list[int]) -> list[tf.Tensor]:
-        """Returns the sums over all workers of the tensors that this worker owns; zeros of others.
+        """Returns the sums over all workers of the tensors that this worker owns, zeros for others.
 
         Args:
             tensors: Dense tensors of at least 32 bits, of the same shapes on all workers.
-            owners: The number of the worker that needs the sum, for each tensor.
+            owners: For each tensor, the number of the worker that needs the sum.
         """
-        # Zeros that nobody reads are never made.
+        # TensorFlow does not create zeros that nobody reads.
         sums = [tf.zeros(buffers.shape_of(tensor), tensor.dtype) for tensor in tensors]
         own = [self._communicator.rank]
         for place, value in self._by_owner(self._reduce_to, tensors, owners, own):
@@ -140,22 +134,23 @@ class MpiAllReduce:
         return sums
 
     def send(self, tensors: list[tf.Tensor], to: int) -> list[tf.Tensor]:
-        """Sends tensors to one worker, and waits for nothing; that one calls `receive_sent`.
-
-        Returns tensors that are there as soon as the sending has begun.
+        """Sends tensors to one worker, which calls `receive_sent`; does not wait for it.
 
         Args:
             tensors: Dense tensors.
             to: The number of the worker.
+
+        Returns:
+            Tensors that are available once the sending has begun, for control dependencies.
         """
         method = functools.partial(self._send_to, to)
         return self._call(lambda _, *arrays: [self._begin(method, *arrays)], tensors, [])
 
     def receive_sent(self, specs: list[tf.TensorSpec], source: int) -> list[tf.Tensor]:
-        """Returns what one worker has sent by `send`.
+        """Returns the tensors that one worker has sent with `send`.
 
         Args:
-            specs: The dtypes and numbers of axes of the tensors, and what is known of the shapes.
+            specs: The specs of the tensors, with known ranks.
             source: The number of the worker that sends.
         """
         kinds = [(spec.dtype.as_numpy_dtype, spec.shape.rank) for spec in specs]
@@ -168,27 +163,22 @@ class MpiAllReduce:
         ]
 
     def add_among(self, tensors: list[tf.Tensor], workers: list[int]) -> list[tf.Tensor]:
-        """Returns the sums over some workers, which alone call it.
+        """Returns the sums over some workers; only these call it.
 
         Args:
             tensors: Dense tensors of at least 32 bits, of the same shapes on these workers.
-            workers: Their numbers.
+            workers: The numbers of these workers.
         """
-        sums = list(tensors)
-        buckets = buffers.fill_buckets(tensors, self._bucket_bytes)
-        packed = [buffers.pack([tensors[place] for place in bucket]) for bucket in buckets]
         method = functools.partial(self._add_among, tuple(workers))
-        for bucket, added in zip(buckets, self._send([method] * len(packed), packed)):
-            for place, part in zip(bucket, buffers.unpack(added, [tensors[p] for p in bucket])):
-                sums[place] = tf.ensure_shape(part, tensors[place].shape)
-        return sums
+        sums = self._in_buckets(lambda packed: self._run([method] * len(packed), packed), tensors)
+        return [tf.ensure_shape(new, old.shape) for new, old in zip(sums, tensors)]
 
     def exchange_among(self, tensors: list[tf.Tensor], workers: list[int]) -> list[tf.Tensor]:
-        """Sends a tensor to each of some workers, and returns what each has sent to this one.
+        """Sends a tensor to each of some workers, and returns the tensors that they send here.
 
         Args:
-            tensors: Dense tensors of one dtype and number of axes, one for each worker.
-            workers: Their numbers, without this one; each of them calls it too.
+            tensors: Dense tensors of one dtype and rank, one for each worker.
+            workers: The numbers of these workers, without this one; each of them calls it too.
         """
         kinds = [(x.dtype.as_numpy_dtype, x.shape.rank) for x in tensors]
         method = functools.partial(self._exchange_among, workers, kinds)
@@ -201,27 +191,43 @@ class MpiAllReduce:
         return [buffers.of_rank(new, old.shape.rank) for new, old in zip(received, tensors)]
 
     def _by_owner(self, method, tensors, owners, results) -> Iterator[tuple[int, tf.Tensor]]:
-        """Calls a method of an owner and an array, for buckets of what each owner has.
+        """Calls a method of an owner and an array, for buckets of each owner's tensors.
 
-        Yields places and results, of those owners alone for which the call has one here.
+        Yields places and results, only of those owners whose results this worker gets.
         """
         buckets = buffers.owned_buckets(tensors, owners, self._bucket_bytes)
         methods = [functools.partial(method, owner) for owner, _ in buckets]
         packed = [buffers.pack([tensors[i] for i in bucket]) for _, bucket in buckets]
-        for (owner, bucket), value in zip(buckets, self._send(methods, packed)):
+        for (owner, bucket), value in zip(buckets, self._run(methods, packed)):
             if owner in results:
                 value = tf.reshape(value, [-1]) if len(bucket) > 1 else value
                 for place, part in zip(bucket, buffers.unpack(value, [tensors[i] for i in bucket])):
                     yield place, tf.ensure_shape(part, tensors[place].shape)
 
+    def _in_buckets(self, add, tensors) -> list[tf.Tensor]:
+        """Packs small tensors, adds all with a function of packed ones, and unpacks the sums."""
+        sums: list = [None] * len(tensors)
+        buckets = buffers.fill_buckets(tensors, self._bucket_bytes)
+        packed = [buffers.pack([tensors[place] for place in bucket]) for bucket in buckets]
+        for bucket, added in zip(buckets, add(packed)):
+            for place, part in zip(bucket, buffers.unpack(added, [tensors[p] for p in bucket])):
+                sums[place] = part
+        return sums
+
     def _add_packed(self, packed) -> list[tf.Tensor]:
-        """Halves are exchanged and added as float32 here, since few MPIs can add them."""
+        """Adds over all workers; most MPIs cannot add half precision, so workers add it as float32.
+
+        Each worker adds its part of such a tensor, and all gather the sums of the parts.
+        """
         halves = [i for i, tensor in enumerate(packed) if tensor.dtype in _HALF]
         methods = [self._exchange if i in halves else self._add for i in range(len(packed))]
-        sent = [self._cut(tensor) if i in halves else tensor for i, tensor in enumerate(packed)]
-        added = self._send(methods, sent)
-        parts = [_add_parts(added[i], packed[i].dtype) for i in halves]
-        for i, whole in zip(halves, self._send([self._gather] * len(parts), parts, rank=1)):
+        sent = [
+            buffers.cut_half(tensor, self._size) if i in halves else tensor
+            for i, tensor in enumerate(packed)
+        ]
+        added = self._run(methods, sent)
+        parts = [buffers.add_halves(added[i], packed[i].dtype) for i in halves]
+        for i, whole in zip(halves, self._run([self._gather] * len(parts), parts, rank=1)):
             flat = tf.bitcast(whole, packed[i].dtype)[: tf.size(packed[i])]
             added[i] = tf.reshape(flat, tf.shape(packed[i]))
         if not tf.executing_eagerly():
@@ -229,19 +235,13 @@ class MpiAllReduce:
                 tensor.set_shape(original.shape)
         return added
 
-    def _cut(self, tensor):
-        """Cuts a tensor into a part for each worker, as bits that numpy knows."""
-        flat = tf.bitcast(tf.reshape(tensor, [-1]), tf.uint16)
-        missing = -tf.size(flat) % self._size
-        return tf.reshape(tf.pad(flat, [[0, missing]]), [self._size, -1])
-
-    def _send(self, methods, tensors, rank: int | None = None) -> list[tf.Tensor]:
-        """Makes a call for each tensor; in one go where nothing could be done meanwhile.
+    def _run(self, methods, tensors, rank: int | None = None) -> list[tf.Tensor]:
+        """Makes an MPI call for each tensor; in one operation if nothing can overlap with them.
 
         Args:
-            methods: A method of this object for each tensor, that MPI's thread calls.
+            methods: For each tensor, the method of this object that MPI's thread calls.
             tensors: The tensors.
-            rank: How many axes the results have; None for as many as the tensors.
+            rank: The rank of the results; None for the ranks of the tensors.
         """
         if not tensors:
             return []
@@ -265,7 +265,11 @@ class MpiAllReduce:
         return [buffers.of_rank(tensor, rank) for tensor, rank in zip(fetched[1:], ranks)]
 
     def _call(self, function, tensors, dtypes) -> list[tf.Tensor]:
-        """Calls a function that returns a number first, after all such calls before it."""
+        """Calls a Python function in the graph, after all earlier such calls.
+
+        The function takes an unused number and the tensors; its first result is the number of an
+        MPI call, its further results have the given dtypes.
+        """
         with tf.name_scope(keras_compat.COMMUNICATION):
             with tf.control_dependencies(tensors):
                 last = self._last.read_value()
@@ -278,6 +282,7 @@ class MpiAllReduce:
         return results
 
     def _begin(self, method, *arrays) -> np.int64:
+        """Hands a call to MPI's thread, and returns its number."""
         number = next(self._numbers)
         arrays = [np.asarray(array, order="C") for array in arrays]
         self._calls[number] = call = _Call(method, arrays)
@@ -289,6 +294,7 @@ class MpiAllReduce:
         return [numbers[-1], *(self._finish(number) for number in numbers)]
 
     def _finish(self, number) -> np.ndarray:
+        """Waits for a call, and returns its result."""
         call = self._calls.pop(int(number))
         while not call.done.wait(_POLL_S):
             self._check_peers()
@@ -298,6 +304,7 @@ class MpiAllReduce:
         return call.result
 
     def _serve(self):
+        """Makes the calls one after the other, in MPI's thread."""
         while True:
             try:
                 call = self._work.get(timeout=_PROGRESS_S if self._sending else None)
@@ -315,21 +322,21 @@ class MpiAllReduce:
         shapes = np.array([size for array in arrays for size in array.shape], np.int64)
         for array in (shapes, *arrays):
             for piece in buffers.bytes_of(array):
-                request = self._communicator.Isend(piece, dest=to, tag=_SENT)
+                request = self._communicator.Isend(piece, dest=to, tag=_MESSAGE_TAG)
                 self._sending.append((request, piece))
 
     def _receive_sent(self, source, kinds):
         sizes = np.empty(sum(rank for _, rank in kinds), np.int64)
-        # MPI waits by asking all the time, on the core that computes what comes before.
-        while not self._communicator.Iprobe(source=source, tag=_SENT):
+        # A blocking receive would poll all the time, on a core that computes what comes before.
+        while not self._communicator.Iprobe(source=source, tag=_MESSAGE_TAG):
             time.sleep(_PROGRESS_S)
-        self._communicator.Recv(sizes.view(np.uint8), source=source, tag=_SENT)
+        self._communicator.Recv(sizes.view(np.uint8), source=source, tag=_MESSAGE_TAG)
         arrays, sizes = [], iter(sizes.tolist())
         for dtype, rank in kinds:
             shape = [next(sizes) for _ in range(rank)]
             arrays.append(buffers.empty(tuple(shape), np.dtype(dtype)))
             for piece in buffers.bytes_of(arrays[-1]):
-                self._communicator.Recv(piece, source=source, tag=_SENT)
+                self._communicator.Recv(piece, source=source, tag=_MESSAGE_TAG)
         return arrays
 
     def _add(self, array, communicator=None):
@@ -363,12 +370,12 @@ class MpiAllReduce:
         return self._receive_shaped(owner, array.shape, array)
 
     def _receive_shaped(self, owner, shape, array):
-        """Broadcasts the owner's array as bytes, since MPI knows not every dtype."""
+        """Broadcasts the owner's array as bytes, since MPI does not know every dtype."""
         is_own = owner == self._communicator.rank
         whole = array if is_own else buffers.empty(shape, array.dtype)
         for piece in self._pieces(whole.reshape(-1).view(np.uint8)):
             self._communicator.Bcast(piece, root=owner)
-        # The owner has no use for a copy of its own.
+        # The owner does not need a copy of its own tensor.
         return np.zeros([0] * len(shape), array.dtype) if is_own else whole
 
     def _reduce_to(self, owner, array):
@@ -389,10 +396,3 @@ class MpiAllReduce:
             return [array]
         flat, step = array.reshape(-1), self._piece_bytes // array.dtype.itemsize
         return [flat[begin : begin + step] for begin in range(0, flat.size, step)]
-
-
-@tf.function(jit_compile=True)
-def _add_parts(parts, dtype):
-    """Adds what all workers have sent of this worker's part; XLA makes one pass of it."""
-    values = tf.cast(tf.bitcast(parts, dtype), tf.float32)
-    return tf.bitcast(tf.cast(tf.reduce_sum(values, axis=0), dtype), tf.uint16)

@@ -1,4 +1,4 @@
-"""Memory and packing of what goes to MPI and comes from it."""
+"""Memory for the tensors that MPI sends and receives, and their packing."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import numpy as np
 import tensorflow as tf
 
 _MOST_BYTES = 2**30
-# TensorFlow takes over an array without a copy where it begins at a multiple of this.
+# TensorFlow takes over an array without a copy if its address is a multiple of this.
 _ALIGNMENT = 64
-# A tensor above this fraction of a bucket is not worth a copy.
+# A tensor of at least 1/8 of a bucket is sent by itself: packing would cost a copy.
 _ALONE = 8
 
 
 def of_rank(tensor, rank) -> tf.Tensor:
-    """Tells TensorFlow how many axes a tensor has."""
+    """Sets the static rank of a tensor in a graph, and returns the tensor."""
     if not tf.executing_eagerly():
         tensor.set_shape([None] * rank)
     return tensor
 
 
 def shape_of(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
-    """Returns a tensor's shape, as a tensor where the graph does not know all of it."""
+    """Returns a tensor's static shape, or a tensor with it if the graph does not know all of it."""
     return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
 
 
 def bytes_of(array) -> list[np.ndarray]:
-    """Cuts an array into pieces whose bytes MPI can count."""
+    """Cuts an array into pieces small enough for MPI's 32-bit count of bytes."""
     flat = array.reshape(-1).view(np.uint8)
     return [flat[begin : begin + _MOST_BYTES] for begin in range(0, flat.size, _MOST_BYTES)]
 
@@ -39,7 +39,10 @@ def empty(shape, dtype) -> np.ndarray:
 
 
 def fill_buckets(tensors, most_bytes: int) -> list[list[int]]:
-    """Returns places of tensors that are sent together, the last first: they are there first."""
+    """Returns the places of tensors to send together, the last first.
+
+    The backward pass computes the gradients of the last layers first.
+    """
     buckets: list[list[int]] = []
     filling: dict[tf.DType, tuple[list[int], int]] = {}
     for place in reversed(range(len(tensors))):
@@ -58,10 +61,10 @@ def fill_buckets(tensors, most_bytes: int) -> list[list[int]]:
 
 
 def owned_buckets(tensors, owners: list[int], most_bytes: int) -> list[tuple[int, list[int]]]:
-    """Returns owners and places of their tensors that are sent together, the last first.
+    """Returns owners with the places of their tensors to send together, the last first.
 
-    One owner after the other, the gradients of the last layers would wait for those of the first,
-    and a worker that only sends to another would fill the memory that MPI shares between them.
+    With one owner after the other, gradients of the last layers would wait for those of the first,
+    and a worker that only sends to one other would fill the memory that MPI shares between them.
     """
     buckets = []
     for owner in sorted(set(owners)):
@@ -71,15 +74,29 @@ def owned_buckets(tensors, owners: list[int], most_bytes: int) -> list[tuple[int
     return sorted(buckets, key=lambda each: min(each[1]), reverse=True)
 
 
+def cut_half(tensor: tf.Tensor, num_workers: int) -> tf.Tensor:
+    """Cuts a tensor of half precision into a part for each worker, as bits that NumPy knows."""
+    flat = tf.bitcast(tf.reshape(tensor, [-1]), tf.uint16)
+    missing = -tf.size(flat) % num_workers
+    return tf.reshape(tf.pad(flat, [[0, missing]]), [num_workers, -1])
+
+
+@tf.function(jit_compile=True)
+def add_halves(parts: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Adds all workers' values of one part, as bits; XLA does it in one pass over memory."""
+    values = tf.cast(tf.bitcast(parts, dtype), tf.float32)
+    return tf.bitcast(tf.cast(tf.reduce_sum(values, axis=0), dtype), tf.uint16)
+
+
 def pack(tensors):
-    """Makes one tensor of several of one dtype."""
+    """Concatenates several tensors of one dtype into a vector; a single tensor stays as it is."""
     if len(tensors) == 1:
         return tensors[0]
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
 
 
 def unpack(packed, originals):
-    """Takes what `pack` has made apart again."""
+    """Splits the result of `pack` into tensors of the original shapes."""
     if len(originals) == 1:
         return [packed]
     parts = tf.split(packed, [tensor.shape.num_elements() for tensor in originals])

@@ -1,12 +1,13 @@
-"""The rows of the workers of a group, exchanged between layers that each worker has a part of.
+"""Exchanges rows between the workers of a group that compute a split layer together.
 
-Each worker of a group begins with its own rows and all features, and computes a part of the layer
-for the rows of all. An all-gather gives it these rows, or an all-to-all their part of the
-features; a reduce-scatter adds what the workers have computed, or an all-to-all puts their
-features together, and each worker has its own rows again, as in data parallelism (sequence
-parallelism, of rows: Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198).
+Each worker of a group starts with its own rows and all features, and computes its part of the layer
+for the rows of the whole group. Before that, an all-gather gives it all rows, or an all-to-all its
+part of the features of all rows. Afterwards a reduce-scatter adds the workers' results, or an
+all-to-all joins their features, and each worker has its own rows again, as in data parallelism.
+(This is sequence parallelism, but over rows: Korthikanti et al., 2022,
+https://arxiv.org/abs/2205.05198.)
 
-Each is the gradient of another one. Workers may have different numbers of rows, or none.
+Each exchange is the gradient of another one. Workers may have different numbers of rows, or none.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Group:
 
     Attributes:
         strategy: A strategy with one replica for each worker, over MPI.
-        parts: How many workers are in a group: worker i is in group `i // parts`.
+        parts: The number of workers in a group: worker i is in group `i // parts`.
     """
 
     strategy: tf.distribute.Strategy
@@ -36,37 +37,37 @@ class Group:
         """The number of this worker in its group."""
         return topology.worker_index(self.strategy) % self.parts
 
-    def all_rows(self, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the rows of all workers, and how many each of them has: an all-gather."""
+    def all_gather(self, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the rows of all workers of the group, and how many rows each of them has."""
 
         @tf.custom_gradient
         def gather(own):
             parts = self._swap([own] * self.parts)
             counts = tf.stack([tf.shape(part)[0] for part in parts])
             rows = _shaped(tf.concat(parts, 0), own)
-            return (rows, counts), lambda up, _: self.added_rows(up, counts)
+            return (rows, counts), lambda up, _: self.reduce_scatter(up, counts)
 
         return gather(own)
 
-    def added_rows(self, whole: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        """Returns this worker's rows of the sum over workers: a reduce-scatter.
+    def reduce_scatter(self, whole: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        """Adds a tensor over the workers of the group, and returns this worker's rows of the sum.
 
         Args:
-            whole: The rows of all workers, of which each has a summand.
-            counts: How many each of them has.
+            whole: This worker's summand, with the rows of all workers.
+            counts: How many rows each worker has.
         """
 
         @tf.custom_gradient
         def add(whole):
             parts = self._swap(self._rows_of_each(whole, counts))
-            return _shaped(_sum(parts), whole), lambda up: self.all_rows(up)[0]
+            return _shaped(_sum(parts), whole), lambda up: self.all_gather(up)[0]
 
         return add(whole)
 
-    def all_rows_of_part(
+    def rows_to_features(
         self, own: tf.Tensor, sizes: list[int], axis: int
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns this worker's part of the features of all rows: an all-to-all.
+        """Exchanges all features of own rows for own features of all rows: an all-to-all.
 
         Args:
             own: This worker's rows.
@@ -74,7 +75,7 @@ class Group:
             axis: The axis of the features.
 
         Returns:
-            The rows of all workers, and how many each of them has.
+            This worker's features of all workers' rows, and how many rows each worker has.
         """
 
         @tf.custom_gradient
@@ -82,17 +83,17 @@ class Group:
             parts = self._swap(tf.split(own, sizes, axis))
             counts = tf.stack([tf.shape(part)[0] for part in parts])
             rows = _shaped(tf.concat(parts, 0), own, axis, sizes[self.me])
-            return (rows, counts), lambda up, _: self.rows_of_all_parts(up, counts, sizes, axis)
+            return (rows, counts), lambda up, _: self.features_to_rows(up, counts, sizes, axis)
 
         return exchange(own)
 
-    def rows_of_all_parts(
+    def features_to_rows(
         self, whole: tf.Tensor, counts: tf.Tensor, sizes: list[int], axis: int
     ) -> tf.Tensor:
-        """Returns all features of this worker's rows: an all-to-all.
+        """Exchanges own features of all rows for all features of own rows: an all-to-all.
 
         Args:
-            whole: This worker's part of the features of all rows.
+            whole: This worker's features of all workers' rows.
             counts: How many rows each worker has.
             sizes: How many features each worker has.
             axis: The axis of the features.
@@ -102,7 +103,7 @@ class Group:
         def exchange(whole):
             parts = self._swap(self._rows_of_each(whole, counts))
             rows = _shaped(tf.concat(parts, axis), whole, axis, sum(sizes))
-            return rows, lambda up: self.all_rows_of_part(up, sizes, axis)[0]
+            return rows, lambda up: self.rows_to_features(up, sizes, axis)[0]
 
         return exchange(whole)
 
@@ -110,7 +111,7 @@ class Group:
         return tf.split(whole, counts, num=self.parts)
 
     def _swap(self, tensors):
-        """Gives each worker its tensor, and returns what each of them has for this one."""
+        """Sends each worker of the group its tensor, and returns those that they send here."""
         first = topology.worker_index(self.strategy) - self.me
         others = [worker for worker in range(self.parts) if worker != self.me]
         received = self.strategy.extended.exchange_among(
@@ -123,7 +124,7 @@ class Group:
 
 
 def real_rows(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of a worker that are not padding: an empty batch has one row of it."""
+    """Returns a worker's rows without the one padding row of an empty batch."""
     batch = current_replica_batch()
     if not batch.may_be_empty:
         return tensor
@@ -131,7 +132,7 @@ def real_rows(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Returns as many rows as another tensor has; those of padding are zeros."""
+    """Returns as many rows as another tensor has; a padding row is zeros."""
     batch = current_replica_batch()
     if batch.may_be_empty:
         missing = tf.shape(like)[0] - tf.shape(rows)[0]
@@ -141,14 +142,14 @@ def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def _shaped(tensor, like, axis=0, size=None):
-    """Returns a tensor with the static shape of another one but for the rows and one axis."""
+    """Returns a tensor with the static shape of another one, except for the rows and one axis."""
     shape = [None, *like.shape[1:]]
     shape[axis] = size
     return tf.ensure_shape(tensor, shape)
 
 
 def _sum(parts):
-    """Adds tensors, in the order of workers; halves in float32, as a product is computed."""
+    """Adds tensors in the order of workers; float16 and bfloat16 in float32, as a product is."""
     dtype = parts[0].dtype
     if dtype.size > 2:
         return tf.add_n(parts)

@@ -1,10 +1,9 @@
-"""What each layer of a model costs to compute: estimated from its weights, or timed."""
+"""The cost of computing each layer of a model, estimated from its weights or measured."""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 import warnings
 
@@ -15,21 +14,21 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.step import owners
 
-# A size of an input that is not known before training, such as the length of a text.
+# Stands for an axis of an input that is not known before training, such as the length of a text.
 _UNKNOWN_SIZE = 32
 _RUNS = 5
 
 
 def numbers_of(tensor) -> int:
-    """Returns how many numbers a row of a tensor has; a size that is not known counts as one."""
+    """Returns how many numbers a row of a tensor has; an unknown axis counts as one."""
     return math.prod(size or 1 for size in tensor.shape[1:])
 
 
 def estimated_costs(model: keras.Model) -> list[float]:
-    """Returns an estimate of what each call of a model costs, in multiplications for one row.
+    """Estimates the cost of each layer call of a model, in multiplications for one row.
 
-    A layer is taken to multiply each of its weights once for each position of its output, as
-    dense layers and convolutions do; a table is looked up.
+    It assumes that a layer multiplies each of its weights once for each position of its output, as
+    dense layers and convolutions do. An embedding's table costs nothing: it is looked up.
 
     Args:
         model: A built Functional or Sequential model.
@@ -40,31 +39,29 @@ def estimated_costs(model: keras.Model) -> list[float]:
 
 def _estimated(layer, outputs) -> float:
     positions = math.prod(size or 1 for size in outputs[0].shape[1:-1])
-    # `keras.ops` have no weights, and a table's are looked up.
-    is_used = isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.Embedding)
-    weights = layer.count_params() if is_used else 0
+    # A function of `keras.ops` is no layer, and has no weights.
+    multiplies = isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.Embedding)
+    weights = layer.count_params() if multiplies else 0
     return float(weights * positions + sum(map(numbers_of, outputs)))
 
 
 def measured_costs(model: keras.Model, rows: int) -> list[float]:
-    """Returns how long each call of a model takes, forward and backward; a collective.
+    """Times each layer call of a model, forward and backward; a collective.
 
-    Worker 0 times them for all. It makes each layer anew, by itself, and drops it, so that it
-    never has the whole model.
+    Worker 0 times them for all workers. It creates one copy of a layer after another and drops each
+    again, so it never holds the whole model.
 
     Args:
         model: A built Functional or Sequential model.
-        rows: The rows of zeros that each layer is timed on.
+        rows: How many rows of zeros to time each layer on.
 
     Returns:
-        Seconds for each call; the same on every worker.
+        Seconds for each layer call; the same on every worker.
     """
     strategy, seconds = model.distribute_strategy, np.zeros(len(keras_compat.nodes_of(model)))
     if topology.worker_index(strategy) == 0:
-        # In this thread the strategy would create the layers on all workers.
-        thread = threading.Thread(target=lambda: _time_all(model, rows, seconds))
-        thread.start()
-        thread.join()
+        # In the strategy's scope, all workers would create the layers.
+        keras_compat.call_outside_scope(lambda: _time_all(model, rows, seconds))
     seconds = tf.constant(seconds)
 
     @tf.function(autograph=False)
@@ -80,26 +77,26 @@ def _time_all(model, rows, seconds):
     for place, (inputs, outputs) in enumerate(keras_compat.nodes_of(model)):
         try:
             part = keras_compat.part_of_calls(model, place, place + 1, inputs, outputs)
-            key = _form(layers[place], inputs)
+            key = _key_of(layers[place], inputs)
             if key not in known:
-                again = keras.models.clone_model(part, clone_function=_made_anew)
-                known[key] = _time(again, rows)
+                copy = keras.models.clone_model(part, clone_function=_copy_of)
+                known[key] = _time(copy, rows)
             seconds[place] = known[key]
         except Exception as error:
             warnings.warn(
-                f"A layer could not be made anew to be timed. Received: {layers[place].name}: "
+                f"A layer could not be copied to time it. Received: {layers[place].name}: "
                 f"{error} It counts as free; choose `stages` by name if it is not.",
                 stacklevel=2,
             )
 
 
-def _made_anew(layer):
-    """Returns an equal layer with variables of its own; the layer if it has none, as a `Lambda`."""
+def _copy_of(layer):
+    """Returns a copy with its own variables; a layer without any, as a `Lambda`, unchanged."""
     return type(layer).from_config(layer.get_config()) if layer.variables else layer
 
 
-def _form(layer, inputs) -> str:
-    """Returns a key that is the same for equal layers with equal inputs."""
+def _key_of(layer, inputs) -> str:
+    """Returns a key that is the same for equal layers with inputs of equal shapes and dtypes."""
     config = layer.get_config() if isinstance(layer, keras.Layer) else {}
     config.pop("name", None)
     form = [type(layer).__name__, config, [(x.shape, x.dtype) for x in inputs]]
@@ -120,15 +117,16 @@ def _time(part, rows) -> float:
             results = part(given if len(given) > 1 else given[0], training=True)
             results = [x for x in keras.tree.flatten(results) if x.dtype.is_floating]
         weights = [v.value for v in part.trainable_variables]
-        found = tape.gradient(results, [*floats, *weights]) if results else []
-        kept = [x for x in tf.nest.flatten(found, expand_composites=True) if x is not None]
-        # All is needed, and nothing is copied.
-        with tf.control_dependencies([*kept, *results]):
+        gradients = tape.gradient(results, [*floats, *weights]) if results else []
+        gradients = tf.nest.flatten(gradients, expand_composites=True)
+        # Computes everything, and copies nothing to the host.
+        with tf.control_dependencies([x for x in [*gradients, *results] if x is not None]):
             return tf.constant(0)
 
-    taken = []
+    seconds = []
     for _ in range(1 + _RUNS):
         begin = time.perf_counter()
         run().numpy()
-        taken.append(time.perf_counter() - begin)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - begin)
+    # The first run traces.
+    return min(seconds[1:])

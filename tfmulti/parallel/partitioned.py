@@ -1,7 +1,7 @@
-"""Embeddings on parameter servers: looked up where they are, and large ones cut into parts.
+"""Embeddings on parameter servers: each server looks up its own rows; large tables are cut.
 
-Keras's layer multiplies and gathers from the whole table, which every worker would then receive in
-each step. Here each server looks up its own rows, and only these travel; so do their gradients.
+With Keras's own layer every worker would receive the whole table in each step. Here only the rows
+that a step looks up travel, and their gradients.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import tensorflow as tf
 from tfmulti.sharding import replica_slice
 
 SMALLEST_PART_BYTES = 256 * 1024
-"""A table is cut into parts of at least so many bytes, as `MinSizePartitioner` of TensorFlow."""
+"""The smallest part into which a table is cut, as TensorFlow's `MinSizePartitioner` has it."""
 
 _DRAWN_WHOLE_BYTES = 2**30
 _PIECE_BYTES = 2**24
-# Those whose values do not depend on the shape, so that they can be drawn in pieces.
-_IN_PIECES = (
+# Initializers whose values do not depend on the shape, so that a table can be drawn in pieces.
+_DRAWN_IN_PIECES = (
     keras.initializers.Constant,
     keras.initializers.Ones,
     keras.initializers.RandomNormal,
@@ -34,7 +34,7 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
     Args:
         original: Keras's own `build`.
         layer: The layer.
-        input_shape: As `build` takes it.
+        input_shape: The argument of `build`.
     """
     if layer.built:
         return
@@ -56,10 +56,10 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
 
 
 class PartitionedTable:
-    """The whole table of a layer, `layer.embeddings`, whose rows are on several servers.
+    """The whole table of a layer, `layer.embeddings`, whose parts are on several servers.
 
     Attributes:
-        parts: The variables that have its rows, in order.
+        parts: The variables with its rows, in order.
     """
 
     def __init__(self, parts: list[keras.Variable]):
@@ -77,7 +77,7 @@ class PartitionedTable:
 
     @property
     def value(self) -> tf.Tensor:
-        """The whole table, in this process."""
+        """The whole table as a tensor."""
         return tf.concat([tf.convert_to_tensor(part) for part in self.parts], 0)
 
     def numpy(self) -> np.ndarray:
@@ -98,8 +98,7 @@ def _ranges_of(parts):
 def _number_of_parts(layer) -> int:
     strategy = tf.distribute.get_strategy()
     size = layer.input_dim * layer.output_dim * tf.as_dtype(layer.variable_dtype).size
-    most = min(strategy.num_servers, layer.input_dim)
-    return max(1, min(most, size // SMALLEST_PART_BYTES))
+    return max(1, min(strategy.num_servers, layer.input_dim, size // SMALLEST_PART_BYTES))
 
 
 def _create_parts(layer, parts) -> list[keras.Variable]:
@@ -107,15 +106,15 @@ def _create_parts(layer, parts) -> list[keras.Variable]:
     dtype = layer.variable_dtype
     size = np.prod(shape, dtype=np.int64) * tf.as_dtype(dtype).size
     pieces = tf.distribute.get_strategy().pieces
-    # Drawn as on one device. Larger tables draw each part for itself: nobody has room for all.
-    whole = _Whole(layer, shape, dtype, parts) if size <= _DRAWN_WHOLE_BYTES else None
+    # Drawn at once, as on one device. A larger table may not fit in memory: each part is drawn.
+    whole = _DrawnWhole(layer, shape, dtype, parts) if size <= _DRAWN_WHOLE_BYTES else None
     tables = []
     for number in range(parts):
         start, stop = replica_slice(layer.input_dim, parts, number)
         initializer = layer.embeddings_initializer
         if whole is not None:
             initializer = whole.rows(start, stop)
-        elif type(initializer) in _IN_PIECES:
+        elif type(initializer) in _DRAWN_IN_PIECES:
             initializer = pieces.initializer(initializer, number)
         elif isinstance(initializer, keras.initializers.Initializer):
             initializer = initializer.clone()
@@ -131,12 +130,12 @@ def _create_parts(layer, parts) -> list[keras.Variable]:
     return tables
 
 
-class _Whole:
-    """The first values of a whole table, until all parts have theirs."""
+class _DrawnWhole:
+    """The initial values of a whole table, kept until all parts have theirs."""
 
     def __init__(self, layer, shape, dtype, parts):
         self._draw = lambda: layer.embeddings_initializer(shape, dtype=dtype)
-        self._values, self._left = None, parts
+        self._values, self._parts_left = None, parts
 
     def rows(self, start, stop):
         """Returns an initializer of some rows."""
@@ -147,8 +146,8 @@ class _Whole:
                 if self._values is None:
                     self._values = self._draw()
                 values = self._values[start:stop]
-            self._left -= 1
-            if not self._left:
+            self._parts_left -= 1
+            if not self._parts_left:
                 self._values = None
             return values
 
@@ -156,10 +155,10 @@ class _Whole:
 
 
 class Pieces:
-    """Draws the first values of the parts of large tables piece by piece, on their servers.
+    """Draws the initial values of the parts of large tables piece by piece, on their servers.
 
-    TensorFlow would draw all values of a part as temporary ones of the same size, for which a
-    server may have no room.
+    TensorFlow would first draw all values of a part into a temporary tensor, for which a server may
+    have no memory.
     """
 
     def __init__(self):
@@ -175,7 +174,7 @@ class Pieces:
         return draw_zeros
 
     def fill(self, variable: tf.Variable) -> None:
-        """Gives a new variable its first values, if it is such a part."""
+        """Fills a new variable with its initial values, if it is such a part."""
         if self._waiting is None:
             return
         (initializer, part), self._waiting = self._waiting, None
@@ -190,7 +189,7 @@ class Pieces:
 
 
 def _initializer_of_piece(initializer, part, number):
-    """Keras's initializers draw the same values at each call: a piece has its own seed."""
+    """Returns the initializer with a seed of the piece's own: one seed would repeat its values."""
     config = initializer.get_config()
     if "seed" in config:
         seed = initializer.seed
@@ -209,10 +208,10 @@ def _call(layer, tables, inputs):
 
 
 def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of a table that is cut into parts.
+    """Looks up rows of a table that is cut into parts.
 
     Args:
-        tables: The parts: variables, or tensors.
+        tables: The parts: variables or tensors.
         ids: Numbers of rows, of any shape.
 
     Returns:
@@ -221,19 +220,19 @@ def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
     if len(tables) == 1:
         return tf.gather(tables[0], ids)
     flat = tf.reshape(ids, [-1])
-    places, found = [], []
+    places, parts = [], []
     for table, (start, stop) in zip(tables, _ranges_of(tables)):
-        mine = tf.where((flat >= start) & (flat < stop))[:, 0]
-        places.append(tf.cast(mine, tf.int32))
-        found.append(tf.gather(table, tf.gather(flat, mine) - start))
-    # A row that is in no part would be missing here, and be zeros without an error.
+        here = tf.where((flat >= start) & (flat < stop))[:, 0]
+        places.append(tf.cast(here, tf.int32))
+        parts.append(tf.gather(table, tf.gather(flat, here) - start))
+    # An id that no part has would otherwise give zeros without an error.
     inside = tf.debugging.assert_equal(
         sum(tf.size(place) for place in places),
         tf.size(flat),
         "`inputs` of an Embedding must be from 0 to input_dim - 1.",
     )
     with tf.control_dependencies([inside] if inside is not None else []):
-        rows = tf.dynamic_stitch(places, found)
+        rows = tf.dynamic_stitch(places, parts)
     return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
 
 

@@ -1,4 +1,4 @@
-"""Pipelines: a model's layers are on several workers or devices; micro-batches go through them."""
+"""Pipelines: a model's layers are on several workers or devices, and micro-batches pass through."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ def pipeline(
     measure_rows: int | None = None,
     devices: list[str] | None = None,
 ) -> keras.Model:
-    """Cuts a model into stages, each on a worker or a device, which pass micro-batches on.
+    """Cuts a model into stages, each on a worker or a device, and passes micro-batches through.
 
-    Each worker, or each of `devices`, holds the weights of its stage alone, with their gradients
-    and slots. The rows of the stages' workers together are cut into micro-batches; while one stage
-    computes the second, the next one computes the first. Losses, gradients and metrics are those
-    of the whole batch. With more workers than stages there are copies of the stages, which share
-    the rows. With one replica in all, and without `devices`, nothing happens.
+    Each worker, or each of `devices`, holds only the weights of its stage, with their gradients
+    and slots. The rows of all stages' workers are cut into micro-batches: while one stage computes
+    the second micro-batch, the next stage computes the first. Losses, gradients and metrics are
+    those of the whole batch. With more workers than stages there are copies of the stages, which
+    share the rows. With one replica in total and no `devices`, the call has no effect.
 
     Args:
-        model: A built Functional or Sequential model, created in the strategy's scope. Created
-            within `tfmulti.sharded_parameters()`, no worker or device ever has the whole model.
-        stages: The number of stages, of which the number of workers is a multiple; None for the
-            number of workers or devices. The model is then cut where stages compute about as much
-            as each other. Or the names of the layers at which stages begin, without the first.
-        micro_batches: In how many parts the rows of a step pass through. The more there are, the
-            less the stages wait: of s stages and m parts, (s - 1) / (m + s - 1) of the time.
-        checkpoint_activations: Whether each stage keeps its inputs alone, and runs again for the
+        model: A built Functional or Sequential model, created in the strategy's scope. If it is
+            created within `tfmulti.sharded_parameters()`, no worker or device ever holds all of it.
+        stages: The number of stages, which must divide the number of workers; None for the number
+            of workers or devices. The model is then cut so that stages compute about the same
+            amount. Or a list of the names of the layers at which the second and later stages begin.
+        micro_batches: The number of micro-batches of a step. With s stages and m micro-batches a
+            stage is idle for (s - 1) / (m + s - 1) of the time, so more of them waste less.
+        checkpoint_activations: Whether each stage keeps only its inputs, and runs again for the
             gradients of a micro-batch.
-        measure_rows: How many rows worker 0 times each layer on, to cut the model where the times
-            are even; take those of a micro-batch. None estimates them from the weights.
-        devices: The devices of this machine that have the stages of a model of `one_device`, such
-            as `["GPU:0", "GPU:1"]`, in the order of the stages; None for stages on workers.
+        measure_rows: The number of rows on which worker 0 times each layer, so that the stages take
+            equal times; use the rows of a micro-batch. None estimates costs from the weights.
+        devices: The devices of this process for the stages of a model of `one_device`, such as
+            `["GPU:0", "GPU:1"]`, in the order of the stages; None for stages on workers.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model is not Functional or Sequential, cannot be cut so, has been
-            compiled, or has synchronized batch normalization with several micro-batches; if
-            workers are no multiple of stages, have several replicas, or have no MPI; if `devices`
-            are not there, are not one for each stage, or the strategy is not `one_device`; if two
-            devices would change the same state.
+        ValueError: If the model is not Functional or Sequential, cannot be cut that way, has been
+            compiled, or has synchronized batch normalization with several micro-batches; if the
+            number of workers is not a multiple of the stages, or workers have several replicas or
+            no MPI; if `devices` do not exist, are not one for each stage, or the strategy is not
+            `one_device`; if two devices would change the same state.
 
     Example:
         >>> import tfmulti
@@ -75,9 +75,9 @@ def pipeline(
     is_named = stages is not None and not isinstance(stages, int)
     starts = starts_at(model, stages) if is_named else None
     if devices is None:
-        _refuse_replicas(strategy)
+        _refuse_several_replicas(strategy)
     else:
-        devices = _checked(strategy, devices)
+        devices = _check_devices(strategy, devices)
     number = _number_of_stages(stages, strategy, devices)
     if devices is None:
         _refuse_workers(strategy, number)
@@ -108,12 +108,11 @@ def _refuse_model(model, micro_batches):
             f"{'is neither' if model.built else 'has not been built'}. Give it an `Input`; "
             "for a subclassed model use shard='parameters'."
         )
-    strange = [x for x in model.inputs if _is_strange(x)]
-    if strange:
+    unsupported = [x for x in model.inputs if not _is_dense_number(x)]
+    if unsupported:
         raise ValueError(
-            "Workers of a pipeline send dense numbers to each other. Received: the input "
-            f"{strange[0].name}, of strings, sparse or ragged. Turn it into a dense tensor of "
-            "numbers in the dataset."
+            "The inputs of a pipeline must be dense tensors of numbers. Received: the input "
+            f"{unsupported[0].name}, of strings, sparse or ragged. Convert it in the dataset."
         )
     if getattr(model, "optimizer", None) is not None:
         raise ValueError(
@@ -124,13 +123,14 @@ def _refuse_model(model, micro_batches):
     if split:
         raise ValueError(
             "`pipeline` cannot cut a model whose layers are split. Received: "
-            f"{model.name!r}, of which {split[0]} is. Use tfmulti.tensor_parallel or this."
+            f"{model.name!r}, with the split weight {split[0]}. Use either "
+            "tfmulti.tensor_parallel or tfmulti.pipeline."
         )
-    together = [layer.name for layer in normalization.synchronized_layers(model)]
-    if together and micro_batches > 1:
+    synchronized = [layer.name for layer in normalization.synchronized_layers(model)]
+    if synchronized and micro_batches > 1:
         raise ValueError(
             "Synchronized batch normalization needs the rows of the whole batch at once. "
-            f"Received: {', '.join(together)}, micro_batches={micro_batches}. Use "
+            f"Received: {', '.join(synchronized)}, micro_batches={micro_batches}. Use "
             "micro_batches=1, synchronized=False for the statistics of each micro-batch, or "
             "keras.layers.GroupNormalization."
         )
@@ -142,21 +142,21 @@ def _refuse_rows(measure_rows, stages):
     is_number = isinstance(measure_rows, int) and measure_rows > 0 and measure_rows is not True
     if not is_number or not (stages is None or isinstance(stages, int)):
         raise ValueError(
-            "`measure_rows` is the number of rows to time layers on, for cuts that are not named. "
+            "`measure_rows` must be a number of rows to time layers on, without names in `stages`. "
             f"Received: measure_rows={measure_rows!r}, stages={stages!r}. Use the rows of a "
             "micro-batch, for example 8, or leave it out."
         )
 
 
-def _is_strange(given):
-    is_sparse = getattr(given, "sparse", False) or getattr(given, "ragged", False)
-    return is_sparse or given.dtype == "string"
+def _is_dense_number(tensor):
+    is_dense = not (getattr(tensor, "sparse", False) or getattr(tensor, "ragged", False))
+    return is_dense and tensor.dtype != "string"
 
 
-def _checked(strategy, devices) -> list[str]:
+def _check_devices(strategy, devices) -> list[str]:
     if not isinstance(strategy, tf.distribute.OneDeviceStrategy):
         raise ValueError(
-            "`devices` has the stages of one process, which has one copy of the model. Received: "
+            "`devices` must be used with one copy of the model, in one process. Received: "
             f"devices={list(devices)}, {type(strategy).__name__} with "
             f"{strategy.num_replicas_in_sync} replicas. Create the model in the scope of "
             "tfmulti.create_strategy('one_device'); for copies of the stages start workers: "
@@ -171,7 +171,7 @@ def _checked(strategy, devices) -> list[str]:
     return devices
 
 
-def _refuse_replicas(strategy):
+def _refuse_several_replicas(strategy):
     replicas = topology.num_local_replicas(strategy)
     if replicas > 1:
         raise ValueError(
@@ -185,7 +185,10 @@ def _refuse_replicas(strategy):
 
 def _number_of_stages(stages, strategy, devices) -> int:
     most = topology.num_workers(strategy) if devices is None else len(devices)
-    number = stages if isinstance(stages, int) else most if stages is None else len(stages) + 1
+    if stages is None:
+        number = most
+    else:
+        number = stages if isinstance(stages, int) else len(stages) + 1
     if number < 2:
         places = "workers" if devices is None else "devices"
         raise ValueError(
@@ -211,7 +214,7 @@ def _refuse_workers(strategy, number):
         )
     if getattr(strategy.extended, "send", None) is None:
         raise ValueError(
-            "`pipeline` needs MPI, by which one worker sends to another. Received: "
+            "`pipeline` needs MPI, with which one worker sends to another. Received: "
             f"communication {strategy.communication}. Start the workers with python -m "
             "tfmulti.launch --mpi, after pip install tfmulti[mpi]."
         )

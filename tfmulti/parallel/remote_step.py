@@ -1,9 +1,9 @@
-"""A model's steps as functions that a worker computes, and the update that the chief makes of one.
+"""Runs a model's steps on the workers of parameter servers; the chief applies their gradients.
 
 A worker reads the weights from the servers, runs `train_step` up to the optimizer, and answers with
-the gradients and with how the other states have changed. It changes nothing, so a step that a lost
-worker had begun can be computed again by another. The chief applies what comes, one step after the
-other: so no update is lost between a reading and a writing, and each counts once.
+the gradients and with the changes of other state. It writes nothing, so another worker can repeat a
+step that a lost worker had begun. The chief applies the answers one after the other, so no update
+is lost between a read and a write, and each counts once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from tfmulti import keras_compat
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
 
-# Random numbers of a step: apart from those of other steps, and of its other parts.
+# Distances between the seeds of two steps, and of two parts of a step, so that their random numbers
+# differ.
 _DRAWS_OF_STEP, _DRAWS_OF_PART = 4096, 1_000_003
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a worker answers to a step of training, as NumPy arrays.
+    """A worker's answer to a training step, as NumPy arrays.
 
     Attributes:
-        updates: Updates that had been made when it read the weights.
-        worker: Its number.
-        process: The id of its process: another one after a restart.
-        rows: Rows of its batch.
-        gradients: For each variable an array; a pair (rows of a table, their numbers); or None.
-        changes: For each state other than weights, by how much it has changed.
-        metrics: The metrics' states of these rows alone.
-        logs: What else `train_step` returned, by name.
+        updates: The number of updates that had been made when the worker read the weights.
+        worker: The worker's number.
+        process: The id of its process, which changes with a restart.
+        rows: The number of rows of its batch.
+        gradients: For each variable an array, a pair (values, row numbers) for some rows of a
+            table, or None.
+        changes: By how much each state other than weights has changed.
+        metrics: The metrics' states over these rows only.
+        logs: The logs of `train_step` that are not metrics, by name.
     """
 
     updates: int
@@ -55,10 +57,10 @@ class RemoteStep:
     Args:
         model: A compiled model, built in the scope of the strategy.
         element_spec: The spec of a batch.
-        who: Function that returns the number and the process of the worker, within a step.
+        who: Function that returns, within a step, the worker's number and process id.
 
     Raises:
-        ValueError: For a model whose step cannot be computed so.
+        ValueError: When it computes a step, if parameter servers do not support the model's step.
     """
 
     def __init__(self, model: keras.Model, element_spec, who: Callable):
@@ -88,14 +90,14 @@ class RemoteStep:
             coordinator: The strategy's coordinator.
             batch: The rows.
             step: The number of the step since training began, from 0.
-            part: The number of the part of the step's batch.
+            part: The number of this part of the step's batch.
         """
         numbers = [tf.constant(each, tf.int64) for each in (step, part)]
         remote = coordinator.schedule(self._train, args=(batch, *numbers))
         return lambda: self._answer(remote.fetch())
 
     def schedule_test(self, coordinator, batch) -> Callable[[], list[np.ndarray]]:
-        """Sends a step of evaluation; the function returned gives the metrics' states."""
+        """Sends an evaluation step; returns a function that waits for the metrics' states."""
         remote = coordinator.schedule(self._test, args=(batch,))
         return lambda: remote.fetch()
 
@@ -104,15 +106,15 @@ class RemoteStep:
         if self._here is None:
             self._here = tf.function(self._compute, reduce_retracing=True)
         zero = tf.constant(0, tf.int64)
-        found = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
-        return self._answer((0, (0, 0), rows_lib.num_rows(batch), *found))
+        computed = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
+        return self._answer((0, (0, 0), rows_lib.num_rows(batch), *computed))
 
     def name_of(self, gradient: int) -> str:
-        """Returns the path of the weight of a gradient."""
+        """Returns the path of the weight to which a gradient belongs, by the gradient's place."""
         return self._variables[gradient].path
 
     def apply(self, gradients: Sequence, changes: Sequence[np.ndarray]) -> None:
-        """Makes an update of gradients, and changes the other states."""
+        """Updates the weights with gradients, and adds the changes of other state."""
         given = [
             tuple(map(tf.convert_to_tensor, each))
             if isinstance(each, tuple)
@@ -124,21 +126,20 @@ class RemoteStep:
 
     def results(self, metrics: Sequence[np.ndarray]) -> dict[str, float]:
         """Returns the metrics by name, from their states."""
-        found = self._results([tf.convert_to_tensor(each) for each in metrics])
-        return {name: _plain(value) for name, value in found.items()}
+        results = self._results([tf.convert_to_tensor(each) for each in metrics])
+        return {name: _plain(value) for name, value in results.items()}
 
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
-        """Sets the model's own metrics, which others read after an epoch."""
+        """Sets the model's own metrics, which callbacks read after an epoch."""
         for variable, value in zip(self._metrics, metrics):
             variable.assign(value)
 
-    def _answer(self, found) -> Answer:
-        updates, who, rows, gradients, changes, metrics, logs = found
-        gradients, given = iter(gradients), []
-        for present in self._sparse:
-            given.append(None if present is None else next(gradients))
+    def _answer(self, fetched) -> Answer:
+        updates, who, rows, present, changes, metrics, logs = fetched
+        present = iter(present)
+        gradients = [None if sparse is None else next(present) for sparse in self._sparse]
         return Answer(
-            int(updates), int(who[0]), int(who[1]), int(rows), given, changes, metrics, logs
+            int(updates), int(who[0]), int(who[1]), int(rows), gradients, changes, metrics, logs
         )
 
     def _train_on(self, batch, step, part):
@@ -151,10 +152,10 @@ class RemoteStep:
     def _compute(self, batch, step, part):
         seeds = [_seed_of(v, step, part) for v in self._seeds]
         before = [tf.identity(v.value) for v in self._states]
-        known = [*zip(self._seeds, seeds), *zip(self._states, before)]
-        known += zip(self._metrics, map(tf.constant, self.first_metrics))
-        with keras.StatelessScope(state_mapping=known) as scope:
-            weights = _show(scope, self._weights)
+        state = [*zip(self._seeds, seeds), *zip(self._states, before)]
+        state += zip(self._metrics, map(tf.constant, self.first_metrics))
+        with keras.StatelessScope(state_mapping=state) as scope:
+            weights = _let_read(scope, self._weights)
             gradients, logs = self._run_step(batch)
             after = [_value_in(scope, v) for v in self._states]
             metrics = [_value_in(scope, v) for v in self._metrics]
@@ -164,26 +165,26 @@ class RemoteStep:
 
     def _run_step(self, batch) -> tuple[list, dict]:
         """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
-        given: list = []
+        applied: list = []
 
         def take(grads, trainable_variables=None):
             variables = trainable_variables or self.model.trainable_variables
-            given.append((list(grads), list(variables)))
+            applied.append((list(grads), list(variables)))
 
         optimizers = model_contents.optimizers_of(self.model)
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
                 stack.enter_context(_with_attribute(optimizer, "apply", take))
             logs = self.model.train_step(batch) or {}
-        known = self.model.get_metrics_result()
-        logs = {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in known}
-        if len(given) != 1 or len(optimizers) != 1:
+        metrics = self.model.get_metrics_result()
+        logs = {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in metrics}
+        if len(applied) != 1 or len(optimizers) != 1:
             raise ValueError(
                 "With parameter servers a `train_step` must give gradients to one optimizer, once. "
-                f"Received: {len(optimizers)} optimizers, given gradients {len(given)} times. Use "
-                "one optimizer and one update in a step, or the strategy multi_worker."
+                f"Received: {len(optimizers)} optimizers, given gradients {len(applied)} times. "
+                "Use one optimizer and one update in a step, or the strategy multi_worker."
             )
-        gradients, self._variables = given[0]
+        gradients, self._variables = applied[0]
         self._sparse = [None if g is None else isinstance(g, tf.IndexedSlices) for g in gradients]
         gradients = [
             (g.values, g.indices) if isinstance(g, tf.IndexedSlices) else g
@@ -193,31 +194,31 @@ class RemoteStep:
         return gradients, logs
 
     def _refuse_other_writes(self, scope, weights):
-        """Raises for weights that a step sets by itself: their changes would be lost."""
+        """Raises ValueError if a step assigns weights itself: these changes would be lost."""
         written = [v for v in self._weights if scope.get_current_value(v) is not weights[id(v)]]
         if written:
             raise ValueError(
                 "With parameter servers a `train_step` must change weights by its optimizer only. "
                 f"Received: a step that assigns {written[0].path}. Use the strategy multi_worker, "
-                "or make that weight one that is not trainable."
+                "or make that weight non-trainable."
             )
 
     def _test_on(self, batch):
-        known = list(zip(self._metrics, map(tf.constant, self.first_metrics)))
-        with keras.StatelessScope(state_mapping=known) as scope:
-            _show(scope, [*self._weights, *self._states, *self._seeds])
+        metrics = list(zip(self._metrics, map(tf.constant, self.first_metrics)))
+        with keras.StatelessScope(state_mapping=metrics) as scope:
+            _let_read(scope, [*self._weights, *self._states, *self._seeds])
             self.model.test_step(batch)
             return [_value_in(scope, v) for v in self._metrics]
 
     def _apply_now(self, gradients, changes):
-        gradients = iter(gradients)
-        given = []
+        present = iter(gradients)
+        gradients = []
         for sparse, variable in zip(self._sparse, self._variables):
-            each = None if sparse is None else next(gradients)
+            each = None if sparse is None else next(present)
             # `tf.shape` would read the variable: a copy of a whole table in each step.
             shape = tf.constant(list(variable.shape), tf.int32)
-            given.append(tf.IndexedSlices(*each, shape) if sparse else each)
-        self.model.optimizer.apply(given, self._variables)
+            gradients.append(tf.IndexedSlices(*each, shape) if sparse else each)
+        self.model.optimizer.apply(gradients, self._variables)
         for variable, change in zip(self._states, changes):
             if variable.dtype == "bool":
                 variable.value.assign(change)
@@ -238,22 +239,23 @@ class RemoteStep:
 
 @contextlib.contextmanager
 def _with_attribute(owner, name, value):
-    have = vars(owner).get(name)
+    """Gives an object an attribute of its own within the context."""
+    before = vars(owner).get(name)
     object.__setattr__(owner, name, value)
     try:
         yield
     finally:
-        if have is None:
+        if before is None:
             object.__delattr__(owner, name)
         else:
-            object.__setattr__(owner, name, have)
+            object.__setattr__(owner, name, before)
 
 
 def build(model: keras.Model, batch) -> None:
     """Creates all variables of a compiled model on the servers.
 
     Raises:
-        ValueError: For a model that is not compiled with an optimizer.
+        ValueError: If the model is not compiled with an optimizer.
     """
     if not model.compiled or model.optimizer is None:
         raise ValueError(
@@ -268,9 +270,9 @@ def build(model: keras.Model, batch) -> None:
 
 
 def add_gradients(answers: Sequence[Answer]) -> tuple[list, list[np.ndarray]]:
-    """Returns the gradients and changes of a batch, from those of its parts.
+    """Combines the gradients and changes of a batch's parts into those of the batch.
 
-    Each part's are means over its rows; see `tfmulti.step.weighting`.
+    Those of each part are means over its rows, and are weighted as in `tfmulti.step.weighting`.
     """
     total = sum(answer.rows for answer in answers)
     weights = [np.float64(answer.rows / total) for answer in answers]
@@ -284,7 +286,7 @@ def add_gradients(answers: Sequence[Answer]) -> tuple[list, list[np.ndarray]]:
 
 
 def mean_logs(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns the logs of a step that are no metrics: the mean over its parts, by their rows."""
+    """Returns the logs of a step that are not metrics: means over its parts, weighted by rows."""
     total = sum(answer.rows for answer in answers)
     return {
         name: _plain(sum(np.asarray(a.logs[name]) * (a.rows / total) for a in answers))
@@ -309,19 +311,20 @@ def _weighted_sum(parts, weights):
 
 
 def _seed_of(variable, step, part) -> tf.Tensor:
-    """Returns the state of a generator for a step: a step that is done again draws the same."""
+    """Returns a generator's state for a step, so that a repeated step draws the same numbers."""
     offset = tf.stack([part * _DRAWS_OF_PART, step * _DRAWS_OF_STEP])
     return variable.value.read_value() + tf.cast(offset, variable.value.dtype)
 
 
-def _show(scope, variables) -> dict[int, tf.Variable]:
-    """Makes variables known in a scope as they are, and returns them.
+def _let_read(scope, variables) -> dict[int, tf.Variable]:
+    """Lets Keras read variables directly in a stateless scope; returns TensorFlow's by Keras's id.
 
-    Keras asks the scope for them. A tape must see how they are read, and a table is not read whole.
+    A tape must see the reads, and a table must not be read whole, so the scope gets the variables
+    and not their values.
     """
-    found = {id(variable): variable.value for variable in variables}
-    scope.state_mapping.update(found)
-    return found
+    values = {id(variable): variable.value for variable in variables}
+    scope.state_mapping.update(values)
+    return values
 
 
 def _value_in(scope, variable) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Models whose large weights are sharded: created so, and gathered by layers for a call."""
+"""Shards large weights of a model at their creation; layers gather them for each call."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tfmulti.step.split_weights import SplitParameter
 def sharded_parameters() -> Iterator[None]:
     """Shards large weights as layers create them, so that no worker ever has the whole model.
 
-    Without it, `DistributedOptimizer(optimizer, shard="parameters")` shards the weights of a model
-    that has been built, which must fit each worker until then. In one process large weights wait
-    in host memory, each from its creation on, until `pipeline` puts them on the devices of their
-    stages; where it does not, they go to the strategy's device when the context ends.
+    Without it, `DistributedOptimizer(optimizer, shard="parameters")` shards the weights of a built
+    model, which must fit on each worker until then. In one process large weights stay in host
+    memory after their creation until `pipeline` moves them to the devices of their stages; those
+    that it does not move go to the strategy's device when the context ends.
 
     Raises:
         ValueError: If it is not used in a strategy's scope, or a worker has several replicas.
@@ -58,25 +58,26 @@ def sharded_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_host_memory(strategy) -> Iterator[None]:
-    device, waiting = strategy.extended.worker_devices[0], []
+    """Keeps large weights that layers create in host memory until the context ends."""
+    device, moved = strategy.extended.worker_devices[0], []
     if not isinstance(strategy, tf.distribute.OneDeviceStrategy) or device.endswith("CPU:0"):
         yield
         return
 
-    def wait(variable):
+    def move(variable):
         if keras_compat.is_initialized(variable) and parameters.is_large(variable):
             keras_compat.put_on(variable, "CPU:0")
-            waiting.append(variable)
+            moved.append(variable)
 
-    with keras_compat.after_add_weight(wait):
+    with keras_compat.after_add_weight(move):
         yield
-    for variable in waiting:
+    for variable in moved:
         if not marks.IN_STAGE.get(variable):
             keras_compat.put_on(variable, device)
 
 
 def gather_in_calls(model: keras.Model) -> None:
-    """Has each layer gather its sharded weights for its calls alone, and again for gradients.
+    """Makes each layer gather its sharded weights only during its calls, and again for gradients.
 
     Args:
         model: A built model.
@@ -92,13 +93,13 @@ def gather_in_calls(model: keras.Model) -> None:
                     sharded.shard(variable)
     if sharded is None:
         return
-    for layer in _units(model):
+    for layer in _gathering_layers(model):
         layer.call = recomputed(layer, layer.call, gathered=lambda layer=layer: _sharded(layer))
         marks.GATHERS.set(layer, True)
 
 
 def refuse_other_optimizers(model: keras.Model) -> None:
-    """Raises ValueError if a model with sharded weights has an optimizer that needs whole ones."""
+    """Raises ValueError if a model with sharded weights has an optimizer that needs them whole."""
     if not any(isinstance(v, parameters.ShardedParameter) for v in model.trainable_variables):
         return
     for optimizer in model_contents.optimizers_in_use(model, nested=True):
@@ -106,7 +107,7 @@ def refuse_other_optimizers(model: keras.Model) -> None:
         shards = marks.SHARDS.get(inner)
         if shards is None or not shards.shards_parameters:
             raise ValueError(
-                "Sharded weights need an optimizer that updates them where they are. Received: "
+                "Sharded weights need an optimizer that updates each on its owner. Received: "
                 f"{model.name!r} with sharded weights, and {inner.name} without "
                 "shard='parameters'. Compile with tfmulti.DistributedOptimizer(optimizer, "
                 "shard='parameters')."
@@ -114,29 +115,25 @@ def refuse_other_optimizers(model: keras.Model) -> None:
 
 
 def forget_values(model: keras.Model) -> None:
-    """Forgets what this worker knows of others' weights, before steps that change them."""
+    """Forgets the values of other workers' weights, before steps that change them."""
     for variable in model.variables:
         if isinstance(variable, parameters.ShardedParameter):
             variable.parameters.values.forget(variable)
 
 
-def _units(model):
-    """The layers that gather: those that have sharded weights themselves, and loops over cells."""
-    layers = [each for each in keras_compat.all_layers(model) if not _gathers(each)]
+def _gathering_layers(model):
+    """Returns layers with sharded weights; an RNN gathers the weights of its cells itself."""
+    layers = [each for each in keras_compat.all_layers(model) if not marks.GATHERS.get(each)]
     loops = [each for each in layers if isinstance(each, keras.layers.RNN)]
     within = {id(inner) for loop in loops for inner in keras_compat.all_layers(loop)}
     return [each for each in layers if id(each) not in within and _sharded(each)]
 
 
-def _gathers(layer):
-    return marks.GATHERS.get(layer)
-
-
 def _sharded(layer):
-    """The sharded weights that a layer gathers for its calls; none if it has a part of one."""
+    """Returns the sharded weights that a layer gathers for its calls."""
     loop = isinstance(layer, keras.layers.RNN)
     own = layer.weights if loop else keras_compat.own_weights(layer)
     if any(isinstance(each, SplitParameter) for each in own):
-        # It would exchange its rows again for the second run.
+        # A second run of a split layer would exchange its rows again.
         return []
     return [each for each in own if isinstance(each, parameters.ShardedParameter)]

@@ -1,4 +1,4 @@
-"""Whether a model's steps may be split, and its metrics added, before anything is trained."""
+"""Checks before training that a model's batches can be split and its metrics added."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TOLERANCE = 1e-3
 
 
 def check(step: RemoteStep, batch, splits: bool) -> None:
-    """Computes some rows whole and in two parts, and compares.
+    """Computes some rows at once and in two parts, and compares the results.
 
     Args:
         step: The model's steps.
         batch: A batch.
-        splits: Whether workers take parts of batches, whose gradients are added.
+        splits: Whether batches are split over workers, whose gradients are then added.
 
     Raises:
-        ValueError: If the sum of the parts is not the whole: for a loss that is no mean over rows
-            where batches are split, and for metrics whose states cannot be added.
+        ValueError: If the parts do not add up: for a loss that is not a mean over rows where
+            batches are split, and for metrics whose states cannot be added.
     """
     model = step.model
     batch = some_rows(batch, 0, _MOST_ROWS)
@@ -37,7 +37,7 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
     if keras_compat.local_statistics(model):
         if splits:
             warnings.warn(
-                "Batch normalization normalizes each worker's rows by themselves, so the result "
+                "Batch normalization uses the statistics of each worker's rows, so the result "
                 "differs from that of one device. For the same result use layer normalization.",
                 stacklevel=3,
             )
@@ -78,7 +78,7 @@ def _compare_gradients(step, whole, parts):
 
 
 def _dense_sum(gradient):
-    """Returns a gradient; of one for some rows of a table, each row once, in order."""
+    """Returns a dense gradient unchanged; of a sparse one, the sum for each row, in order."""
     if not isinstance(gradient, tuple):
         return gradient
     values, ids = gradient

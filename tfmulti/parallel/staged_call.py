@@ -1,65 +1,229 @@
-"""A model's call as a pass through its stages, wherever these are."""
+"""Replaces a model's call by a pass through the stages of a pipeline, wherever these are.
+
+`StagedCall` is the model's call, `StageRun` what one stage computes in it: one micro-batch after
+another, forward and backward.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.cutting import Cut
-from tfmulti.parallel.stage_run import Plan
-from tfmulti.parallel.stages import Boundary, stages_of, trace_stages
+from tfmulti.parallel.stages import Boundary, Stage, StageTrace, stages_of, trace_stages
 from tfmulti.step import normalization
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call of the model passes through the stages; the same on all workers.
+
+    Attributes:
+        stages: The stages.
+        traces: What tracing each stage has shown.
+        num_micro_batches: The number of micro-batches.
+        recomputes: Whether a stage keeps only its inputs, and runs again for gradients.
+        training: As in a layer's call.
+        context: Function that restores the context in which the model was called.
+    """
+
+    stages: list[Stage]
+    traces: list[StageTrace]
+    num_micro_batches: int
+    recomputes: bool
+    training: bool | None
+    context: Callable
+
+    @property
+    def outputs(self) -> Boundary:
+        """Describes the outputs of the last stage."""
+        return self.traces[-1].after
+
+
+class StageRun:
+    """Runs one stage on the micro-batches of one batch.
+
+    Args:
+        plan: The plan.
+        number: The number of the stage.
+        total: The rows of all micro-batches.
+        rows_before: The rows of the global batch that other copies of the stages have before these.
+
+    Attributes:
+        previous: Tensors that exist once the previous micro-batch is computed, and sent if it is
+            sent; the next one waits for them.
+        updates: The values, after the latest micro-batch, of the variables that the stage updates.
+    """
+
+    def __init__(self, plan: Plan, number: int, total: tf.Tensor, rows_before=0):
+        self._plan, self._number = plan, number
+        self._stage, self._trace = plan.stages[number], plan.traces[number]
+        self._total, self._rows_before = total, rows_before
+        self._is_last = number == len(plan.stages) - 1
+        updated = self._trace.updated
+        self._state = list(zip(updated, keras_compat.values_of(updated)))
+        # For each micro-batch, a function that returns a tape, its sources and its outputs.
+        self._recorded: list[Callable] = []
+        self.previous: list = []
+        self.updates: list[tf.Tensor] = []
+
+    def bounds(self, index: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the first row of a micro-batch, and the row after its last one."""
+        number = self._plan.num_micro_batches
+        return index * self._total // number, (index + 1) * self._total // number
+
+    def micro_batch(self, flat, index: int) -> list[tf.Tensor]:
+        """Takes the rows of one micro-batch out of tensors with all rows."""
+        begin, end = self.bounds(index)
+        # A micro-batch without rows gets one of the others', whose outputs are dropped.
+        begin = tf.minimum(begin, self._total - 1)
+        return [each[begin : tf.maximum(end, begin + 1)] for each in flat]
+
+    def forward(self, index: int, taken, weights) -> list[tf.Tensor]:
+        """Computes the stage on one micro-batch, and keeps what its gradient needs.
+
+        Args:
+            index: The number of the micro-batch.
+            taken: The outputs of the stage before.
+            weights: The values of the stage's weights.
+
+        Returns:
+            The outputs of this stage.
+        """
+        before, after, state = self._trace.before, self._trace.after, self._state
+        taken = self._after_previous(taken)
+        sources = [*before.floats(taken), *weights]
+        if self._plan.recomputes:
+            flat, new = self._compute(index, taken, weights, state)
+
+            def recorded(upstream):
+                return self._recompute(index, upstream, taken, weights, state)
+        else:
+            # A step may take several gradients of one computation.
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(sources)
+                flat, new = self._compute(index, taken, weights, state)
+
+            def recorded(upstream):
+                return tape, sources, after.floats(flat)
+
+        self._recorded.append(recorded)
+        self._state = [
+            old if keras_compat.is_seed_state(old[0]) else changed
+            for old, changed in zip(state, new)
+        ]
+        self.updates, self.previous = [value for _, value in new], flat
+        return flat
+
+    def backward(self, index: int, upstream) -> tuple[list, list]:
+        """Returns the gradients of one micro-batch's inputs, and of the stage's weights.
+
+        Args:
+            index: The number of the micro-batch.
+            upstream: Gradients of the floating-point tensors that `forward` returned.
+        """
+        upstream = self._after_previous(upstream)
+        tape, sources, outputs = self._recorded[index](upstream)
+        gradients = tape.gradient(
+            outputs, sources, output_gradients=upstream, unconnected_gradients="zero"
+        )
+        number = len(self._trace.before.floats(self._trace.before.specs))
+        of_weights = gradients[number:]
+        self.previous = tf.nest.flatten(of_weights, expand_composites=True)
+        return [tf.convert_to_tensor(each) for each in gradients[:number]], of_weights
+
+    def _after_previous(self, tensors) -> list[tf.Tensor]:
+        """Makes a micro-batch wait for the previous one.
+
+        TensorFlow would compute them side by side, or in any order: all would be finished late.
+        """
+        with tf.control_dependencies(self.previous):
+            return [tf.identity(each) for each in tensors]
+
+    def _compute(self, index, taken, weights, state):
+        begin, end = self.bounds(index)
+        drawn = sum(each.num_draws for each in self._plan.traces[: self._number])
+        with keras_compat.draws_of() as draws:
+            number = draws.number + drawn if draws is not None else None
+
+        def rows():
+            return self._rows_before + begin, tf.shape(taken[0])[0]
+
+        # Each micro-batch draws its own random numbers, as each replica does.
+        draws, stream = keras_compat.draws_of(rows, number), keras_compat.random_stream(index)
+        with draws, stream, self._plan.context():
+            before, after = self._trace.before, self._trace.after
+            training = self._plan.training
+            _, flat, new = self._stage.run(before, taken, weights, state, training, after)
+        if self._is_last:
+            # Drops the row that a micro-batch without rows was given.
+            flat = [each[: end - begin] for each in flat]
+        return flat, new
+
+    def _recompute(self, index, upstream, taken, weights, state):
+        # Otherwise TensorFlow would see that this repeats the first run, and keep its activations.
+        with tf.control_dependencies(upstream):
+            taken, weights = [tf.identity(x) for x in taken], [tf.identity(x) for x in weights]
+            state = [(variable, tf.identity(value)) for variable, value in state]
+        sources = [*self._trace.before.floats(taken), *weights]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            flat, _ = self._compute(index, taken, weights, state)
+        return tape, sources, self._trace.after.floats(flat)
+
+
 class StagedCall:
-    """Takes the place of a model's call; a subclass knows where the stages are.
+    """Replaces a model's call; subclasses know where the stages are.
 
     Args:
         model: A built Functional or Sequential model.
-        starts: Positions in the order of the model's calls at which a stage begins, but the first.
+        starts: Positions, in the order of the model's layer calls, at which the second and later
+            stages begin.
         num_micro_batches: The number of micro-batches.
-        recomputes: Whether a stage keeps its inputs alone, and runs again for gradients.
+        recomputes: Whether a stage keeps only its inputs, and runs again for gradients.
     """
 
     def __init__(self, model, starts: list[int], num_micro_batches: int, recomputes: bool):
         self._model, self._strategy = model, model.distribute_strategy
         self._cut = Cut(model, starts)
         self._num_micro_batches, self._recomputes = num_micro_batches, recomputes
-        self._call, self._plans, self._planned = model.call, {}, Plan
+        self._original_call, self._traces = model.call, {}
 
     def install(self) -> None:
-        """Gives each weight to its stage, and takes the place of the model's call."""
-        self._place()
-        inputs, outputs = [id(x) for x in self._model.inputs], [id(x) for x in self._cut.outputs]
-        self._stages = stages_of(self._cut, inputs, outputs)
+        """Places each weight with its stage, and replaces the model's call."""
+        self._place_weights()
+        self._stages = stages_of(self._cut)
         self._model.call = self.call
-        # What `predict` was traced for has the weights where they were.
+        # A function that `predict` has already traced reads the weights where they were before.
         self._model.predict_function = None
 
     def call(self, inputs, training=None, mask=None, **kwargs):
-        """Passes a batch through the stages in a step; elsewhere it is the model's own call."""
+        """Passes a batch through the stages within a step; elsewhere runs the model's own call."""
         if not self._is_step() or keras_compat.is_symbolic(inputs):
-            return self._call(inputs, training=training, mask=mask, **kwargs)
+            return self._original_call(inputs, training=training, mask=mask, **kwargs)
         _refuse_inputs(keras.tree.flatten(inputs))
         values = self._cut.values_of(inputs, mask)
         before, flat = Boundary.of(list(values), values, [])
         plan = self._plan(before, training)
-        values, losses = plan.outputs.values(self._passed(plan, before, flat))
+        values, losses = plan.outputs.values(self._run_stages(plan, before, flat))
         for loss in losses:
             keras.layers.Layer.add_loss(self._model, tf.reduce_mean(loss))
-        return self._cut.packed(values)
+        return self._cut.pack_outputs(values)
 
-    def _place(self) -> None:
-        """Gives each weight to its stage."""
+    def _place_weights(self) -> None:
+        """Moves each weight to the worker or device of its stage."""
         raise NotImplementedError
 
     def _is_step(self) -> bool:
         """Whether this is a step, in which rows pass through the stages."""
         raise NotImplementedError
 
-    def _passed(self, plan: Plan, before: Boundary, flat) -> list[tf.Tensor]:
-        """Returns what the last stage hands on.
+    def _run_stages(self, plan: Plan, before: Boundary, flat) -> list[tf.Tensor]:
+        """Returns the outputs of the last stage.
 
         Args:
             plan: The plan.
@@ -72,29 +236,47 @@ class StagedCall:
         context = keras_compat.call_context()
         with keras_compat.draws_of() as draws:
             key = (before, training, draws is None)
-        if key not in self._plans:
+        if key not in self._traces:
             with context():
-                self._plans[key] = trace_stages(self._stages, before, training)
-        whole = training and normalization.synchronized_layers(self._model)
-        number = 1 if whole else self._num_micro_batches
-        traces = self._plans[key]
-        return self._planned(self._stages, traces, number, self._recomputes, training, context)
+                self._traces[key] = trace_stages(self._stages, before, training)
+        needs_whole = training and normalization.synchronized_layers(self._model)
+        number = 1 if needs_whole else self._num_micro_batches
+        return Plan(self._stages, self._traces[key], number, self._recomputes, training, context)
 
 
-def differentiated_once(gradients, sources) -> list[tf.Tensor]:
-    """Has a second derivative, which MPI's calls would leave out in silence, be an error.
+def concat_rows(parts) -> list[tf.Tensor]:
+    """Concatenates the rows of several lists of tensors, one list for each micro-batch."""
+    return [tf.concat(each, axis=0) for each in zip(*parts)]
+
+
+def add_gradients(some, others) -> list:
+    """Adds two lists of gradients, dense or sparse."""
+    return [_add(a, b) for a, b in zip(some, others)]
+
+
+def _add(a, b):
+    if isinstance(a, tf.IndexedSlices) and isinstance(b, tf.IndexedSlices):
+        values, rows = tf.concat([a.values, b.values], 0), tf.concat([a.indices, b.indices], 0)
+        return tf.IndexedSlices(values, rows, a.dense_shape)
+    return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
+
+
+def refuse_second_derivative(gradients, sources) -> list[tf.Tensor]:
+    """Returns the same gradients, and makes differentiating them again an error.
+
+    MPI calls have no gradient, so a second derivative would silently leave them out.
 
     Args:
         gradients: Gradients that have passed through the stages.
-        sources: What they depend on.
+        sources: The tensors that they depend on.
     """
 
     @tf.custom_gradient
     def once(*tensors):
         def gradient(*upstream):
             raise RuntimeError(
-                "A pipeline has first derivatives alone. Received: a gradient of a gradient that "
-                "passed through its stages, as for a penalty on gradients. Use "
+                "A pipeline supports first derivatives only. Received: a gradient of a gradient "
+                "that passed through its stages, as for a penalty on gradients. Use "
                 "shard='parameters' without tfmulti.pipeline."
             )
 
@@ -104,22 +286,22 @@ def differentiated_once(gradients, sources) -> list[tf.Tensor]:
 
 
 def spread_over(before: Boundary, of_floats, are_wanted: bool) -> list:
-    """Returns a gradient, or None, for each tensor that the first stage takes.
+    """Returns a gradient, or None, for each input tensor of the first stage.
 
     Args:
-        before: Describes what it takes.
-        of_floats: Gradients of those that are numbers.
-        are_wanted: Whether they are asked for.
+        before: Describes these tensors.
+        of_floats: The gradients of the floating-point ones.
+        are_wanted: Whether anyone asks for them.
     """
-    found = iter(of_floats)
-    return [next(found) if each and are_wanted else None for each in before.is_float]
+    gradients = iter(of_floats)
+    return [next(gradients) if each and are_wanted else None for each in before.is_float]
 
 
 def _refuse_inputs(flat):
     for value in flat:
         if not isinstance(value, tf.Tensor) or value.dtype == tf.string:
             raise ValueError(
-                "Workers of a pipeline send dense numbers to each other. Received: a "
+                "The inputs of a pipeline must be dense tensors of numbers. Received: a "
                 f"{getattr(value, 'dtype', '')} {type(value).__name__} as an input of the model. "
-                "Turn it into a dense tensor of numbers in the dataset."
+                "Convert it in the dataset."
             )

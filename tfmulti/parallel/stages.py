@@ -1,4 +1,4 @@
-"""The stages of a pipeline: parts of a model as functions of tensors."""
+"""The stages of a pipeline: parts of a model as functions from tensors to tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tfmulti.step import as_current, normalization, parameters
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """What is handed on before or after a stage: values, then their masks, then added losses.
+    """Describes the tensors before or after a stage: values, then their masks, then added losses.
 
-    An added loss is handed on as a vector with an entry for each row.
+    An added loss is passed on as a vector with an entry for each row.
 
     Attributes:
-        tensors: Identities of the model's tensors whose values are handed on.
+        tensors: Ids of the model's symbolic tensors whose values are passed on.
         has_mask: Which of them have a mask.
-        activations: The sigmoid or the softmax of each tensor whose logits are handed on in its
-            place, since Keras computes cross-entropy from them; else None.
-        specs: The dtype and the shape of each tensor, of any number of rows.
+        activations: For each tensor the sigmoid or softmax whose logits are passed on in its
+            place, because Keras computes cross-entropy from logits; None for the others.
+        specs: The dtype and shape of every tensor that is passed on, with any number of rows.
     """
 
     tensors: tuple[int, ...]
@@ -34,13 +34,14 @@ class Boundary:
 
     @classmethod
     def of(cls, tensors, values: dict, losses: list, like=None) -> tuple[Boundary, list]:
-        """Returns what describes values and losses, and all that is handed on, as a flat list.
+        """Returns the `Boundary` of values and losses, and a flat list of what is passed on.
 
         Args:
-            tensors: Identities of the model's tensors.
-            values: Their values by identity.
+            tensors: Ids of the model's symbolic tensors.
+            values: Their values by id.
             losses: Vectors with an entry for each row.
-            like: A `Boundary` of the same tensors; its activations are known from a graph.
+            like: A `Boundary` of the same tensors that was made in a graph, where activations
+                can be recognized.
         """
         chosen = [values[each] for each in tensors]
         masks = [keras_compat.mask_of(value) for value in chosen]
@@ -55,7 +56,7 @@ class Boundary:
         return cls(tuple(tensors), has_mask, activations, tuple(specs)), flat
 
     def values(self, flat) -> tuple[dict, list]:
-        """Returns the values by identity, with their masks, and the losses."""
+        """Returns the values by id, with their masks, and the losses."""
         flat = list(flat)
         values = {each: tf.identity(flat.pop(0)) for each in self.tensors}
         for each, activation in zip(self.tensors, self.activations):
@@ -67,7 +68,7 @@ class Boundary:
         return values, flat
 
     def floats(self, flat) -> list:
-        """Returns those of the tensors that have gradients."""
+        """Returns the tensors that have gradients."""
         return [each for each, is_float in zip(flat, self.is_float) if is_float]
 
     @property
@@ -86,10 +87,10 @@ class StageTrace:
     """What tracing a stage has shown.
 
     Attributes:
-        before: What it takes.
-        after: What it hands on.
-        updated: The variables that it updates, and no stage before it.
-        shared: Those that a stage before it updates too.
+        before: Describes the inputs.
+        after: Describes the outputs.
+        updated: The variables that it updates and no stage before it does.
+        shared: The variables that it updates and a stage before it does too.
         num_draws: How many random tensors it draws, where that is counted.
     """
 
@@ -105,14 +106,14 @@ class Stage:
 
     Args:
         part: The part.
-        handed_on: Identities of the tensors that it hands on.
+        outputs: Ids of the symbolic tensors whose values it passes on.
 
     Attributes:
-        weights: The weights that are given to it.
+        weights: The weights whose values `run` is given.
     """
 
-    def __init__(self, part: Part, handed_on: tuple[int, ...]):
-        self._part, self._handed_on = part, handed_on
+    def __init__(self, part: Part, outputs: tuple[int, ...]):
+        self._part, self._outputs = part, outputs
         given = {id(each) for each in weights_of(part.model)}
         self.weights = [
             each
@@ -125,19 +126,19 @@ class Stage:
 
         Args:
             before: Describes `flat`.
-            flat: What the stage before has handed on.
+            flat: The outputs of the stage before.
             weights: Values of `weights`.
             state: Pairs of a variable and its value, for variables that stages update.
             training: As in a layer's call.
-            after: Describes what the stage hands on, where that is known.
+            after: Describes the outputs, if a trace has shown them.
 
         Returns:
-            The `Boundary` after the stage, its tensors, and the state after it.
+            The `Boundary` after the stage, its outputs, and the state after it.
         """
         values, losses = before.values(flat)
         given = [values[each] for each in self._part.inputs]
         scope = keras_compat.RecordingScope([*zip(self.weights, weights), *state])
-        # Batch normalization takes the statistics of one micro-batch.
+        # Batch normalization uses the statistics of this micro-batch.
         layers = normalization.synchronized_layers(self._part.model)
         local = normalization.synchronized(layers, False)
         with as_current(None), parameters.stage(), local, scope:
@@ -145,22 +146,17 @@ class Stage:
         values.update(zip(self._part.outputs, keras.tree.flatten(results)))
         rows = tf.shape(given[0])[:1]
         losses += [tf.fill(rows, loss) for loss in scope.losses]
-        after, flat = Boundary.of(self._handed_on, values, losses, after)
-        known = dict((id(variable), (variable, value)) for variable, value in state)
+        after, flat = Boundary.of(self._outputs, values, losses, after)
+        new = {id(variable): (variable, value) for variable, value in state}
         for variable in scope.updated.values():
-            known[id(variable)] = variable, scope.get_current_value(variable)
-        return after, flat, list(known.values())
+            new[id(variable)] = variable, scope.get_current_value(variable)
+        return after, flat, list(new.values())
 
 
-def stages_of(cut: Cut, inputs: list[int], outputs: list[int]) -> list[Stage]:
-    """Returns the stages of a model in parts.
-
-    Args:
-        cut: The model in parts.
-        inputs: Identities of the model's inputs.
-        outputs: Identities of its outputs.
-    """
-    stages, known = [], list(inputs)
+def stages_of(cut: Cut) -> list[Stage]:
+    """Returns the stages of a model that is cut into parts."""
+    stages, known = [], [id(x) for x in cut.inputs]
+    outputs = [id(x) for x in cut.outputs]
     for place, part in enumerate(cut.parts):
         later = {each for other in cut.parts[place + 1 :] for each in other.inputs} | set(outputs)
         known += [each for each in part.outputs if each not in known]
@@ -170,16 +166,16 @@ def stages_of(cut: Cut, inputs: list[int], outputs: list[int]) -> list[Stage]:
 
 
 def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageTrace]:
-    """Traces all stages one after the other, and returns what each one does.
+    """Traces all stages one after the other, without running them.
 
-    Nothing of it runs. Every worker knows by it what the others will send.
+    The traces tell each worker what the others will send.
 
     Args:
         stages: The stages.
-        before: What the first one takes.
+        before: Describes the inputs of the first stage.
         training: As in a layer's call.
     """
-    found: list[StageTrace] = []
+    traces: list[StageTrace] = []
 
     def trace(*flat):
         taken, flat, state = before, list(flat), []
@@ -190,7 +186,7 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                 before_it = {id(variable): value for variable, value in state}
                 after, flat, state = stage.run(taken, flat, weights, state, training)
                 _refuse_without_rows(after)
-                known = {id(variable) for each in found for variable in each.updated}
+                known = {id(variable) for each in traces for variable in each.updated}
                 new = tuple(variable for variable, _ in state if id(variable) not in known)
                 shared = tuple(
                     variable
@@ -198,25 +194,25 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                     if id(variable) in known and before_it[id(variable)] is not value
                 )
                 number = draws.number - drawn if draws is not None else 0
-                found.append(StageTrace(taken, after, new, shared, number))
+                traces.append(StageTrace(taken, after, new, shared, number))
                 taken = after
         return tf.constant(0)
 
     tf.function(trace, autograph=False).get_concrete_function(*before.specs)
-    return found
+    return traces
 
 
 def _refuse_without_rows(after):
     for spec in after.specs:
         if spec.shape.rank is None or spec.shape.rank == 0:
             raise ValueError(
-                "What a stage of a pipeline hands on must have an axis of rows. Received: a tensor "
-                f"of shape {spec.shape}. Choose other `stages`, so that it stays within one."
+                "Every output of a stage of a pipeline must have an axis of rows. Received: a "
+                f"tensor of shape {spec.shape}. Choose other `stages`, so that it stays within one."
             )
 
 
 def weights_of(model: keras.Model) -> Iterator[keras.Variable]:
-    """Yields the numbers that a model's layers learn or are given, without what calls change."""
+    """Yields a model's floating-point weights, except state that calls change."""
     for layer in keras_compat.all_layers(model):
         for weight in keras_compat.own_weights(layer):
             is_float = keras.backend.is_float_dtype(weight.dtype)

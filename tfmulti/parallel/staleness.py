@@ -1,7 +1,7 @@
-"""Bounded staleness: which gradient may be applied next, and how stale those were that were.
+"""Bounded staleness: which step's gradient may be applied next, and how stale applied ones were.
 
-The staleness of a step is the number of updates that others made between its reading of the
-weights and the application of its gradient. Pure arithmetic; no TensorFlow.
+The staleness of a step is the number of other steps' updates between its read of the weights and
+the application of its gradient. Pure arithmetic; no TensorFlow.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import numpy as np
 
 
 class StalenessBound:
-    """The steps under way, and which of them may be applied without one getting too stale.
+    """The steps under way, and which of them may be applied without making another too stale.
 
-    A step that began when `v` updates had been made must be applied before `v + bound` others are
-    made since. The oldest step may always be applied. A younger one may, if after it each older
-    one can still be applied in its turn, the oldest first. With at most `bound + 1` steps under
-    way this can always be met, so nobody waits forever. (A limit on the steps under way alone is
-    no bound: while a slow worker computes one step, a fast one can make any number of updates.)
+    At most `bound` other updates may be made between the begin of a step and its application. The
+    oldest step may always be applied. A younger one may be applied if afterwards all older ones can
+    still be applied in time, the oldest first. With at most `bound + 1` steps under way this is
+    always possible, so nobody waits forever. (Limiting the number of steps under way is not enough:
+    while a slow worker computes one step, a fast one can make any number of updates.)
 
     Args:
-        bound: The largest staleness; None for none.
+        bound: The largest allowed staleness; None for no bound.
 
     Example:
         >>> steps = StalenessBound(1)
@@ -48,7 +48,7 @@ class StalenessBound:
         return None if self.bound is None else self.bound + 1
 
     def begin(self, step) -> None:
-        """Notes a step that may read the weights from now on."""
+        """Records a step, which may read the weights from now on."""
         self._began[step] = self.updates
 
     def may_apply(self, step) -> bool:
@@ -63,14 +63,14 @@ class StalenessBound:
         raise KeyError(step)
 
     def apply(self, step) -> int:
-        """Notes that a step has been applied; returns the number of updates so far."""
+        """Records that a step has been applied; returns the number of updates so far."""
         del self._began[step]
         self.updates += 1
         return self.updates
 
 
 def summarize(staleness: list[int]) -> dict[str, float]:
-    """Returns the mean, the 95th percentile and the largest, by their names in the history.
+    """Returns the mean, 95th percentile and maximum staleness, by their names in the history.
 
     Example:
         >>> summarize([0, 1, 1, 2])["staleness_mean"]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: wide layers are split over the workers of a group."""
+"""Tensor parallelism: splits wide layers over the workers of a group."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ def tensor_parallel(
     """Splits wide layers over the workers of each group, which compute their parts together.
 
     Each worker of a group holds a part of a layer's weight, with its gradient and slots. It
-    computes its part of the layer for the rows of the whole group; the workers exchange what they
-    have computed, and each goes on with its own rows. Between the groups, and in all other layers,
-    it is data parallelism. Losses, gradients and metrics are those of one device, and files those
-    of the model without a split. With one replica in all nothing happens.
+    computes its part of the layer for the rows of the whole group; the workers then exchange their
+    results, and each continues with its own rows. Between groups, and in all other layers, training
+    is data parallel. Losses, gradients and metrics are those of one device, and files those of the
+    unsplit model. With one replica in total it has no effect.
 
     Args:
         model: A built model, created in the strategy's scope.
-        layout: How weights are split, by regular expressions that are searched in their paths, as
-            those of `keras.distribution.LayoutMap` are. `"column"` splits the outputs of a `Dense`
-            or `EinsumDense` (also those within attention), or the width of an `Embedding`;
+        layout: How each weight is split, by a regular expression that is searched in the weights'
+            paths, as in `keras.distribution.LayoutMap`. `"column"` splits the outputs of a `Dense`
+            or `EinsumDense` (also those within attention), or the columns of an `Embedding`;
             `"row"` the inputs of a `Dense` or `EinsumDense`; `"vocabulary"` the rows of an
             `Embedding`. Biases stay whole.
-        group: The number of workers in a group, of which the number of workers is a multiple; None
-            for all.
+        group: The number of workers in a group, which must divide the number of workers; None for
+            all workers.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If a pattern matches no weight that can be split so, two match the same weight,
-            or the weight is too small; if the model is not built or has been compiled; if workers
-            are no multiple of `group`, have several replicas, or have no MPI.
+        ValueError: If a pattern matches no weight that can be split that way, two patterns match
+            one weight, or a weight is too small; if the model is not built or has been compiled; if
+            `group` does not divide the number of workers, or workers have several replicas or no
+            MPI.
 
     Example:
         >>> import tfmulti
@@ -81,7 +82,7 @@ def _chosen(model, layout) -> list[tuple[keras.layers.Layer, str]]:
     """Returns the layers that a layout names, and how each is split."""
     if not isinstance(layout, Mapping) or not layout:
         raise ValueError(
-            "`layout` must be a dict of patterns of paths and kinds of splits. Received: "
+            "`layout` must be a dict from patterns of paths to kinds of splits. Received: "
             f"layout={layout!r}. Use for example {{'dense/kernel': 'column'}}."
         )
     layers = [x for x in keras_compat.all_layers(model) if tensor_layers.weight_of(x) is not None]
@@ -94,15 +95,15 @@ def _chosen(model, layout) -> list[tuple[keras.layers.Layer, str]]:
                 "'row' for its inputs, 'vocabulary' for the rows of a table."
             )
         _refuse_pattern(pattern)
-        found = [x for x in layers if re.search(pattern, tensor_layers.weight_of(x).path)]
-        if not found:
+        matches = [x for x in layers if re.search(pattern, tensor_layers.weight_of(x).path)]
+        if not matches:
             raise ValueError(_no_match(model, pattern, layers))
-        for layer in found:
+        for layer in matches:
             if id(layer) in chosen:
                 path, other = tensor_layers.weight_of(layer).path, chosen[id(layer)][2]
                 raise ValueError(
                     "Patterns of `layout` must match different weights. Received: "
-                    f"{other!r} and {pattern!r}, which both match {path}. Make one longer."
+                    f"{other!r} and {pattern!r}, which both match {path}. Make one more specific."
                 )
             _refuse_layer(model, layer, kind)
             chosen[id(layer)] = (layer, kind, pattern)
@@ -126,7 +127,7 @@ def _no_match(model, pattern, layers) -> str:
     return (
         "Each pattern of `layout` must match a kernel of Dense or EinsumDense, or the table of an "
         f"Embedding. Received: {pattern!r}, {matched}. These can be split: "
-        f"{', '.join(paths[:12]) or 'none'}. Others can be sharded: shard='parameters'."
+        f"{', '.join(paths[:12]) or 'none'}. Other weights can be sharded: shard='parameters'."
     )
 
 
@@ -137,7 +138,7 @@ def _refuse_layer(model, layer, kind):
         raise ValueError(
             "`layout` must split a Dense or EinsumDense by 'column' or 'row', and an Embedding by "
             f"'column' or 'vocabulary'. Received: {kind!r} for {path}, of a {type(layer).__name__}"
-            f"{' ' + layer.equation if hasattr(layer, 'equation') else ''}. Choose another kind."
+            f"{' ' + layer.equation if hasattr(layer, 'equation') else ''}. Use another kind."
         )
     loops = (keras.layers.RNN, keras.layers.Wrapper)
     within = [
@@ -152,8 +153,9 @@ def _refuse_layer(model, layer, kind):
     found = [name for name, has in reasons.items() if has]
     if found:
         raise ValueError(
-            "A layer that is split computes with a part of its weight alone, in no loop. Received: "
-            f"{path}, with {found[0]}. Take it out of `layout`: shard='parameters' shards it."
+            "A layer that is split can compute only with a part of its weight, and not in a loop. "
+            f"Received: {path}, with {found[0]}. Take it out of `layout`: shard='parameters' "
+            "shards it."
         )
 
 
@@ -163,8 +165,8 @@ def _refuse_narrow(layer, kind, number):
     if size < number:
         raise ValueError(
             "A weight must have an element for each worker of a `group`. Received: "
-            f"{weight.path}, {size} along its {kind} axis, and {number} workers. Leave it out of "
-            "`layout`, or use smaller groups."
+            f"{weight.path}, of size {size} along its {kind} axis, and {number} workers. Leave it "
+            "out of `layout`, or use smaller groups."
         )
 
 
@@ -190,7 +192,7 @@ def _refuse_model(model):
     if any(map(tensor_layers.is_split, layers)):
         raise ValueError(
             "`tensor_parallel` must be called once for a model. Received: "
-            f"{model.name!r}, of which weights are split. Name all in one `layout`."
+            f"{model.name!r}, whose weights are split already. Name all weights in one `layout`."
         )
 
 
@@ -205,7 +207,7 @@ def _number_in_group(strategy, group) -> int:
         )
     if getattr(strategy.extended, "exchange_among", None) is None:
         raise ValueError(
-            "`tensor_parallel` needs MPI, by which workers of a group exchange rows. Received: "
+            "`tensor_parallel` needs MPI, with which workers of a group exchange rows. Received: "
             f"communication {strategy.communication}. Start the workers with python -m "
             "tfmulti.launch --mpi, after pip install tfmulti[mpi]."
         )

@@ -1,4 +1,4 @@
-"""How a layer computes with the part of its weight that a worker has, on the rows of its group."""
+"""How a layer computes with a worker's part of its weight, on the rows of the worker's group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHTS = {
     keras.layers.EinsumDense: "kernel",
     keras.layers.Embedding: "embeddings",
 }
-_BY_ELEMENT = (
+_ELEMENTWISE = (
     "celu",
     "elu",
     "exponential",
@@ -46,12 +46,12 @@ _calling = Scoped(None)
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Where the axis along which a weight is split is.
+    """The axis along which a weight is split.
 
     Attributes:
-        of_weight: In the weight.
-        of_rows: In the layer's outputs for a column-split, in its inputs for a row-split, counted
-            from the end.
+        of_weight: Its number in the weight.
+        of_rows: Its number, counted from the end, in the layer's outputs if the weight is split by
+            columns, in its inputs if by rows.
     """
 
     of_weight: int
@@ -66,7 +66,7 @@ def weight_of(layer: keras.layers.Layer) -> keras.Variable | None:
 
 
 def axes_of(layer: keras.layers.Layer, kind: str) -> Axes | None:
-    """Returns along which axis a layer's weight is split, or None if it cannot be so.
+    """Returns the axis along which a layer's weight is split, or None if it cannot be split so.
 
     >>> axes_of(keras.layers.EinsumDense("abc,cde->abde", (None, 2, 3)), "column")
     Axes(of_weight=1, of_rows=-2)
@@ -89,39 +89,40 @@ def axes_of(layer: keras.layers.Layer, kind: str) -> Axes | None:
 
 
 class Pair:
-    """A column-split and the row-split that alone takes its outputs, which stay split between them.
+    """A layer split by columns, and one split by rows that alone takes the first one's outputs.
 
-    The workers then exchange the inputs of the first layer and the outputs of the second, and not
-    the wide features between them.
+    These outputs stay split: the workers exchange the inputs of the first layer and the outputs of
+    the second, but not the wide features between them.
 
     Args:
-        model: The model in whose graph they are.
+        model: The model whose graph contains both.
         column: The first layer.
-        row: The second one.
+        row: The second layer.
     """
 
     def __init__(self, model: keras.Model, column: keras.layers.Layer, row: keras.layers.Layer):
         self._model, self._layers = model, (column, row)
         self._calls: tuple = ()
+        # The number of rows of each worker, and the inputs, of the latest call of the first layer.
         self._entered: tuple | None = None
-        # It takes a part of its inputs.
+        # The second layer takes a part of its inputs.
         row.input_spec = keras.layers.InputSpec(min_ndim=2)
         if column.bias is not None:
             marks.OF_GROUP.set(column.bias, True)
 
     def set_calls(self) -> None:
-        """Notes the layers' calls, which nothing may be put around for them to be a pair."""
+        """Records the layers' calls: if either is wrapped or replaced later, this is no pair."""
         self._calls = tuple(layer.call for layer in self._layers)
 
     def is_open(self) -> bool:
-        """Whether the model itself calls its layers, one after the other, as they were."""
+        """Whether the model itself is calling both layers, with their calls as recorded."""
         calls = tuple(layer.call for layer in self._layers)
         is_called = _calling.value is self._model and calls == self._calls
-        return is_called and _is_by_element(self._layers[0])
+        return is_called and _is_elementwise(self._layers[0])
 
-    def column(self, layer, axes, group, inputs):
-        """Returns this worker's part of a layer's outputs, for the rows of its group."""
-        rows, counts = group.all_rows(real_rows(inputs))
+    def column(self, layer, group, inputs):
+        """Returns this worker's part of the first layer's outputs, for the rows of its group."""
+        rows, counts = group.all_gather(real_rows(inputs))
         self._entered = (counts, inputs)
         outputs = _product(layer, rows, compute_with(weight_of(layer)))
         if layer.bias is not None:
@@ -129,31 +130,31 @@ class Pair:
             outputs += tf.cast(bias[slice(*weight_of(layer).split.bounds())], outputs.dtype)
         return outputs if layer.activation is None else layer.activation(outputs)
 
-    def row(self, layer, axes, group, part):
-        """Returns a layer's outputs for this worker's rows, of its part of the inputs."""
+    def row(self, layer, group, part):
+        """Returns the second layer's outputs for this worker's rows, given a part of the inputs."""
         counts, inputs = self._entered
         outputs = _product(layer, part, compute_with(weight_of(layer)))
-        return _finished(layer, with_padding(group.added_rows(outputs, counts), inputs))
+        return _add_bias(layer, with_padding(group.reduce_scatter(outputs, counts), inputs))
 
 
 def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.Layer]]]:
-    """Finds column-splits of a graph whose outputs nothing takes but a row-split.
+    """Finds layers split by columns whose outputs only a layer split by rows takes.
 
     Args:
         model: A model.
-        chosen: Layers, and how each is split.
+        chosen: Pairs of a layer and how it is split.
 
     Returns:
-        Pairs, each with its two layers.
+        Each `Pair` with its two layers.
     """
     nodes, kinds = keras_compat.nodes_of(model), {id(x): kind for x, kind in chosen}
     if nodes is None:
         return []
     called = list(zip(keras_compat.layers_of_nodes(model), nodes))
     taken = [id(x) for _, (inputs, _) in called for x in inputs] + [id(x) for x in model.outputs]
-    found = []
-    for layer, (_, [*outputs]) in called:
-        takers = [each for each, (given, _) in called if given and given[0] is outputs[0]]
+    pairs = []
+    for layer, (_, outputs) in called:
+        takers = [each for each, (inputs, _) in called if inputs and inputs[0] is outputs[0]]
         both = [layer, *takers]
         if (
             len(takers) == 1
@@ -161,15 +162,17 @@ def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.L
             and [kinds.get(id(each)) for each in both] == [COLUMN, ROW]
             and all(type(each) is keras.layers.Dense for each in both)
             and all([each is x for each, _ in called].count(True) == 1 for x in both)
-            and _is_by_element(layer)
+            and _is_elementwise(layer)
         ):
-            found.append((Pair(model, *both), both))
-    if found:
-        model.call = _within(model, model.call)
-    return found
+            pairs.append((Pair(model, *both), both))
+    if pairs:
+        model.call = _noting_model(model, model.call)
+    return pairs
 
 
-def _within(model, call):
+def _noting_model(model, call):
+    """Returns the model's call, during which `_calling` is the model."""
+
     @functools.wraps(call)
     def run(*args, **kwargs):
         with _calling.set_to(model):
@@ -178,23 +181,23 @@ def _within(model, call):
     return run
 
 
-def _is_by_element(layer):
-    """Whether a layer's activation treats each feature by itself, and nothing else reads them."""
+def _is_elementwise(layer):
+    """Whether a layer's activation is elementwise, and no penalty reads the activations."""
     name = getattr(layer.activation, "__name__", "linear")
     stock = layer.activation is None or keras_compat.is_stock(layer.activation)
-    return stock and name in _BY_ELEMENT and layer.activity_regularizer is None
+    return stock and name in _ELEMENTWISE and layer.activity_regularizer is None
 
 
 def split_call(
     layer: keras.layers.Layer, kind: str, group: Group, pair: Pair | None = None
 ) -> Callable:
-    """Returns a call that computes with this worker's part in a step, and else is the layer's.
+    """Returns a call that computes with this worker's part within a step; elsewhere the layer's.
 
     Args:
         layer: A layer whose weight is split.
         kind: How it is split.
         group: The workers that have the parts.
-        pair: The pair that it is in, or None.
+        pair: The pair that contains the layer, or None.
     """
     call, axes = layer.call, axes_of(layer, kind)
     compute = {COLUMN: _column, ROW: _row, VOCABULARY: _vocabulary}[kind]
@@ -212,19 +215,19 @@ def split_call(
                 "the layer out of `layout`."
             )
         if pair is not None and pair.is_open():
-            return getattr(pair, kind)(layer, axes, group, inputs)
+            return getattr(pair, kind)(layer, group, inputs)
         if isinstance(layer, keras.layers.Embedding):
             if _are_positions(layer, inputs):
                 return call(inputs, *args, **kwargs)
             inputs = _positive(layer, inputs)
         rows = compute(layer, axes, group, real_rows(inputs))
-        return _finished(layer, with_padding(rows, inputs))
+        return _add_bias(layer, with_padding(rows, inputs))
 
     return run
 
 
 def refuse_other_weights(layer: keras.layers.Layer) -> None:
-    """Raises ValueError if a layer computes with more than its weight, before or after a split."""
+    """Raises ValueError if a layer computes with more than its own weight; at any time."""
     reasons = {
         "LoRA": getattr(layer, "lora_enabled", False),
         "quantization": getattr(layer, "quantization_mode", None),
@@ -232,7 +235,7 @@ def refuse_other_weights(layer: keras.layers.Layer) -> None:
     found = [name for name, has in reasons.items() if has]
     if found:
         raise ValueError(
-            "A layer that is split computes with a part of its weight alone. Received: "
+            "A layer that is split can compute only with a part of its weight. Received: "
             f"{weight_of(layer).path}, with {found[0]}. Take it out of `layout`: "
             "shard='parameters' shards it."
         )
@@ -240,34 +243,33 @@ def refuse_other_weights(layer: keras.layers.Layer) -> None:
 
 def _column(layer, axes, group, own):
     split = weight_of(layer).split
-    rows, counts = group.all_rows(own)
+    rows, counts = group.all_gather(own)
     part = _product(layer, rows, compute_with(weight_of(layer)))
     axis = part.shape.rank + axes.of_rows
-    return group.rows_of_all_parts(part, counts, _sizes(split), axis)
+    return group.features_to_rows(part, counts, _sizes(split), axis)
 
 
 def _row(layer, axes, group, own):
     sizes = _sizes(weight_of(layer).split)
-    rows, counts = group.all_rows_of_part(own, sizes, own.shape.rank + axes.of_rows)
+    rows, counts = group.rows_to_features(own, sizes, own.shape.rank + axes.of_rows)
     part = _product(layer, rows, compute_with(weight_of(layer)))
-    return group.added_rows(part, counts)
+    return group.reduce_scatter(part, counts)
 
 
 def _vocabulary(layer, axes, group, own):
     begin, end = weight_of(layer).split.bounds()
-    # Where it is, it is looked up; elsewhere zeros are added.
-    rows, counts = group.all_rows(own)
-    is_here = (rows >= begin) & (rows < end)
-    own = tf.boolean_mask(rows - begin, is_here)
-    found = _product(layer, own, compute_with(weight_of(layer)))
-    shape = tf.concat([tf.shape(rows), [layer.output_dim]], 0)
-    found = tf.scatter_nd(tf.where(is_here), found, tf.cast(shape, tf.int64))
-    found = tf.ensure_shape(found, [*rows.shape, layer.output_dim])
-    return group.added_rows(found, counts)
+    # Each worker looks up the ids whose rows it has, and contributes zeros for the others.
+    ids, counts = group.all_gather(own)
+    is_here = (ids >= begin) & (ids < end)
+    rows = _product(layer, tf.boolean_mask(ids - begin, is_here), compute_with(weight_of(layer)))
+    shape = tf.concat([tf.shape(ids), [layer.output_dim]], 0)
+    outputs = tf.scatter_nd(tf.where(is_here), rows, tf.cast(shape, tf.int64))
+    outputs = tf.ensure_shape(outputs, [*ids.shape, layer.output_dim])
+    return group.reduce_scatter(outputs, counts)
 
 
 def _product(layer, rows, part):
-    """Returns what a layer computes of rows with a part of its weight, without its bias."""
+    """Returns a layer's outputs for some rows from a part of its weight, without the bias."""
     if isinstance(layer, keras.layers.Embedding):
         return tf.cast(tf.gather(part, rows), layer.compute_dtype)
     part = tf.cast(part, rows.dtype)
@@ -276,7 +278,7 @@ def _product(layer, rows, part):
     return keras.ops.einsum(layer.equation, rows, part)
 
 
-def _finished(layer, outputs):
+def _add_bias(layer, outputs):
     """Adds the bias, of which every worker has a copy, and applies the activation."""
     if getattr(layer, "bias", None) is not None:
         bias = tf.convert_to_tensor(layer.bias)
@@ -288,7 +290,7 @@ def _finished(layer, outputs):
 
 
 def _are_positions(layer, inputs):
-    """Whether a table is read by position; then each worker reads it whole, as without a split."""
+    """Whether ids are positions; each worker then reads the whole table, as without a split."""
     if not tf.executing_eagerly():
         return sparse_gradients.are_positions(inputs)
     noted = marks.TABLE_READS.get(current_replica_batch().model) or {}
@@ -296,7 +298,7 @@ def _are_positions(layer, inputs):
 
 
 def _whole_bias(layer):
-    """Returns the bias; its gradient is that of a group's rows, also where a worker has none."""
+    """Returns the bias with the gradient of the group's rows, even on a worker without rows."""
     if not isinstance(layer.bias, parameters.ShardedParameter):
         return tf.convert_to_tensor(layer.bias)
     parameters.note_read(layer.bias)
@@ -304,14 +306,15 @@ def _whole_bias(layer):
 
 
 def _positive(layer, inputs):
-    """Returns the rows of a table that are looked up; negative ones count from its end."""
+    """Returns ids of a table's rows, with negative ones counted from its end, and checks them."""
     inputs = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
     inputs = tf.where(inputs < 0, inputs + layer.input_dim, inputs)
     message = f"{layer.name} has {layer.input_dim} rows"
-    known = tf.debugging.Assert(
+    check = tf.debugging.Assert(
         tf.reduce_all((inputs >= 0) & (inputs < layer.input_dim)), [message, inputs]
     )
-    with tf.control_dependencies([known] if known is not None else []):
+    # Eagerly an assertion returns nothing.
+    with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(inputs)
 
 

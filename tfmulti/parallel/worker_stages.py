@@ -1,39 +1,55 @@
-"""Stages on the workers of a cluster."""
+"""Pipeline stages on the workers of a cluster, which send micro-batches to each other over MPI.
+
+All workers send their rows to the worker of the first stage. It cuts them into micro-batches, which
+pass from stage to stage (GPipe: Huang et al., 2019, https://arxiv.org/abs/1811.06965). The worker
+of the last stage sends each worker the outputs of its own rows, and that worker computes its loss
+from them. Gradients travel the same way back.
+
+All workers make their MPI calls in the order of this module. Sending never blocks, so no two
+workers wait for each other.
+"""
 
 from __future__ import annotations
 
-import functools
+import collections
 
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.parallel import schedule
-from tfmulti.parallel.staged_call import StagedCall, differentiated_once, spread_over
+from tfmulti.parallel.staged_call import (
+    Plan,
+    StagedCall,
+    StageRun,
+    add_gradients,
+    concat_rows,
+    refuse_second_derivative,
+    spread_over,
+)
 from tfmulti.parallel.stages import weights_of
-from tfmulti.step import current_replica_batch, parameters
+from tfmulti.step import current_replica_batch, owners, parameters
 
 
 class WorkerStages(StagedCall):
-    """A model's call as a pass through stages, of which each worker has one."""
+    """Replaces a model's call by a pass through stages, of which each worker has one.
+
+    Worker i has stage `i % len(stages)`. With more workers than stages there are several copies of
+    the stages, which share the rows of the global batch.
+    """
 
     def install(self) -> None:
-        """Gives each weight to the worker of its stage, and takes the place of the call."""
-        worker = topology.worker_index(self._strategy)
-        self._planned = functools.partial(
-            schedule.WorkerPlan, strategy=self._strategy, worker=worker
-        )
+        """Gives each weight to the worker of its stage, and replaces the model's call."""
         super().install()
-        count = {}
-        for stage in self._stages:
-            for weight in stage.weights:
-                count.setdefault(id(weight), [weight, 0])[1] += 1
-        self._weights = [(weight, number > 1) for weight, number in count.values()]
-        is_whole = len(self._stages) == topology.num_workers(self._strategy)
-        if self._num_micro_batches == 1 and is_whole:
+        weights = [weight for stage in self._stages for weight in stage.weights]
+        num_stages = collections.Counter(map(id, weights))
+        # Each weight once, and whether several stages share it.
+        unique = {id(weight): weight for weight in weights}
+        self._weights = [(weight, num_stages[key] > 1) for key, weight in unique.items()]
+        has_one_copy = len(self._stages) == topology.num_workers(self._strategy)
+        if self._num_micro_batches == 1 and has_one_copy:
             for layer in keras_compat.all_layers(self._model):
                 marks.SEES_BATCH.set(layer, True)
 
-    def _place(self):
+    def _place_weights(self):
         sharded = parameters.of_strategy(self._strategy)
         for stage, part in enumerate(self._cut.parts):
             for weight in weights_of(part.model):
@@ -43,7 +59,7 @@ class WorkerStages(StagedCall):
     def _is_step(self):
         return parameters.in_replica() and current_replica_batch() is not None
 
-    def _passed(self, plan, before, flat):
+    def _run_stages(self, plan, before, flat):
         weights = [
             parameters.gather(each, each.held(), for_stages=True) if is_shared else each.held()
             for each, is_shared in self._weights
@@ -52,7 +68,8 @@ class WorkerStages(StagedCall):
         num_rows = tf.where(batch.num_real > 0, tf.shape(flat[0])[0], 0)
         wants_inputs = keras_compat.is_recorded(before.floats(flat))
         places = {id(each): place for place, (each, _) in enumerate(self._weights)}
-        mine = [places[id(each)] for each in self._stages[plan.me].weights]
+        stage = topology.worker_index(self._strategy) % len(plan.stages)
+        mine = [places[id(each)] for each in plan.stages[stage].weights]
         one = None
 
         @tf.custom_gradient
@@ -60,30 +77,210 @@ class WorkerStages(StagedCall):
             nonlocal one
             tensors = [tf.stop_gradient(each) for each in tensors]
             own = [tensors[number + place] for place in mine]
-            one = schedule.Pass(plan, num_rows, wants_inputs)
+            one = _Pass(plan, self._strategy, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]
                 of_inputs, of_weights = one.backward(upstream)
-                of_inputs = differentiated_once(of_inputs, [*flat, *weights])
+                of_inputs = refuse_second_derivative(of_inputs, [*flat, *weights])
                 of_weights = dict(zip(mine, of_weights))
                 own = [place for place in of_weights if not self._weights[place][1]]
-                added = one.of_copies([of_weights[place] for place in own])
-                of_weights.update(zip(own, added))
+                sums = one.add_over_copies([of_weights[place] for place in own])
+                of_weights.update(zip(own, sums))
                 of_inputs = spread_over(before, of_inputs, wants_inputs)
-                return [*of_inputs, *self._of_weights(plan, of_weights)]
+                return [*of_inputs, *self._gradients_of_weights(of_weights)]
 
             return results, gradient
 
         results = compute(*flat, *weights)
-        schedule.updated_everywhere(plan, one)
+        one.update()
         return results
 
-    def _of_weights(self, plan, gradients):
+    def _gradients_of_weights(self, gradients):
+        """Yields a gradient for each weight, from those of this worker's stage by their places."""
         for place, (weight, is_shared) in enumerate(self._weights):
             own = gradients.get(place)
-            if not is_shared:
-                yield schedule.whole_or_held(plan, weight, own)
-            else:
+            if is_shared:
                 yield tf.zeros(weight.shape, weight.dtype) if own is None else own
+                continue
+            weight.unreduced = False
+            own = tf.zeros([0], weight.dtype) if own is None else own
+            if not parameters.are_handed_on():
+                # Keras's own step needs a gradient on the weight's owner only; other steps read it.
+                own = tf.convert_to_tensor(own)
+                own = owners.receive_from(self._strategy, own, weight.owner, weight.shape)
+            yield own
+
+
+class _Pass:
+    """One pass of a batch through the stages, forward and backward, and this worker's part in it.
+
+    Args:
+        plan: The plan.
+        strategy: A strategy with one replica for each worker, over MPI.
+        num_rows: The rows of this worker; 0 if it has only a padding row.
+        wants_inputs: Whether gradients with respect to the inputs are asked for.
+    """
+
+    def __init__(self, plan: Plan, strategy, num_rows: tf.Tensor, wants_inputs: bool):
+        self._plan, self._strategy, self._wants_inputs = plan, strategy, wants_inputs
+        self._number, self._mpi = len(plan.stages), strategy.extended
+        worker, num_workers = topology.worker_index(strategy), topology.num_workers(strategy)
+        self._me = worker % self._number
+        # The worker of the first stage in this copy of the stages.
+        self._first_worker = worker - self._me
+        self._copies = list(range(self._me, num_workers, self._number))
+        self._trace = plan.traces[self._me]
+        self._is_first, self._is_last = self._me == 0, self._me == self._number - 1
+        self._has_rows = num_rows > 0
+        own = tf.one_hot(worker, num_workers, dtype=tf.int32)
+        counts = self._mpi.add([own * num_rows])[0]
+        rows_before = tf.reduce_sum(counts[: self._first_worker])
+        counts = counts[self._first_worker :][: self._number]
+        # A copy of the stages without rows computes one padding row, whose results are not used.
+        padding = tf.cast(tf.reduce_sum(counts) == 0, tf.int32)
+        self._counts = counts + padding * tf.one_hot(0, self._number, dtype=tf.int32)
+        self._num_rows = self._counts[self._me]
+        self._ends = tf.cumsum(self._counts)
+        self._total = self._ends[-1]
+        self._run = StageRun(plan, self._me, self._total, rows_before)
+
+    def forward(self, flat, weights) -> list[tf.Tensor]:
+        """Returns the outputs of this worker's rows.
+
+        Args:
+            flat: The inputs of this worker's rows, with their masks.
+            weights: The values of its stage's weights.
+        """
+        run, finished = self._run, []
+        inputs = self._collect(flat, 0, self._trace.before.specs if self._is_first else None)
+        for index in range(self._plan.num_micro_batches):
+            taken = (
+                run.micro_batch(inputs, index)
+                if self._is_first
+                else self._receive(self._trace.before.specs, self._me - 1)
+            )
+            outputs = run.forward(index, taken, weights)
+            if self._is_last:
+                finished.append(outputs)
+            else:
+                run.previous = self._send(outputs, self._me + 1)
+        specs = self._plan.outputs.specs
+        results = self._spread(concat_rows(finished), self._number - 1, specs, at_least=1)
+        # A worker that only has a padding row receives some other row in its place.
+        last = tf.shape(results[0])[0] - 1
+        rows = tf.minimum(tf.range(tf.shape(flat[0])[0]), last)
+        return [tf.gather(result, rows) for result in results]
+
+    def backward(self, upstream) -> tuple[list, list]:
+        """Returns the gradients of this worker's inputs, and of its stage's weights in this copy.
+
+        Args:
+            upstream: Gradients of the floating-point tensors that `forward` returned.
+        """
+        last = self._number - 1
+        own = [tf.where(self._has_rows, each, tf.zeros_like(each)) for each in upstream]
+        specs = self._plan.outputs.floats(self._plan.outputs.specs)
+        collected = self._collect(own, last, specs if self._is_last else None)
+        run, weights, inputs = self._run, None, []
+        run.previous = []
+        for index in reversed(range(self._plan.num_micro_batches)):
+            after = self._trace.after
+            begin, end = run.bounds(index)
+            gradients = (
+                [each[begin:end] for each in collected]
+                if self._is_last
+                else self._receive(after.floats(after.specs), self._me + 1)
+            )
+            of_inputs, of_weights = run.backward(index, gradients)
+            weights = of_weights if weights is None else add_gradients(weights, of_weights)
+            if self._is_first:
+                inputs.insert(0, [each[: end - begin] for each in of_inputs])
+                sent = of_inputs if self._wants_inputs else []
+            else:
+                sent = self._send(of_inputs, self._me - 1)
+            run.previous += sent
+        if self._wants_inputs:
+            first = self._plan.traces[0].before
+            specs = first.floats(first.specs)
+            inputs = self._spread(concat_rows(inputs), 0, specs, at_least=0)
+            missing = tf.shape(upstream[0])[0] - self._num_rows
+            inputs = [_add_zero_rows(each, missing) for each in inputs]
+        return inputs, weights
+
+    def add_over_copies(self, gradients) -> list:
+        """Adds gradients of the stage's weights over the copies of the stage."""
+        if len(self._copies) == 1 or not gradients:
+            return gradients
+        dense = [tf.convert_to_tensor(each) for each in gradients]
+        # MPI cannot add float16 and bfloat16.
+        sent = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in dense]
+        sums = self._mpi.add_among(sent, self._copies)
+        return [tf.cast(new, old.dtype) for new, old in zip(sums, dense)]
+
+    def update(self) -> None:
+        """Assigns the variables that the stages have updated, on all workers of each copy."""
+        pairs = [(stage, v) for stage, each in enumerate(self._plan.traces) for v in each.updated]
+        own = dict(zip(map(id, self._trace.updated), self._run.updates))
+        values = [
+            own[id(variable)] if stage == self._me else tf.zeros(variable.shape, variable.dtype)
+            for stage, variable in pairs
+        ]
+        received = list(values)
+        for first in range(0, topology.num_workers(self._strategy), self._number):
+            sources = [first + stage for stage, _ in pairs]
+            for place, value in owners.from_owners(self._strategy, values, sources):
+                if first == self._first_worker:
+                    received[place] = value
+        for (_, variable), value in zip(pairs, received):
+            variable.assign(value)
+
+    def _send(self, flat, stage):
+        return self._mpi.send(flat, self._first_worker + stage)
+
+    def _receive(self, specs, stage):
+        return self._mpi.receive_sent(specs, self._first_worker + stage)
+
+    def _collect(self, mine, stage, specs) -> list[tf.Tensor]:
+        """Collects the rows of all stages' workers on one of them, in the order of stages.
+
+        Args:
+            mine: This worker's tensors.
+            stage: The number of the stage whose worker receives them.
+            specs: Their specs, on that worker; None on the others.
+        """
+        own = [each[: self._num_rows] for each in mine]
+        if specs is None:
+            self._send(own, stage)
+            return []
+        parts = [
+            own if other == stage else self._receive(specs, other) for other in range(self._number)
+        ]
+        return concat_rows(parts)
+
+    def _spread(self, flat, stage, specs, at_least) -> list[tf.Tensor]:
+        """Returns this worker's rows of tensors that the worker of one stage has.
+
+        Args:
+            flat: The tensors, on that worker.
+            stage: The number of its stage.
+            specs: Their specs.
+            at_least: How many rows a worker receives at least.
+        """
+        if self._me != stage:
+            return self._receive(specs, stage)
+        mine = None
+        for other in range(self._number):
+            begin = tf.minimum(self._ends[other] - self._counts[other], self._total - at_least)
+            end = tf.maximum(self._ends[other], begin + at_least)
+            part = [each[begin:end] for each in flat]
+            if other == self._me:
+                mine = part
+            else:
+                self._send(part, other)
+        return mine
+
+
+def _add_zero_rows(rows, number):
+    return tf.concat([rows, tf.zeros([number, *rows.shape[1:]], rows.dtype)], axis=0)

@@ -6,11 +6,9 @@ removed: from gradients by the tapes (`tfmulti.step.gradients`), from metrics an
 `wrap_step`, and from synchronized batch statistics in `keras_compat`.
 """
 
-from tfmulti.step.logs import add_by_dtype as add_by_dtype
 from tfmulti.step.logs import note_result as note_result
 from tfmulti.step.logs import weigh_mean as weigh_mean
 from tfmulti.step.rows import Counted as Counted
-from tfmulti.step.rows import ReplicaBatch as ReplicaBatch
 from tfmulti.step.rows import as_current as as_current
 from tfmulti.step.rows import current_replica_batch as current_replica_batch
 from tfmulti.step.rows import fill_if_empty as fill_if_empty

@@ -1,7 +1,7 @@
 """Keras's `gradient_accumulation_steps` with one reduction for each update.
 
-Under Keras's own training step each replica accumulates its local gradients, and only their sum
-is reduced: k steps send as many bytes as one step. In three cases gradients are reduced at every
+In Keras's own training step each replica accumulates its local gradients, and only the sum of k
+steps is reduced: k steps send as many bytes as one. In three cases gradients are reduced in every
 step instead: in a custom `train_step`, which may clip or read its gradients; under
 `LossScaleOptimizer`; and with `callbacks.Checkpoint`, which can resume in the middle of an
 accumulation, bit for bit.
@@ -29,7 +29,7 @@ def leaves_reduction_to_update(model: keras.Model | None) -> bool:
         return False
     shards = marks.SHARDS.get(optimizer)
     if shards is not None and shards.shards_parameters:
-        # Gradients of sharded parameters are added where they are computed.
+        # Gradients of sharded parameters are reduced in the backward pass.
         return False
     if hasattr(optimizer, "inner_optimizer") or finite.guard_of(optimizer) is not None:
         return False
@@ -86,7 +86,7 @@ def _mean_over_replicas(sums) -> list:
 
 
 def settle(model: keras.Model, optimizers) -> None:
-    """Gives every replica the sum over all replicas, before code outside a step reads optimizers.
+    """Gives every replica the accumulated sum of all, before code outside a step reads optimizers.
 
     It is a collective while gradients are being accumulated: every worker must call it.
 
@@ -114,5 +114,5 @@ def settle(model: keras.Model, optimizers) -> None:
 def settle_compiled(model: keras.Model) -> None:
     """Calls `settle` for the optimizer that was passed to `compile`, if there is one."""
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and getattr(model.distribute_strategy, "repairs_keras", False):
+    if optimizer is not None and keras_compat.is_ours(model.distribute_strategy):
         settle(model, [optimizer])

@@ -13,24 +13,25 @@ from tfmulti.step import local_steps
 
 
 class FiniteGuard:
-    """Skips the updates of an optimizer whose gradients are not finite, and counts them.
+    """Skips an optimizer's updates if gradients are not finite, and counts the skipped ones.
 
     It checks gradients after the reduction, so all replicas and workers decide alike.
 
     Args:
-        is_scaled: Whether the optimizer is within a `LossScaleOptimizer`, which has asked all
-            workers whether gradients are finite, and calls this one in a branch.
+        is_scaled: Whether the optimizer is within a `LossScaleOptimizer`, which calls it in a
+            branch after it has asked all workers whether gradients are finite.
     """
 
     def __init__(self, is_scaled: bool = False):
         self._is_scaled = is_scaled
         self._names: list[str] = []
         with tf.init_scope(), tf.device("CPU:0"):
-            # The number of skipped updates; the step and the variable of the first one, from 1.
+            # The number of skipped updates; and the step and the variable of the first one, both
+            # counted from 1.
             self._found = tf.Variable(np.zeros(3, "int64"), trainable=False, name="tfmulti_finite")
 
     def apply(self, optimizer, grads, trainable_variables=None) -> None:
-        """Applies gradients that are finite; counts those that are not."""
+        """Applies gradients if all are finite; else counts a skipped update."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             self._names = [variable.path for variable in trainable_variables]
@@ -39,24 +40,25 @@ class FiniteGuard:
         grads = list(grads)
         shards = marks.SHARDS.get(optimizer)
         if shards is None or not shards.has_owned_gradients:
-            bad = _bad_ones(grads)
+            is_bad = tf.stack([_is_bad(grad) for grad in grads]) > 0
         else:
-            bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0
+            is_bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0
+        is_bad = is_bad if self._is_scaled else local_steps.is_on_any(is_bad)
 
-        bad = bad if self._is_scaled else local_steps.is_on_any(bad)
+        def skip():
+            self._count(is_bad, optimizer)
+            return tf.constant(True)
 
-        def leave_out():
-            self._count(bad, optimizer)
-
-        def go_on():
+        def update():
             local_steps.update(optimizer, grads, trainable_variables)
+            return tf.constant(True)
 
-        tf.cond(tf.reduce_any(bad), _as_branch(leave_out), _as_branch(go_on))
+        tf.cond(tf.reduce_any(is_bad), skip, update)
 
-    def _count(self, bad, optimizer):
+    def _count(self, is_bad, optimizer):
         """Counts a skipped update, once for all replicas of this process."""
         step = tf.cast(_local(optimizer.iterations), tf.int64) + 1
-        first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(bad) + 1])
+        first = tf.stack([tf.ones([], tf.int64), step, tf.argmax(is_bad) + 1])
         again = tf.constant([1, 0, 0], tf.int64)
         found = tf.where(self._found[0] == 0, first, again)
         self._found.assign_add(tf.where(topology.is_first_local_replica(), found, 0))
@@ -73,13 +75,13 @@ class FiniteGuard:
 
 
 def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf.Tensor:
-    """Returns whether a bool is true on all workers, where they have other gradients than these.
+    """Returns whether a condition is true on all workers, if their gradients differ.
 
-    They have so in local steps, and with sharded parameters.
+    That is so in local steps, and with sharded parameters; elsewhere it returns the condition.
 
     Args:
         optimizer: A `LossScaleOptimizer`.
-        condition: The bool.
+        condition: A bool scalar.
     """
     if local_steps.in_local_step():
         return tf.logical_not(local_steps.is_on_any(tf.logical_not(condition)))
@@ -97,8 +99,8 @@ def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
 def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
     """Installs a guard in an optimizer, or in the inner optimizer of a `LossScaleOptimizer`.
 
-    The inner optimizer receives unscaled gradients. A scaled gradient that overflows is normal,
-    and the outer optimizer handles it.
+    The inner optimizer receives unscaled gradients. That scaled gradients overflow is normal, and
+    the outer optimizer handles it.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     guard = FiniteGuard(is_scaled=inner is not optimizer)
@@ -114,14 +116,6 @@ def update_of(optimizer: keras.optimizers.Optimizer):
     return local_steps.update if guard is None else guard.apply
 
 
-def _as_branch(function):
-    def branch():
-        function()
-        return tf.constant(True)
-
-    return branch
-
-
 def _local(variable) -> tf.Tensor:
     if not isinstance(variable, keras.Variable):
         # Under accumulation `iterations` is a tensor.
@@ -132,12 +126,8 @@ def _local(variable) -> tf.Tensor:
     return value.read_value()
 
 
-def _bad_ones(grads) -> tf.Tensor:
-    """Returns a bool vector: for each gradient, whether it holds a number that is not finite."""
-    return tf.stack([_is_bad(grad) for grad in grads]) > 0
-
-
 def _is_bad(grad) -> tf.Tensor:
+    """Returns 1.0 for a gradient with a number that is not finite, else 0.0."""
     if grad is None:
         return tf.constant(0.0)
     value = grad.values if isinstance(grad, tf.IndexedSlices) else grad

@@ -5,8 +5,10 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, step, topology
+from tfmulti import keras_compat, topology
 from tfmulti.step import losses, parameters
+from tfmulti.step.logs import add_by_dtype
+from tfmulti.step.rows import current_replica_batch, distributed_batch
 
 # Collectives between workers and GPUs add floats, int32 and int64 only.
 _TRAVELS_AS = {
@@ -73,12 +75,12 @@ def gather_batch(structure):
             raise _refusal("rows of a step", part, "Call it in the `call` of a custom layer.")
     if context is None or not indices or losses.has_whole_batch():
         return structure
-    replica_batch = step.current_replica_batch()
     if context.num_replicas_in_sync == 1:
         return structure
+    replica_batch = current_replica_batch()
     if parameters.is_stage():
         raise RuntimeError(
-            "A layer of a pipeline sees the rows of one micro-batch at a time. Received: "
+            "A layer of a pipeline has the rows of one micro-batch at a time. Received: "
             "gather_batch in a layer's call. Call it in the loss or in `train_step`, or leave "
             "tfmulti.pipeline out."
         )
@@ -93,10 +95,9 @@ def gather_batch(structure):
 def local_rows(structure):
     """Takes this replica's rows out of tensors with the rows of the whole global batch.
 
-    It is the way back from `gather_batch`: gather the rows, combine or reorder them as on one
-    device, and go on with this replica's. What is drawn at random between the two must be the
-    same on all replicas: `tf.random.stateless_uniform` with a seed made from
-    `optimizer.iterations` is.
+    It reverses `gather_batch`: gather the rows, combine or reorder them as on one device, and
+    continue with this replica's. Random numbers that are drawn between the two must be the same on
+    all replicas: use `tf.random.stateless_uniform` with a seed made from `optimizer.iterations`.
 
     On one replica, and outside a replica's step, it returns the structure unchanged. All replicas
     must make the same calls, and not within `tf.cond` or `tf.while_loop`: it exchanges the numbers
@@ -121,9 +122,8 @@ def local_rows(structure):
     >>> mixed(tf.constant([[0.0], [1.0]])).numpy().tolist()
     [[0.25], [0.75]]
     """
-    context = tf.distribute.get_replica_context()
-    replica_batch = step.current_replica_batch()
-    if context is None or context.num_replicas_in_sync == 1 or replica_batch is None:
+    context, replica_batch = tf.distribute.get_replica_context(), distributed_batch()
+    if replica_batch is None:
         return structure
     parts = tf.nest.flatten(structure, expand_composites=False)
     if all(part is None for part in parts) or losses.has_whole_batch():
@@ -134,7 +134,7 @@ def local_rows(structure):
     count = tf.where(empty, 0, replica_batch.num_rows)
     counts = context.all_reduce("SUM", tf.cast(count, tf.float32) * one_hot)
     start = tf.reduce_sum(tf.cast(counts, tf.int32)[:number])
-    # The row of padding that an empty replica batch has is any row: its weight is 0.
+    # An empty replica batch takes any row in place of its padding row, whose weight is 0.
     start, count = tf.where(empty, 0, start), tf.where(empty, replica_batch.num_rows, count)
     checked = [None if part is None else _own_rows(part, None) for part in parts]
     taken = [None if part is None else part[start : start + count] for part in checked]
@@ -183,7 +183,7 @@ def _gather(own, context) -> list[tf.Tensor]:
         _place(_to_travel(tf.stop_gradient(part)), start, total)
         for part, start, total in zip(own, starts, totals)
     ]
-    gathered = step.add_by_dtype(placed)
+    gathered = add_by_dtype(placed)
     gathered = [_arrived(whole, part.dtype) for part, whole in zip(own, gathered)]
     return [
         _with_gradient(part, whole, start)

@@ -1,11 +1,11 @@
-"""Gradients of the whole batch, from every tape of a training step.
+"""Makes every tape of a training step return the gradients of the whole batch.
 
 Within a Keras step on several replicas, `tf.GradientTape.gradient` with respect to variables
-returns the gradients of the whole batch: the target is weighted where the backward pass begins
-(see `tfmulti.step.weighting`), and the gradients are added over all replicas. All later code, such
-as an optimizer, manual clipping, a second backward pass or `assign_sub`, then has the same values
-on every replica. The idea is that of Horovod's `DistributedGradientTape` (Sergeev and Del Balso,
-2018, https://arxiv.org/abs/1802.05799).
+weights the target where the backward pass begins (see `tfmulti.step.weighting`), and adds the
+gradients over all replicas. All later code, such as an optimizer, manual clipping, a second
+backward pass or `assign_sub`, then has the same values on every replica. The idea is that of
+Horovod's `DistributedGradientTape` (Sergeev and Del Balso, 2018,
+https://arxiv.org/abs/1802.05799).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DistributedGradientTape(tf.GradientTape):
     """A `tf.GradientTape` that returns gradients of the whole batch, also in custom loops.
 
     In a `train_step` under `fit`, a plain `tf.GradientTape` does the same. In a function that a
-    script passes to `strategy.run`, the number of rows of each replica is unknown; there this
-    class averages over replicas with equal weights. The optimizer does not reduce again.
+    script itself passes to `strategy.run`, the number of rows of each replica is unknown; there
+    this class averages over replicas with equal weights. The optimizer does not reduce again.
 
     Arguments and methods are those of `tf.GradientTape`.
     """
@@ -104,7 +104,7 @@ def reduce_gradients(grads) -> list:
     _local.reduced = True
     replica_batch = current_replica_batch()
     if replica_batch is not None and not getattr(_local, "weighed", False):
-        # They do not come from `gradient` of a tape, but from `jacobian` or `tf.gradients`.
+        # They come from `jacobian` or `tf.gradients`, not from a tape's `gradient`.
         grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
     return _reduce_present(grads, [None] * len(grads), replica_batch)
 
@@ -119,9 +119,9 @@ def reduce_for_update(grads) -> list:
 
 
 def reduce_in_step(grads) -> list:
-    """Does `reduce_for_update` for an optimizer that is not a `DistributedOptimizer`.
+    """Reduces gradients of an optimizer that is not a `DistributedOptimizer`, in a Keras step.
 
-    In a function of a script's own the number of rows is unknown; Keras reduces there.
+    In a function that a script passes to `strategy.run`, Keras's own optimizer reduces them.
     """
     return reduce_for_update(grads) if in_keras_step() else grads
 
@@ -132,16 +132,16 @@ def has_reduced() -> bool:
 
 
 def has_left_to_update() -> bool:
-    """Whether a tape has left gradients unreduced, for the accumulated update to reduce."""
+    """Whether a tape has left gradients unreduced because the accumulating optimizer reduces."""
     return getattr(_local, "left", False)
 
 
 def one_step(fn, reduced: bool = False):
-    """Wraps the function that a replica runs.
+    """Wraps the function that a replica runs, to record whether its tapes have reduced gradients.
 
     Args:
-        fn: A step, in which no tape has reduced yet, or a part of one.
-        reduced: Whether its gradients are those of the whole batch already.
+        fn: A step, or a part of one.
+        reduced: Whether its gradients are already those of the whole batch.
     """
 
     @functools.wraps(fn)
@@ -174,9 +174,10 @@ def in_keras_step() -> bool:
 
 
 def inlines_functions() -> bool:
-    """Whether a `tf.function` that this thread calls is traced as a part of the step.
+    """Whether a `tf.function` that this thread calls is traced as a part of the current step.
 
-    So it is in a Keras step on several replicas, and where verification computes one device's.
+    That is so in a Keras step on several replicas, and when verification computes the result of
+    one device.
     """
     is_reference = getattr(tf.distribute.get_strategy(), "counts_one_replica", False)
     return in_keras_step() or (in_step() and is_reference)
@@ -193,17 +194,17 @@ def take_gradient(
     """Replaces `tf.GradientTape.gradient`.
 
     Args:
-        leaves_to_update: Function of a model: whether its optimizer reduces.
+        leaves_to_update: Function that returns whether a model's optimizer reduces gradients.
         original: TensorFlow's own method.
         tape: The tape.
         target: The value to differentiate.
         sources: The variables or tensors with respect to which to differentiate.
         output_gradients: Gradients of the target. A caller that passes them runs a partial
-            backward pass, such as that of recomputed activations; it is left unchanged.
-        **kwargs: For `original`.
+            backward pass, such as that of recomputed activations; its gradients stay unreduced.
+        **kwargs: Further arguments of `original`.
     """
     if tf.distribute.in_cross_replica_context():
-        # Use the copy that was read, as on one device.
+        # Differentiates with respect to the copy that was read, as on one device.
         with keras_compat.held_values():
             sources = tf.nest.map_structure(_one_copy, sources)
     replica_batch = current_replica_batch()
@@ -218,8 +219,8 @@ def take_gradient(
         or not any(is_variable)
     ):
         grads = original(tape, target, sources, output_gradients, **kwargs)
-        is_whole = output_gradients is None and all(is_variable)
-        return _of_own_rows(grads, replica_batch) if is_whole else grads
+        is_of_weights = output_gradients is None and all(is_variable)
+        return _of_local_step(grads, replica_batch) if is_of_weights else grads
     targets = [_as_tensor(each) for each in tf.nest.flatten(target)]
     roots = [weighting.initial_gradient(each, replica_batch) for each in targets]
     grads = original(tape, targets, flat, roots, **kwargs)
@@ -237,9 +238,9 @@ def take_gradient(
         _local.reduced = _local.left = True
     elif not _unreduced.value:
         _local.reduced = True
-        values = _reduce_known(
-            values, [flat[i] if is_summed[i] else None for i in owners], replica_batch
-        )
+        chosen = [value if is_summed[i] else None for value, i in zip(values, owners)]
+        sums = _reduce_present(chosen, [flat[i] for i in owners], replica_batch)
+        values = [value if total is None else total for value, total in zip(values, sums)]
     values = iter(values)
     grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]
     inverse = weighting.sum_correction(replica_batch)
@@ -249,8 +250,8 @@ def take_gradient(
     return tf.nest.pack_sequence_as(sources, grads)
 
 
-def _of_own_rows(grads, replica_batch):
-    """Returns the gradients of a step that a worker takes by itself; 0 if it has no rows."""
+def _of_local_step(grads, replica_batch):
+    """Returns the gradients of a local step, which are 0 if the worker has no rows."""
     if replica_batch is None or not local_steps.in_local_step():
         return grads
     values = _without_padding(tf.nest.flatten(grads), replica_batch)
@@ -264,25 +265,26 @@ def _reduce_values(grads, kinds, compression, owners) -> list:
         grads: The gradients, none of them None.
         kinds: For each gradient, how the rows of its table were read; see `sparse_gradients`.
         compression: The dtype in which to send, or None.
-        owners: The worker that alone needs the sum, for each gradient; None if all do. Sparse and
-            half-precision gradients are added for all.
+        owners: For each gradient, the worker that alone needs the sum, or None if all need it; None
+            instead of a list if all need all. Sparse and half-precision gradients are added for
+            all workers.
     """
     if not grads:
         return []
-    same = [kind == sparse_gradients.POSITIONS for kind in kinds]
-    rows = [grad if alike else None for grad, alike in zip(grads, same)]
-    sent = [grad if row is None else row.values for grad, row in zip(grads, rows)]
-    types = [grad.dtype for grad in sent]
-    full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in sent]
+    # Positions: all replicas have the same rows of the table, so only the values are added.
+    at_positions = [kind == sparse_gradients.POSITIONS for kind in kinds]
+    sent = [grad.values if same else grad for grad, same in zip(grads, at_positions)]
+    dtypes = [grad.dtype for grad in sent]
+    is_full = [not isinstance(grad, tf.IndexedSlices) and grad.dtype.size > 2 for grad in sent]
     if compression is not None:
-        sent = [tf.cast(g, compression) if f else g for g, f in zip(sent, full)]
+        sent = [tf.cast(grad, compression) if f else grad for grad, f in zip(sent, is_full)]
     owners = [None] * len(sent) if compression is not None or owners is None else owners
-    owners = [owner if is_full else None for owner, is_full in zip(owners, full)]
+    owners = [owner if f else None for owner, f in zip(owners, is_full)]
     added = _add(sent, owners)
-    added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, types, full)]
+    added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, dtypes, is_full)]
     added = [
-        grad if row is None else tf.IndexedSlices(grad, row.indices, row.dense_shape)
-        for grad, row in zip(added, rows)
+        tf.IndexedSlices(total, grad.indices, grad.dense_shape) if same else total
+        for total, grad, same in zip(added, grads, at_positions)
     ]
     return [
         sparse_gradients.add_equal_rows(grad) if kind == sparse_gradients.UNIQUE else grad
@@ -291,7 +293,7 @@ def _reduce_values(grads, kinds, compression, owners) -> list:
 
 
 def _add(values, owners) -> list:
-    """Adds tensors over all replicas, those of each dtype together: the ring concatenates them."""
+    """Adds tensors over all replicas, grouped by dtype: the ring concatenates each group."""
     context, added = tf.distribute.get_replica_context(), list(values)
     for dtype, is_owned in sorted({(v.dtype.name, o is not None) for v, o in zip(values, owners)}):
         places = [
@@ -311,7 +313,7 @@ def _add(values, owners) -> list:
 
 
 def _reduce_present(grads, variables, replica_batch) -> list:
-    """Reduces gradients, some of which may be None."""
+    """Reduces gradients, some of which may be None; their variables may be unknown, None."""
     model = replica_batch.model if replica_batch is not None else None
     present = [(g, v) for g, v in zip(grads, variables) if g is not None]
     kinds = [_kind_of(g, v, model) for g, v in present]
@@ -323,18 +325,6 @@ def _reduce_present(grads, variables, replica_batch) -> list:
     return [None if grad is None else next(reduced) for grad in grads]
 
 
-def _reduce_known(values, variables, replica_batch) -> list:
-    """Reduces only the gradients with respect to variables."""
-    known = [place for place, variable in enumerate(variables) if variable is not None]
-    reduced = _reduce_present(
-        [values[place] for place in known], [variables[place] for place in known], replica_batch
-    )
-    values = list(values)
-    for place, value in zip(known, reduced):
-        values[place] = value
-    return values
-
-
 def _compression(model) -> str | None:
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -343,7 +333,7 @@ def _compression(model) -> str | None:
 
 
 def _kind_of(grad, variable, model) -> str:
-    """Tells how the rows of a gradient's table were read."""
+    """Returns how the rows of a gradient's table were read."""
     if tf.executing_eagerly():
         return sparse_gradients.noted_kind(grad, variable, model)
     return sparse_gradients.kind_of(grad)

@@ -1,4 +1,4 @@
-"""The iterator from which Keras's compiled functions draw one replica batch per local replica."""
+"""The iterator from which Keras's functions draw a replica batch for each local replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfmulti.step import rows
 
 
 def to_replicas(strategy: tf.distribute.Strategy, batches: tuple):
-    """Makes one distributed value of the local replicas' batches."""
+    """Combines the local replicas' batches into one distributed value."""
     if strategy.num_replicas_in_sync == 1:
         return batches[0]
     first = topology.first_local_replica(strategy)

@@ -1,16 +1,16 @@
-"""Local steps: workers take k steps by themselves, and then average their weights (local SGD).
+"""Local steps: each worker takes k steps by itself, and then all average their weights (local SGD).
 
-A local step is what one device computes from the worker's own rows: nothing is reduced, neither
-gradients nor batch statistics nor what a loss divides by. Only the logs are still those of all
-workers. After k steps all weights, the slots of optimizers and the moving statistics of layers
-become their means over the workers (Stich, 2019, https://arxiv.org/abs/1805.09767). They do so
-too before anything outside of training steps uses them: at the end of an epoch, in `evaluate` and
-`predict`, and in checkpoints.
+In a local step a worker computes what one device would compute from the worker's own rows:
+gradients, batch statistics and the divisors of losses are not reduced. Only the logs are those of
+all workers. After k steps all weights, the slots of optimizers and the moving statistics of layers
+are averaged over the workers (Stich, 2019, https://arxiv.org/abs/1805.09767). They are also
+averaged before anything outside of training steps uses them: at the end of an epoch, in `evaluate`
+and `predict`, and in checkpoints.
 
-A worker whose part of a batch is empty leaves its weights as they are in that step.
+A worker whose replica batch is empty does not change its weights in that step.
 
-Loss scaling stays common: where the scaled gradients of one worker overflow, all workers leave the
-step out and halve the scale, so that the scale and the counts of steps are the same everywhere.
+All workers share one loss scale: if the scaled gradients of one worker overflow, all workers skip
+the step and halve the scale, so that the scale and the counts of steps are the same everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.step import model_contents, owners
 from tfmulti.step.rows import current_replica_batch
 
-# Averaged together: so much memory is needed beside the variables.
+# How much is averaged at once, which needs as much additional memory.
 _ROUND_BYTES = 64 * 2**20
 _FLOATS = ("float32", "float64")
 
@@ -41,7 +41,7 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
         ValueError: If a worker has several replicas.
     """
     strategy = keras_compat.strategy_of(optimizer)
-    if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
+    if strategy.num_replicas_in_sync == 1 or not keras_compat.is_ours(strategy):
         return
     if topology.num_local_replicas(strategy) > 1:
         raise ValueError(
@@ -56,7 +56,7 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
 def steps_of(model: keras.Model | None) -> int:
     """Returns the steps between two averages of a model's weights; 1 without local steps.
 
-    It is 1 within verification, which compares steps that add gradients with one device.
+    It is 1 within verification, which compares steps that reduce gradients with one device.
 
     Args:
         model: The model that is trained, or None.
@@ -70,16 +70,13 @@ def steps_of(model: keras.Model | None) -> int:
     inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
     numbers = [marks.SYNCHRONIZE_EVERY.get(each) for each in inner]
     if len(set(numbers)) > 1:
+        received = [f"{type(each).__name__} with {n}" for each, n in zip(inner, numbers)]
         raise ValueError(
             "`synchronize_every` must be the same for all optimizers of a model, whose weights "
-            f"are averaged together. Received: {_pairs(inner, numbers)}. "
+            f"are averaged together. Received: {', '.join(received)}. "
             "Wrap each with tfmulti.DistributedOptimizer(optimizer, synchronize_every=...)."
         )
     return max(numbers, default=1)
-
-
-def _pairs(optimizers, numbers) -> str:
-    return ", ".join(f"{type(o).__name__} with {number}" for o, number in zip(optimizers, numbers))
 
 
 def on_local_rows(fn, strategy):
@@ -107,15 +104,15 @@ def in_local_step() -> bool:
 
 
 def states_to_keep(model: keras.Model) -> list[tf.Variable]:
-    """Returns the states of layers that a padding row would change; an empty step restores them."""
+    """Returns states of layers that a padding row would change, for an empty step to restore."""
     return [variable.value for variable in _states_of(model)]
 
 
 def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
-    """Applies an optimizer's class's own update; without rows a local step only counts it.
+    """Applies the update of an optimizer's class; a local step without rows only counts it.
 
     The gradients of an empty replica batch are 0. They may be accumulated, but in an update
-    momentum and weight decay would change weights without a row.
+    momentum and weight decay would change the weights.
 
     Args:
         optimizer: The optimizer.
@@ -153,7 +150,7 @@ def _refuse_own_loop(every):
 
 
 def is_on_any(condition: tf.Tensor) -> tf.Tensor:
-    """Returns, for each bool of a vector, whether it is true on a worker, within a local step."""
+    """Returns, for each bool of a vector, whether it is true on any worker, in a local step."""
     if not in_local_step():
         return condition
     strategy = tf.distribute.get_strategy()
@@ -161,11 +158,7 @@ def is_on_any(condition: tf.Tensor) -> tf.Tensor:
 
 
 def count_step(model: keras.Model) -> None:
-    """Counts a local step of a model, and averages if it is time; called after each step.
-
-    Args:
-        model: The model that is trained.
-    """
+    """Counts a local step of a model, and averages after every k-th; called after each step."""
     average_of(model).count_step(steps_of(model))
 
 
@@ -179,9 +172,9 @@ def average_of(model: keras.Model) -> Average:
 
 
 def average_weights(model: keras.Model) -> None:
-    """Gives every worker the mean weights and slots, if local steps were taken since the last one.
+    """Averages weights and slots over workers, if local steps were taken since the last average.
 
-    `fit`, `evaluate`, `predict` and `callbacks.Checkpoint` do so themselves. Call it on every
+    `fit`, `evaluate`, `predict` and `callbacks.Checkpoint` do this themselves. Call it on every
     worker after `train_on_batch`, before one worker saves the model. Without local steps it has no
     effect.
 
@@ -204,7 +197,7 @@ def num_pending(model: keras.Model) -> int:
 
 
 class Average:
-    """Averages a model over workers, and counts the steps since then.
+    """Averages a model over workers, and counts the local steps since the last average.
 
     Args:
         model: The model.
@@ -220,15 +213,15 @@ class Average:
             self.pending = tf.Variable(0, trainable=False, dtype=tf.int32, name="tfmulti_pending")
 
     def count_step(self, every: int) -> None:
-        """Counts a step, and averages after the last of `synchronize_every`; across replicas."""
+        """Counts a step, and averages after every `every` steps; in cross-replica context."""
         pending = self.pending.assign_add(1)
         tf.cond(pending >= every, self._average, lambda: tf.constant(False))
 
     def settle(self) -> None:
         """Averages if steps are pending on any worker; a collective outside of steps."""
         variables = averaged_variables(self._model)
-        # Traced again with other variables, on all workers alike; those known are kept, since
-        # another one could have the id of one that is gone.
+        # Traced again for other variables, on all workers alike. The list keeps the variables
+        # alive, because a new one could get the id of a deleted one.
         if self._settle is None or list(map(id, variables)) != list(map(id, self._known)):
             self._settle = tf.function(self._settle_pending, autograph=False)
             self._known = variables
@@ -252,9 +245,9 @@ class Average:
 
 
 def averaged_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns what is averaged: weights that are trained, slots, and floating states of layers.
+    """Returns the trainable weights, slots and floating-point states of layers.
 
-    Rates and counters are the same on all workers, and so are weights that are frozen.
+    Learning rates, counters and frozen weights are the same on all workers anyway.
     """
     optimizers = model_contents.optimizers_of(model, nested=True)
     built = [optimizer for optimizer in optimizers if optimizer.built]
@@ -282,7 +275,7 @@ def _average_here(variables, strategy):
     before = []
     for some, dtype in _rounds(variables):
         with tf.control_dependencies(before):
-            # What a variable reads has no device, by which a reduction knows where its sum goes.
+            # A read of a variable has no device, but a reduction needs one for its sum.
             values = [tf.identity(tf.cast(variable.value, dtype)) for variable in some]
         context = tf.distribute.get_replica_context()
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
@@ -295,8 +288,8 @@ def _average_here(variables, strategy):
 def _sent_as(variable, is_state) -> str:
     """Returns the dtype in which a variable is added.
 
-    Scalars and states of layers, which are small and often the same on all workers, keep their
-    bits: in float32 the mean of three equal numbers can differ from them.
+    Scalars and states of layers are small and often equal on all workers. They are added in
+    float64, because in float32 the mean of three equal numbers can differ from them.
     """
     dtype = keras.backend.standardize_dtype(variable.dtype)
     if is_state or not variable.shape:
@@ -305,7 +298,7 @@ def _sent_as(variable, is_state) -> str:
 
 
 def _rounds(variables) -> Iterator[tuple[list, str]]:
-    """Cuts variables into lists of one dtype and some megabytes, in their order."""
+    """Yields lists of variables of one dtype and some megabytes, in their order."""
     for dtype in dict.fromkeys(dtype for _, dtype in variables):
         some = [variable for variable, sent_as in variables if sent_as == dtype]
         for places in owners.rounds([owners.bytes_of(each) for each in some], _ROUND_BYTES):

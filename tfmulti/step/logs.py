@@ -1,4 +1,4 @@
-"""Logs of a step: without padding rows, and the same on all replicas and workers."""
+"""Makes the logs of a step ignore padding rows, and equal on all replicas and workers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def output_losses(replica_batch) -> list:
 
 
 def count_once(tracker, before, replica_batch) -> None:
-    """Makes a step count once over all replicas, with the mean over their rows.
+    """Makes a step count once in an output's running mean loss, with the mean over all rows.
 
-    In the running mean of one output's loss Keras gives every call the same weight, whatever the
-    number of rows of the replica.
+    Keras gives every replica's update the same weight, whatever its number of rows.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     part = (tracker.total - before) * tf.cast(replica_batch.weight, before.dtype) * num_replicas
@@ -37,9 +36,9 @@ def count_once(tracker, before, replica_batch) -> None:
 
 
 def weigh_mean(metric, value):
-    """Returns a mean over this replica's rows and this replica's weight; None outside a step.
+    """Returns a mean over this replica's rows, and this replica's weight; None outside a step.
 
-    The weights of all replicas add up to one, so a running mean counts the step once.
+    The weights of all replicas add up to one, so the step counts once in a running mean.
     """
     replica_batch = current_replica_batch()
     if replica_batch is None or any(metric is tracker for tracker in output_losses(replica_batch)):
@@ -53,11 +52,11 @@ def weigh_mean(metric, value):
 def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
     """Finds which of a step's logs are results of the model's metrics.
 
-    A step can return `{"loss": loss}` although the model has a metric of that name which the step
-    never updates. Call it right after the step, before anything else changes the metrics' states.
+    A step can return `{"loss": loss}` although the model has a metric of that name that the step
+    never updates. Call this right after the step, before anything else changes the metrics' states.
 
     Args:
-        logs: What the step returned.
+        logs: The logs that the step returned.
         replica_batch: The replica's rows of it.
 
     Returns:
@@ -101,9 +100,9 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     worker. Other logs are averaged over replicas, weighted by rows.
 
     Args:
-        logs: What the step returned.
+        logs: The logs that the step returned.
         replica_batch: The replica's rows of it.
-        differing: What `compare_with_metrics` returned.
+        differing: The result of `compare_with_metrics`.
         requests: The workers' `CoordinationRequests`, sent with the same reduction; or None.
         beside: Tensors to add over all replicas with the same reduction.
 
@@ -148,7 +147,7 @@ def _flatten(logs) -> dict[tuple, object]:
 
 
 def note_result(result, metric):
-    """Returns a metric's result and records it: a step can log it under another name.
+    """Returns a metric's result, and records it because a step can log it under another name.
 
     Args:
         result: The original `result` method.
@@ -205,7 +204,7 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
         if value is None or not value.dtype.is_floating or not value.shape.is_fully_defined():
             continue
         if value.shape.rank and tf.executing_eagerly():
-            # It may have a number for each row, and replicas differ in their numbers of rows.
+            # It may have a number for each row, and replicas have different numbers of rows.
             continue
         flat = tf.reshape(tf.cast(value, weighting.dtype()), [-1])
         parts[path] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
@@ -227,7 +226,7 @@ def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:
 
 
 def _choose(logs, results, flags, means) -> dict:
-    """Uses the metric's result for a log that is one on every replica, else the mean over rows."""
+    """Returns the metric's result for logs that are one on all replicas, for others the mean."""
 
     def choose(path, log):
         if path in flags and path in means and path in results:

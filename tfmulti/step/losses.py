@@ -12,16 +12,17 @@ import contextlib
 
 import tensorflow as tf
 
-from tfmulti import step, topology
+from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import local_steps, weighting
+from tfmulti.step.rows import as_current, current_replica_batch, distributed_batch
 
 _whole_batch = Scoped(False)
 
 
 def keeps_means() -> bool:
     """Whether losses in the current step stay means, not divided by the number of replicas."""
-    return has_whole_batch() or step.current_replica_batch() is not None
+    return has_whole_batch() or current_replica_batch() is not None
 
 
 def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
@@ -36,16 +37,16 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
         dtype: The loss's dtype.
 
     Returns:
-        A scalar tensor, or what Keras gives for `reduction=None`.
+        A scalar tensor; for `reduction=None` the losses, as Keras returns them.
     """
     if has_whole_batch():
         return reduce(values, sample_weight, mask, reduction, dtype)
-    replica_batch = step.current_replica_batch()
+    replica_batch = current_replica_batch()
     if replica_batch is None and getattr(tf.distribute.get_strategy(), "marks_padding", False):
         # Keras calls a loss while it builds a model, outside a step.
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
-    if _distributed_batch() is None:
+    if distributed_batch() is None:
         return loss
     if reduction == "sum":
         return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
@@ -64,25 +65,23 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
         sample_weight: Their weights, or None.
         global_batch_size: The divisor of their sum; None for this replica's number of rows.
     """
-    if getattr(tf.distribute.get_strategy(), "repairs_keras", False):
+    if keras_compat.is_ours(tf.distribute.get_strategy()):
         if tf.distribute.in_cross_replica_context():
             # Keras calls a loss while it builds a model, where TensorFlow's function raises.
             return tf.reduce_mean(per_example_loss)
     loss = average(per_example_loss, sample_weight, global_batch_size)
     if global_batch_size is None:
         return _undivided(loss)
-    # A worker's own step has its rows, not those that the number stands for.
+    # A local step has only the worker's rows, while `global_batch_size` counts those of all.
     is_own = local_steps.in_local_step()
-    replica_batch = step.current_replica_batch() if is_own else _distributed_batch()
-    return (
-        loss
-        if replica_batch is None
-        else loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
-    )
+    replica_batch = current_replica_batch() if is_own else distributed_batch()
+    if replica_batch is None:
+        return loss
+    return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
 
 
 def regularization_loss(scale, loss):
-    """Replaces `tf.nn.scale_regularization_loss`, with the value that it has on one device.
+    """Replaces `tf.nn.scale_regularization_loss`; returns the value that it has on one device.
 
     Args:
         scale: TensorFlow's own function.
@@ -92,22 +91,16 @@ def regularization_loss(scale, loss):
 
 
 def _undivided(loss):
-    """Reverts TensorFlow's division by the number of replicas: weights add up to one here."""
-    if not has_whole_batch() and _distributed_batch() is None:
+    """Reverts TensorFlow's division by the number of replicas, whose weights add up to one here."""
+    if not has_whole_batch() and distributed_batch() is None:
         return loss
     return loss * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, loss.dtype)
-
-
-def _distributed_batch():
-    if not topology.is_one_of_several_replicas() or has_whole_batch():
-        return None
-    return step.current_replica_batch()
 
 
 @contextlib.contextmanager
 def of_whole_batch():
     """Makes this thread compute losses as on one device: it has the rows of all replicas."""
-    with _whole_batch.set_to(True), step.as_current(None):
+    with _whole_batch.set_to(True), as_current(None):
         yield
 
 

@@ -58,9 +58,10 @@ def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
 
 
 def optimizers_in_use(model, *, nested: bool = False) -> list:
-    """Returns a model's optimizers, without the one that `compile()` gives a model of its own step.
+    """Returns a model's optimizers, without one that only Keras's `compile` has created.
 
-    A model whose `train_step` uses other optimizers is compiled without one, and Keras makes one.
+    A model whose `train_step` uses its own optimizers is often compiled without one; Keras then
+    creates a default one.
 
     Args:
         model: The model.

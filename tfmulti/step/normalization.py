@@ -44,7 +44,7 @@ def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalizat
 
 @contextlib.contextmanager
 def synchronized(layers, value: bool) -> Iterator[None]:
-    """Synchronizes batch normalizations that are local within the context, or the reverse."""
+    """Synchronizes local batch normalizations within the context, or the reverse."""
     for layer in layers:
         layer.synchronized = value
     try:

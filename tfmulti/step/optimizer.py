@@ -20,11 +20,11 @@ def DistributedOptimizer(
     shard: str | None = None,
     synchronize_every: int = 1,
 ) -> keras.optimizers.Optimizer:
-    """Marks a Keras optimizer as distributed, and sets the precision in which gradients are sent.
+    """Makes a Keras optimizer distributed, with options for how gradients are sent and state kept.
 
     Under `fit` tapes return the gradients of the whole batch, so every optimizer works unwrapped:
     clipping, weight decay, accumulation, moving averages and loss scaling happen as on one
-    device. This function is needed for `compression`, and to reduce gradients that come from no
+    device. This function is needed for its arguments, and to reduce gradients that come from no
     tape, such as those of `tf.gradients`. The idiom is Horovod's (Sergeev and Del Balso, 2018, https://arxiv.org/abs/1802.05799).
 
     It modifies the given object and keeps its class, so saving and loading work as before. With
@@ -40,9 +40,9 @@ def DistributedOptimizer(
         shard: `"state"` to keep the optimizer's slots, such as Adam's two for each weight, on one
             worker each (ZeRO stages 1 and 2, Rajbhandari et al., 2020,
             https://arxiv.org/abs/1910.02054): of N workers each holds 1/N of them.
-            `"parameters"` to keep large weights so as well (stage 3); see `sharded_parameters`.
+            `"parameters"` to shard large weights as well (stage 3); see `sharded_parameters`.
             Workers need one replica each. None keeps everything everywhere.
-        synchronize_every: How many steps each worker takes by itself before the workers average
+        synchronize_every: How many steps each worker takes by itself before all workers average
             weights and slots (local SGD, Stich, 2019, https://arxiv.org/abs/1805.09767), for slow
             networks; the result differs from that of one device. 1 adds gradients in every step.
             Workers need one replica each.
@@ -51,8 +51,8 @@ def DistributedOptimizer(
         The same optimizer; for a name or a configuration, a new one.
 
     Raises:
-        ValueError: If it is not a Keras 3 optimizer, the compression or what to shard is
-            unknown, or the state cannot be sharded; if workers cannot take steps by themselves.
+        ValueError: If it is not a Keras 3 optimizer, an argument is invalid or incompatible with
+            another, the state cannot be sharded, or workers cannot take local steps.
 
     Example:
     >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
@@ -142,7 +142,7 @@ def distribute_optimizers(
 def distribute_loaded(model: keras.Model) -> None:
     """Makes the optimizers of a model that was loaded in a strategy's scope distributed."""
     strategy = model.distribute_strategy
-    if getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync > 1:
+    if keras_compat.is_ours(strategy) and strategy.num_replicas_in_sync > 1:
         distribute_optimizers(model)
 
 

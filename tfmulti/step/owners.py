@@ -1,4 +1,4 @@
-"""Which worker owns which variable, and how its tensors reach all workers within a step."""
+"""Chooses the worker that owns a variable, and sends its tensors to all workers within a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 
 _ROUND_BYTES = 16 * 2**20
-# Workers are uneven beyond this ratio of the largest one's bytes to the mean, and this difference.
+# Shares are uneven if the largest exceeds the mean by this factor and by this many bytes.
 _EVEN, _SMALL_BYTES = 1.25, 2**20
 
 
@@ -21,14 +21,14 @@ def by_bytes(
     known: dict[int, int] | None = None,
     divisible: Collection[int] = (),
 ) -> list[int | None]:
-    """Returns an owner for each variable: the largest first, to the worker that has the least.
+    """Assigns an owner to each variable: the largest first, to the worker with the fewest bytes.
 
-    Where that is uneven, variables that can be divided have no owner: each worker has its share.
+    If that is uneven, variables that can be divided get no owner: each worker has a share of them.
 
     Args:
         sizes: The bytes of each variable.
         num_workers: The number of workers.
-        known: The owners that some variables have already, by their places.
+        known: The owners of variables that already have one, by the variables' places.
         divisible: The places of variables that can be divided over all workers.
 
     Returns:
@@ -55,7 +55,7 @@ def by_bytes(
 
 
 def is_uneven(held: list[int]) -> bool:
-    """Whether one worker has much more bytes than the mean of all."""
+    """Whether one worker has many more bytes than the mean of all."""
     most, mean = max(held), sum(held) / len(held)
     return most > _EVEN * mean and most - mean > _SMALL_BYTES
 
@@ -108,16 +108,16 @@ def owned_bytes(variable) -> int:
 def from_owners(
     strategy: tf.distribute.Strategy, values: list[tf.Tensor], owners: list[int]
 ) -> Iterator[tuple[int, tf.Tensor]]:
-    """Yields the places of the tensors that other workers own, and these as their owners have them.
+    """Yields the places and the owners' values of the tensors that other workers own.
 
-    Call it in a replica, on every worker. It goes in rounds of some megabytes, so that the old
-    values and the new ones are not in memory together. Over MPI each owner broadcasts what is its
-    own; otherwise the workers gather, and send as many bytes as all tensors have.
+    Call it in a replica, on every worker. It sends some megabytes at a time, so that the old and
+    the new values are not all in memory together. Over MPI each owner broadcasts its tensors;
+    otherwise the workers gather all tensors, and send as many bytes as these have.
 
     Args:
         strategy: A strategy with one replica for each worker.
         values: Dense tensors, of the same shapes and dtypes on all workers.
-        owners: The number of the worker that has the value, for each tensor.
+        owners: For each tensor, the number of the worker that has the value.
     """
     number, before = topology.num_workers(strategy), []
     send = _gathered if getattr(strategy.extended, "broadcast", None) is None else _broadcast
@@ -133,9 +133,9 @@ def from_owners(
 
 
 def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
-    """Returns a tensor of another worker; its owner's own.
+    """Returns the owner's tensor on all workers.
 
-    Call it in a replica, on every worker. Without MPI it is a sum with the others' zeros.
+    Call it in a replica, on every worker. Without MPI it adds the tensor and the others' zeros.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -153,7 +153,7 @@ def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
 
 
 def reduce_to(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
-    """Returns the sum of a tensor over all workers, on its owner; something else elsewhere.
+    """Returns the sum of a tensor over all workers on its owner; elsewhere the result is undefined.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -167,16 +167,16 @@ def reduce_to(strategy, value: tf.Tensor, owner: int) -> tf.Tensor:
 
 
 def all_reduce(strategy, value: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of a tensor over all workers, on all of them; over MPI also in a branch."""
+    """Returns the sum of a tensor over all workers; over MPI it also works in a branch."""
     own = getattr(strategy.extended, "add", None)
     return _collective(strategy, value) if own is None else own([value])[0]
 
 
 def _collective(strategy, value):
-    # A weight that was created without a device is read without one, which an all-reduce refuses.
+    # An all-reduce needs a tensor with a device; a weight created without one is read without one.
     with tf.device(strategy.extended.worker_devices[0]):
         value = tf.identity(value)
-    # Verification computes one device's result with sharded weights, and with the norm of all.
+    # Verification switches reductions off, but sharded weights and norms need these.
     with keras_compat.reducing_as_usual(strategy):
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
@@ -194,7 +194,7 @@ def _gathered(strategy, values, parts):
     sizes = [[values[place].shape.num_elements() for place in part] for part in parts]
     length = max(map(sum, sizes))
     dtype = next(values[place].dtype for part in parts for place in part)
-    # Workers gather in an order of their own, which the first element tells.
+    # The gathered rows are in no known order of workers: the first element is the worker's number.
     mine = [tf.cast([me], dtype), *(tf.reshape(values[place], [-1]) for place in parts[me])]
     mine.append(tf.zeros([length - sum(sizes[me])], dtype))
     gathered = keras_compat.gather_from_workers(strategy, tf.concat(mine, axis=0)[tf.newaxis])
@@ -213,11 +213,11 @@ def _rounds(values, places):
 
 
 def rounds(sizes: list[int], most_bytes: int = _ROUND_BYTES) -> list[list[int]]:
-    """Cuts tensors into lists of some megabytes, in their order.
+    """Groups tensors into lists of some megabytes, in their order.
 
     Args:
         sizes: The bytes of each tensor.
-        most_bytes: Those of a list; a larger tensor has one of its own.
+        most_bytes: The largest number of bytes in a list; a larger tensor gets its own list.
 
     Returns:
         The places of the tensors in each list.

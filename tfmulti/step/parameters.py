@@ -1,9 +1,10 @@
-"""Sharded parameters: each worker holds the large weights that it owns; calls gather the others.
+"""Sharded parameters: each worker holds the large weights that it owns, and gathers the others.
 
-Reading such a weight in a step gives its whole value, which its owner sends; the gradient goes
-back to the owner, as a sum over all workers. It is stage 3 of ZeRO (Rajbhandari et al., 2020,
-https://arxiv.org/abs/1910.02054). Weights are owned whole, so that any optimizer computes what it
-computes on one device. `tfmulti.parallel.sharded_parameters` has layers gather for a call alone.
+Reading such a weight in a step returns its whole value, which its owner sends. The gradient is
+added over all workers, for the owner. This is stage 3 of ZeRO (Rajbhandari et al., 2020,
+https://arxiv.org/abs/1910.02054). A weight has one owner, so that any optimizer computes what it
+computes on one device. `tfmulti.parallel.sharded_parameters` makes layers gather their weights only
+during their calls.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from tfmulti.step import owners, slots
 from tfmulti.step.rows import current_replica_batch
 
 LARGE_BYTES = 2**14
-"""Smaller weights stay on every worker: to send them takes longer than it saves memory."""
+"""Smaller weights stay on every worker: sending them would cost time and save little memory."""
 _FLOATS = (tf.float32, tf.float64)
 _in_stage = Scoped(False)
 
 
 class ShardedParameter(keras_compat.HeldVariable):
-    """A weight that its owner holds.
+    """A weight that only its owner holds.
 
     Attributes:
         owner: The number of the worker that holds it.
-        optimizers: Those that update it.
-        reads: The latest step that reads it, and how often.
+        optimizers: The optimizers that update it.
+        reads: A weak reference to the latest step that reads it, and how often that step does.
         unreduced: Whether its latest gradient is still to be added over workers.
-        stages: The number of stages of the pipeline in which it is, None for none. Its stage
-            alone computes with it. With several copies of the stages each copy has an owner, of
-            which the first is `owner`.
+        stages: The number of stages of the pipeline that contains it, or None. Only its stage
+            computes with it. With several copies of the stages each copy has an owner; `owner` is
+            that of the first copy.
     """
 
     reads, unreduced, stages = (None, 0), False, None
@@ -49,7 +50,7 @@ class ShardedParameter(keras_compat.HeldVariable):
         """Returns the whole value; in a step a collective, with a gradient."""
         if is_stage():
             raise RuntimeError(
-                "A stage of a pipeline can read the weights of its own layers alone. Received: a "
+                "A stage of a pipeline can read only the weights of its own layers. Received: a "
                 f"read of {self.path}, which worker {self.owner} holds, in another layer's call. "
                 "Give both layers to one stage by `stages`, or share the layer, not its weight."
             )
@@ -58,7 +59,7 @@ class ShardedParameter(keras_compat.HeldVariable):
             return gather(self, self.held())
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "A sharded weight cannot become a part of a graph outside of a step. Received: "
+                "A sharded weight cannot become part of a graph outside of a step. Received: "
                 f"{self.path}, which worker {self.owner} holds. To export the model, call "
                 "model.save on the chief after `fit`, and export what keras.models.load_model "
                 "makes of the file."
@@ -66,7 +67,7 @@ class ShardedParameter(keras_compat.HeldVariable):
         return tf.convert_to_tensor(self.numpy())
 
     def assign(self, value):
-        """Assigns the whole value on the owner; other workers keep it in a file."""
+        """Assigns the whole value on the owner; the other workers keep it in a file."""
         if self.is_here or keras_compat.in_stateless_scope():
             super().assign(value)
         if not (keras_compat.are_held_values() or keras_compat.in_stateless_scope()):
@@ -93,19 +94,21 @@ class Parameters:
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = weakref.ref(strategy)
         self.worker = topology.worker_index(strategy)
-        # Of models that are gone too: when they go, each worker decides by itself.
+        # The bytes that each worker holds. Those of deleted models count too: each worker deletes
+        # them at a time of its own, and all must choose the same owners.
         self._held = [0] * topology.num_workers(strategy)
         self.values = slots.OwnedValues(strategy, _step)
 
     def shard(self, variable: keras.Variable, owner: int | None = None) -> None:
-        """Makes a variable sharded if it is large, and is not yet.
+        """Shards a variable, if it is large and not sharded yet.
 
         Args:
             variable: A weight.
-            owner: The worker that will hold it; None for the one that holds least.
+            owner: The worker that will hold it; None for the one that holds the fewest bytes.
         """
-        known = isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable)
-        if known or not is_large(variable):
+        if isinstance(variable, ShardedParameter) or not keras_compat.is_initialized(variable):
+            return
+        if not is_large(variable):
             return
         owner = self._held.index(min(self._held)) if owner is None else owner
         self._hold(variable, owner, owner == self.worker)
@@ -130,7 +133,7 @@ class Parameters:
         variable.stages = stages
 
     def give_up(self, variable: ShardedParameter) -> tf.Tensor:
-        """Returns a variable's value on all workers, before something else holds it."""
+        """Returns a variable's value on all workers, before it becomes a `SplitParameter`."""
         self._held[variable.owner] -= owners.bytes_of(variable)
         return tf.convert_to_tensor(self.values.gathered(variable))
 
@@ -146,12 +149,12 @@ def _step(variable) -> int:
 
 
 def in_replica() -> bool:
-    """Whether a replica of a strategy runs, in which all workers gather the same."""
+    """Whether this thread runs or traces a replica's function, where collectives can be called."""
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
 def refuse_several_replicas(strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if a worker has several replicas: they would share what is sharded."""
+    """Raises ValueError if a worker has several replicas, which would share its shards."""
     if topology.num_local_replicas(strategy) > 1:
         raise ValueError(
             "`shard` needs workers with one replica each. Received: "
@@ -161,9 +164,9 @@ def refuse_several_replicas(strategy: tf.distribute.Strategy) -> None:
 
 
 def is_large(variable: keras.Variable) -> bool:
-    """Whether a variable is worth sharding: one of 16 KiB or more, of 32 or 64 bits."""
-    kind = tf.as_dtype(keras.backend.standardize_dtype(variable.dtype))
-    return kind in _FLOATS and owners.bytes_of(variable) >= LARGE_BYTES
+    """Whether a variable is worth sharding: at least 16 KiB of float32 or float64."""
+    dtype = tf.as_dtype(keras.backend.standardize_dtype(variable.dtype))
+    return dtype in _FLOATS and owners.bytes_of(variable) >= LARGE_BYTES
 
 
 def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
@@ -183,7 +186,7 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:
 
 
 def stage() -> contextlib.AbstractContextManager:
-    """Within it a stage of a pipeline runs, whose weights are given to it."""
+    """Marks the context in which a stage of a pipeline runs, with weights that are given to it."""
     return _in_stage.set_to(True)
 
 
@@ -219,18 +222,18 @@ def gather(
 ) -> tf.Tensor:
     """Returns a parameter's whole value, with a gradient that is added for its owner.
 
-    Where a step reads it more than once, where rows of a table have gradients, and where other
-    code than Keras's own may use them, the gradient is left unreduced, and added when that of all
-    reads is known; see `is_unreduced`.
+    The gradient stays unreduced, and is added once those of all reads are known, if a step reads
+    the parameter more than once, if it is a sparse gradient of a table, or if code other than
+    Keras's own may use it; see `is_unreduced`.
 
     Call it in a replica, on every worker.
 
     Args:
         parameter: The parameter.
-        held: What this worker holds of it.
-        for_stages: Whether stages of a pipeline or parts of a split layer use it: then each worker
-            has a part of the gradient of all workers' rows, also one that has no rows itself.
-        whole: What `receive` has returned; None to receive it now.
+        held: The value that this worker holds: the parameter's, or an empty tensor.
+        for_stages: Whether stages of a pipeline or parts of a split layer use it. Then every
+            worker, even one without rows, has a part of the gradient of all workers' rows.
+        whole: The result of `receive`; None to receive it now.
     """
     strategy, dtype = tf.distribute.get_strategy(), held.dtype
     shape, owner, is_here = parameter.shape, parameter.owner, parameter.is_here
@@ -242,7 +245,7 @@ def gather(
             handed_on = are_handed_on()
             parameter.unreduced = is_sparse or several or not handed_on
             if parameter.stages and current_replica_batch() is not None:
-                # The stage's own gradient, to which this one is added, is that of all rows.
+                # It is added to the gradient of the parameter's own stage, which is of all rows.
                 parameter.unreduced = False
             if parameter.unreduced:
                 return upstream, *nothing
@@ -263,27 +266,17 @@ def gather(
 
 
 def are_handed_on() -> bool:
-    """Whether the step that is traced hands its gradients straight to an update."""
+    """Whether only Keras's own update uses the gradients of the step that is traced."""
     model = getattr(current_replica_batch(), "model", None)
     return model is not None and hands_on_gradients(model)
 
 
 def hands_on_gradients(model: keras.Model) -> bool:
-    """Whether Keras's own step hands gradients straight to an update of Keras's own."""
+    """Whether Keras's own step hands gradients directly to an optimizer of Keras's own."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
     return stock and not keras_compat.has_custom_step(model, "train")
-
-
-def drop_others(gradients, variables) -> list:
-    """Returns gradients of updates: without elements where another worker holds the weight."""
-    return [
-        tf.zeros([0], gradient.dtype)
-        if gradient is not None and not getattr(variable, "is_here", True)
-        else gradient
-        for gradient, variable in zip(gradients, variables)
-    ]
 
 
 def is_unreduced(variable) -> bool:
@@ -292,9 +285,10 @@ def is_unreduced(variable) -> bool:
 
 
 def may_have_padding(variable) -> bool:
-    """Whether a gradient that is still to be added is of this worker's rows alone.
+    """Whether a variable's gradient is still to be added and covers only this worker's rows.
 
-    That of a split weight, or of the bias beside it, is of the rows of a group, without padding.
+    The gradient of a split weight, or of its layer's bias, covers the rows of a group, without
+    padding.
     """
     of_group = getattr(variable, "split", None) or marks.OF_GROUP.get(variable)
     return is_unreduced(variable) and not of_group
@@ -311,7 +305,7 @@ def with_gradient_of_rows(value: tf.Tensor) -> tf.Tensor:
 
 
 def of_rows(gradient):
-    """Returns zeros for a replica batch without rows, whose gradient may be NaN; else itself."""
+    """Returns a gradient, but zeros for a replica batch without rows, where it may be NaN."""
     replica_batch = current_replica_batch()
     if replica_batch is None or not replica_batch.may_be_empty:
         return gradient

@@ -1,4 +1,4 @@
-"""The rows of a batch: counted, padded and split; and the replica batch of the current step."""
+"""Counts, pads and splits the rows of a batch; keeps the replica batch of the current step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfmulti import topology
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import weighting
 
@@ -34,14 +35,14 @@ def without_count(data):
 
 
 def parts_of(data) -> list | None:
-    """Returns the tensors of a batch, or None where one of them has no rows."""
+    """Returns the tensors of a batch, or None if one of them has no axis of rows."""
     parts = [part for part in tf.nest.flatten(data, expand_composites=False) if part is not None]
     known = all(isinstance(part, _KINDS) and part.shape.rank for part in parts)
     return parts if parts and known else None
 
 
 def count_rows(part) -> tf.Tensor:
-    """Returns the number of rows of a tensor, an int32 scalar; a constant if it is static."""
+    """Returns the number of rows of a tensor, an int32 scalar; a constant if known statically."""
     if part.shape[0] is not None:
         return tf.constant(part.shape[0])
     if isinstance(part, tf.RaggedTensor):
@@ -86,7 +87,7 @@ def take_replica_rows(data, number: tf.Tensor, num_replicas: int, *, in_chunks: 
         data: The batch.
         number: The index of the part.
         num_replicas: The number of parts.
-        in_chunks: Whether each part is as large as the first one instead, while there are rows.
+        in_chunks: Whether instead every part is as large as the first one until the rows run out.
     """
     number = tf.cast(number, tf.int32)
 
@@ -155,8 +156,8 @@ class ReplicaBatch:
         may_be_empty: Whether `num_real` can be 0.
         model: The Keras model of this step, or None.
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
-        gathers: When layers gather weights, a `tfmulti.parallel.ahead.StepGathers`; None until one
-            does.
+        gathers: Decides when layers gather sharded weights, a
+            `tfmulti.parallel.ahead.StepGathers`; None until the first gathers.
     """
 
     num_rows: tf.Tensor
@@ -190,6 +191,11 @@ class ReplicaBatch:
 def current_replica_batch() -> ReplicaBatch | None:
     """Returns the replica batch of the step that this thread traces, or None outside a step."""
     return _current.value
+
+
+def distributed_batch() -> ReplicaBatch | None:
+    """Returns the current replica batch within a step of several replicas, else None."""
+    return current_replica_batch() if topology.is_one_of_several_replicas() else None
 
 
 def as_current(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:

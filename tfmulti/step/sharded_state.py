@@ -1,10 +1,10 @@
 """Sharded optimizer state: each worker keeps the slots of the variables that it owns.
 
-It updates these variables, whole ones, so that any optimizer computes what it computes on one
-device, and sends their new values to the other workers. A variable that would make this uneven is
-split: each worker updates some of its rows, if the optimizer treats each element by itself. Over
-MPI, gradients that nothing else reads are added for the owner alone. These are stages 1 and 2 of
-ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
+A worker updates the variables that it owns, and sends their new values to the others. It updates
+whole variables, so that any optimizer computes what it computes on one device. A variable that
+would make the workers' shares uneven is divided: each worker updates some of its rows, if the
+optimizer is element-wise. Over MPI, gradients that only the update reads are added for the owner
+only. These are stages 1 and 2 of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054).
 
 Moving averages of weights and accumulated gradients are not sharded: Keras computes them from
 values that every worker has.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import types
 import warnings
-from concurrent import futures
 
 import keras
 import tensorflow as tf
@@ -27,23 +26,23 @@ _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_s
 
 
 def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
-    """Makes an optimizer keep on each worker the slots of the variables which that worker owns.
+    """Makes an optimizer keep on each worker only the slots of the variables that the worker owns.
 
     Args:
         optimizer: The optimizer.
-        shard: `"state"`, or `"parameters"` for large weights to be with their owner alone as well.
+        shard: `"state"`, or `"parameters"` to keep large weights only on their owners as well.
 
     Raises:
-        ValueError: If the optimizer has its slots already, or a worker has several replicas.
+        ValueError: If the optimizer already has its slots, or a worker has several replicas.
     """
     if marks.SHARDS.get(optimizer) is not None:
         return
     strategy = keras_compat.strategy_of(optimizer)
-    if strategy.num_replicas_in_sync == 1 or not getattr(strategy, "repairs_keras", False):
+    if strategy.num_replicas_in_sync == 1 or not keras_compat.is_ours(strategy):
         return
     if optimizer.built:
         raise ValueError(
-            "`shard` must be given before the optimizer has its slots. "
+            "`shard` must be given before the optimizer has slots. "
             f"Received: {optimizer.name}, which is built. "
             "Call tfmulti.DistributedOptimizer(optimizer, shard='state') before compile; for a "
             "model from a file, compile a new one so, build its optimizer, and load the weights."
@@ -85,7 +84,7 @@ def _finalize(self, var_list):
 
 
 def held_gradients(optimizer, gradients, variables=None) -> list:
-    """Returns the gradients of an update, without those of weights that other workers hold.
+    """Returns the gradients of an update; empty ones for weights that other workers hold.
 
     Args:
         optimizer: An optimizer, which may be a `LossScaleOptimizer`.
@@ -96,15 +95,14 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
     if shards is None or not shards.shards_parameters:
         return list(gradients)
     variables = keras_compat.updated_variables(optimizer) if variables is None else variables
-    gradients = split_weights.held_gradients(gradients, variables)
-    return parameters.drop_others(gradients, variables)
+    return [split_weights.held_gradient(g, v) for g, v in zip(gradients, variables)]
 
 
 def owners_of_gradients(model, variables) -> list[int] | None:
-    """Returns the worker that alone needs the gradient of each variable, or None if all do.
+    """Returns, for each variable, the only worker that needs its gradient; None if all need all.
 
-    All need it where something other than an update reads it: a custom step or optimizer,
-    accumulation or loss scaling.
+    All workers need it if something other than an update reads it: a custom step or optimizer,
+    accumulation, or loss scaling.
 
     Args:
         model: The model that is trained, or None.
@@ -120,11 +118,11 @@ def owners_of_gradients(model, variables) -> list[int] | None:
 
 
 def gather_optimizer_state(model: keras.Model) -> None:
-    """Makes sharded optimizer state available on each worker, so that one alone can save it.
+    """Gathers sharded optimizer state on each worker, so that a single worker can save it.
 
-    Every worker must call it. It gathers sharded parameters too. It is needed after
-    `train_on_batch` and after a `fit` that was interrupted; when `fit` ends, it is done already.
-    Without sharded state nothing happens.
+    Every worker must call it. It also gathers sharded parameters. It is needed after
+    `train_on_batch` and after an interrupted `fit`; a `fit` that ends normally does it itself.
+    Without sharded state it has no effect.
 
     Args:
         model: The model.
@@ -143,12 +141,12 @@ def gather_optimizer_state(model: keras.Model) -> None:
 
 
 class Shards:
-    """Which worker keeps what of an optimizer.
+    """The sharded state of an optimizer: which worker keeps which slots, and how updates are sent.
 
     Args:
         optimizer: The optimizer.
         strategy: Its strategy, with one replica for each worker.
-        shards_parameters: Whether large weights are with their owner alone as well.
+        shards_parameters: Whether large weights are kept only on their owners as well.
 
     Attributes:
         worker: The number of this worker.
@@ -162,7 +160,7 @@ class Shards:
         self.worker = topology.worker_index(strategy)
         self.slots: list[slots.SlotVariable] = []
         self._owners: list[int | None] = []
-        # Of variables whose rows are divided over all workers, by their places.
+        # By their places, the variables whose rows are divided over all workers.
         self._splits: dict[int, split_weights.Split] = {}
         self.shards_parameters = shards_parameters
         self.values = slots.OwnedValues(strategy, self._step)
@@ -170,14 +168,14 @@ class Shards:
 
     @property
     def has_owned_gradients(self) -> bool:
-        """Whether there are gradients that their owners alone have."""
+        """Whether there are gradients that only their owners have."""
         return self._reduces_to_owners or self.shards_parameters
 
     def build(self, variables) -> None:
         """Creates the slots that this worker keeps, and placeholders for the others.
 
-        In a strategy's scope, creating a variable is a collective that gives every worker the
-        chief's value. The scope is the thread's, so the slots are created in another one.
+        In the strategy's scope, creating a variable is a collective that gives every worker the
+        chief's value, so the slots are created outside of it.
 
         Args:
             variables: The variables that the optimizer will update.
@@ -203,9 +201,8 @@ class Shards:
             getattr(variable, "is_here", owner in (None, self.worker))
             for variable, owner in zip(variables, self._owners)
         ]
-        with futures.ThreadPoolExecutor(1) as thread:
-            thread.submit(self._build, variables).result()
-        self._tell(variables)
+        keras_compat.call_outside_scope(lambda: self._build(variables))
+        self._report_shares(variables)
 
     def _build(self, variables):
         optimizer = self._optimizer
@@ -269,7 +266,8 @@ class Shards:
         self.slots.append(slot)
         return slot
 
-    def _tell(self, variables):
+    def _report_shares(self, variables):
+        """Logs how many bytes this worker updates, and warns if the workers' shares are uneven."""
         num_workers = topology.num_workers(self._strategy)
         held = owners.bytes_of_each(variables, num_workers, self._owners)
         most, mean = max(held), sum(held) / len(held)
@@ -299,18 +297,18 @@ class Shards:
         return self._is_here[keras_compat.variable_index(self._optimizer, variable)]
 
     def owners_of(self, variables) -> list[int] | None:
-        """Returns owners, None for split ones; None if sums cannot be made for owners alone."""
+        """Returns owners, None for split variables; None if sums cannot be made for owners only."""
         known = {id(variable) for variable in keras_compat.updated_variables(self._optimizer)}
         if not self._reduces_to_owners or any(id(variable) not in known for variable in variables):
             return None
         return [None if hasattr(v, "split") else self._owner(v) for v in variables]
 
     def reduce_scalars(self, function, gradients, variables) -> tf.Tensor:
-        """Returns one number for each gradient, on all workers, from the worker that has it.
+        """Returns on all workers one number for each gradient, computed where the gradient is.
 
         Args:
-            function: Function of a gradient that returns a scalar.
-            gradients: Gradients, which on other workers than the owner may be zeros.
+            function: Function of a gradient that returns a scalar; it must be additive over parts.
+            gradients: Gradients, which may be zeros on workers that do not own the variable.
             variables: Their variables; None for those that the optimizer was built for.
         """
         if variables is None:
@@ -328,15 +326,15 @@ class Shards:
         return owners.all_reduce(self._strategy, tf.cast(condition, tf.float32))
 
     def clip_global_norm(self, gradients, variables) -> list:
-        """Scales gradients to a largest norm of all together, as Keras computes it."""
+        """Clips gradients by the norm of all of them together, as Keras computes it."""
         squares = self.reduce_scalars(_sum_of_squares, gradients, variables)
         norm, largest = tf.sqrt(tf.reduce_sum(squares)), self._optimizer.global_clipnorm
-        # Where the norm is not finite, neither are the results.
+        # `norm - norm` makes the results NaN if the norm is not finite.
         scale = largest * tf.minimum(1.0 / norm, 1.0 / largest) + (norm - norm)
         return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
 
     def _counts(self, variable) -> bool:
-        """Whether what this worker has of a gradient is what no worker before it has."""
+        """Whether this worker contributes its part of a gradient: each part counts once."""
         split = getattr(variable, "split", None)
         if split is not None:
             return self.worker < split.parts
@@ -347,7 +345,7 @@ class Shards:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
 
     def own_rows(self, gradient, variable) -> tuple:
-        """Returns the gradient and the variable of this worker's update, or its rows of both."""
+        """Returns the gradient and the variable of an update, or this worker's rows of both."""
         split = self._splits.get(keras_compat.variable_index(self._optimizer, variable))
         if split is None:
             return gradient, variable
@@ -357,7 +355,7 @@ class Shards:
         return keras_compat.UpdatedRows(self._optimizer, variable, *split.bounds(part))
 
     def send_updates(self, variables) -> None:
-        """Gives every worker the new values of variables, after their owners' updates.
+        """Sends the new values of variables from their owners to all workers, after an update.
 
         Args:
             variables: The variables of an update, in the same order on every worker.

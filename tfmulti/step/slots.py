@@ -1,4 +1,4 @@
-"""The slots of an optimizer with sharded state: one worker keeps the value of each."""
+"""The slots of an optimizer with sharded state: each slot is kept by one worker."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _numbers = itertools.count()
 class SlotVariable(keras.Variable):
     """A slot of an optimizer, such as a momentum, that one worker keeps.
 
-    On the other workers it has a name, a shape and no memory. A value that is assigned there goes
-    to a file, and reading it in a step is an error.
+    On the other workers it has a name and a shape, but no memory. A value that is assigned there
+    is written to a file, and reading it in a step is an error.
 
     Attributes:
         owner: The number of the worker that keeps it.
@@ -44,9 +44,9 @@ class SlotVariable(keras.Variable):
         initializer: Its initializer.
         dtype: Its dtype.
         name: Its name.
-        with_weight: Whether it is computed with wherever its weight is, a sharded one: then it is
-            read on all workers, and is empty where the weight is.
-        held: The shape of what this worker keeps, where that is a part.
+        with_weight: Whether Keras reads it on all workers together with its sharded weight, as a
+            moving average; it is empty where the weight is.
+        held: The shape of this worker's part; None if the slot is not split.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SlotVariable(keras.Variable):
 
     @property
     def shape(self):
-        """The shape that the owner's value has."""
+        """The shape of the owner's value."""
         return self._whole
 
     @property
@@ -87,7 +87,7 @@ class SlotVariable(keras.Variable):
         """
         if not (self.is_here or (self._with_weight and keras_compat.are_held_values())):
             raise RuntimeError(
-                "With shard='state' a slot can be read by its variable's own update alone: one "
+                "With shard='state' a slot can be read only by its own variable's update: one "
                 f"worker keeps it. Received: a read of {self.path}, which worker {self.owner} "
                 f"keeps, on worker {self._shards.worker}. Update each variable from its own slots, "
                 "log no slots in a step, or leave shard out for this optimizer."
@@ -95,10 +95,10 @@ class SlotVariable(keras.Variable):
         return super().value
 
     def assign(self, value):
-        """Assigns the whole value on the owner; other workers keep it in a file."""
+        """Assigns the whole value on the owner; the other workers keep it in a file."""
         if self.is_here:
             super().assign(value)
-        # On the owner too, so that the value is known on all workers.
+        # On the owner too: all workers must agree on whether the value is known.
         return self._shards.values.keep_value(self, value)
 
     def numpy(self) -> np.ndarray:
@@ -110,33 +110,36 @@ class SlotVariable(keras.Variable):
 
 
 class OwnedValues:
-    """Reads slots and sharded weights, which one worker each keeps, outside of a step.
+    """Reads slots and sharded weights, each kept by one worker, outside of a step.
+
+    A gathered value is kept in a file of a temporary folder, and is valid until the next update.
 
     Args:
         strategy: A strategy with one replica for each worker.
-        step: Function of a variable that returns the number of updates so far; its value is kept
-            for one step.
+        step: Function of a variable that returns the number of its updates so far.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, step: Callable[[object], int]):
         self._strategy, self._step = weakref.ref(strategy), step
-        self._kept = KeptValues()
+        # By the number of a variable, the step at which its value was kept.
+        self._kept_at: dict[int, int] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
 
     def read(self, variable) -> np.ndarray:
         """Returns a variable's whole value.
 
-        Within `gathering` it comes from its owner. Else it is this worker's own, or the one that
-        `keep` has kept.
+        Within `gathering` it comes from its owner. Otherwise it is this worker's own, or the one
+        that `keep` has kept.
 
         Raises:
-            RuntimeError: For another worker's variable whose value is not known here.
+            RuntimeError: If the value was not kept at this step.
         """
         if is_gathering():
             return self.gathered(variable)
-        if self._kept.steps.get(_number_of(variable)) != self._step(variable):
-            # On the owner too: a read that fails elsewhere would leave it waiting for the others.
+        if self._kept_at.get(_number_of(variable)) != self._step(variable):
+            # On the owner too: if only the other workers failed, it would wait for them later.
             raise RuntimeError(
-                "What is sharded is gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
+                "Sharded values are gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
                 f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
                 f"{variable.owner} keeps. Read or save it after `fit`, in these callbacks, or "
                 "call tfmulti.gather_optimizer_state(model) on every worker first."
@@ -144,26 +147,30 @@ class OwnedValues:
         if variable.has_whole:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
-        return self._kept.read(_number_of(variable))
+        return np.load(self._file(variable))
 
     def keep(self, variables) -> None:
         """Gathers other workers' variables into files of this worker; a collective.
 
-        A script may then save the model on one worker alone.
+        Afterwards a script can save the model on a single worker.
         """
         for variable in variables:
             self.keep_value(variable, self.gathered(variable))
 
     def keep_value(self, variable, value):
-        """Keeps the value that a variable has at this step on all workers; returns it."""
+        """Keeps a variable's whole value, which all workers know at this step; returns it."""
         if tf.executing_eagerly():
-            array = None if variable.has_whole else np.asarray(value)
-            self._kept.write(_number_of(variable), array, self._step(variable))
+            if not variable.has_whole:
+                np.save(self._file(variable), np.asarray(value))
+            self._kept_at[_number_of(variable)] = self._step(variable)
         return value
 
     def forget(self, variable) -> None:
         """Forgets a kept value, before steps that may change it."""
-        self._kept.steps.pop(_number_of(variable), None)
+        self._kept_at.pop(_number_of(variable), None)
+
+    def _file(self, variable) -> Path:
+        return Path(self._folder.name) / f"{_number_of(variable)}.npy"
 
     def gathered(self, variable) -> np.ndarray:
         """Returns a variable's whole value from its owner; a collective."""
@@ -184,7 +191,7 @@ class OwnedValues:
 
 
 def _number_of(variable) -> int:
-    """Returns a variable's number, which unlike `id` is never used again."""
+    """Returns a variable's number; unlike an `id` it is never reused."""
     if marks.NUMBER.get(variable) is None:
         marks.NUMBER.set(variable, next(_numbers))
     return marks.NUMBER.get(variable)
@@ -200,29 +207,8 @@ def is_gathering() -> bool:
     return _gathers.value
 
 
-class KeptValues:
-    """Values by number, in files of a temporary folder, with the step at which each was kept."""
-
-    def __init__(self):
-        self.steps: dict[int, int] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
-
-    def write(self, number: int, value: np.ndarray | None, step: int) -> None:
-        """Writes a value, and the step at which it is known; None for one that needs no file."""
-        if value is not None:
-            np.save(self._file(number), value)
-        self.steps[number] = step
-
-    def read(self, number: int) -> np.ndarray:
-        """Reads a value."""
-        return np.load(self._file(number))
-
-    def _file(self, number) -> Path:
-        return Path(self._folder.name) / f"{number}.npy"
-
-
 class Watched(list):
-    """A list of variables that records which of them a loop is at."""
+    """A list of variables that records the place of the one that a loop has reached."""
 
     def __init__(self, variables):
         super().__init__(variables)
@@ -257,14 +243,14 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
     read = keras_compat.variables_read(since, others)
     if read:
         raise RuntimeError(
-            "With shard='state' an update of a variable may read that variable alone. "
+            "With shard='state' an update of a variable may read only that variable. "
             f"Received: {type(optimizer).__name__}.update_step of {variable.path}, which "
             f"reads {read[0].path}. Compute what needs all variables before the updates, in "
             "the step, or leave shard out for this optimizer."
         )
     if changed:
         raise RuntimeError(
-            "With shard='state' an update of a variable may change its own slots alone. "
+            "With shard='state' an update of a variable may change only its own slots. "
             f"Received: {type(optimizer).__name__}.update_step, which changes "
             f"{changed[0].path}. Create each slot in `build` with add_variable_from_reference, "
             "count updates by `iterations`, or leave shard out for this optimizer."

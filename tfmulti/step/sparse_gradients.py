@@ -1,13 +1,14 @@
 """Sparse gradients: the rows of an embedding table that a step read, and their gradients.
 
-Optimizers and clipping square the values, so it matters how often a row occurs. There are three
-kinds of reads:
+Optimizers and clipping square the values, so it matters how often a row occurs in a gradient.
+There are three kinds of reads:
 
-- tokens: a row occurs as often as a token does, on one device too. Gradients are concatenated.
+- tokens: on one device too, a row occurs as often as the token. The replicas' gradients are
+  concatenated.
 - positions: an `Embedding` of `arange(length)` reads the same rows on every replica. The values
   are added.
-- rows that occur once, as with sparse inputs (`tf.nn.embedding_lookup_sparse`, `tf.unique`): the
-  replicas' gradients are concatenated, and those of the same row added.
+- unique rows, as with sparse inputs (`tf.nn.embedding_lookup_sparse`, `tf.unique`): the replicas'
+  gradients are concatenated, and those of equal rows added.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SHAPES = ("Rank", "Shape", "ShapeN", "Size")
 
 
 def kind_of(grad) -> str:
-    """Tells from its graph how the rows of a sparse gradient's table were read.
+    """Returns, from the graph, how the rows of a sparse gradient's table were read.
 
     Args:
         grad: A gradient that a tape returned.
@@ -101,7 +102,7 @@ def note_positions(model: keras.Model, x) -> None:
 
 
 def noted_kind(grad, variable, model: keras.Model | None) -> str:
-    """Tells how the rows of a gradient's table are read, as `note_positions` recorded it.
+    """Returns how the rows of a gradient's table are read, as `note_positions` recorded it.
 
     Args:
         grad: A gradient of a step that runs eagerly.
@@ -157,7 +158,7 @@ def _kind(indices) -> str:
         return POSITIONS
     operation = indices.op
     while operation.type in _COPIES:
-        # The last input of a selection is what `keras.ops.take` keeps of indices of 0 and above.
+        # `keras.ops.take` selects between wrapped negative indices and, the last input, others.
         operation = operation.inputs[-1 if operation.type == "SelectV2" else 0].op
     return UNIQUE if operation.type in ("Unique", "UniqueV2") else TOKENS
 

@@ -1,9 +1,9 @@
-"""Split weights: each worker of a group holds a part of a weight, and computes with that alone.
+"""Split weights: each worker of a group holds a part of a weight, and computes only with that.
 
-To all who read it the variable is the whole weight, with its shape and its path: files,
-checkpoints and other code than the layer's are those of the model without a split. Its slots are
-split like it, so that an element-wise update needs nothing of the others.
-`tfmulti.parallel.tensor` has layers compute with parts.
+Whoever reads the variable gets the whole weight, with its shape and path: files, checkpoints and
+all code outside of the layer are those of the unsplit model. Its slots are split in the same way,
+so an element-wise update needs nothing from other workers. `tfmulti.parallel.tensor` makes layers
+compute with parts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Split:
         return self.worker % self.parts
 
     def bounds(self, part: int | None = None) -> tuple[int, int]:
-        """Returns where a part begins and ends; None for this worker's."""
+        """Returns the first index of a part, and the one after its last; None for this worker's."""
         part, size = self.part if part is None else part, self.shape[self.axis]
         return part * size // self.parts, (part + 1) * size // self.parts
 
@@ -80,7 +80,7 @@ class Split:
         return tf.IndexedSlices(values, rows, tf.constant(self.shape_of()))
 
     def join(self, strategy: tf.distribute.Strategy, own: tf.Tensor) -> tf.Tensor:
-        """Returns the whole tensor of the parts that workers have; a collective of a replica."""
+        """Returns the whole tensor from the parts of all workers; a collective, in a replica."""
         parts = [
             own if part == self.part else tf.zeros(self.shape_of(part), own.dtype)
             for part in range(self.parts)
@@ -90,7 +90,7 @@ class Split:
         return tf.concat(parts, self.axis)
 
     def pad(self, own):
-        """Returns a gradient of the whole shape that has zeros beside this worker's part."""
+        """Returns a gradient of the whole weight: this worker's part, and zeros elsewhere."""
         begin, end = self.bounds()
         around = [(0, 0)] * len(self.shape)
         around[self.axis] = (begin, self.shape[self.axis] - end)
@@ -129,7 +129,7 @@ class SplitParameter(parameters.ShardedParameter):
 
 
 class SplitSlot(slots.SlotVariable):
-    """A slot of a weight of which each worker updates a part: it keeps that part of the slot.
+    """A slot of a weight of which each worker updates a part; the worker keeps its part of it.
 
     Args:
         shards: The shards of the optimizer.
@@ -165,8 +165,8 @@ def split(variable: keras.Variable, strategy: tf.distribute.Strategy, axis: int,
         parts: The number of workers in a group.
     """
     sharded, worker = parameters.of_strategy(strategy), topology.worker_index(strategy)
-    known = isinstance(variable, parameters.ShardedParameter)
-    whole = sharded.give_up(variable) if known else tf.convert_to_tensor(variable.value)
+    is_sharded = isinstance(variable, parameters.ShardedParameter)
+    whole = sharded.give_up(variable) if is_sharded else tf.convert_to_tensor(variable.value)
     keras_compat.hold(variable, SplitParameter, strategy, is_here=True)
     variable.split = Split(tuple(variable.shape), axis, parts, worker)
     variable.parameters, variable.optimizers = sharded, []
@@ -176,7 +176,7 @@ def split(variable: keras.Variable, strategy: tf.distribute.Strategy, axis: int,
 def compute_with(parameter: SplitParameter) -> tf.Tensor:
     """Returns this worker's part, for a layer that computes with it on the rows of its group.
 
-    The gradient is added over the groups: each has that of its workers' rows.
+    The gradients of the groups, each of the rows of its workers, are added.
 
     Args:
         parameter: The parameter.
@@ -193,7 +193,7 @@ def compute_with(parameter: SplitParameter) -> tf.Tensor:
             else:
                 parameter.unreduced = is_sparse and len(copies) > 1
             if parameter.unreduced:
-                # The step adds it over workers, like those of other weights.
+                # The step adds it over workers, like the gradients of other weights.
                 return parts.pad(upstream)
             if is_sparse:
                 shape = tf.constant(parts.shape_of())
@@ -209,7 +209,7 @@ def compute_with(parameter: SplitParameter) -> tf.Tensor:
 
 
 def _gather(parameter):
-    """Returns the whole value for code that needs it; the step adds its gradient over workers."""
+    """Returns the whole value for code that reads it; the step adds its gradient over workers."""
     parameters.note_read(parameter)
     strategy, parts = tf.distribute.get_strategy(), parameter.split
 
@@ -237,16 +237,17 @@ def _assign(variable, value, values):
         values.keep_value(variable, np.asarray(value) if tf.executing_eagerly() else value)
 
 
-def held_gradients(gradients, variables) -> list:
-    """Returns gradients of updates: for split weights those of this worker's parts."""
-    return [_held(gradient, variable) for gradient, variable in zip(gradients, variables)]
+def held_gradient(gradient, variable):
+    """Returns the part of a gradient for this worker's update of a variable.
 
-
-def _held(gradient, variable):
-    if gradient is None or not isinstance(variable, SplitParameter):
-        return gradient
-    known = tuple(gradient.shape) if gradient.shape.rank is not None else None
-    return gradient if known == variable.split.shape_of() else variable.split.take(gradient)
+    It is empty if another worker holds the variable, and this worker's part if it is split.
+    """
+    if gradient is None:
+        return None
+    if isinstance(variable, SplitParameter):
+        shape = tuple(gradient.shape) if gradient.shape.rank is not None else None
+        return gradient if shape == variable.split.shape_of() else variable.split.take(gradient)
+    return gradient if getattr(variable, "is_here", True) else tf.zeros([0], gradient.dtype)
 
 
 def updates_elements(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -258,13 +259,13 @@ def updates_elements(optimizer: keras.optimizers.Optimizer) -> bool:
 def owners_of_updates(
     optimizer: keras.optimizers.Optimizer, variables, num_workers: int, by_rows: bool
 ) -> list[int | None]:
-    """Returns the worker that updates each variable; None where each updates some of the rows.
+    """Returns the worker that updates each variable; None if each worker updates some of its rows.
 
     Args:
         optimizer: The optimizer.
         variables: The variables.
         num_workers: The number of workers.
-        by_rows: Whether a variable that makes workers uneven is split by its rows.
+        by_rows: Whether a variable may be divided by rows if it makes the workers' shares uneven.
     """
     known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
     places = set(range(len(variables))) - set(known) if by_rows else set()
@@ -275,11 +276,11 @@ def owners_of_updates(
 
 
 def most_updated(optimizer, variables, num_workers: int, by_rows: bool) -> int:
-    """Returns the bytes of the weights that one worker updates, the largest of what each has.
+    """Returns the bytes of weights that a worker updates, for the worker with the most.
 
     Args:
         optimizer: The optimizer, which may be a `LossScaleOptimizer`.
-        variables: What it updates.
+        variables: The variables that it updates.
         num_workers: The number of workers.
         by_rows: See `owners_of_updates`.
     """
@@ -293,21 +294,21 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
 
     Args:
         optimizer: The optimizer.
-        variables: What it updates.
+        variables: The variables that it updates.
     """
     parts = [each for each in variables if isinstance(each, SplitParameter)]
     if not parts:
         return
     if not updates_elements(optimizer):
         raise ValueError(
-            "Split weights need an element-wise optimizer, since each worker updates a part. "
+            "Split weights need an element-wise optimizer, because each worker updates a part. "
             f"Received: {type(optimizer).__name__}, and {parts[0].path}, which is split. "
             f"Use one of {', '.join(_OF_ELEMENTS)}, or shard='parameters' without "
             "tfmulti.tensor_parallel."
         )
     if optimizer.clipnorm:
         raise ValueError(
-            "`clipnorm` needs the norms of whole weights, of which a worker has a part. Received: "
+            "`clipnorm` needs the norms of whole weights, but a worker has only a part. Received: "
             f"clipnorm={optimizer.clipnorm}, and {parts[0].path}, which is split. Use "
             "global_clipnorm, which is exact, or clipvalue."
         )

@@ -7,9 +7,10 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, step, topology
+from tfmulti import keras_compat
 from tfmulti.step import losses
 from tfmulti.step.gathering import gather_batch
+from tfmulti.step.rows import current_replica_batch, distributed_batch
 
 
 @keras.saving.register_keras_serializable(package="tfmulti")
@@ -167,8 +168,8 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
         sample_weight: Weights, or None.
     """
     own = functools.partial(call, loss)
-    if not _is_distributed():
-        return _with_rows_enough(own, y_true, y_pred, sample_weight)
+    if distributed_batch() is None:
+        return _with_enough_rows(own, y_true, y_pred, sample_weight)
     if not _needs_batch(loss, y_true, y_pred):
         return own(y_true, y_pred, sample_weight)
     y_true, y_pred, sample_weight = _gather(y_true, y_pred, sample_weight)
@@ -176,14 +177,14 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
         return own(y_true, y_pred, sample_weight)
 
 
-# As many rows as the largest batch that a loss could need to be traced.
+# As many rows as any loss or metric may need to be traced.
 _MANY_ROWS = 4096
 
 
-def _with_rows_enough(own, *parts):
-    """Calls a function, which Keras traces with few rows to build a model.
+def _with_enough_rows(own, *parts):
+    """Calls a function; if Keras's few rows do not suffice to trace it, with these rows repeated.
 
-    The largest five errors cannot be taken of four: such a function is traced with these repeated.
+    To build a model, Keras traces with few rows; the five largest of four errors do not exist.
     """
     try:
         return own(*parts)
@@ -200,7 +201,7 @@ def _with_rows_enough(own, *parts):
         try:
             return own(*keras.tree.map_structure(many, parts))
         except (ValueError, tf.errors.InvalidArgumentError):
-            # More rows do not help: what went wrong first is the caller's.
+            # More rows do not help: the first error is the real one.
             raise error from None
 
 
@@ -226,9 +227,9 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
         y_pred: Predictions for them.
         sample_weight: Weights, or None.
     """
-    if not _is_distributed() or keras_compat.is_stock(function.func):
+    if distributed_batch() is None or keras_compat.is_stock(function.func):
         own = functools.partial(update, metric)
-        return _with_rows_enough(own, y_true, y_pred, sample_weight)
+        return _with_enough_rows(own, y_true, y_pred, sample_weight)
     if not _is_one_number(function, y_true, y_pred):
         return update(metric, y_true, y_pred, sample_weight)
     y_true, y_pred, _ = _gather(y_true, y_pred, None)
@@ -253,7 +254,7 @@ def prepare_metrics(model: keras.Model) -> None:
 
 
 def _update_own(metric, update, *args, **kwargs):
-    if not _is_distributed():
+    if distributed_batch() is None:
         return update(*args, **kwargs)
     args, kwargs = _of_all_replicas((args, kwargs))
     with losses.of_whole_batch():
@@ -264,8 +265,8 @@ def _update_own(metric, update, *args, **kwargs):
 
 
 def _of_all_replicas(structure):
-    """Gathers rows, and averages scalars, which are taken for means over rows."""
-    replica_batch, context = step.current_replica_batch(), tf.distribute.get_replica_context()
+    """Gathers rows, and averages scalars, which are assumed to be means over rows."""
+    replica_batch, context = current_replica_batch(), tf.distribute.get_replica_context()
 
     def of_all(part):
         if not isinstance(part, tf.Tensor):
@@ -278,11 +279,6 @@ def _of_all_replicas(structure):
         return context.all_reduce("SUM", tf.where(replica_batch.num_real > 0, weighed, 0))
 
     return tf.nest.map_structure(of_all, structure)
-
-
-def _is_distributed() -> bool:
-    several = topology.is_one_of_several_replicas()
-    return several and step.current_replica_batch() is not None
 
 
 def _needs_batch(loss, y_true, y_pred) -> bool:
@@ -300,7 +296,7 @@ def _needs_batch(loss, y_true, y_pred) -> bool:
 
 
 def _is_one_number(function, y_true, y_pred) -> bool:
-    """Whether a function gives one number for a batch; so it does if it needs more rows."""
+    """Whether a function returns one number for a batch; also if it fails for want of rows."""
     try:
         return keras.ops.ndim(function(y_true, y_pred)) == 0
     except (ValueError, tf.errors.InvalidArgumentError):

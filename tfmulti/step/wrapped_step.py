@@ -1,4 +1,4 @@
-"""Wraps Keras's steps, so that empty replica batches have no effect and logs are global."""
+"""Wraps Keras's steps so that empty replica batches have no effect, and logs are global."""
 
 from __future__ import annotations
 

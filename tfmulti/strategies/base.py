@@ -15,7 +15,7 @@ from tfmulti.strategies import checks
 def first_local_value(strategy: tf.distribute.Strategy, values):
     """Replaces each distributed value in a nested structure by that of the first local replica.
 
-    An empty replica batch gets a padding row: a model cannot be built from an empty batch.
+    An empty replica batch gets a padding row, because a model cannot be built from no rows.
     """
 
     def first(value):
@@ -41,13 +41,13 @@ class _ForKeras:
     seconds_verified = 0.0
     # True while verification makes every replica compute like one device.
     counts_one_replica = False
-    # True while a worker's own step is traced, which computes like one device too.
+    # True while a local step is traced, in which a worker computes like one device.
     takes_local_step = False
     # Whether unwrapped optimizers are accepted.
     distribute_optimizers = True
-    # The generator of random operations without a seed, for the threads of all replicas.
+    # The generator of random operations without a seed, shared by the threads of all replicas.
     global_seeds = None
-    # Set if a checkpoint stores a sum of gradients, bit for bit.
+    # Whether a checkpoint may store accumulated gradients, which must then be the whole sums.
     keeps_whole_sums = False
     # Weak references to the outputs of the latest Keras step.
     _logs = ()
@@ -58,7 +58,7 @@ class _ForKeras:
         return 1 if self.counts_one_replica else super().num_replicas_in_sync
 
     def run(self, fn, args=(), kwargs=None, options=None):
-        """Runs `fn` on every replica; Keras's own steps also with empty replica batches."""
+        """Runs `fn` on every replica; Keras's own steps also run with empty replica batches."""
         if self.counts_one_replica:
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
@@ -75,7 +75,7 @@ class _ForKeras:
                 fn = step.divide_whole_batch(fn)
         else:
             args = tuple(step.without_count(value) for value in args)
-        # With one replica, its gradients are those of the whole batch.
+        # The gradients of a single replica are already those of the whole batch.
         fn = gradients.one_step(fn, reduced=not several)
         try:
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
@@ -122,17 +122,17 @@ class _ForKeras:
         if uneven and self.num_replicas_in_sync > 1:
             return iterators.WholeBatches(dataset, self)
         if self.num_replicas_in_sync > 1 and all(isinstance(s, tf.TensorSpec) for s in specs):
-            # Parts of a batch from Python share its memory, and steps may overwrite it.
+            # Replica batches of a batch from Python share its memory, and steps may overwrite it.
             dataset = _copied(dataset)
         return super().experimental_distribute_dataset(dataset, options)
 
 
 def _replica_error(error) -> RuntimeError:
     """Returns the error for replicas that do not call the same collectives."""
-    words = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     return RuntimeError(
         "All replicas must do the same in a step. Received: replicas that reduce different values "
-        f"({words[:80]}...). Look for Python state that one replica changes and the next reads, "
+        f"({text[:80]}...). Look for Python state that one replica changes and the next reads, "
         "such as a counter in `train_step` (use self.optimizer.iterations), and for Python's or "
         "NumPy's random numbers."
     )
@@ -201,16 +201,17 @@ class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
 class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
     """One or more replicas on each worker of a cluster."""
 
+    # Whether workers compare what they do: variables they create, calls of `fit` and the like.
     compares_acts = False
 
-    def __init__(self, cluster_resolver, communication_options, num_cpus=1, elsewhere=False):
-        setting = (self, cluster_resolver, communication_options)
-        if elsewhere:
-            extended = keras_compat.OwnAllReduce(*setting)
+    def __init__(self, cluster_resolver, communication_options, num_cpus, over_mpi):
+        args = (self, cluster_resolver, communication_options)
+        if over_mpi:
+            extended = keras_compat.OwnAllReduce(*args)
         elif num_cpus > 1 and not devices_lib.has_gpu():
-            extended = keras_compat.LocalCPUs(*setting, num_cpus)
+            extended = keras_compat.LocalCPUs(*args, num_cpus)
         else:
-            extended = keras_compat.EachDtype(*setting)
+            extended = keras_compat.EachDtype(*args)
         tf.distribute.Strategy.__init__(self, extended)
 
 

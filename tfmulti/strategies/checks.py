@@ -1,4 +1,4 @@
-"""Checks before the first step: that a model is of the strategy's scope, and its steps."""
+"""Checks before the first step: where a model was created, and what its steps compute."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_scope(model: keras.Model, name: str, data) -> None:
     strategy = _latest() if _latest is not None else None
     if name != "fit":
         return
-    if getattr(model.distribute_strategy, "repairs_keras", False):
+    if keras_compat.is_ours(model.distribute_strategy):
         refuse_outside_scope(model)
         refuse_keras_distribution()
         return
@@ -97,10 +97,11 @@ def refuse_keras_distribution() -> None:
 
 
 def refuse_outside_scope(model: keras.Model) -> None:
-    """Raises ValueError for a variable without a copy for each replica: all would update it.
+    """Raises ValueError for a variable of the model that was created outside the strategy's scope.
 
-    It also finds variables that are created later than their layer, by building or LoRA. With one
-    replica they may be created outside of the scope, but not in that of several replicas.
+    Such a variable has no copy for each replica, so all replicas would update the same one. The
+    check includes variables that are created after their layer, by building or LoRA. With one
+    replica, variables may be created outside any scope, but not in one of several replicas.
     """
     strategy = model.distribute_strategy
     several = strategy.num_replicas_in_sync > 1
@@ -109,20 +110,20 @@ def refuse_outside_scope(model: keras.Model) -> None:
     optimizer = getattr(model, "optimizer", None)
     owned = [*model.trainable_variables, *model.metrics_variables]
     slots = optimizer.variables if optimizer is not None else []
-    # Those of sharded state have one owner.
+    # Sharded slots have one owner, and no copies.
     owned += [each for each in slots if not marks.IS_SHARDED.get(each)]
     with keras_compat.held_values():
-        strange = [v for v in owned if _is_strange(v.value, strategy, several)]
-    if strange:
+        outside = [v for v in owned if _is_outside(v.value, strategy, several)]
+    if outside:
         raise ValueError(
             "Layers, optimizers and metrics must be created in the strategy's scope. "
-            f"Received: the variable {strange[0].path}, created outside it. "
+            f"Received: the variable {outside[0].path}, created outside it. "
             "Create them within `with strategy.scope():`, or pass them to compile by name; "
             "build the model, enable LoRA and compile within the scope too."
         )
 
 
-def _is_strange(value, strategy, several) -> bool:
+def _is_outside(value, strategy, several) -> bool:
     if not isinstance(value, tf.distribute.DistributedValues):
         return several
     return getattr(value, "distribute_strategy", strategy) is not strategy
@@ -130,6 +131,8 @@ def _is_strange(value, strategy, several) -> bool:
 
 _KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batch": TEST}
 _EVEN = ("drop", "repeat_first")
+# Rows of ragged or sparse data with which `predict` is verified.
+_MAX_ROWS = 64
 _WORKERS = Workers(
     coordination.compare,
     coordination.broadcast,
@@ -167,7 +170,7 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
         iterator: Keras's iterator over the batches; None for `train_on_batch`.
     """
     if strategy.num_replicas_in_sync == 1:
-        # Stages on the devices of one process compute rows in parts, as replicas do.
+        # Pipeline stages on the devices of one process split batches too, into micro-batches.
         if num_micro_batches(model) > 1:
             _verify(model, peek, iterator)
         return
@@ -196,18 +199,18 @@ def _verify(model, peek, iterator):
 
 
 def _warn_of_local_normalization(model):
-    """Names the layers whose result depends on the number of replicas, once for each model."""
+    """Warns once for each model of layers whose result depends on the number of replicas."""
     layers = local_normalization(model)
     if layers and not marks.WARNED_OF_STATISTICS.get(model):
         marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
-        whose, cure = "replica", "call tfmulti.synchronize_batch_normalization(model)"
+        part, advice = "replica", "call tfmulti.synchronize_batch_normalization(model)"
         if num_micro_batches(model) > 1:
-            whose, cure = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
+            part, advice = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
         warnings.warn(
-            f"Batch normalization that is not synchronized normalizes each {whose}'s rows by "
+            f"Batch normalization that is not synchronized normalizes each {part}'s rows by "
             f"themselves, so the result differs from that of one device: {names}. For the same "
-            f"result {cure} before compile.",
+            f"result {advice} before compile.",
             stacklevel=2,
         )
 
@@ -231,7 +234,7 @@ def before_saving(model: keras.Model) -> None:
     """Averages a model after local steps where all workers save it; refuses it elsewhere.
 
     Raises:
-        RuntimeError: Where this worker alone may save, and others hold different weights.
+        RuntimeError: If only this worker may be saving, and others hold different weights.
     """
     if not local_steps.num_pending(model):
         return
@@ -246,10 +249,10 @@ def before_saving(model: keras.Model) -> None:
 
 
 def before_call(model: keras.Model, name: str, data) -> None:
-    """Refuses models that replicas cannot run; verifies `predict`, which draws no batch before."""
+    """Refuses models that replicas cannot run, and verifies `predict` with rows of its data."""
     strategy = model.distribute_strategy
     in_parts = strategy.num_replicas_in_sync > 1 or num_micro_batches(model) > 1
-    if name != "predict" or not (getattr(strategy, "repairs_keras", False) and in_parts):
+    if name != "predict" or not (keras_compat.is_ours(strategy) and in_parts):
         return
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(strategy)
@@ -265,16 +268,16 @@ def before_call(model: keras.Model, name: str, data) -> None:
 
 
 def adopt_optimizers(model: keras.Model, name: str) -> None:
-    """Lets a model of one replica be compiled again outside of its scope, as on one device.
+    """Lets a model with one replica be compiled again outside of its scope, as on one device.
 
     Args:
         model: The model whose method was called.
         name: The name of the method.
     """
     strategy = model.distribute_strategy
-    if getattr(strategy, "repairs_keras", False) and strategy.num_replicas_in_sync == 1:
+    if keras_compat.is_ours(strategy) and strategy.num_replicas_in_sync == 1:
         own = [getattr(model, "optimizer", None)]
-        # To look for those of a custom step in every `train_on_batch` would take time.
+        # Searching for the optimizers of a custom step in every `train_on_batch` would be slow.
         for optimizer in model_contents.optimizers_of(model) if name == "fit" else own:
             keras_compat.adopt_optimizer(optimizer, strategy)
 
@@ -304,10 +307,7 @@ def _first_rows(data):
         return None
     if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
         return (tf.nest.map_structure(keras_compat.rows_from_all_over, data),)
-    return (tf.nest.map_structure(lambda part: part[:_MOST], data, expand_composites=False),)
-
-
-_MOST = 64
+    return (tf.nest.map_structure(lambda part: part[:_MAX_ROWS], data, expand_composites=False),)
 
 
 def _feed(peek, iterator) -> Feed:
@@ -319,13 +319,13 @@ def _feed(peek, iterator) -> Feed:
         batches = keras_compat.batch_sizes_of(iterator)
         return Feed(peek, static=static, batches=batches, in_chunks=_is_in_chunks(own))
     padded = plan.remainder == "pad"
-    # Padding can leave a replica with nothing else.
+    # With padding, a replica batch may have no real row at all.
     batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
     even = plan.remainder in _EVEN
     return Feed(peek, static=even, counted=True, padded=padded, batches=batches)
 
 
 def _is_in_chunks(dataset) -> bool:
-    """Whether TensorFlow cuts batches into replica batches, and not `WholeBatches`."""
+    """Whether TensorFlow, and not `WholeBatches`, splits batches into replica batches."""
     specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
     return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)

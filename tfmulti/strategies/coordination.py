@@ -1,28 +1,25 @@
 """Coordinates workers: they compare what they do, agree on requests, and exchange texts.
 
-They compare by small reductions, by program order, and by texts in TensorFlow's coordination
-service.
+They use small reductions, and texts in TensorFlow's coordination service.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-from pathlib import Path
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.cluster import environment
 
 _UNKNOWN = -1
+# A number of bytes is compared in two parts, below and above this: floats are exact up to 2**24.
 _DIGIT = 2**20
+# The int32 words that one reduction of `broadcast` sends.
 _CHUNK = 2**18
-# A step of a few rows takes much less; workers start it together.
+# A step of a few rows, which workers start together, takes much less.
 _FAILURE_MS = 20_000
 _failure_numbers = itertools.count()
 
@@ -57,7 +54,7 @@ def _create_compare_function(strategy):
 
 
 def align_collectives(strategy: tf.distribute.Strategy) -> None:
-    """Lets workers go on together after a function could not be traced, or run, by some of them.
+    """Lets workers continue together after some of them could not trace, or run, a function.
 
     TensorFlow numbers collectives in the order in which each worker traces them, and matches them
     by number. Every worker must call this.
@@ -71,9 +68,9 @@ def align_collectives(strategy: tf.distribute.Strategy) -> None:
 
 
 def all_fail(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all workers call this within some time: it is for what fails on each.
+    """Returns whether all workers have failed: whether all call this within some seconds.
 
-    It is no collective, since the others may wait in one for this worker.
+    It is not a collective, because the other workers may be waiting in one for this worker.
 
     Args:
         strategy: The strategy of this worker.
@@ -123,17 +120,13 @@ def _create_add_function(strategy):
 
 
 def before_pass(strategy, epoch_iterator) -> None:
-    """Prepares Keras's iterator over the batches of a `fit` or an `evaluate`."""
-    keras_compat.follow_position(epoch_iterator)
-    agree_on_number_of_batches(strategy, epoch_iterator)
+    """Prepares Keras's iterator over the batches of a `fit` or an `evaluate`.
 
-
-def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
-    """Makes all workers continue to the end of the longest data if their numbers of steps differ.
-
-    Keras counts only local batches, so one worker would stop while another waits for it. A worker
-    that has no more data takes part with empty replica batches until all are done.
+    Workers with different numbers of batches all continue to the end of the longest data. Keras
+    counts only local batches, so one worker would stop while another waits for it. A worker that
+    has no more data takes part with empty replica batches until all are done.
     """
+    keras_compat.follow_position(epoch_iterator)
     if marks.AGREED.get(epoch_iterator):
         # A validation iterator, which `fit` reuses after every epoch.
         return
@@ -153,7 +146,7 @@ def agree_on_number_of_batches(strategy, epoch_iterator) -> None:
 def agree_on_stopping(model) -> None:
     """Stops all workers after the epoch in which one of them sets `stop_training`."""
     strategy = model.distribute_strategy
-    if not getattr(strategy, "repairs_keras", False) or topology.num_workers(strategy) == 1:
+    if not keras_compat.is_ours(strategy) or topology.num_workers(strategy) == 1:
         return
     _, wanted = compare(strategy, int(bool(model.stop_training)))
     if wanted and not model.stop_training:
@@ -181,7 +174,7 @@ def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> No
 
 
 def compare_call(strategy: tf.distribute.Strategy, name: str) -> None:
-    """Raises ValueError if the chief does not call the same of `fit`, `evaluate`, `predict`."""
+    """Raises ValueError if the chief does not call the same method, such as `fit`."""
     compare_with_chief(strategy, f"a call of {name}")
 
 
@@ -222,6 +215,7 @@ class CoordinationRequests:
         self._asked, self._sent, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(3))
         zeros = np.zeros(len(NAMES), "float32")
         with tf.init_scope(), tf.device("CPU:0"):
+            # This worker's requests, and the sum of all workers' since `receive` read it.
             self._wanted = tf.Variable(zeros, trainable=False, name="tfmulti_requests")
             self._heard = tf.Variable(zeros, trainable=False, name="tfmulti_requests")
 
@@ -277,31 +271,6 @@ def requests_of(strategy: tf.distribute.Strategy) -> CoordinationRequests:
     return requests if requests is not None else CoordinationRequests(1)
 
 
-class LauncherHeartbeat(keras.callbacks.Callback):
-    """Creates a file after the first step: the launcher restarts no job that failed earlier.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        super().__init__()
-        self._path, self._made = Path(path), False
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Creates the file after the first step."""
-        if not self._made:
-            self._path.touch()
-            self._made = True
-
-
-def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
-    """Returns the heartbeat callback in a list; the list is empty without a launcher."""
-    path = os.environ.get(environment.PROGRESS)
-    ours = getattr(model.distribute_strategy, "repairs_keras", False)
-    return [LauncherHeartbeat(path)] if path and ours else []
-
-
 # The value is published already, so the timeout only covers the network.
 _FIRST_MS, _NEXT_MS = 2_000, 100
 # A key can be used once in a process.
@@ -311,9 +280,9 @@ _fit_numbers = itertools.count()
 class KeyValueExchange:
     """The texts that workers publish during one `fit`.
 
-    All workers wait for one another after each epoch (`agree_on_stopping`). A text
-    that was published before is then available, or will never come: a worker that published
-    nothing is not read again.
+    All workers wait for one another after each epoch (`agree_on_stopping`). Afterwards a text that
+    was published before is available, or will never come: a worker that published nothing is not
+    read again.
 
     Args:
         strategy: The strategy of this worker.
@@ -321,7 +290,7 @@ class KeyValueExchange:
 
     def __init__(self, strategy: tf.distribute.Strategy):
         several = topology.num_workers(strategy) > 1
-        self._enabled = several and getattr(strategy, "repairs_keras", False)
+        self._enabled = several and keras_compat.is_ours(strategy)
         self.worker, self._tasks = topology.worker_name(strategy), topology.worker_names(strategy)
         self._fit = next(_fit_numbers)
         self._silent: set[str] = set()

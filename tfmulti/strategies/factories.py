@@ -35,7 +35,7 @@ from tfmulti.strategies.base import (
     first_local_value,
 )
 from tfmulti.strategies.coordination import CoordinationRequests
-from tfmulti.strategies.multi_worker import CommunicationOptions, Timeouts, create_multi_worker
+from tfmulti.strategies.multi_worker import create_multi_worker
 from tfmulti.strategies.parameter_server import create_parameter_server
 
 
@@ -65,20 +65,21 @@ def create_strategy(
             the choice and the reason.
         devices: TensorFlow's names, such as `["GPU:0", "GPU:1"]`; for `one_device` and
             `mirrored`.
-        logical_cpus: Number of logical CPUs to split this machine's CPU into; 0 does not split
-            it. With `mirrored` and `multi_worker` each becomes a replica.
+        logical_cpus: Number of logical CPUs into which to split this machine's CPU; 0 does not
+            split it. With `mirrored` and `multi_worker` each becomes a replica.
         tf_config: Path of a file or a folder with the cluster, or a mapping; by default the
             environment variable TF_CONFIG.
         communication: How workers add gradients, for `multi_worker`: `"nccl"` between GPUs,
             `"mpi"` between CPUs if MPI has started the job, `"ring"` for TensorFlow's own ring;
-            `"auto"` takes the first one that applies.
+            `"auto"` uses the first one that applies.
         bucket_bytes: Bytes of small gradients that workers send together; by default 4 MiB over
             MPI, and all of them over TensorFlow's ring and NCCL.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
         heartbeat_timeout: Seconds without a heartbeat after which a worker counts as lost; by
             default TensorFlow's ten.
-        must_agree: Settings that must be equal on all workers: name -> a value that JSON can hold.
+        must_agree: Settings that must be equal on all workers: a dict from names to values that
+            JSON can represent.
         verify: Whether to check with a few rows, before the first step, that several replicas
             give the result of one device: `"always"`, `"never"`, or `"auto"` for models with
             custom parts only.
@@ -123,11 +124,14 @@ def create_strategy(
     if name == "tpu":
         strategy = create_tpu()
     elif name == "multi_worker":
-        timeouts = Timeouts(start_timeout, heartbeat_timeout)
-        communication_options = CommunicationOptions(communication, bucket_bytes)
-        agreed = {"verify": verify, **(must_agree or {})}
         strategy = create_multi_worker(
-            cluster, communication_options, logical_cpus, timeouts, agreed
+            cluster,
+            communication=communication,
+            bucket_bytes=bucket_bytes,
+            logical_cpus=logical_cpus,
+            start_timeout=start_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            must_agree={"verify": verify, **(must_agree or {})},
         )
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
@@ -151,7 +155,7 @@ def _registered(strategy):
 
 
 def _find_cluster(name, tf_config, num_ps):
-    """Returns the cluster that a strategy needs, and has its process see its own GPUs only."""
+    """Returns the cluster that a strategy needs, and hides GPUs of other processes."""
     cluster = None
     blank = not os.environ.get("TF_CONFIG", "absent").strip()
     if name in ("auto", "multi_worker", "parameter_server") or blank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfmulti import cluster as cluster_lib
 from tfmulti import keras_compat, rendezvous
 from tfmulti.cluster import environment, mpi, network, peer_errors
 from tfmulti.cluster.task import Cluster
@@ -24,41 +22,20 @@ _RPC_LAYER = "grpc"
 _SIGTERM_S = 4.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Timeouts:
-    """How long workers wait for one another.
-
-    Attributes:
-        start_timeout: Seconds at the start; None for the default.
-        heartbeat_timeout: Seconds without a heartbeat after which a worker counts as lost; None
-            for TensorFlow's ten.
-    """
-
-    start_timeout: float | None = None
-    heartbeat_timeout: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class CommunicationOptions:
-    """How workers add gradients.
-
-    Attributes:
-        communication: `"auto"`, `"ring"`, `"nccl"` or `"mpi"`.
-        bucket_bytes: Bytes of small gradients that are sent together; None for the default.
-    """
-
-    communication: str = "auto"
-    bucket_bytes: int | None = None
-
-
 def create_multi_worker(
-    cluster: cluster_lib.Cluster | None,
-    options: CommunicationOptions = CommunicationOptions(),
-    logical_cpus: int = 0,
-    timeouts: Timeouts = Timeouts(),
-    must_agree: Mapping[str, object] | None = None,
+    cluster: Cluster | None,
+    *,
+    communication: str,
+    bucket_bytes: int | None,
+    logical_cpus: int,
+    start_timeout: float | None,
+    heartbeat_timeout: float | None,
+    must_agree: Mapping[str, object],
 ) -> MultiWorkerMirroredStrategy:
-    """Creates the strategy of one worker of a cluster; all workers must do the same."""
+    """Creates the strategy of one worker of a cluster; all workers must do the same.
+
+    See `create_strategy` for the arguments.
+    """
     if cluster is None:
         raise RuntimeError(
             "`multi_worker` needs a cluster in TF_CONFIG. "
@@ -66,11 +43,9 @@ def create_multi_worker(
             "not started by MPI, Slurm, Kubernetes or SageMaker. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
-    communication, reason = choose_communication(
-        options.communication, cluster.num_workers, logical_cpus
-    )
+    communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
     if cluster.num_workers > 1:
-        _join_rendezvous(cluster, timeouts.start_timeout, must_agree or {})
+        _join_rendezvous(cluster, start_timeout, must_agree)
         watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
@@ -85,12 +60,12 @@ def create_multi_worker(
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
     try:
-        with keras_compat.heartbeats(timeouts.heartbeat_timeout):
+        with keras_compat.heartbeats(heartbeat_timeout):
             strategy = MultiWorkerMirroredStrategy(
                 resolver,
-                _collective_options(communication, options.bucket_bytes),
+                _collective_options(communication, bucket_bytes),
                 logical_cpus or 1,
-                elsewhere=communicator is not None,
+                over_mpi=communicator is not None,
             )
     except RuntimeError as error:
         if "program startup" not in str(error):
@@ -100,7 +75,7 @@ def create_multi_worker(
     strategy.compares_acts = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
-        _use_mpi(strategy, communicator, cluster, options.bucket_bytes)
+        _use_mpi(strategy, communicator, cluster, bucket_bytes)
     return strategy
 
 
@@ -159,7 +134,7 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
 def _join_rendezvous(cluster, start_timeout, must_agree):
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
-        # Raises if TensorFlow runs already: fail now, before other workers are waited for.
+        # Raises if TensorFlow is already in use: fail now, before waiting for other workers.
         tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
     except RuntimeError as error:
         raise _too_late_error(error) from error
@@ -170,9 +145,9 @@ def _join_rendezvous(cluster, start_timeout, must_agree):
 
 
 def _end_after_sigterm():
-    """Ends this worker after SIGTERM, which TensorFlow's service would ignore.
+    """Ends this worker some seconds after SIGTERM, which TensorFlow's service would ignore.
 
-    The delay leaves some seconds in which the worker can receive the error of another one.
+    In the meantime the worker can still receive the error of another one.
     """
 
     def end(*_):
@@ -215,7 +190,7 @@ def end_worker(error: BaseException, cluster: Cluster | None) -> peer_errors.Pee
         if peer_error is None or peer_error.exit_code == peer_errors.ERROR:
             report_to_others(error, cluster)
             if cluster.is_chief:
-                # The service ends with the chief; workers that wait for MPI poll it.
+                # The service ends with the chief. Workers that wait in MPI poll it for errors.
                 time.sleep(_HEARD_S)
     return peer_error
 

@@ -1,7 +1,7 @@
-"""Training with parameter servers: the chief's strategy, and what workers and servers do.
+"""Training with parameter servers: the chief's strategy, and the processes that serve it.
 
-The chief runs the program. A worker or a server runs it up to `create_strategy`, which serves the
-chief and ends the process when the chief has ended or is lost.
+The chief runs the whole program. A worker or a server runs it up to `create_strategy`, which then
+serves the chief, and ends the process when the chief has ended or is lost.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WITHOUT_ROLES = (kubernetes.SOURCE, sagemaker.SOURCE, slurm.SOURCE)
 _POLL_S = 1.0
 _LAST_S = 30.0
 _GOODBYE_S = 5.0
-# TensorFlow numbers the Python functions of a process in the order in which they are made.
+# TensorFlow numbers the Python functions of a process in the order of their creation.
 _SAY_GOODBYE, _WHO = "pyfunc_0", "pyfunc_1"
 _FROM_SERVER = re.compile(r"GRPC error information from remote target /job:ps/replica:0/task:(\d+)")
 _UNAVAILABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
-# What the chief hears of a worker that was started again before it was missed.
+# The error on the chief if a worker was restarted before the chief noticed that it had failed.
 _UNKNOWN_TO_WORKER = "Unable to find the relevant tensor remote_handle"
 
 
@@ -59,7 +59,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         num_servers: Parameter servers.
         num_workers: Workers.
         bytes_on_servers: Bytes of the variables that were placed on each server, without slots.
-        pieces: What draws the initial values of large tables.
+        pieces: Draws the initial values of large tables.
     """
 
     has_parameter_servers = True
@@ -81,7 +81,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     @property
     def coordinator(self) -> tf.distribute.coordinator.ClusterCoordinator:
-        """The coordinator, which sends steps to workers, and resends those of a lost worker."""
+        """The coordinator, which sends steps to workers, and sends a lost worker's to others."""
         if self._coordinator is None:
             self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self)
             _keep(self._coordinator)
@@ -89,7 +89,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
 
 def _keep(value) -> None:
-    """Keeps an object to the end of the process, and beyond Python's own shutdown.
+    """Keeps an object alive to the end of the process, so that its destructor never runs.
 
     The destructor of a coordinator waits without a timeout for a lost worker to return.
     """
@@ -158,7 +158,7 @@ def task_names(cluster: Cluster) -> dict[str, str]:
 
 
 def _wait_for_tasks(cluster, timeout_s):
-    """Waits until all tasks listen: TensorFlow has no timeout, and does not name them."""
+    """Waits until all tasks listen: TensorFlow has no timeout, and does not name missing tasks."""
     until = time.monotonic() + timeout_s
     missing = task_names(cluster)
     while missing:
@@ -215,7 +215,7 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
 
 
 def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
-    """Returns None once the chief is done, or why it counts as lost."""
+    """Waits until the chief is done, and returns None, or the reason why it counts as lost."""
     chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
     began = preempted_at = time.monotonic()
     presence = Presence(chief)
@@ -243,9 +243,13 @@ def end_stuck_chief(error: ServerLost) -> NoReturn:
     """Ends the chief's process, which waits in TensorFlow without a timeout for a server."""
     code = end_chief(error)
     command_line.show_error(error, False)
+    _exit_at_once(code)
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """Ends the process without exit handlers; TensorFlow's would wait for a lost task."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # TensorFlow's exit handlers would wait for the server too.
     os._exit(code)
 
 
@@ -273,7 +277,7 @@ def say_goodbye(strategy: ParameterServerStrategy, code: int = 0) -> None:
                 number = tf.constant(code, tf.int64)
                 tf.raw_ops.PyFunc(input=[number], token=_SAY_GOODBYE, Tout=[tf.int64])
         except tf.errors.OpError:
-            # It has gone meanwhile, or was started again and has not been heard of since.
+            # The task has ended meanwhile, or was restarted and has not reconnected.
             continue
 
 
@@ -287,13 +291,13 @@ def find_lost_server(error: BaseException, cluster: Cluster) -> ServerLost | Non
         if not is_reachable(address)
     ]
     if not gone and isinstance(error, _UNAVAILABLE):
-        # One that was started again has nothing of what it had.
+        # A server that was restarted has lost its variables.
         gone = [f"ps {index}" for index in sorted(set(_FROM_SERVER.findall(str(error))))]
     return lost_error(gone) if gone else None
 
 
 def is_lost_worker(error: BaseException) -> bool:
-    """Whether an error means that a worker was lost with the result that it had computed."""
+    """Whether an error means that a worker was lost together with a result that it had."""
     if "/job:worker" not in str(error):
         return False
     return isinstance(error, _UNAVAILABLE) or _UNKNOWN_TO_WORKER in str(error)
@@ -323,11 +327,9 @@ def _end_with(strategy) -> None:
             thread.start()
             thread.join(_GOODBYE_S)
             if thread.is_alive() and not processes.is_ending():
-                # While TensorFlow waits for a lost worker to come back, nothing can be sent, and
-                # Python's shutdown waits too. The others see that the chief has gone.
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(0)
+                # While TensorFlow waits for a lost worker to return, nothing can be sent, and
+                # Python's shutdown waits too. The other tasks notice that the chief has gone.
+                _exit_at_once(0)
 
     sys.excepthook = hook
     atexit.register(end)
@@ -337,7 +339,7 @@ _chiefs: list[ParameterServerStrategy] = []
 
 
 def end_chief(error: BaseException) -> int | None:
-    """Prevents that workers and servers are told of success, after an error.
+    """Keeps the chief from reporting success to workers and servers, after an error.
 
     Args:
         error: The error that ends this process.

@@ -1,4 +1,4 @@
-"""`predict_on_batch` on several replicas: predicts each given row once."""
+"""`predict_on_batch` on several replicas, which predict each given row once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tfmulti import marks, step
 
 
 def predict(model: keras.Model, x):
-    """Predicts a batch on this worker's replicas, each of which takes a part of the rows.
+    """Predicts a batch on this worker's replicas, each of which predicts a part of the rows.
 
-    Keras would give every replica the whole batch, and concatenate the predictions of all. No
-    other worker takes part: each worker can predict different rows at any time.
+    Keras would give every replica the whole batch, and concatenate all predictions. No other
+    worker takes part, so each worker can predict different rows at any time.
 
     Args:
         model: The model.

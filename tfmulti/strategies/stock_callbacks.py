@@ -1,22 +1,23 @@
-"""Stock callbacks under several workers: only the chief's files are kept.
+"""Prepares Keras's callbacks for several workers, and adds the callbacks of every `fit`.
 
-The other workers write to a temporary folder instead of nothing, because reading state can be a
-collective, which every worker must join.
+Only the chief's files are kept. The other workers write to a temporary folder, instead of nothing,
+because reading state can be a collective, which every worker must join.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import keras
 
-from tfmulti import marks, topology
+from tfmulti import keras_compat, marks, topology
+from tfmulti.cluster import environment
 from tfmulti.step import sharded_state, slots
-from tfmulti.strategies import coordination
 
 # The attribute that holds the output path of each stock callback.
 _PLACES = (
@@ -24,7 +25,7 @@ _PLACES = (
     (keras.callbacks.CSVLogger, "filename"),
     (keras.callbacks.TensorBoard, "log_dir"),
 )
-# They read weights, or the optimizer's state, on all workers at the same time.
+# Callbacks that read weights, or the optimizer's state, on all workers at the same time.
 _READERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.EarlyStopping,
@@ -40,7 +41,7 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
             worker.
     """
     strategy = model.distribute_strategy
-    if not getattr(strategy, "repairs_keras", False) or topology.num_workers(strategy) == 1:
+    if not keras_compat.is_ours(strategy) or topology.num_workers(strategy) == 1:
         return
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         _refuse_backup(callback)
@@ -57,21 +58,40 @@ def prepare_callback(callback: keras.callbacks.Callback, model: keras.Model) -> 
 
 
 class GatherState(keras.callbacks.Callback):
-    """Gathers sharded state when `fit` ends, so that one worker alone can save the model."""
+    """Gathers sharded state when `fit` ends, so that a single worker can save the model."""
 
     def on_train_end(self, logs=None):
-        """Gathers it; a collective."""
+        """Gathers the state; a collective."""
         sharded_state.gather_optimizer_state(self.model)
 
 
+class LauncherHeartbeat(keras.callbacks.Callback):
+    """Creates a file after the first step; the launcher does not restart a job without it.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._path, self._exists = Path(path), False
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Creates the file after the first step."""
+        if not self._exists:
+            self._path.touch()
+            self._exists = True
+
+
 def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that every `fit` of a model has beside the user's."""
-    several = topology.num_workers(model.distribute_strategy) > 1
-    return [*coordination.callbacks_for(model), *([GatherState()] if several else [])]
+    """Returns the callbacks that are added to the user's in every `fit` of a model."""
+    strategy, path = model.distribute_strategy, os.environ.get(environment.PROGRESS)
+    heartbeat = [LauncherHeartbeat(path)] if path and keras_compat.is_ours(strategy) else []
+    return [*heartbeat, *([GatherState()] if topology.num_workers(strategy) > 1 else [])]
 
 
 def _gathering(method):
-    """Returns a callback's method, which may read sharded state: it runs on every worker."""
+    """Wraps a callback's method, which runs on every worker, so that it can read sharded state."""
 
     @functools.wraps(method)
     def call(*args, **kwargs):

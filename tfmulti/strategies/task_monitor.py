@@ -1,4 +1,4 @@
-"""Monitors, in the chief, which workers and servers of a job are running."""
+"""Monitors, on the chief, which workers and servers of a job are running."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tfmulti.strategies.parameter_server import (
 )
 
 _EVERY_S = 1.0
-# The program ends before, unless it waits in TensorFlow for a task that has gone.
+# A program that has not ended by then is waiting in TensorFlow for a task that has gone.
 _STUCK_S = 5.0
 
 
 class TaskMonitor:
-    """Checks in a thread whether each task answers, and reports those that are lost or return.
+    """Checks in a thread whether each task answers, and reports those that are lost.
 
     Args:
         cluster: The cluster.
@@ -48,7 +48,7 @@ class TaskMonitor:
         self._stopped.set()
 
     def news(self) -> list[str]:
-        """Returns what has happened since the last call, a sentence for each lost worker."""
+        """Returns a sentence for each worker that was lost since the last call."""
         lines = []
         while True:
             try:
@@ -61,9 +61,9 @@ class TaskMonitor:
 
         Raises:
             ServerLost: If a server has gone.
-            WorkersLost: If a worker is frozen or cut off: TensorFlow waits for it without end; or
-                if all workers have gone, and none has come back in the time that tasks wait for
-                one another.
+            WorkersLost: If a worker is frozen or cut off, since TensorFlow would wait for it
+                forever; or if all workers have gone and none has returned within the time that
+                tasks wait for one another.
         """
         if (error := self._find_error()) is not None:
             raise error
@@ -117,7 +117,7 @@ class TaskMonitor:
             return
         if name.startswith("worker") and name not in self._lost and why != NO_ANSWER:
             self._news.put(
-                f"{name} ({self._tasks[name].address}) is lost: others compute its step under way "
-                "again, and no example is left out"
+                f"{name} ({self._tasks[name].address}) is lost: another worker repeats its step, "
+                "and no example is left out"
             )
         self._lost[name] = why

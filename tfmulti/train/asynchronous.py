@@ -17,8 +17,8 @@ from tfmulti.data.epochs import EpochDataset
 from tfmulti.parallel import remote_step, split_check, staleness
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_whole_number
-from tfmulti.strategies.coordination import LauncherHeartbeat
 from tfmulti.strategies.parameter_server import who_computes
+from tfmulti.strategies.stock_callbacks import LauncherHeartbeat
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
 
 _REFUSED = {
