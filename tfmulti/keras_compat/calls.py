@@ -227,8 +227,14 @@ def part_of_calls(model: keras.Model, first: int, last: int, inputs, outputs) ->
     """
     nodes = _nodes(model)[first:last]
     operations = {id(node.operation) for node in nodes}
-    if not any(id(tensor._keras_history.operation) in operations for tensor in inputs):
-        return keras.Model(inputs, outputs)
+    histories = [(tensor, tensor._keras_history) for tensor in inputs]
+    if not any(id(history.operation) in operations for _, history in histories):
+        part = keras.Model(inputs, outputs)
+        # Beside other inputs, Keras gives an `Input` of the whole model a new node, with which the
+        # whole model could no longer be saved.
+        for tensor, history in histories:
+            tensor._keras_history = history
+        return part
     given = [keras.Input(batch_shape=x.shape, dtype=x.dtype, sparse=x.sparse) for x in inputs]
     made = dict(zip(map(id, inputs), given))
     for node in nodes:
