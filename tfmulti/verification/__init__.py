@@ -27,6 +27,7 @@ from tfmulti.verification.runs import Distributed, same_random_numbers
 from tfmulti.verification.state import restored_attributes
 from tfmulti.verification.trial import Trial
 from tfmulti.verification.views import (
+    MANY,
     PLAIN,
     UNLIKE,
     WAYS,
@@ -113,19 +114,20 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
 
 
 def _choose_rows(case, drawn, workers, early):
-    """Chooses a few rows, the same on all workers."""
+    """Chooses a few rows, and many, the same on all workers."""
     rows, strategy = case.rows, case.strategy
     several = topology.num_workers(strategy) > 1
     is_cut = any(isinstance(p, tf.distribute.DistributedValues) for p in tf.nest.flatten(drawn))
     if several and is_cut and not case.counted:
         rows.counts = [_count_of_all(strategy, count, workers) for count in rows.counts]
+    few = case.most_rows()
+    largest = max((max(counts) for counts in case.batches or []), default=None)
+    rows.many = rows.choose_many(max(few), largest, padded=case.padded)
+    rows.parts = rows.spread(few, padded=case.padded)
     if several:
         known = rows.counts, case.batches, case.in_chunks
-        parts = rows.spread(case.most_rows(), padded=case.padded)
-        rows.parts, known = rows_lib.of_the_chief(parts, known, strategy, workers.broadcast)
+        known = rows_lib.of_the_chief(rows, known, strategy, workers.broadcast)
         rows.counts, case.batches, case.in_chunks = known
-    else:
-        rows.parts = rows.spread(case.most_rows(), padded=case.padded)
     if not early:
         rows.unlike = case.unlike_sizes()
 
@@ -214,8 +216,8 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
     agree = functools.partial(workers.agree, case.strategy)
     all_fail = functools.partial(workers.all_fail, case.strategy)
     reason = ""
-    for static in dict.fromkeys((case.static, True)):
-        case.static = static
+    for static in (False, True):
+        case.is_traced_static, case.static = static, case.static or static
         trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
         if not agree(trial is not None):
             workers.align(case.strategy)
@@ -264,7 +266,10 @@ def _warn_of(trial, case):
 
 def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
     """Returns the error or None, and whether a comparison showed equal results."""
-    ways, proven = (), False
+    seen = _try_view(trial, View((MANY,)), case, workers)
+    if seen.most == _DIFFERS:
+        return seen.error, True
+    ways, proven = (), seen.least == _SAME
     for some in (WAYS, *((way,) for way in WAYS)):
         seen = _try_view(trial, View(some), case, workers)
         if seen.most == _DIFFERS:
@@ -300,7 +305,7 @@ def _try_view(trial, view, case, workers) -> _Seen:
     elif trial.attributes:
         error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
-        known = trial.growth, trial.origin, trial.synthetic_values
+        known = trial.growth, trial.origin, trial.synthetic_values, trial.counts
         error, kind = messages.describe(case, found, *known), _DIFFERS
     seen = _Seen(*workers.compare(case.strategy, kind), error, reason)
     if seen.least == _FAILED:

@@ -55,11 +55,13 @@ class Case(Batches):
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
         rows: Rows of the first batch.
+        is_traced_static: Whether it is traced for one number of rows, as some steps need.
     """
 
     model: keras.Model
     kind: str
     rows: Rows
+    is_traced_static: bool = False
 
     @classmethod
     def of(cls, model: keras.Model, kind: str, rows: Rows, feed: Feed) -> Case:

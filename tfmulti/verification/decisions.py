@@ -18,6 +18,8 @@ _DECIDING = {
     *("Abs", "Greater", "GreaterEqual", "IsFinite", "IsInf", "IsNan", "Less", "LessEqual"),
     *("Maximum", "Minimum", "Relu", "Relu6", "Sign"),
 }
+# Those that compare a number of the batch with every row.
+_COMPARING = {"Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum"}
 # In gradients of the others, with the same inputs.
 _DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
 OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
@@ -32,8 +34,10 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
     """Returns where a step decides by one replica's own rows: the operation, file and line.
 
-    Only numbers are looked at that have no axis, and that reach an update of a variable. What
-    Keras and tfmulti decide themselves is left out.
+    A decision is taken by a number of the batch, such as its mean loss: alone, or for each row
+    that is compared with it; by whether any row of the batch has a property; or by the place of
+    a row among the others. Only what reaches an update of a variable counts. What Keras and
+    tfmulti decide themselves is left out.
 
     Args:
         graph: The graph of the step on the local replicas.
@@ -44,14 +48,43 @@ def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
     updating = reaching_updates(operations)
     found = {}
     for each in operations:
-        are_numbers = all(t.dtype.is_floating and t.shape.rank == 0 for t in each.inputs)
-        if each.type not in _DECIDING or not are_numbers or len(depends[each]) != 1:
+        if len(depends[each]) != 1 or not _decides(each, depends):
             continue
         readers = {reader for tensor in each.inputs for reader in tensor.consumers()}
         gradients = {reader for reader in readers if reader.type in _DECIDING_GRADIENT}
         if not updating.isdisjoint({each, *gradients}) and (place := place_of(each)):
             found[f"{each.type} at {place}"] = None
     return list(found)
+
+
+def _decides(operation, depends) -> bool:
+    """Whether an operation is a decision, if it depends on the rows of one replica alone."""
+    inputs, kind = list(operation.inputs), operation.type
+    if kind in ("Any", "All"):
+        return operation.outputs[0].shape.rank == 0
+    if kind == "TopKV2":
+        return inputs[0].shape.rank == 1 and inputs[0].shape[0] is None
+    if kind == "Cumsum":
+        axis = tf.get_static_value(inputs[1])
+        return axis == 0 and bool(inputs[0].shape.rank) and inputs[0].shape[0] is None
+    if kind not in _DECIDING or not all(each.dtype.is_floating for each in inputs):
+        return False
+    if all(each.shape.rank == 0 for each in inputs):
+        return True
+    if kind not in _COMPARING:
+        return False
+    one, other = inputs
+    return any(
+        depends[a.op] and depends[b.op] and _is_of_batch(a.shape, b.shape)
+        for a, b in ((one, other), (other, one))
+    )
+
+
+def _is_of_batch(shape, others) -> bool:
+    """Whether a tensor has no axis for the rows that another one has, which it is compared with."""
+    if shape.rank is None or not others.rank or others[0] == 1:
+        return False
+    return shape.rank < others.rank or (shape.rank == others.rank and shape[0] == 1)
 
 
 def _dependencies(operations, rows_of_replicas) -> dict:
@@ -63,9 +96,17 @@ def _dependencies(operations, rows_of_replicas) -> dict:
         for tensor in tensors
     }
     depends: dict = {}
+    # What the step has assigned to variables so far, by their handles.
+    assigned: dict = {}
     # Operations come after those that they read.
     for each in operations:
         known = [depends.get(tensor.op, frozenset()) for tensor in each.inputs]
+        if each.type == "ReadVariableOp":
+            known.append(assigned.get(each.inputs[0].ref(), frozenset()))
+        elif each.type.startswith("Assign") and each.inputs[0].dtype == tf.resource:
+            handle = each.inputs[0].ref()
+            before = assigned.get(handle, ()) if each.type != "AssignVariableOp" else ()
+            assigned[handle] = frozenset().union(*known, before)
         if each in rows:
             depends[each] = rows[each]
         elif each.type in OF_SHAPES:

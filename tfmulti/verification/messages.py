@@ -75,8 +75,9 @@ def describe(
     case: Case,
     found: list[Difference],
     growth: dict[str, float],
-    origin: Origin | None = None,
-    view: str = "",
+    origin: Origin | None,
+    view: str,
+    counts: list[list[int]],
 ) -> ValueError:
     """Returns the error for the differences of a `Trial`; its attribute `finding` is the cause.
 
@@ -86,6 +87,7 @@ def describe(
         growth: The factor by which each output grows if every row is repeated.
         origin: Where the first difference begins; None if unknown.
         view: The synthetic rows or state, in words; empty if there were none.
+        counts: For each step, the number of rows of each part.
     """
     finding = _explain(case, found, growth, origin)
     number, parts = case.strategy.num_replicas_in_sync, case.num_micro_batches
@@ -104,7 +106,7 @@ def describe(
     error = ValueError(
         f"`{_METHODS[case.kind]}` must give one device's result {how}; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
-        f"Received: {_say(first, case)}{values}{f'; also {more}' if more else ''}. "
+        f"Received: {_say(first, case, counts)}{values}{f'; also {more}' if more else ''}. "
         f"Likely cause: {finding.cause}, in {finding.where}. {advice} "
         f"{_advise_few(first, case)}"
         'Set `verify="never"` in create_strategy to skip this check.'
@@ -233,10 +235,9 @@ def describe_containers(case: Case, names: list[str]) -> str:
     )
 
 
-def _say(first, case) -> str:
+def _say(first, case, counts) -> str:
     where = f" at {list(first.row)}" if first.row else ""
-    counts = case.sizes()[first.step - 1]
-    rows = " + ".join(str(count) for count in dict.fromkeys(counts))
+    rows = " + ".join(str(count) for count in dict.fromkeys(counts[first.step - 1]))
     step = "the first step" if first.step == 1 else f"step {first.step}"
     one, many = _number(first.one_device), _number(first.on_replicas)
     few = _say_few(first, case)

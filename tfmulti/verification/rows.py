@@ -12,6 +12,9 @@ from tfmulti import topology
 from tfmulti.sharding import PADDING_WEIGHT
 from tfmulti.step import Counted, iterators, rows
 
+# At most this many rows, and bytes of them, are sent to all workers.
+_MANY, _MANY_BYTES = 256, 2**24
+
 
 class Rows:
     """Some rows and their structure: dense, ragged or sparse tensors, or None.
@@ -23,6 +26,7 @@ class Rows:
         counts: The number of rows that each part has in the first batch.
         unlike: Numbers of rows of which replicas have unlike shares, where later batches may
             have such; else empty.
+        many: Many rows of the first batch; empty if a few are all.
     """
 
     def __init__(self, batch):
@@ -33,6 +37,7 @@ class Rows:
         if not all(self.counts):
             self.parts = tf.nest.flatten(rows.fill_if_empty(self.parts), expand_composites=False)
         self.unlike: list[int] = []
+        self.many: list = []
 
     def pack(self, parts):
         """Returns parts in the batch's structure."""
@@ -64,6 +69,34 @@ class Rows:
             chosen = [_indices_all_over(range(n), size) for n, size in zip(have, sizes)]
             return [_gather(part, indices) for part, indices in zip(self.parts, chosen)]
         return self._spread_alike(min(have), sizes[0], padded)
+
+    def choose_many(self, few: int, largest: int | None, *, padded: bool = False) -> list:
+        """Returns the first batch if it is small, else many of its rows; [] if few are all.
+
+        Args:
+            few: The number of rows that are run anyway.
+            largest: The number of rows of the largest batch; None if unknown.
+            padded: Whether some rows may be padding rows, which are skipped.
+        """
+        have = min(int(rows.count_rows(part)) for part in self.parts)
+        size = sum(_num_bytes(part) for part in self.parts) / max(have, 1)
+        number = min(have, largest or have, _MANY, int(_MANY_BYTES / max(size, 1)))
+        if self.are_unequal or number <= few:
+            return []
+        return self.parts if number == have and not padded else self.spread([number], padded=padded)
+
+    @property
+    def num_many(self) -> int:
+        """The number of rows in `many`."""
+        return int(rows.count_rows(self.many[0])) if self.many else 0
+
+    def some_of_many(self, number: int) -> list:
+        """Returns the first of the many rows.
+
+        Args:
+            number: How many.
+        """
+        return [_take(part, number) for part in self.many]
 
     def _spread_alike(self, have, number, padded):
         counted = range(have)
@@ -113,22 +146,28 @@ def gather_local(strategy: tf.distribute.Strategy, batch):
     return tf.nest.map_structure(join, batch, expand_composites=False)
 
 
-def of_the_chief(parts: list, known: tuple, strategy, broadcast) -> tuple[list, tuple]:
-    """Returns the chief's rows and what it knows of the data on every worker; it is a collective.
+def of_the_chief(rows: Rows, known: tuple, strategy, broadcast) -> tuple:
+    """Gives every worker the chief's rows, and returns what the chief knows; it is a collective.
 
     Args:
-        parts: This worker's rows.
+        rows: Rows; its `parts` and `many` become the chief's.
         known: What this worker knows of the data.
         strategy: The strategy.
         broadcast: Function of the strategy and the chief's bytes, which are None elsewhere.
     """
     data = None
     if topology.is_chief(strategy):
-        flat = tf.nest.flatten(parts, expand_composites=True)
-        data = pickle.dumps(([tensor.numpy() for tensor in flat], known))
-    arrays, known = pickle.loads(broadcast(strategy, data))
-    flat = [tf.constant(array) for array in arrays]
-    return tf.nest.pack_sequence_as(parts, flat, expand_composites=True), known
+        flat = [tf.nest.flatten(each, expand_composites=True) for each in (rows.parts, rows.many)]
+        data = pickle.dumps(([[tensor.numpy() for tensor in each] for each in flat], known))
+    (parts, many), known = pickle.loads(broadcast(strategy, data))
+    structure = rows.parts
+    rows.parts, rows.many = (
+        tf.nest.pack_sequence_as(structure, list(map(tf.constant, each)), expand_composites=True)
+        if each
+        else []
+        for each in (parts, many)
+    )
+    return known
 
 
 def specs_of(parts: list, static: bool) -> list[tf.TypeSpec]:
@@ -213,6 +252,11 @@ def _gather(part, indices):
 def _take_one(part, index):
     start = tf.concat([[tf.cast(index, tf.int64)], tf.zeros_like(part.dense_shape[1:])], axis=0)
     return tf.sparse.slice(part, start, tf.concat([[1], part.dense_shape[1:]], axis=0))
+
+
+def _num_bytes(part) -> int:
+    tensors = tf.nest.flatten(part, expand_composites=True)
+    return sum(int(tf.size(each)) * max(each.dtype.size, 1) for each in tensors)
 
 
 def _take(part, number):

@@ -235,7 +235,7 @@ def is_built(model: keras.Model) -> bool:
 
 def _trace_built(case, function, example, is_done=lambda: False):
     """Traces a function; first builds, in the scope, everything that the trace would build."""
-    specs = rows_lib.specs_of(example, case.static)
+    specs = rows_lib.specs_of(example, case.is_traced_static)
     function = tf.autograph.experimental.do_not_convert(function)
     while not is_done():
         optimizers = model_contents.optimizers_of(case.model, nested=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -12,15 +14,14 @@ import numpy as np
 from tfmulti import keras_compat, topology
 from tfmulti.verification import messages
 from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.comparison import Comparison, add_noise
 from tfmulti.verification.custom_parts import coarsest_dtype
 from tfmulti.verification.differences import (
     CLOSE,
     Difference,
     compare,
-    distance,
     largest_change,
     move_last_place,
-    without_gradient,
 )
 from tfmulti.verification.origin import Origin, find_origin
 from tfmulti.verification.outcomes import (
@@ -32,7 +33,6 @@ from tfmulti.verification.outcomes import (
 )
 from tfmulti.verification.runs import trace_both
 from tfmulti.verification.state import (
-    COMPARED,
     OPTIMIZER,
     OTHER,
     TRAINABLE,
@@ -41,11 +41,11 @@ from tfmulti.verification.state import (
     restored_attributes,
     restored_containers,
 )
-from tfmulti.verification.views import NOT_NUMBERS, PLAIN, View, vary_rows, vary_state
+from tfmulti.verification.views import MANY, NOT_NUMBERS, PLAIN, View, vary_rows, vary_state
 
-# Reported numbers are sums over few rows, and more accurate than gradients.
-_OUTPUT = 0.1
 _NUM_NOISY = 2
+# How long one step on many rows may take; it also bounds the memory that they need.
+_MOST_SECONDS = 1.0
 _RANDOM_NUMBERS = "random: it draws different random numbers on each replica"
 _NOTHING_TO_VARY = "there is nothing to vary"
 _NO_NUMBERS = "the result on one device is not finite"
@@ -66,6 +66,7 @@ class Trial:
             is repeated: 1 for a mean, 2 for a sum.
         origin: Where the first difference begins, after one was found.
         synthetic_values: The synthetic values of the latest view, in words.
+        counts: The number of rows of each part, for each step of the latest view.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
         containers: Names of lists and other containers that such a step changes.
@@ -82,10 +83,12 @@ class Trial:
         self.origin: Origin | None = None
         self.outside: list[str] = []
         self.synthetic_values = ""
+        self.counts = case.sizes()
+        self._seconds = math.inf
         self.attributes: list[str] = []
         self.containers: list[str] = []
         self._original = self._at_begin = None
-        self._compared: list[int] = []
+        self._comparison: Comparison | None = None
         # The values that are finite after the step on one device with unchanged rows.
         self._is_known: set = set()
         self._compute = coarsest_dtype(case.model)
@@ -107,13 +110,7 @@ class Trial:
             NotVerified: If the result on one device is not reproducible, no weight changes, or
                 the variation has no effect or gives no finite result.
         """
-        examples = self._examples
-        if not view.is_plain:
-            # One step suffices, and halves the reads of state.
-            parts, used = vary_rows(self._case.rows, examples[0], view.ways)
-            if not view.iterations and not used:
-                raise NotVerified(_NOTHING_TO_VARY)
-            examples, self.synthetic_values = [parts], str(dataclasses.replace(view, ways=used))
+        examples = self._examples if view.is_plain else [self._varied(view)]
         original = self._originally()
         try:
             begin = self._begin(original, view)
@@ -142,6 +139,29 @@ class Trial:
             return differences
         finally:
             self._state.write(original)
+
+    def _varied(self, view) -> list:
+        """Returns the rows of a view: one step suffices, and halves the reads of state."""
+        rows = self._case.rows
+        if MANY in view.ways:
+            number = self._affordable(rows.num_many)
+            self.synthetic_values, self.counts = "", [[number] * len(rows.counts)]
+            return rows.some_of_many(number)
+        self.counts = self._case.sizes()
+        parts, used = vary_rows(rows, self._examples[0], view.ways)
+        if not view.iterations and not used:
+            raise NotVerified(_NOTHING_TO_VARY)
+        self.synthetic_values = str(dataclasses.replace(view, ways=used))
+        return parts
+
+    def _affordable(self, number: int) -> int:
+        """Returns how many rows to run, so that one step on one device takes a second at most."""
+        few = max(self._case.sizes()[0])
+        while number > few and not self._agree(self._seconds * number / few <= _MOST_SECONDS):
+            number //= 2
+        if number <= few or self._case.is_traced_static:
+            raise NotVerified(_NOTHING_TO_VARY)
+        return number
 
     def _is_on_any(self, found) -> bool:
         """Whether something was found; where workers have values of their own, on any of them."""
@@ -201,7 +221,8 @@ class Trial:
         if self._at_begin is None:
             self._case.model.reset_metrics()
             self._at_begin = self._state.read()
-            self._compared = self._state.to_compare(self._at_begin)
+            kind = self._case.kind
+            self._comparison = Comparison(kind, self._state, self._at_begin, self._close)
         if not view.iterations:
             return self._at_begin
         begin = vary_state(self._state, self._at_begin, self._case, self._functions, view)
@@ -269,6 +290,7 @@ class Trial:
         return done
 
     def _step(self, run, parts) -> tuple[Outcome, list[np.ndarray]]:
+        begin = time.perf_counter()
         try:
             outcome = run(parts)
         except Exception as error:
@@ -277,6 +299,7 @@ class Trial:
             raise
         values = self._state.read()
         if run is self._reference:
+            self._seconds = min(self._seconds, time.perf_counter() - begin)
             values = self._state.as_on_first_replica(values)
         return outcome, values
 
@@ -285,58 +308,8 @@ class Trial:
             self.attributes = self.attributes or numbers.changed()
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
-        before, differences = begin, []
-        moved, loose = [0.0] * len(begin), [np.False_] * len(begin)
-        for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
-            marks = None if noise is None else noise[step]
-            differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
-            differences += self._compare_states(values, others, before, moved, loose, step, marks)
-            differences += self._compare_outputs(one.metrics, many.metrics, "metric ", step, marks)
-            before = values
-        return differences
-
-    def _compare_states(self, values, others, before, moved, loose, step, noise):
-        parts = self._state.parts
-        found, rounding = [], 0.0 if noise is None else self._rounding(values, before)
-        for i in self._compared:
-            part = parts[i]
-            allowed = 0.0 if noise is None else noise.get(i, 0.0)
-            # Rounding errors of one step persist, even if the next step changes little.
-            moved[i] = max(moved[i], largest_change(values[i], before[i]))
-            if noise is not None and part.kind == TRAINABLE:
-                slots = [j for j in self._state.slots_of(i) if values[j].shape == values[i].shape]
-                moments = {parts[j].name: values[j] for j in slots}
-                loose[i] |= without_gradient(moments, self._close)
-                allowed = np.where(loose[i], moved[i], allowed + rounding)
-            pair = compare(others[i], values[i], moved[i], allowed, self._close)
-            if pair is not None:
-                what = f"{part.kind} {part.name}"
-                found.append((part, Difference(what, *pair, replica=part.replica, step=step + 1)))
-        found.sort(key=lambda each: COMPARED.index(each[0].kind))
-        return [difference for _, difference in found]
-
-    def _rounding(self, values, before) -> float:
-        """Returns how far rounding moves a weight of which terms as large as outliers cancel."""
-        weights = [i for i, part in enumerate(self._state.parts) if part.kind == TRAINABLE]
-        if not self.synthetic_values or not weights:
-            return 0.0
-        changes = [largest_change(values[i], before[i]) for i in weights]
-        is_double = values[weights[0]].dtype == np.float64
-        return max(changes) * float(np.finfo(np.float64 if is_double else np.float32).eps)
-
-    def _compare_outputs(self, expected, found, kind, step, noise):
-        differences = []
-        for name, wanted in expected.items():
-            what = f"{kind}{name}" if name else f"what `{self._case.kind}_step` returns"
-            have = found.get(name)
-            if have is None:
-                differences.append(Difference(what, wanted, "nothing", np.inf, step=step + 1))
-                continue
-            allowed = 0.0 if noise is None else noise.get(kind + name, 0.0)
-            pair = compare(have, wanted, noise=allowed, close=self._close * _OUTPUT)
-            if pair is not None:
-                differences.append(Difference(what, *pair, step=step + 1))
-        return differences
+        self._comparison.is_synthetic = bool(self.synthetic_values)
+        return self._comparison.differences(begin, expected, found, noise)
 
     def _measure_noise(self, begin, expected, examples) -> list[dict]:
         """Returns how far each value moves if the weights change in their last place.
@@ -352,20 +325,8 @@ class Trial:
                 else value
                 for part, value in zip(self._state.parts, begin)
             ]
-            self._add_noise(noise, expected, self._steps(self._reference, moved, examples))
+            add_noise(noise, expected, self._steps(self._reference, moved, examples))
         return noise
-
-    def _add_noise(self, noise, expected, found):
-        for at_step, (one, values), (other, moved) in zip(noise, expected, found):
-            pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
-            for kind, many, few in (
-                ("", one.outputs, other.outputs),
-                ("metric ", one.metrics, other.metrics),
-            ):
-                pairs += [(kind + name, many[name], few[name]) for name in many]
-            for name, a, b in pairs:
-                apart = distance(a, b)
-                at_step[name] = max(at_step.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
@@ -386,7 +347,7 @@ class Trial:
         return bool(self._compare(begin, expected, again, None))
 
     def _measure_growth(self, begin, expected, examples) -> dict[str, float]:
-        if self._case.static:
+        if self._case.is_traced_static:
             return {}
         self._state.write(begin)
         twice = self._reference(self._case.rows.twice(examples[0])).outputs

@@ -21,6 +21,8 @@ LABELS, PADDING, WEIGHTS = "labels", "padding", "sample weights"
 WAYS = (LABELS, PADDING, WEIGHTS)
 # Some rows become so large, or NaN, that a step which decides by its loss decides otherwise there.
 OUTLIERS, SMALL_OUTLIERS, NOT_NUMBERS = "outliers", "small outliers", "numbers that are NaN"
+# Many rows of the first batch, as they are: a limit, a rank or a rare row may show only there.
+MANY = "many rows"
 # Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
 UNLIKE = "other numbers of rows"
 # One less than a multiple of every number to 10: an optimizer that accumulates then updates.

@@ -1,0 +1,118 @@
+"""Compares steps on one device and on the replicas: their outputs, and the state after each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tfmulti.verification.differences import (
+    Difference,
+    compare,
+    distance,
+    largest_change,
+    without_gradient,
+)
+from tfmulti.verification.state import COMPARED, TRAINABLE, State
+
+# Reported numbers are sums over few rows, and more accurate than gradients.
+_OUTPUT = 0.1
+
+
+class Comparison:
+    """Compares the results of steps.
+
+    Args:
+        kind: `"train"`, `"test"` or `"predict"`.
+        state: The state that the steps change.
+        begin: Its values before all steps.
+        close: The fraction of the largest change of a variable that counts as rounding.
+
+    Attributes:
+        is_synthetic: Whether the rows have synthetic values, which can be large.
+    """
+
+    def __init__(self, kind: str, state: State, begin: list[np.ndarray], close: float):
+        self._kind, self._state, self._close = kind, state, close
+        self._compared = state.to_compare(begin)
+        self.is_synthetic = False
+
+    def differences(self, begin, expected, found, noise) -> list[Difference]:
+        """Returns the differences of some steps, the first one first.
+
+        Args:
+            begin: The values of the state before the first step.
+            expected: For each step, its `Outcome` on one device and the values of the state then.
+            found: The same on the replicas.
+            noise: For each step, how far rounding moves values; None for what is far beyond it.
+        """
+        before, differences = begin, []
+        moved, loose = [0.0] * len(begin), [np.False_] * len(begin)
+        for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
+            marks = None if noise is None else noise[step]
+            differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
+            differences += self._compare_states(values, others, before, moved, loose, step, marks)
+            differences += self._compare_outputs(one.metrics, many.metrics, "metric ", step, marks)
+            before = values
+        return differences
+
+    def _compare_states(self, values, others, before, moved, loose, step, noise):
+        parts = self._state.parts
+        found, rounding = [], 0.0 if noise is None else self._rounding(values, before)
+        for i in self._compared:
+            part = parts[i]
+            allowed = 0.0 if noise is None else noise.get(i, 0.0)
+            # Rounding errors of one step persist, even if the next step changes little.
+            moved[i] = max(moved[i], largest_change(values[i], before[i]))
+            if noise is not None and part.kind == TRAINABLE:
+                slots = [j for j in self._state.slots_of(i) if values[j].shape == values[i].shape]
+                moments = {parts[j].name: values[j] for j in slots}
+                loose[i] |= without_gradient(moments, self._close)
+                allowed = np.where(loose[i], moved[i], allowed + rounding)
+            pair = compare(others[i], values[i], moved[i], allowed, self._close)
+            if pair is not None:
+                what = f"{part.kind} {part.name}"
+                found.append((part, Difference(what, *pair, replica=part.replica, step=step + 1)))
+        found.sort(key=lambda each: COMPARED.index(each[0].kind))
+        return [difference for _, difference in found]
+
+    def _rounding(self, values, before) -> float:
+        """Returns how far rounding moves a weight of which terms as large as outliers cancel."""
+        weights = [i for i, part in enumerate(self._state.parts) if part.kind == TRAINABLE]
+        if not self.is_synthetic or not weights:
+            return 0.0
+        changes = [largest_change(values[i], before[i]) for i in weights]
+        is_double = values[weights[0]].dtype == np.float64
+        return max(changes) * float(np.finfo(np.float64 if is_double else np.float32).eps)
+
+    def _compare_outputs(self, expected, found, kind, step, noise):
+        differences = []
+        for name, wanted in expected.items():
+            what = f"{kind}{name}" if name else f"what `{self._kind}_step` returns"
+            have = found.get(name)
+            if have is None:
+                differences.append(Difference(what, wanted, "nothing", np.inf, step=step + 1))
+                continue
+            allowed = 0.0 if noise is None else noise.get(kind + name, 0.0)
+            pair = compare(have, wanted, noise=allowed, close=self._close * _OUTPUT)
+            if pair is not None:
+                differences.append(Difference(what, *pair, step=step + 1))
+        return differences
+
+
+def add_noise(noise: list[dict], expected, found) -> None:
+    """Adds to what is known of rounding how far two results on one device are apart.
+
+    Args:
+        noise: For each step, how far each value moves.
+        expected: The result of each step.
+        found: Another result, from weights that were moved in their last place.
+    """
+    for at_step, (one, values), (other, moved) in zip(noise, expected, found):
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
+        for kind, many, few in (
+            ("", one.outputs, other.outputs),
+            ("metric ", one.metrics, other.metrics),
+        ):
+            pairs += [(kind + name, many[name], few[name]) for name in many]
+        for name, a, b in pairs:
+            apart = distance(a, b)
+            at_step[name] = max(at_step.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
