@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfmulti.keras_compat import hooks, replacement
 
-# The number of rows of arrays with which a model is built and verified.
-_MAX_ROWS = 64
+# The number of rows of arrays with which a model is built and verified: more where they are small.
+_FEW_ROWS, _MAX_ROWS, _MAX_BYTES = 64, 256, 2**24
 
 
 def untuned(create):
@@ -113,7 +113,7 @@ def _peek(epoch_iterator):
     arrays = getattr(adapter, "_inputs", None)
     leaves = tf.nest.flatten(arrays) if arrays is not None else [None]
     if all(isinstance(leaf, np.ndarray | tf.Tensor) for leaf in leaves):
-        return tf.nest.map_structure(rows_from_all_over, arrays)
+        return rows_from_all_over(arrays)
     if hasattr(adapter, "py_dataset"):
         batch = adapter._standardize_batch(adapter.py_dataset[0])
         return tf.nest.map_structure(tf.convert_to_tensor, batch)
@@ -129,11 +129,22 @@ def _peek(epoch_iterator):
     )
 
 
-def rows_from_all_over(array):
-    """Returns up to 64 rows spread evenly over an array or a tensor, which may be sorted."""
-    count = int(array.shape[0])
-    rows = np.arange(_MAX_ROWS) * count // _MAX_ROWS if count > _MAX_ROWS else np.arange(count)
-    taken = tf.gather(array, rows) if isinstance(array, tf.Tensor) else array[rows]
+def rows_from_all_over(arrays):
+    """Returns up to 256 rows spread evenly over arrays or tensors, which may be sorted.
+
+    Args:
+        arrays: A structure of arrays with as many rows each.
+    """
+    parts = tf.nest.flatten(arrays)
+    count = min(int(part.shape[0]) for part in parts)
+    size = sum(part.size * part.dtype.itemsize for part in parts if isinstance(part, np.ndarray))
+    most = max(_FEW_ROWS, min(_MAX_ROWS, _MAX_BYTES * count // max(size, 1)))
+    rows = np.arange(most) * count // most if count > most else np.arange(count)
+    return tf.nest.map_structure(lambda part: _rows_of(part, rows), arrays)
+
+
+def _rows_of(part, rows):
+    taken = tf.gather(part, rows) if isinstance(part, tf.Tensor) else part[rows]
     return tf.convert_to_tensor(taken)
 
 

@@ -306,7 +306,7 @@ def _first_rows(data):
     if not all(isinstance(part, kinds) for part in parts):
         return None
     if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
-        return (tf.nest.map_structure(keras_compat.rows_from_all_over, data),)
+        return (keras_compat.rows_from_all_over(data),)
     return (tf.nest.map_structure(lambda part: part[:_MAX_ROWS], data, expand_composites=False),)
 
 
