@@ -121,8 +121,7 @@ def _choose_rows(case, drawn, workers, early):
     if several and is_cut and not case.counted:
         rows.counts = [_count_of_all(strategy, count, workers) for count in rows.counts]
     few = case.most_rows()
-    largest = max((max(counts) for counts in case.batches or []), default=None)
-    rows.many = rows.choose_many(max(few), largest, padded=case.padded)
+    rows.many = rows.choose_many(max(few), _most_at_once(case), padded=case.padded)
     rows.parts = rows.spread(few, padded=case.padded)
     if several:
         known = rows.counts, case.batches, case.in_chunks
@@ -130,6 +129,17 @@ def _choose_rows(case, drawn, workers, early):
         rows.counts, case.batches, case.in_chunks = known
     if not early:
         rows.unlike = case.unlike_sizes()
+
+
+def _most_at_once(case) -> int:
+    """Returns how many rows one device may compute at once.
+
+    On CPUs that is a batch. An accelerator has memory for what it trains with: a replica batch.
+    """
+    largest = max(max(counts) for counts in case.batches or [case.rows.counts])
+    strategy = case.strategy
+    on_cpus = all("CPU" in device for device in strategy.extended.worker_devices)
+    return largest if on_cpus else -(-largest // strategy.num_replicas_in_sync)
 
 
 def _count_of_all(strategy, count, workers) -> int:

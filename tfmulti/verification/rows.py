@@ -70,17 +70,17 @@ class Rows:
             return [_gather(part, indices) for part, indices in zip(self.parts, chosen)]
         return self._spread_alike(min(have), sizes[0], padded)
 
-    def choose_many(self, few: int, largest: int | None, *, padded: bool = False) -> list:
+    def choose_many(self, few: int, most: int, *, padded: bool = False) -> list:
         """Returns the first batch if it is small, else many of its rows; [] if few are all.
 
         Args:
             few: The number of rows that are run anyway.
-            largest: The number of rows of the largest batch; None if unknown.
+            most: The number of rows that one device may compute at once.
             padded: Whether some rows may be padding rows, which are skipped.
         """
         have = min(int(rows.count_rows(part)) for part in self.parts)
         size = sum(_num_bytes(part) for part in self.parts) / max(have, 1)
-        number = min(have, largest or have, _MANY, int(_MANY_BYTES / max(size, 1)))
+        number = min(have, most, _MANY, int(_MANY_BYTES / max(size, 1)))
         if self.are_unequal or number <= few:
             return []
         return self.parts if number == have and not padded else self.spread([number], padded=padded)
