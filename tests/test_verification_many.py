@@ -1,5 +1,6 @@
 """Limits, ranks and rare rows, which a few rows do not show, are told or reported."""
 
+import types
 import warnings
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
+from tfmulti import verification
 
 NUM_ROWS, BATCH = 96, 32
 
@@ -117,6 +119,14 @@ def test_a_dataset_whose_batches_have_one_size_is_compared_with_that_size():
 def test_what_no_batch_of_the_data_reaches_is_no_difference():
     """The rows are taken from all over the arrays, but no more of them than a batch has."""
     fit(lambda model, losses: hardest(losses), num_rows=8)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("CPU", 40), ("GPU", 20)])
+def test_an_accelerator_runs_no_more_rows_than_it_trains_with(kind, most):
+    devices = types.SimpleNamespace(worker_devices=[f"/job:localhost/device:{kind}:0"] * 2)
+    strategy = types.SimpleNamespace(extended=devices, num_replicas_in_sync=2)
+    case = types.SimpleNamespace(batches=[(40,), (13,)], strategy=strategy)
+    assert verification._most_at_once(case) == most
 
 
 def compared_with_its_mean(model, losses):
