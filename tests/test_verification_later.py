@@ -10,9 +10,8 @@ import verification_later as later
 from keras import layers
 
 import tfmulti
-from tfmulti.verification import trial as trial_lib
 from tfmulti.verification import views
-from tfmulti.verification.case import Case
+from tfmulti.verification.comparison import Comparison
 from tfmulti.verification.outcomes import Outcome
 from tfmulti.verification.rows import Rows
 from tfmulti.verification.state import Part, State
@@ -221,58 +220,55 @@ def test_filler_rows_are_left_out_and_sorted_rows_are_unlike():
     assert rows.roles() == [0, 1, 2]
 
 
-def trial_of(*parts, synthetic_values=""):
-    """A trial that compares the given variables, each a name and a kind."""
-    runner = trial_lib.Trial.__new__(trial_lib.Trial)
-    runner._case, runner._close = Case(later.Step(later.mean), "train", None), 2e-4
-    runner._state, runner.synthetic_values = State(keras.Sequential()), synthetic_values
-    for index, (name, kind) in enumerate(parts):
-        runner._state.parts.append(Part(None, name, kind, 0, index))
-    runner._compared = list(range(len(parts)))
-    return runner
+def comparison_of(*parts, begin):
+    """A comparison of the given variables, each a name and a kind."""
+    state = State(keras.Sequential())
+    state.parts += [Part(None, name, kind, 0, i) for i, (name, kind) in enumerate(parts)]
+    return Comparison("train", state, begin, 2e-4)
 
 
 def test_rounding_of_one_step_is_no_difference_after_the_next():
     """As in Adam's velocity, which a second step may leave nearly as it is."""
-    runner = trial_of(("velocity", "optimizer's variable"))
     nothing = Outcome({}, {})
     begin, first, second = ([np.float32([value])] for value in (0.0, 1.0, 1.000001))
+    compared = comparison_of(("velocity", "optimizer's variable"), begin=begin)
     others = [[value[0] + np.float32(1e-4)] for value in (first, second)]
     one, many = ([(nothing, v) for v in values] for values in ((first, second), others))
-    assert not runner._compare(begin, one, many, None)
-    assert runner._compare(begin, one, [(nothing, [v[0] * 2]) for v in others], None)
+    assert not compared.differences(begin, one, many, None)
+    assert compared.differences(begin, one, [(nothing, [v[0] * 2]) for v in others], None)
 
 
 def test_a_gradient_that_is_only_rounding_is_no_difference():
     """As that of a bias which a softmax does not see: Adam moves it as far as any other."""
     slots = [f"adam/layer_bias_{name}" for name in ("momentum", "velocity")]
     slots = [(name, "optimizer's variable") for name in slots]
-    runner = trial_of(("layer/bias", "trainable weight"), *slots)
     nothing = Outcome({}, {})
     begin = [np.zeros(2, "float32")] * 3
+    compared = comparison_of(("layer/bias", "trainable weight"), *slots, begin=begin)
 
     def differences(gradient, noise):
         # Of the weights, the second number differs by a third of a step.
         slots = [np.float32([0.1, gradient]), np.float32([0.1, gradient]) ** 2]
         one, many = ([np.float32([0.01, move]), *slots] for move in (0.009, 0.006))
         noise = None if noise is None else [noise]
-        return runner._compare(begin, [(nothing, one)], [(nothing, many)], noise)
+        return compared.differences(begin, [(nothing, one)], [(nothing, many)], noise)
 
     assert not differences(1e-9, noise={})
     assert differences(1e-9, noise=None)
     assert differences(1e-3, noise={})
 
 
-@pytest.mark.parametrize("synthetic_values", ["", "outliers"])
-def test_a_sum_of_outliers_that_cancel_is_no_difference(synthetic_values):
+@pytest.mark.parametrize("is_synthetic", [False, True])
+def test_a_sum_of_outliers_that_cancel_is_no_difference(is_synthetic):
     """As the same gradient under SGD, which has no moments that tell."""
     parts = [("layer/kernel", "trainable weight"), ("layer/bias", "trainable weight")]
-    runner = trial_of(*parts, synthetic_values=synthetic_values)
     nothing, kernel = Outcome({}, {}), np.float32([1000])
     one, many = ([kernel, np.float32([bias])] for bias in (1e-5, 3e-5))
     begin = [np.zeros(1, "float32")] * 2
-    found = runner._compare(begin, [(nothing, one)], [(nothing, many)], [{}])
-    assert bool(found) == (not synthetic_values)
+    compared = comparison_of(*parts, begin=begin)
+    compared.is_synthetic = is_synthetic
+    found = compared.differences(begin, [(nothing, one)], [(nothing, many)], [{}])
+    assert bool(found) == (not is_synthetic)
 
 
 def test_state_is_put_back_bit_for_bit():

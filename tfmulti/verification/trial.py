@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Callable
 
@@ -45,7 +44,7 @@ from tfmulti.verification.views import MANY, NOT_NUMBERS, PLAIN, View, vary_rows
 
 _NUM_NOISY = 2
 # How long one step on many rows may take; it also bounds the memory that they need.
-_MOST_SECONDS = 1.0
+_MOST_SECONDS = 2.0
 _RANDOM_NUMBERS = "random: it draws different random numbers on each replica"
 _NOTHING_TO_VARY = "there is nothing to vary"
 _NO_NUMBERS = "the result on one device is not finite"
@@ -84,7 +83,7 @@ class Trial:
         self.outside: list[str] = []
         self.synthetic_values = ""
         self.counts = case.sizes()
-        self._seconds = math.inf
+        self._seconds = 0.0
         self.attributes: list[str] = []
         self.containers: list[str] = []
         self._original = self._at_begin = None
@@ -155,11 +154,16 @@ class Trial:
         return parts
 
     def _affordable(self, number: int) -> int:
-        """Returns how many rows to run, so that one step on one device takes a second at most."""
+        """Returns how many rows to run, so that a step on one device takes two seconds at most."""
         few = max(self._case.sizes()[0])
+        if number <= few or self._case.is_traced_static:
+            raise NotVerified(_NOTHING_TO_VARY)
+        # The first run took longer: TensorFlow prepared the graph.
+        self._steps(self._reference, self._originally(), self._examples[:1])
+        self._state.write(self._originally())
         while number > few and not self._agree(self._seconds * number / few <= _MOST_SECONDS):
             number //= 2
-        if number <= few or self._case.is_traced_static:
+        if number <= few:
             raise NotVerified(_NOTHING_TO_VARY)
         return number
 
@@ -299,7 +303,7 @@ class Trial:
             raise
         values = self._state.read()
         if run is self._reference:
-            self._seconds = min(self._seconds, time.perf_counter() - begin)
+            self._seconds = time.perf_counter() - begin
             values = self._state.as_on_first_replica(values)
         return outcome, values
 
