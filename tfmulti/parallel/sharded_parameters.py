@@ -100,7 +100,7 @@ def gather_in_calls(model: keras.Model) -> None:
 
 def refuse_other_optimizers(model: keras.Model) -> None:
     """Raises ValueError if a model with sharded weights has an optimizer that needs them whole."""
-    if not any(isinstance(v, parameters.ShardedParameter) for v in model.trainable_variables):
+    if not parameters.has_sharded(model):
         return
     for optimizer in model_contents.optimizers_in_use(model, nested=True):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
