@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tfmulti import checkpoint, cluster
 from tfmulti.runtime import command_line, console, files
+from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
 
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
@@ -96,6 +97,8 @@ def _end(error, config, with_traceback) -> int:
 
 def _train(config: TrainConfig, verbose: bool) -> int:
     task = _find_task(config) if config.strategy in _WITH_CLUSTER else None
+    if config.estimate_memory is None and not getattr(task, "has_servers", False):
+        techniques.check_workers(config, 1 if task is None else task.num_workers)
     if config.workdir and (task is None or task.is_chief):
         files.check_folder(config.workdir)
     command_line.import_tensorflow(verbose=verbose)
