@@ -102,6 +102,14 @@ def test_what_needs_other_processes_is_told_in_one_alone(arguments, received, mo
     assert received in done.stderr
 
 
+def test_servers_that_a_strategy_would_leave_idle_are_told():
+    tasks = {kind: [f"127.0.0.1:{i}"] for i, kind in enumerate(("chief", "worker", "ps"), 12345)}
+    text = json.dumps({"cluster": tasks, "task": {"type": "chief", "index": 0}})
+    done = run("--strategy=one_device", env={"TF_CONFIG": text})
+    assert done.returncode == command_line.ERROR
+    assert "Received: strategy='one_device', and a TF_CONFIG with parameter servers" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("tf_config", "word"),
     [
