@@ -372,6 +372,8 @@ def swapped(strategy, folder, name):
         saving = keras.callbacks.ModelCheckpoint(file, save_weights_only=True)
         more = {"callbacks": [swap, saving], "verbose": 0}
         history = model.fit(data, validation_data=rows(), epochs=2, **more).history
+        model.train_on_batch(rows()[0][:16], rows()[1][:16])
+        tfmulti.gather_optimizer_state(model)
         # Here they are not swapped back.
         model.predict(rows()[0], callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
         models.append(model)
