@@ -57,6 +57,9 @@ def create(case, devices=None, **settings):
 
 def fit(model, case, epochs=2, **settings):
     data = worker.batches(model.distribute_strategy, case)
+    if "callbacks" in case:
+        evaluated = case.get("x", worker.NUMBERS), case.get("y", worker.CLASSES)
+        settings |= {"callbacks": case["callbacks"](), "validation_data": evaluated}
     return model.fit(data, epochs=epochs, verbose=0, **settings).history
 
 
@@ -242,6 +245,18 @@ def test_dropout_draws_for_each_micro_batch_and_with_one_as_on_one_device():
     assert (rows[:2] != rows[2:]).any()
     [seed] = model.variables
     assert seed.numpy().tolist() == [3, 1]
+
+
+def test_a_model_whose_input_skips_a_stage_is_saved(tmp_path):
+    given = keras.Input((8,))
+    hidden = layers.Dense(8)(layers.Dense(8, "tanh")(given))
+    case = {
+        "model": lambda: keras.Model(given, layers.Dense(3)(layers.Concatenate()([hidden, given])))
+    }
+    stages = create(case, DEVICES)
+    stages.save(tmp_path / "saved.keras")
+    loaded = keras.models.load_model(tmp_path / "saved.keras")
+    assert worker.apart(stages, loaded) == 0
 
 
 @pytest.mark.slow

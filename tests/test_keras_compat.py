@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -280,6 +281,33 @@ def test_canary_an_optimizer_reads_a_variable_to_look_it_up():
         with without("Optimizer._var_key"):
             keras_compat.variable_index(optimizer, variable)
     assert read == [True, False]
+
+
+@pytest.mark.parametrize("name", ["_tf_swap_variables", "_tf_finalize_ema_values"])
+def test_canary_a_callback_asks_the_strategy_for_averages(name):
+    read = []
+
+    class Noting(keras.Variable):
+        @property
+        def value(self):
+            read.append(keras_compat.are_held_values())
+            return super().value
+
+    # Those of sharded state are no variables of the strategy.
+    average = keras.Variable([1.0])
+    with ours(1).scope():
+        weight, optimizer = Noting([3.0]), keras.optimizers.SGD(use_ema=True)
+        optimizer.build([weight])
+    object.__setattr__(optimizer, "_model_variables_moving_average", [average])
+    shards = types.SimpleNamespace(values=types.SimpleNamespace(keep_again=list))
+    object.__setattr__(optimizer, "tfmulti_shards", shards)
+    change = getattr(keras.callbacks.SwapEMAWeights(), name)
+    read.clear()
+    change(optimizer)
+    assert average.numpy() == [3.0] and all(read)
+    with without(f"SwapEMAWeights.{name}"), contextlib.suppress(AssertionError):
+        change(optimizer)
+    assert not read[-1]
 
 
 def test_canary_loss_scaling_looks_at_the_gradients_here(monkeypatch):

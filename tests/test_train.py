@@ -57,12 +57,57 @@ def test_help_imports_no_tensorflow_and_shows_every_flag_with_its_default():
             ["--strategy=one_device", "--pipeline_stages=2", "--estimate_memory=2"],
             ["`estimate_memory` is about workers", "pipeline_stages=2"],
         ),
+        (
+            ["--pipeline_stages=2", "--synchronize_every=3"],
+            ["Received: synchronize_every=3, pipeline_stages=2."],
+        ),
+        (
+            ["--tensor_parallel=x=column", "--synchronize_every=2"],
+            ["Received: synchronize_every=2, tensor_parallel='x=column'."],
+        ),
+        (
+            ["--compression=bfloat16", "--synchronize_every=2"],
+            ["Received: synchronize_every=2, compression='bfloat16'."],
+        ),
+        (
+            ["--shard=parameters", "--compression=bfloat16"],
+            ["Received: shard='parameters', compression='bfloat16'. Leave --compression out"],
+        ),
+        (
+            ["--pipeline_stages=2", "--compression=bfloat16"],
+            ["Received: pipeline_stages=2, compression='bfloat16'."],
+        ),
+        (["--micro_batches=8"], ["Received: micro_batches=8, and no pipeline_stages."]),
+        (["--tensor_parallel=dense/kernel=diagonal"], ["'diagonal' is none", "vocabulary"]),
+        (["--tensor_parallel=dense(/kernel=row"], ["must be a regular expression"]),
     ],
 )
 def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
     assert command.main(["train", *arguments]) == command_line.BAD_USAGE
     message = capsys.readouterr().err
     assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "received"),
+    [
+        (["--pipeline_stages=2"], "Received: pipeline_stages=2, 1 worker. Start"),
+        (["--num_ps=1"], "Received: num_ps=1, no TF_CONFIG"),
+    ],
+)
+def test_what_needs_other_processes_is_told_in_one_alone(arguments, received, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    done = run(*arguments, "--epochs=1")
+    assert done.returncode == command_line.ERROR
+    assert received in done.stderr
+
+
+def test_servers_that_a_strategy_would_leave_idle_are_told():
+    tasks = {kind: [f"127.0.0.1:{i}"] for i, kind in enumerate(("chief", "worker", "ps"), 12345)}
+    text = json.dumps({"cluster": tasks, "task": {"type": "chief", "index": 0}})
+    done = run("--strategy=one_device", env={"TF_CONFIG": text})
+    assert done.returncode == command_line.ERROR
+    assert "Received: strategy='one_device', and a TF_CONFIG with parameter servers" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_serve
 COMMUNICATIONS = ("auto", "ring", "nccl", "mpi")
 COMPRESSIONS = ("bfloat16", "float16")
 SHARDS = ("state", "parameters")
+SPLITS = ("column", "row", "vocabulary")
 SCALING_RULES = ("none", "linear", "sqrt")
 ON_NONFINITE = ("stop", "skip")
 RESUME = ("auto", "never")

@@ -35,7 +35,8 @@ class Comparison:
 
     A case is a dict with `model`, a function, and where they are not the usual ones `copies`, the
     model of the copies; `optimizer` and `loss`, functions; `metrics` and `compile`; `x`, `y` and
-    `global_batch_size`; `later`, which changes a model before it is compiled.
+    `global_batch_size`; `later`, which changes a model before it is compiled; `callbacks`, a
+    function, with which `fit` also evaluates.
 
     Attributes:
         divide: Function of a strategy, a model and its case, which gives parts of the model to
@@ -81,15 +82,21 @@ class Comparison:
         """How far divided models are from copies after two epochs, in weights and logs."""
         seen = {"weights": [], "history": [], "held": []}
         copies = self.create(strategy, case, "copies")
-        expected = copies.fit(self.batches(strategy, case), epochs=2, verbose=0).history
+        expected = self._fit(strategy, case, copies)
         for way in ways:
             model = self.create(strategy, case, way)
-            found = model.fit(self.batches(strategy, case), epochs=2, verbose=0).history
+            found = self._fit(strategy, case, model)
             seen["weights"].append(apart(copies, model))
             apart_in = [abs(a - b) for key in expected for a, b in zip(expected[key], found[key])]
             seen["history"].append(max(apart_in))
             seen["held"].append(self.held(model))
         return seen
+
+    def _fit(self, strategy, case, model):
+        more = {}
+        if "callbacks" in case:
+            more = {"callbacks": case["callbacks"](), "validation_data": self._rows(case)}
+        return model.fit(self.batches(strategy, case), epochs=2, verbose=0, **more).history
 
     def live(self, strategy, folder, case):
         """Trains, evaluates, predicts, saves, and resumes divided and from copies.

@@ -25,6 +25,8 @@ OVER_THE_RING = (
     "sharded_state_worker:adamw",
     "sharded_state_worker:table adamw",
     "sharded_parameters_worker:adamw",
+    "sharded_parameters_worker:loaded",
+    "sharded_parameters_worker:swapped",
     "verification_worker:own step",
     "verification_worker:wrong state",
     "verification_worker:unlike parts",

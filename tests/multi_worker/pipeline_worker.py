@@ -151,6 +151,14 @@ def accumulated():
     return optimizers.Adam(1e-3, gradient_accumulation_steps=2)
 
 
+def averaging():
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+
+
+def swapping():
+    return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+
+
 def scaled():
     return optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
 
@@ -179,6 +187,11 @@ TRAINED = {
     "clipped": {"model": dense, "optimizer": clipped},
     "accumulated": {"model": dense, "optimizer": accumulated},
     "scaled": {"model": dense, "optimizer": scaled},
+    "swapped averages": {
+        "model": dense,
+        "optimizer": averaging,
+        "callbacks": swapping,
+    },
     "eager": {"model": dense, "compile": {"run_eagerly": True}},
     "several steps": {"model": dense, "compile": {"steps_per_execution": 2}},
     "own step": {"model": lambda: stepping(CustomStep)},

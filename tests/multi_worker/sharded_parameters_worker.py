@@ -338,6 +338,49 @@ def life(strategy, folder, name):
     return {name: float(value) for name, value in seen.items()}
 
 
+def loaded(strategy, folder, name):
+    """A compiled model from a file goes on as the model did; so does one that is cloned."""
+    strategy.verify, file = "never", folder / "compiled.keras"
+    copies = build(strategy, optimizer="adamw", shard=None)
+    fit(copies, epochs=1, callbacks=[keras.callbacks.ModelCheckpoint(file)])
+    sharded = build(strategy, optimizer="adamw")
+    fit(sharded, epochs=1)
+    with strategy.scope(), tfmulti.sharded_parameters():
+        from_file = keras.models.load_model(file)
+        clone = keras.models.clone_model(sharded)
+    clone.set_weights(sharded.get_weights())
+    fresh = build(strategy, optimizer="adamw", shard=None)
+    fresh.set_weights(sharded.get_weights())
+    models = (copies, from_file, fresh, clone)
+    for model in models:
+        fit(model, epochs=1)
+    return {
+        "apart": [apart(copies, from_file), apart(fresh, clone)],
+        "steps": [int(model.optimizer.iterations.numpy()) for model in models],
+        "held": [held(model) for model in models],
+    }
+
+
+def swapped(strategy, folder, name):
+    """SwapEMAWeights evaluates, and with `swap_on_epoch` saves, with moving averages."""
+    strategy.verify, histories, models = "never", [], []
+    for shard in (None, "state", "parameters"):
+        model = build(strategy, optimizer="averages at the end", shard=shard)
+        data = tfmulti.distribute_train(rows(), strategy, 16, seed=3)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=name == "swapped")
+        file = folder / f"{shard}_{name}.weights.h5"
+        saving = keras.callbacks.ModelCheckpoint(file, save_weights_only=True)
+        more = {"callbacks": [swap, saving], "verbose": 0}
+        history = model.fit(data, validation_data=rows(), epochs=2, **more).history
+        model.train_on_batch(rows()[0][:16], rows()[1][:16])
+        tfmulti.gather_optimizer_state(model)
+        # Here they are not swapped back.
+        model.predict(rows()[0], callbacks=[keras.callbacks.SwapEMAWeights()], verbose=0)
+        models.append(model)
+        histories.append(history)
+    return {"histories": histories, "apart": [apart(models[0], other) for other in models[1:]]}
+
+
 def refusals(strategy, folder, name):
     """What is told."""
     strategy.verify = "never"
@@ -374,6 +417,9 @@ CASES = {
     "two optimizers": two_optimizers,
     "skips": skips,
     "life": life,
+    "loaded": loaded,
+    "swapped": swapped,
+    "swapped to evaluate": swapped,
     "refusals": refusals,
 }
 

@@ -148,6 +148,10 @@ def averaging():
     return optimizers.Nadam(0.01, use_ema=True, ema_overwrite_frequency=3)
 
 
+def swapping():
+    return [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+
+
 def scaled():
     return optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0)
 
@@ -233,6 +237,12 @@ TRAINED = {
         "optimizer": adam(gradient_accumulation_steps=2, global_clipnorm=0.1),
     },
     "averages": {"model": mlp, "layout": PAIR, "optimizer": averaging},
+    "swapped averages": {
+        "model": mlp,
+        "layout": PAIR,
+        "optimizer": averaging,
+        "callbacks": swapping,
+    },
     "scaled": {"model": mlp, "layout": PAIR, "optimizer": scaled},
     "eager": {"model": mlp, "layout": PAIR, "compile": {"run_eagerly": True}},
     "several steps": {"model": mlp, "layout": PAIR, "compile": {"steps_per_execution": 2}},

@@ -31,7 +31,7 @@ def fast_fixture(over_the_ring):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
-    names = (*SLOW, "settings", "two optimizers", "skips")
+    names = (*SLOW, "settings", "two optimizers", "skips", "swapped to evaluate")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, at_once=6, options=options)
 
@@ -69,6 +69,30 @@ def test_each_worker_holds_its_weights_and_their_slots(fast):
         assert slots <= sum(own) < 1.1 * slots
 
 
+def test_a_compiled_model_is_loaded_and_cloned_with_a_sharded_optimizer(fast):
+    for seen in (each["loaded"] for each in fast):
+        assert max(seen["apart"]) <= CLOSE["adamw"]
+        assert seen["steps"] == [6, 6, 3, 3]
+    (copies, slots), *_ = fast[0]["loaded"]["held"]
+    for way in (1, 3):
+        weights, own = zip(*(each["loaded"]["held"][way] for each in fast))
+        assert copies <= sum(weights) < 1.1 * copies
+        assert slots <= sum(own) < 1.1 * slots
+
+
+def assert_swapped(seen, name):
+    for each in (worker_seen[name] for worker_seen in seen):
+        assert max(each["apart"]) < 1e-6
+        copies, *others = each["histories"]
+        for other in others:
+            for key, values in copies.items():
+                np.testing.assert_allclose(other[key], values, rtol=2e-6)
+
+
+def test_a_callback_swaps_weights_and_their_averages(fast):
+    assert_swapped(fast, "swapped")
+
+
 def test_what_cannot_be_is_told(fast):
     early = [each["refusals"]["early"] for each in fast]
     # On the owner too, which would otherwise go on alone.
@@ -96,6 +120,11 @@ def test_weights_that_are_gathered_ahead_give_the_result_of_copies(ahead, case):
 def test_eager_steps_several_steps_and_half_precision(slow):
     for seen in slow:
         assert max(seen["settings"].values()) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_callback_swaps_averages_to_evaluate(slow):
+    assert_swapped(slow, "swapped to evaluate")
 
 
 @pytest.mark.slow

@@ -78,6 +78,13 @@ def resolve_cluster(
             _check_servers(cluster, servers, num_ps)
             if check_network:
                 _check_network(cluster, cluster.source, network_timeout, resolve_host)
+        elif num_ps is not None:
+            raise ClusterError(
+                "`num_ps` makes servers of the last tasks of a scheduler's job. "
+                f"Received: num_ps={num_ps}, no TF_CONFIG, and a process that was not started by "
+                "Slurm, Kubernetes or SageMaker. Leave num_ps out; python -m tfmulti.launch "
+                f"--num_workers 2 --num_ps {num_ps} starts servers on this machine."
+            )
         return cluster
     asked = {"type": task_type, "index": task_index}
     if tf_config is None:

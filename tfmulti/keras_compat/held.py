@@ -235,6 +235,41 @@ def finite_on_all(original, on_all):
     return check_finite
 
 
+def swap_held_averages(original, keep):
+    """Makes `SwapEMAWeights` swap what each worker holds of weights and averages.
+
+    Args:
+        original: `SwapEMAWeights._tf_swap_variables`.
+        keep: Function of the optimizer and the variables whose values have changed.
+    """
+
+    def swap(self, optimizer):
+        with held_values():
+            original(self, optimizer)
+        weights = optimizer._trainable_variables
+        keep(optimizer, [*weights, *optimizer._model_variables_moving_average])
+
+    return swap
+
+
+def end_with_held_averages(original, keep):
+    """Makes `SwapEMAWeights` assign weights to averages that are no variables of the strategy.
+
+    Args:
+        original: `SwapEMAWeights._tf_finalize_ema_values`.
+        keep: Function of the optimizer and the variables whose values have changed.
+    """
+
+    def assign_averages(self, optimizer):
+        averages = optimizer._model_variables_moving_average
+        with held_values():
+            for weight, average in zip(optimizer._trainable_variables, averages):
+                optimizer.assign(average, tf.convert_to_tensor(weight.value))
+        keep(optimizer, averages)
+
+    return assign_averages
+
+
 @contextlib.contextmanager
 def after_add_weight(function: Callable[[keras.Variable], None]) -> Iterator[None]:
     """Calls a function with each weight that layers create within the context, in this thread."""

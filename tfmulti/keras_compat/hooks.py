@@ -54,7 +54,8 @@ def end_epochs(original, settle, agree):
 def after_loading(original, distribute):
     """Makes the optimizer of a model distributed again that is loaded under a strategy.
 
-    A file contains the user's own optimizer, which `compile_from_config` recreates.
+    A file contains the user's own optimizer, which `compile_from_config` recreates. Keras then
+    creates its slots, which `distribute` must know of if the weights are sharded.
 
     Args:
         original: `Model.compile_from_config`.
@@ -62,7 +63,18 @@ def after_loading(original, distribute):
     """
 
     def compile_from_config(self, config):
-        original(self, config)
+        compile_model = self.compile
+
+        def compile_and_distribute(*args, **kwargs):
+            compile_model(*args, **kwargs)
+            distribute(self)
+
+        object.__setattr__(self, "compile", compile_and_distribute)
+        try:
+            original(self, config)
+        finally:
+            object.__delattr__(self, "compile")
+        # A model's own `compile_from_config` may have called something else.
         distribute(self)
 
     return compile_from_config

@@ -56,6 +56,11 @@ def of_optimizer(optimizer, *_, **__) -> bool:
     return in_scope() or is_ours(getattr(optimizer, "_distribution_strategy", None))
 
 
+def of_sharded_optimizer(_, optimizer=None) -> bool:
+    """When it is given an optimizer with sharded state."""
+    return marks.SHARDS.get(optimizer) is not None
+
+
 def of_value(value, *_, **__) -> bool:
     """On variables of one of our strategies, outside of steps."""
     return tf.executing_eagerly() and is_ours(getattr(value, "distribute_strategy", None))

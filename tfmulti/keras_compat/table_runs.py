@@ -13,7 +13,16 @@ from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
 
-from tfmulti.keras_compat import calls, coordination, hooks, patches, replacement, servers, steps
+from tfmulti.keras_compat import (
+    calls,
+    coordination,
+    held,
+    hooks,
+    patches,
+    replacement,
+    servers,
+    steps,
+)
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -159,6 +168,31 @@ _CALLS = (
     ),
 )
 
+_AVERAGES = tuple(
+    Replacement(
+        keras.callbacks.SwapEMAWeights,
+        name,
+        make,
+        replacement.of_sharded_optimizer,
+        repairs,
+        "test_canary_a_callback_asks_the_strategy_for_averages",
+        ("keep_swapped",),
+        ("optimizer",),
+    )
+    for name, make, repairs in (
+        (
+            "_tf_swap_variables",
+            held.swap_held_averages,
+            "weights and averages that only their owners have, which a callback cannot read",
+        ),
+        (
+            "_tf_finalize_ema_values",
+            held.end_with_held_averages,
+            "AssertionError: with sharded state, averages are no variables of the strategy",
+        ),
+    )
+)
+
 _DATA = (
     *(
         Replacement(
@@ -292,4 +326,13 @@ _FOR_A_TIME = (
 )
 
 
-ENTRIES = (*_OPTIMIZERS, *_NUMBERS, *_CALLS, *_DATA, *_REMAT, *_SERVERS, *_FOR_A_TIME)
+ENTRIES = (
+    *_OPTIMIZERS,
+    *_NUMBERS,
+    *_CALLS,
+    *_AVERAGES,
+    *_DATA,
+    *_REMAT,
+    *_SERVERS,
+    *_FOR_A_TIME,
+)

@@ -38,9 +38,9 @@ def checkpoint_activations(
     Args:
         model: A built model.
         layers: The layers that are blocks: a name, a pattern such as `"block_*"`, a layer, or
-            several of them. None for every layer of the model that contains layers; a Functional
-            or Sequential model without such layers is cut into about as many parts as the square
-            root of the number of its layers.
+            several of them. None for every layer of the model that contains layers and has
+            weights; a Functional or Sequential model without such layers is cut into about as many
+            parts as the square root of the number of its layers.
 
     Returns:
         The same model.
@@ -70,7 +70,7 @@ def checkpoint_activations(
 
 
 def _layers_with_layers(model):
-    """Returns the outermost layers of a model that contain layers."""
+    """Returns the outermost layers of a model that contain layers and have weights."""
     return [each for each in model.layers if each.weights and keras_compat.all_layers(each)]
 
 

@@ -18,6 +18,9 @@ from tfmulti.step.split_weights import SplitParameter
 def sharded_parameters() -> Iterator[None]:
     """Shards large weights as layers create them, so that no worker ever has the whole model.
 
+    Keras creates all weights of a subclassed model at once if a call builds it: have its `build`
+    build its layers. What `keras.models.load_model` compiles gets a sharded optimizer.
+
     Without it, `DistributedOptimizer(optimizer, shard="parameters")` shards the weights of a built
     model, which must fit on each worker until then. In one process large weights stay in host
     memory after their creation until `pipeline` moves them to the devices of their stages; those
@@ -100,7 +103,7 @@ def gather_in_calls(model: keras.Model) -> None:
 
 def refuse_other_optimizers(model: keras.Model) -> None:
     """Raises ValueError if a model with sharded weights has an optimizer that needs them whole."""
-    if not any(isinstance(v, parameters.ShardedParameter) for v in model.trainable_variables):
+    if not parameters.has_sharded(model):
         return
     for optimizer in model_contents.optimizers_in_use(model, nested=True):
         inner = getattr(optimizer, "inner_optimizer", optimizer)

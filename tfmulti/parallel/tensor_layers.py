@@ -10,12 +10,13 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
+from tfmulti.choices import SPLITS
 from tfmulti.parallel.group_rows import Group, real_rows, with_padding
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import current_replica_batch, parameters, sparse_gradients
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
 
-COLUMN, ROW, VOCABULARY = KINDS = ("column", "row", "vocabulary")
+COLUMN, ROW, VOCABULARY = KINDS = SPLITS
 
 _WEIGHTS = {
     keras.layers.Dense: "kernel",

@@ -10,7 +10,14 @@ import keras
 from tfmulti import keras_compat, marks
 from tfmulti.choices import COMPRESSIONS, SHARDS
 from tfmulti.settings import check_choice, check_whole_number
-from tfmulti.step import finite, gradients, local_steps, model_contents, sharded_state
+from tfmulti.step import (
+    finite,
+    gradients,
+    local_steps,
+    model_contents,
+    parameters,
+    sharded_state,
+)
 
 
 def DistributedOptimizer(
@@ -140,10 +147,14 @@ def distribute_optimizers(
 
 
 def distribute_loaded(model: keras.Model) -> None:
-    """Makes the optimizers of a model that was loaded in a strategy's scope distributed."""
+    """Makes the optimizers of a model that was loaded in a strategy's scope distributed.
+
+    If the model was loaded within `sharded_parameters`, they update each weight on its owner.
+    """
     strategy = model.distribute_strategy
     if keras_compat.is_ours(strategy) and strategy.num_replicas_in_sync > 1:
-        distribute_optimizers(model)
+        shard = "parameters" if parameters.has_sharded(model) else None
+        distribute_optimizers(model, shard=shard)
 
 
 def _undo(optimizer):

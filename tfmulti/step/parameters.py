@@ -169,6 +169,11 @@ def is_large(variable: keras.Variable) -> bool:
     return dtype in _FLOATS and owners.bytes_of(variable) >= LARGE_BYTES
 
 
+def has_sharded(model: keras.Model) -> bool:
+    """Whether a model has sharded weights that are trained."""
+    return any(isinstance(each, ShardedParameter) for each in model.trainable_variables)
+
+
 def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
     """Whether a layer may change a variable in its calls, as batch normalization does."""
     changes = not keras_compat.is_stock(type(layer))

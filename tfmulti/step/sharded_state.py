@@ -140,6 +140,21 @@ def gather_optimizer_state(model: keras.Model) -> None:
         sharded[0].parameters.values.keep(sharded)
 
 
+def keep_swapped(optimizer: keras.optimizers.Optimizer, variables) -> None:
+    """Keeps the values of weights and slots that a callback has changed between two updates.
+
+    Args:
+        optimizer: An optimizer with sharded state.
+        variables: Its weights and slots that were changed, on every worker.
+    """
+    marks.SHARDS.get(optimizer).values.keep_again(
+        [each for each in variables if isinstance(each, slots.SlotVariable)]
+    )
+    for variable in variables:
+        if isinstance(variable, parameters.ShardedParameter):
+            variable.parameters.values.keep_again([variable])
+
+
 class Shards:
     """The sharded state of an optimizer: which worker keeps which slots, and how updates are sent.
 

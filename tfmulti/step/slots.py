@@ -136,7 +136,7 @@ class OwnedValues:
         """
         if is_gathering():
             return self.gathered(variable)
-        if self._kept_at.get(_number_of(variable)) != self._step(variable):
+        if not self._is_kept(variable):
             # On the owner too: if only the other workers failed, it would wait for them later.
             raise RuntimeError(
                 "Sharded values are gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
@@ -157,6 +157,10 @@ class OwnedValues:
         for variable in variables:
             self.keep_value(variable, self.gathered(variable))
 
+    def keep_again(self, variables) -> None:
+        """Keeps the new values of variables that were kept and have changed since; a collective."""
+        self.keep([v for v in variables if self._is_kept(v)])
+
     def keep_value(self, variable, value):
         """Keeps a variable's whole value, which all workers know at this step; returns it."""
         if tf.executing_eagerly():
@@ -168,6 +172,9 @@ class OwnedValues:
     def forget(self, variable) -> None:
         """Forgets a kept value, before steps that may change it."""
         self._kept_at.pop(_number_of(variable), None)
+
+    def _is_kept(self, variable) -> bool:
+        return self._kept_at.get(_number_of(variable)) == self._step(variable)
 
     def _file(self, variable) -> Path:
         return Path(self._folder.name) / f"{_number_of(variable)}.npy"

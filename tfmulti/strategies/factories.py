@@ -24,6 +24,7 @@ from tfmulti.step import (
     gradients,
     local_steps,
     losses,
+    sharded_state,
     whole_batch,
 )
 from tfmulti.step.optimizer import distribute_loaded
@@ -217,6 +218,7 @@ def _repair_keras():
         gradients_are_global=gradients.has_reduced,
         in_step=gradients.in_step,
         inlines=gradients.inlines_functions,
+        keep_swapped=sharded_state.keep_swapped,
         keeps_means=losses.keeps_means,
         more_callbacks=stock_callbacks.callbacks_for,
         once_built=checks.verify_once_built,

@@ -5,11 +5,14 @@ Imports no TensorFlow until the flags and the cluster have been checked.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
 
 from tfmulti import checkpoint, cluster
 from tfmulti.runtime import command_line, console, files
+from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
 
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
@@ -62,6 +65,21 @@ def _find_task(config, **settings):
     )
 
 
+def _refuse_servers(config):
+    """Raises ValueError for a job with parameter servers and a strategy that leaves them idle."""
+    found, given = None, os.environ.get("TF_CONFIG")
+    # What else it has does not matter to such a strategy.
+    with contextlib.suppress(cluster.ClusterError):
+        environ = {"TF_CONFIG": given} if given else {}
+        found = cluster.resolve_cluster(environ=environ, servers=True, check_network=False)
+    if found is not None and found.has_servers:
+        raise ValueError(
+            "A job with parameter servers needs --strategy parameter_server, or auto. Received: "
+            f"strategy={config.strategy!r}, and a TF_CONFIG with parameter servers. "
+            "Use --strategy parameter_server, or start the workers without --num_ps."
+        )
+
+
 def _find_worker(config):
     """Returns this worker of `multi_worker` once TensorFlow is there, else None."""
     if "tensorflow" not in sys.modules or config.strategy not in ("auto", "multi_worker"):
@@ -95,7 +113,13 @@ def _end(error, config, with_traceback) -> int:
 
 
 def _train(config: TrainConfig, verbose: bool) -> int:
-    task = _find_task(config) if config.strategy in _WITH_CLUSTER else None
+    task = None
+    if config.strategy in _WITH_CLUSTER:
+        task = _find_task(config)
+    else:
+        _refuse_servers(config)
+    if config.estimate_memory is None and not getattr(task, "has_servers", False):
+        techniques.check_workers(config, 1 if task is None else task.num_workers)
     if config.workdir and (task is None or task.is_chief):
         files.check_folder(config.workdir)
     command_line.import_tensorflow(verbose=verbose)

@@ -23,6 +23,7 @@ from tfmulti.cluster.roles import check_num_ps
 from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS
+from tfmulti.train import techniques
 
 _NOT_ON_SERVERS = (
     "audit_shards",
@@ -226,7 +227,7 @@ class TrainConfig:
             )
         self._check_logical_cpus()
         self._check_servers()
-        self._check_techniques()
+        techniques.check(self)
 
     def _check_logical_cpus(self):
         if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
@@ -260,72 +261,6 @@ class TrainConfig:
                 f"Received: {name}={getattr(self, name)!r}. "
                 f"Leave --{name} out, or use --strategy multi_worker."
             )
-
-    def _check_techniques(self):
-        self._check_stages()
-        self._check_layout()
-        if self.synchronize_every > 1:
-            self._check_local_steps()
-
-    def _check_stages(self):
-        if not self.pipeline_stages:
-            return
-        received = f"Received: pipeline_stages={self.pipeline_stages}, "
-        if self.shard == "state":
-            raise ValueError(
-                "`pipeline_stages` keeps weights and slots with the worker of their stage. "
-                f"{received}shard='state'. Leave --shard out."
-            )
-        if self.strategy in ("mirrored", "tpu"):
-            raise ValueError(
-                "`pipeline_stages` needs one_device, whose devices then have a stage each, or "
-                f"workers. {received}strategy={self.strategy!r}. Use --strategy one_device, or "
-                f"python -m tfmulti.launch --num_workers {self.pipeline_stages} --mpi with "
-                "--strategy multi_worker."
-            )
-        if not self.has_stages_on_devices:
-            return
-        if 0 < self.logical_cpus < self.pipeline_stages:
-            raise ValueError(
-                "`logical_cpus` must be at least `pipeline_stages`: each stage is on one. "
-                f"{received}logical_cpus={self.logical_cpus}. "
-                f"Use --logical_cpus {self.pipeline_stages}, or leave it out to use GPUs."
-            )
-        if self.estimate_memory is not None:
-            raise ValueError(
-                "`estimate_memory` is about workers with the whole model each. "
-                f"{received}estimate_memory={self.estimate_memory}, strategy='one_device'. "
-                "Leave --pipeline_stages out of the estimate."
-            )
-
-    def _check_layout(self):
-        if self.tensor_parallel is None:
-            return
-        if not all("=" in item for item in self.tensor_parallel.split(",")):
-            raise ValueError(
-                "`tensor_parallel` must be patterns and kinds of splits, as in "
-                f"dense/kernel=column. Received: tensor_parallel={self.tensor_parallel!r}. "
-                "Write PATTERN=KIND,PATTERN=KIND."
-            )
-        for name, value in (("pipeline_stages", self.pipeline_stages), ("shard", self.shard)):
-            if value not in (None, "parameters"):
-                raise ValueError(
-                    "`tensor_parallel` keeps parts of weights and slots on each worker. Received: "
-                    f"tensor_parallel={self.tensor_parallel!r}, {name}={value!r}. "
-                    f"Leave --{name} out."
-                )
-
-    def _check_local_steps(self):
-        others = (
-            ("shard", self.sharded, "all weights and slots on every worker"),
-            ("compression", self.compression, "no compression: no gradients are sent"),
-        )
-        for name, value, needs in others:
-            if value is not None:
-                raise ValueError(
-                    f"`synchronize_every` above 1 needs {needs}. Received: synchronize_every="
-                    f"{self.synchronize_every}, {name}={value!r}. Leave one of them out."
-                )
 
     @property
     def has_stages_on_devices(self) -> bool:

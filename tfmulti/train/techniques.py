@@ -1,0 +1,143 @@
+"""The flags of a run that divide a model or its training over workers, checked together."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from tfmulti.choices import SPLITS
+
+if TYPE_CHECKING:
+    from tfmulti.train.config import TrainConfig
+
+
+def check(config: TrainConfig) -> None:
+    """Raises ValueError for flags of techniques that are invalid, or exclude each other."""
+    if config.pipeline_stages:
+        _check_stages(config)
+    else:
+        _check_no_stages(config)
+    if config.tensor_parallel is not None:
+        _check_layout(config)
+    if config.compression is not None:
+        _check_compression(config)
+    if config.synchronize_every > 1:
+        _check_local_steps(config)
+
+
+def check_workers(config: TrainConfig, num_workers: int) -> None:
+    """Raises ValueError if there are not as many workers as the stages of a pipeline need.
+
+    Args:
+        config: The run.
+        num_workers: The number of workers; 1 for a process of its own.
+    """
+    stages = config.pipeline_stages
+    if not stages or config.has_stages_on_devices or num_workers % stages == 0:
+        return
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    raise ValueError(
+        "`pipeline_stages` needs a worker for each stage, or a multiple of that. Received: "
+        f"pipeline_stages={stages}, {workers}. Start python -m tfmulti.launch --num_workers "
+        f"{stages} --mpi -- python -m tfmulti.train, or use --strategy one_device for stages on "
+        f"the GPUs of this process, or on --logical_cpus {stages}."
+    )
+
+
+def _check_no_stages(config):
+    default = config.__dataclass_fields__["micro_batches"].default
+    if config.micro_batches != default:
+        raise ValueError(
+            "`micro_batches` are the parts in which rows pass through the stages of a pipeline. "
+            f"Received: micro_batches={config.micro_batches}, and no pipeline_stages. "
+            "Use --pipeline_stages 2, say, or leave --micro_batches out."
+        )
+
+
+def _check_stages(config):
+    received = f"Received: pipeline_stages={config.pipeline_stages}, "
+    if config.shard == "state":
+        raise ValueError(
+            "`pipeline_stages` keeps weights and slots with the worker of their stage. "
+            f"{received}shard='state'. Leave --shard out."
+        )
+    if config.strategy in ("mirrored", "tpu"):
+        raise ValueError(
+            "`pipeline_stages` needs one_device, whose devices then have a stage each, or "
+            f"workers. {received}strategy={config.strategy!r}. Use --strategy one_device, or "
+            f"python -m tfmulti.launch --num_workers {config.pipeline_stages} --mpi with "
+            "--strategy multi_worker."
+        )
+    if not config.has_stages_on_devices:
+        return
+    if 0 < config.logical_cpus < config.pipeline_stages:
+        raise ValueError(
+            "`logical_cpus` must be at least `pipeline_stages`: each stage is on one. "
+            f"{received}logical_cpus={config.logical_cpus}. "
+            f"Use --logical_cpus {config.pipeline_stages}, or leave it out to use GPUs."
+        )
+    if config.estimate_memory is not None:
+        raise ValueError(
+            "`estimate_memory` is about workers with the whole model each. "
+            f"{received}estimate_memory={config.estimate_memory}, strategy='one_device'. "
+            "Leave --pipeline_stages out of the estimate."
+        )
+
+
+def _check_layout(config):
+    given = f"Received: tensor_parallel={config.tensor_parallel!r}"
+    if not all("=" in item for item in config.tensor_parallel.split(",")):
+        raise ValueError(
+            "`tensor_parallel` must be patterns and kinds of splits, as in "
+            f"dense/kernel=column. {given}. Write PATTERN=KIND,PATTERN=KIND."
+        )
+    for pattern, kind in config.layout.items():
+        if kind not in SPLITS:
+            raise ValueError(
+                f"`tensor_parallel` must name one of {', '.join(SPLITS)} for each pattern. "
+                f"{given}, in which {kind!r} is none of them. Use column for a layer's outputs, "
+                "row for its inputs, vocabulary for the rows of a table."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                "Each pattern of `tensor_parallel` must be a regular expression. "
+                f"{given}, in which {pattern!r} is none: {error}. "
+                "Use for example dense/kernel=column."
+            ) from error
+    for name, value in (("pipeline_stages", config.pipeline_stages), ("shard", config.shard)):
+        if value not in (None, "parameters"):
+            raise ValueError(
+                "`tensor_parallel` keeps parts of weights and slots on each worker. "
+                f"{given}, {name}={value!r}. Leave --{name} out."
+            )
+
+
+def _check_compression(config):
+    if config.sharded == "parameters":
+        name, value = _sharding_flag(config)
+        raise ValueError(
+            f"Gradients are sent in full precision with `{name}`. Received: {name}={value!r}, "
+            f"compression={config.compression!r}. Leave --compression out."
+        )
+
+
+def _check_local_steps(config):
+    others = (
+        (*_sharding_flag(config), "all weights and slots on every worker"),
+        ("compression", config.compression, "no compression: no gradients are sent"),
+    )
+    for name, value, needs in others:
+        if value is not None:
+            raise ValueError(
+                f"`synchronize_every` above 1 needs {needs}. Received: synchronize_every="
+                f"{config.synchronize_every}, {name}={value!r}. Leave one of them out."
+            )
+
+
+def _sharding_flag(config):
+    """Returns the flag that divides weights or slots over workers, and its value or None."""
+    names = ("pipeline_stages", "tensor_parallel", "shard")
+    given = [name for name in names if getattr(config, name) is not None]
+    return (given or names)[0], getattr(config, given[0]) if given else None
