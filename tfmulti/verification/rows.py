@@ -146,22 +146,22 @@ def gather_local(strategy: tf.distribute.Strategy, batch):
     return tf.nest.map_structure(join, batch, expand_composites=False)
 
 
-def of_the_chief(rows: Rows, known: tuple, strategy, broadcast) -> tuple:
+def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:
     """Gives every worker the chief's rows, and returns what the chief knows; it is a collective.
 
     Args:
-        rows: Rows; its `parts` and `many` become the chief's.
+        chosen: Rows; its `parts` and `many` become the chief's.
         known: What this worker knows of the data.
         strategy: The strategy.
         broadcast: Function of the strategy and the chief's bytes, which are None elsewhere.
     """
     data = None
     if topology.is_chief(strategy):
-        flat = [tf.nest.flatten(each, expand_composites=True) for each in (rows.parts, rows.many)]
+        flat = [tf.nest.flatten(each, expand_composites=True) for each in (chosen.parts, chosen.many)]
         data = pickle.dumps(([[tensor.numpy() for tensor in each] for each in flat], known))
     (parts, many), known = pickle.loads(broadcast(strategy, data))
-    structure = rows.parts
-    rows.parts, rows.many = (
+    structure = chosen.parts
+    chosen.parts, chosen.many = (
         tf.nest.pack_sequence_as(structure, list(map(tf.constant, each)), expand_composites=True)
         if each
         else []
