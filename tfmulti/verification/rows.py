@@ -157,7 +157,9 @@ def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:
     """
     data = None
     if topology.is_chief(strategy):
-        flat = [tf.nest.flatten(each, expand_composites=True) for each in (chosen.parts, chosen.many)]
+        flat = [
+            tf.nest.flatten(each, expand_composites=True) for each in (chosen.parts, chosen.many)
+        ]
         data = pickle.dumps(([[tensor.numpy() for tensor in each] for each in flat], known))
     (parts, many), known = pickle.loads(broadcast(strategy, data))
     structure = chosen.parts
