@@ -176,6 +176,27 @@ def test_a_train_step_without_scale_loss(loss_fn):
     assert_one_devices_result(lambda: CustomStep(loss_fn), rows()[:2], loss="mse")
 
 
+class OwnTracker(keras.Sequential):
+    """Its own metric, weighted by the number of rows, has the name of Keras's in the logs."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.tracker = keras.metrics.Mean(name="own")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"loss": self.tracker.result()}
+
+
+def test_a_metric_that_is_weighted_by_rows_and_logged_by_another_name():
+    assert_one_devices_result(lambda: OwnTracker([keras.layers.Dense(1)]), rows()[:2], loss="mse")
+
+
 def test_a_bare_optimizer_keeps_keras_scaling():
     # Whole, even batches: a bare optimizer is right too, as in stock Keras.
     def fit(num_replicas):
