@@ -235,3 +235,20 @@ def test_a_mean_that_is_added():
 def test_a_sum_that_is_added_is_refused():
     with pytest.raises(ValueError, match="add_loss that sums over the batch, in Adds"):
         train(2, adding(tf.reduce_sum), rows()[:2], loss="mse")
+
+
+def test_losses_of_rows_that_are_added_are_exact_as_the_error_advises():
+    """Keras adds a vector up, as in keras.io's CTCLayer."""
+
+    def of_rows(squares):
+        return 0.1 * tf.reduce_mean(squares, axis=-1)
+
+    with pytest.raises(ValueError, match=r"add_loss\(tf.reduce_sum\(tfmulti.gather_batch\(losses"):
+        train(2, adding(of_rows), rows()[:2], loss="mse")
+
+    def advised(squares):
+        return tf.reduce_sum(tfmulti.gather_batch(of_rows(squares)))
+
+    assert_one_devices_result(adding(advised), rows()[:2], loss="mse")
+    one = train(1, adding(of_rows), rows()[:2], loss="mse")
+    np.testing.assert_allclose(train(2, adding(advised), rows()[:2], loss="mse")[0], one[0], 1e-5)
