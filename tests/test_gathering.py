@@ -239,8 +239,8 @@ class Retrieval(keras.Model):
     [
         keras_sum,
         pytest.param(keras_mean, marks=pytest.mark.slow),
-        keras_weighted_mean,
-        tensorflow_average,
+        pytest.param(keras_weighted_mean, marks=pytest.mark.slow),
+        pytest.param(tensorflow_average, marks=pytest.mark.slow),
         vector,
         keras_sum_of_own_views,
     ],

@@ -33,13 +33,17 @@ def has_gathered_rows(tensor) -> bool:
     replica_batch = current_replica_batch()
     if replica_batch is None or not replica_batch.gathered or not tf.is_symbolic_tensor(tensor):
         return False
+    if tensor.shape.rank == 0:
+        return False
     gathered = {each.name: each for each in replica_batch.gathered if each.graph is tensor.graph}
     if tensor.name in gathered:
         return True
     nodes, reached = _ancestors(tensor, gathered)
-    if not reached or tensor.shape.rank == 0:
+    try:
+        rows = _infer_rows(tensor, nodes, [gathered[name] for name in reached]) if reached else None
+    except ValueError:
+        # Other rows do not fit, so the tensor needs both; or the graph has more than 2 GiB.
         return False
-    rows = _infer_rows(tensor, nodes, [gathered[name] for name in reached])
     return bool(rows) and rows % _MARK == 0
 
 
@@ -72,9 +76,5 @@ def _infer_rows(tensor, nodes, gathered) -> int | None:
             each.name: tf.compat.v1.placeholder(each.dtype, [_MARK, *each.shape[1:]])
             for each in gathered
         }
-        try:
-            [copied] = tf.graph_util.import_graph_def(part, known, [tensor.name], name="")
-        except ValueError:
-            # Other rows do not fit: the tensor needs both.
-            return None
+        [copied] = tf.graph_util.import_graph_def(part, known, [tensor.name], name="")
     return copied.shape[0] if copied.shape.rank else None
