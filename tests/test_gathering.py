@@ -263,6 +263,15 @@ def test_losses_of_gathered_rows_in_a_step(loss_of, num_rows):
     np.testing.assert_allclose(two[1], one[1], rtol=1e-5)
 
 
+def test_a_keras_sum_of_gathered_rows_in_an_eager_step_is_told():
+    """No graph shows there that the rows are those of the whole batch."""
+    with create_strategy(2).scope():
+        model = Retrieval(keras_sum)
+        model.compile(keras.optimizers.SGD(0.02), run_eagerly=True)
+    with pytest.raises(ValueError, match="gathered rows with tf.reduce_sum, not with reduction"):
+        model.fit(np.random.RandomState(0).randn(24, 4).astype("float32"), batch_size=12, verbose=0)
+
+
 @pytest.mark.slow
 def test_without_the_gather_it_is_not_one_devices(monkeypatch):
     one = train(1, 43)

@@ -56,7 +56,8 @@ ADVICE = {
     "add_loss(tf.reduce_sum(tfmulti.gather_batch(losses))). A mean over rows, "
     "add_loss(ops.mean(losses)), is exact as it is, but another loss.",
     BATCH_ADD_LOSS: f"Compute the added loss from {ALL_ROWS}.",
-    SCALED: f"Write the loss as on one device: {_MEAN}.",
+    SCALED: f"Write the loss as on one device: {_MEAN}. With run_eagerly=True add losses of "
+    "gathered rows with tf.reduce_sum, not with reduction='sum'.",
     SUM_STEP: f"Write the loss as {_MEAN}; to keep the sum, as "
     "tf.reduce_sum(tfmulti.gather_batch(losses)) of one number for each row.",
     INPUT_GRADIENT: "Differentiate a sum over rows (reduce_sum) of terms that each depend on one "
