@@ -162,6 +162,116 @@ def test_padding_is_left_out(num_replicas):
     np.testing.assert_allclose(padded[0], one[0], rtol=0, atol=1e-6)
 
 
+def logits_of(model, x, views=1):
+    """Each replica's rows, or views of them, against the rows of the whole batch."""
+    left, right = model.left(x), model.right(x)
+    return tf.matmul(tf.concat([left] * views, 0), tfmulti.gather_batch(right), transpose_b=True)
+
+
+def whole_logits(model, x):
+    left, right = tfmulti.gather_batch((model.left(x), model.right(x)))
+    return tf.matmul(left, right, transpose_b=True)
+
+
+def by_keras(reduction, labels, logits, weights=None):
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True, reduction=reduction)
+    return loss(labels, logits, weights)
+
+
+def own_row(logits):
+    return tf.eye(tf.shape(logits)[0])
+
+
+def keras_sum(model, x):
+    logits = whole_logits(model, x)
+    return by_keras("sum", own_row(logits), logits)
+
+
+def keras_mean(model, x):
+    logits = whole_logits(model, x)
+    return by_keras("sum_over_batch_size", own_row(logits), logits)
+
+
+def keras_weighted_mean(model, x):
+    logits = whole_logits(model, x)
+    weights = tf.reduce_sum(tf.abs(tfmulti.gather_batch(x)), -1)
+    return by_keras("mean_with_sample_weight", own_row(logits), logits, weights)
+
+
+def tensorflow_average(model, x):
+    logits = whole_logits(model, x)
+    losses = tf.nn.softmax_cross_entropy_with_logits(own_row(logits), logits)
+    return tf.nn.compute_average_loss(losses, global_batch_size=12)
+
+
+def vector(model, x):
+    """A tape adds the losses of the gathered rows."""
+    logits = whole_logits(model, x)
+    losses = keras.losses.categorical_crossentropy(own_row(logits), logits, from_logits=True)
+    return (losses + losses) / 2
+
+
+def keras_sum_of_own_views(model, x):
+    """Two views of this replica's rows: with two replicas as many as all rows."""
+    logits = logits_of(model, x, views=2)
+    labels = tf.ones_like(logits) / tf.cast(tf.shape(logits)[1], logits.dtype)
+    return by_keras("sum", labels, logits)
+
+
+class Retrieval(keras.Model):
+    """A step with a loss of gathered rows."""
+
+    def __init__(self, loss_of):
+        super().__init__()
+        self.left, self.right = keras.layers.Dense(3), keras.layers.Dense(3)
+        self.loss_of = loss_of
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(self, x)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"value": tf.reduce_mean(loss)}
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        keras_sum,
+        pytest.param(keras_mean, marks=pytest.mark.slow),
+        pytest.param(keras_weighted_mean, marks=pytest.mark.slow),
+        pytest.param(tensorflow_average, marks=pytest.mark.slow),
+        vector,
+        keras_sum_of_own_views,
+    ],
+)
+@pytest.mark.parametrize("num_rows", [24, pytest.param(29, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("error:.*not verified")
+def test_losses_of_gathered_rows_in_a_step(loss_of, num_rows):
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas).scope():
+            model = Retrieval(loss_of)
+            model.compile(keras.optimizers.SGD(0.02))
+        x = np.random.RandomState(0).randn(num_rows, 4).astype("float32")
+        data = tf.data.Dataset.from_tensor_slices(x).batch(12)
+        history = model.fit(data, epochs=2, verbose=0).history["value"]
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    one, two = fit(1), fit(2)
+    np.testing.assert_allclose(two[0], one[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(two[1], one[1], rtol=1e-5)
+
+
+def test_a_keras_sum_of_gathered_rows_in_an_eager_step_is_told():
+    """No graph shows there that the rows are those of the whole batch."""
+    with create_strategy(2).scope():
+        model = Retrieval(keras_sum)
+        model.compile(keras.optimizers.SGD(0.02), run_eagerly=True)
+    with pytest.raises(ValueError, match="gathered rows with tf.reduce_sum, not with reduction"):
+        model.fit(np.random.RandomState(0).randn(24, 4).astype("float32"), batch_size=12, verbose=0)
+
+
 @pytest.mark.slow
 def test_without_the_gather_it_is_not_one_devices(monkeypatch):
     one = train(1, 43)

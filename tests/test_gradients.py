@@ -211,6 +211,43 @@ def test_a_step_by_hand_gives_one_devices_result(step):
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-6)
 
 
+def product_with_hessian(model, data):
+    """Back over back, with the vector as `output_gradients`."""
+    variables = model.trainable_variables
+    with tf.GradientTape() as outer:
+        grads, loss = take_gradients(model, data)
+    vector = [tf.ones_like(grad) for grad in grads]
+    products = outer.gradient(grads, variables, output_gradients=vector)
+    model.optimizer.apply([g + 0.1 * p for g, p in zip(grads, products)], variables)
+    return {"loss": loss}
+
+
+def in_two_parts(model, data):
+    """Output gradients of rows: not reduced by the tape, but by the optimizer."""
+    x, y = data
+    with tf.GradientTape() as first:
+        logits = model(x, training=False)
+    with tf.GradientTape() as second:
+        second.watch(logits)
+        losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        loss = tf.reduce_mean(losses)
+    of_logits = second.gradient(loss, logits)
+    grads = first.gradient(logits, model.trainable_variables, output_gradients=of_logits)
+    model.optimizer.apply(grads, model.trainable_variables)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("step", "eager"),
+    [(product_with_hessian, False), (product_with_hessian, True), (in_two_parts, False)],
+)
+def test_output_gradients_give_one_devices_result(step, eager):
+    weights, losses = train(3, step, eager)
+    expected, expected_losses = train(1, step)
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_eager_steps_by_hand_too():
     np.testing.assert_allclose(

@@ -176,6 +176,27 @@ def test_a_train_step_without_scale_loss(loss_fn):
     assert_one_devices_result(lambda: CustomStep(loss_fn), rows()[:2], loss="mse")
 
 
+class OwnTracker(keras.Sequential):
+    """Its own metric, weighted by the number of rows, has the name of Keras's in the logs."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.tracker = keras.metrics.Mean(name="own")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+        return {"loss": self.tracker.result()}
+
+
+def test_a_metric_that_is_weighted_by_rows_and_logged_by_another_name():
+    assert_one_devices_result(lambda: OwnTracker([keras.layers.Dense(1)]), rows()[:2], loss="mse")
+
+
 def test_a_bare_optimizer_keeps_keras_scaling():
     # Whole, even batches: a bare optimizer is right too, as in stock Keras.
     def fit(num_replicas):
@@ -214,3 +235,20 @@ def test_a_mean_that_is_added():
 def test_a_sum_that_is_added_is_refused():
     with pytest.raises(ValueError, match="add_loss that sums over the batch, in Adds"):
         train(2, adding(tf.reduce_sum), rows()[:2], loss="mse")
+
+
+def test_losses_of_rows_that_are_added_are_exact_as_the_error_advises():
+    """Keras adds a vector up, as in keras.io's CTCLayer."""
+
+    def of_rows(squares):
+        return 0.1 * tf.reduce_mean(squares, axis=-1)
+
+    with pytest.raises(ValueError, match=r"add_loss\(tf.reduce_sum\(tfmulti.gather_batch\(losses"):
+        train(2, adding(of_rows), rows()[:2], loss="mse")
+
+    def advised(squares):
+        return tf.reduce_sum(tfmulti.gather_batch(of_rows(squares)))
+
+    assert_one_devices_result(adding(advised), rows()[:2], loss="mse")
+    one = train(1, adding(of_rows), rows()[:2], loss="mse")
+    np.testing.assert_allclose(train(2, adding(advised), rows()[:2], loss="mse")[0], one[0], 1e-5)

@@ -179,6 +179,37 @@ def test_sources_of_batches(source):
         assert_same(one, train(num_replicas))
 
 
+WINDOWS = np.random.RandomState(0).rand(60, 3).astype("float32")
+
+
+def windows():
+    return keras.utils.timeseries_dataset_from_array(
+        WINDOWS[:50], WINDOWS[10:, 0], sequence_length=10, batch_size=8
+    )
+
+
+def windows_from_python():
+    spec = tuple(tf.TensorSpec(shape, "float32") for shape in ((None, None, 3), (None,)))
+    return tf.data.Dataset.from_generator(lambda: iter(windows()), output_signature=spec)
+
+
+@pytest.mark.parametrize("create", [windows, windows_from_python])
+def test_a_dataset_that_does_not_tell_the_size_of_a_row(create):
+    """The model takes ten steps, and no other number."""
+
+    def train(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas).scope():
+            inputs = keras.Input((10, 3))
+            outputs = keras.layers.Dense(1)(keras.layers.SimpleRNN(4)(inputs))
+            model = keras.Model(inputs, outputs)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model.fit(create(), verbose=0).history | {"weights": weights_of(model)}
+
+    assert create().element_spec[0].shape.as_list() == [None, None, 3]
+    assert_same(train(1), train(2))
+
+
 @pytest.mark.parametrize("made", ["optimizer", "metric", "layer"])
 def test_what_is_made_outside_of_the_scope_is_refused(made):
     """Each replica would add to the same iterations, counts or weights."""

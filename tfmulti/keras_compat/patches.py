@@ -56,6 +56,16 @@ def build_from_one_replica(
         refuse: Function of a model that could not be built, which raises an error if it knows why.
     """
 
+    def build_from(model, batch):
+        if lacks_call(model):
+            model.built = True
+        by_step = build_by_step(model, batch)
+        # Keras asks losses and metrics of `compile` for results even if the step ignores them.
+        with contextlib.suppress(Exception) if by_step else contextlib.nullcontext():
+            if not by_step or _has_built_layers(model):
+                strategy = model._distribute_strategy
+                _build_by_call(model, strategy, first_local_value(strategy, batch))
+
     def build(model, iterator=None, data_batch=None):
         strategy = model._distribute_strategy
         if strategy is None:
@@ -65,15 +75,7 @@ def build_from_one_replica(
             before_pass(strategy, iterator)
         peek = functools.partial(_peek, iterator) if iterator is not None else lambda: data_batch
         try:
-            batch = _zeros_like_batches(iterator) if iterator is not None else None
-            batch = peek() if batch is None else batch
-            if lacks_call(model):
-                model.built = True
-            by_step = build_by_step(model, batch)
-            # Keras asks losses and metrics of `compile` for results even if the step ignores them.
-            with contextlib.suppress(Exception) if by_step else contextlib.nullcontext():
-                if not by_step or _has_built_layers(model):
-                    _build_by_call(model, strategy, first_local_value(strategy, batch))
+            _build_from_any(functools.partial(build_from, model), iterator, peek)
         except (ValueError, RuntimeError):
             refuse(model)
             # A model that runs eagerly builds itself in its first step.
@@ -85,18 +87,39 @@ def build_from_one_replica(
     return build
 
 
-def _zeros_like_batches(epoch_iterator):
-    """Returns a batch of zeros with a dataset's shapes and dtypes, or None if they are unknown.
+def _build_from_any(build_from, epoch_iterator, peek):
+    """Calls a function of a batch, and again with a real one if that batch had guessed sizes."""
+    batch, is_guess = None, False
+    if epoch_iterator is not None:
+        batch, is_guess = _batch_to_build_from(epoch_iterator)
+    try:
+        build_from(peek() if batch is None else batch)
+    except (ValueError, RuntimeError):
+        if not is_guess:
+            raise
+        build_from(peek())
 
-    Drawing a batch would shuffle the rows of the first epoch differently than on one device.
+
+def _batch_to_build_from(epoch_iterator) -> tuple:
+    """Returns a batch with a dataset's shapes and dtypes, or None; and whether sizes are guessed.
+
+    Drawing a batch would shuffle the rows of the first epoch differently than on one device. So it
+    is zeros; or, if the dataset does not tell the size of a row, as `timeseries_dataset_from_array`
+    does not tell the number of steps, the first batch of a copy: a model may take one size only.
+    A dataset that cannot be copied gets zeros with a guessed size of 1.
     """
     spec = getattr(epoch_iterator._distributed_dataset, "element_spec", None)
     leaves = tf.nest.flatten(spec, expand_composites=False)
     own = [getattr(leaf, "_value_specs", (leaf,))[0] for leaf in leaves]
     if not own or not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank for leaf in own):
-        return None
+        return None, False
+    is_known = all(leaf.shape[1:].is_fully_defined() for leaf in own)
+    adapter = epoch_iterator.data_adapter
+    batch = None if is_known else hooks.first_of_copy(getattr(adapter, "_dataset", None))
+    if batch is not None:
+        return batch, False
     zeros = [_zeros(leaf) for leaf in own]
-    return tf.nest.pack_sequence_as(spec, zeros, expand_composites=False)
+    return tf.nest.pack_sequence_as(spec, zeros, expand_composites=False), not is_known
 
 
 def _zeros(spec):

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import losses, parameters
+from tfmulti.step import gathered_rows, losses, parameters
 from tfmulti.step.logs import add_by_dtype
 from tfmulti.step.rows import current_replica_batch, distributed_batch
 
@@ -86,7 +86,9 @@ def gather_batch(structure):
         )
     sent = [keras_compat.WithLogits(parts[index]) for index in indices]
     own = [_own_rows(tensor, replica_batch) for each in sent for tensor in each.tensors]
-    gathered = iter(_gather(own, context))
+    whole = _gather(own, context)
+    gathered_rows.note(whole)
+    gathered = iter(whole)
     for index, each in zip(indices, sent):
         parts[index] = each.restored([next(gathered) for _ in each.tensors])
     return tf.nest.pack_sequence_as(structure, parts, expand_composites=False)

@@ -20,7 +20,14 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import local_steps, parameters, sharded_state, sparse_gradients, weighting
+from tfmulti.step import (
+    local_steps,
+    parameters,
+    sharded_state,
+    sparse_gradients,
+    targets,
+    weighting,
+)
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -199,8 +206,10 @@ def take_gradient(
         tape: The tape.
         target: The value to differentiate.
         sources: The variables or tensors with respect to which to differentiate.
-        output_gradients: Gradients of the target. A caller that passes them runs a partial
-            backward pass, such as that of recomputed activations; its gradients stay unreduced.
+        output_gradients: Gradients of the target. Where the target is reduced gradients, as in a
+            product with the Hessian, the result is reduced. Otherwise a caller that passes them
+            runs a partial backward pass, such as that of recomputed activations; its gradients
+            stay unreduced.
         **kwargs: Further arguments of `original`.
     """
     if tf.distribute.in_cross_replica_context():
@@ -210,20 +219,17 @@ def take_gradient(
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
     is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
+    is_partial = output_gradients is not None and not targets.are_reduced(target)
     if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
         _of_inputs.add(replica_batch.model)
-    if (
-        output_gradients is not None
-        or replica_batch is None
-        or not topology.is_one_of_several_replicas()
-        or not any(is_variable)
-    ):
+    several = replica_batch is not None and topology.is_one_of_several_replicas()
+    if is_partial or not several or not any(is_variable):
         grads = original(tape, target, sources, output_gradients, **kwargs)
         is_of_weights = output_gradients is None and all(is_variable)
         return _of_local_step(grads, replica_batch) if is_of_weights else grads
-    targets = [_as_tensor(each) for each in tf.nest.flatten(target)]
-    roots = [weighting.initial_gradient(each, replica_batch) for each in targets]
-    grads = original(tape, targets, flat, roots, **kwargs)
+    ends = [_as_tensor(each) for each in tf.nest.flatten(target)]
+    roots = targets.initial_gradients(ends, output_gradients, replica_batch)
+    grads = original(tape, ends, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
     is_unreduced = [parameters.is_unreduced(each) for each in flat]
@@ -243,6 +249,8 @@ def take_gradient(
         values = [value if total is None else total for value, total in zip(values, sums)]
     values = iter(values)
     grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]
+    if has_reduced() and not _unreduced.value and not has_left_to_update():
+        targets.note_reduced(g for g, summed in zip(grads, is_summed) if summed)
     inverse = weighting.sum_correction(replica_batch)
     grads = [
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)

@@ -181,7 +181,9 @@ def _results(model, paths) -> dict[tuple, tf.Tensor]:
             found |= _flatten({metric.name: metric.result()})
     for path, log in paths.items():
         metric = _metric_of(log)
-        if metric is not None and path not in found:
+        # A step may log its own metric by the name of another, such as Keras's "loss".
+        is_own = any(metric is each for each in model.metrics)
+        if metric is not None and (is_own or path not in found):
             found[path] = metric.result()
     found = {path: _to_tensor(found[path]) for path in paths if path in found}
     return {path: value for path, value in found.items() if value is not None}

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import local_steps, weighting
+from tfmulti.step import gathered_rows, local_steps, weighting
 from tfmulti.step.rows import as_current, current_replica_batch, distributed_batch
 
 _whole_batch = Scoped(False)
@@ -49,7 +49,7 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if distributed_batch() is None:
         return loss
     if reduction == "sum":
-        return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
+        return _sum_of(loss, values, replica_batch)
     count = _denominator(sample_weight, mask, reduction)
     if count is None:
         return loss
@@ -75,7 +75,13 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
     # A local step has only the worker's rows, while `global_batch_size` counts those of all.
     is_own = local_steps.in_local_step()
     replica_batch = current_replica_batch() if is_own else distributed_batch()
-    if replica_batch is None:
+    return loss if replica_batch is None else _sum_of(loss, per_example_loss, replica_batch)
+
+
+def _sum_of(loss, values, replica_batch):
+    """Returns a sum of values so that the weighted sum over replicas is that of one device."""
+    if gathered_rows.has_gathered_rows(values):
+        # Every replica has the same sum, and the weights add up to one.
         return loss
     return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
 

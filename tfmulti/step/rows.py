@@ -158,6 +158,8 @@ class ReplicaBatch:
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
         gathers: Decides when layers gather sharded weights, a
             `tfmulti.parallel.ahead.StepGathers`; None until the first gathers.
+        gathered: The tensors that `gather_batch` has returned in this step; none in eager steps.
+        reduced: Weak references to the gradients that tapes have reduced in this step, by id.
     """
 
     num_rows: tf.Tensor
@@ -166,6 +168,8 @@ class ReplicaBatch:
     model: keras.Model | None = None
     num_global: tf.Tensor | None = None
     gathers: object | None = None
+    gathered: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    reduced: dict[int, object] = dataclasses.field(default_factory=dict)
 
     def count_globally(self) -> tf.Tensor:
         """Returns the number of rows of all replicas without padding, a float32 scalar.

@@ -12,7 +12,8 @@ one device computes is the sum over replicas of w_r times the replica's local me
   whose backward pass crosses replicas.
 - **Losses** (`tfmulti.step.losses`) that do not divide by rows: a loss that divides by a local
   count c_r (valid steps under a mask, sample weights) is first multiplied by (c_r / c) / w_r,
-  where c is the sum of all c_r; a sum is multiplied by 1 / w_r.
+  where c is the sum of all c_r; a sum is multiplied by 1 / w_r, unless its rows are gathered
+  (`tfmulti.step.gathered_rows`): then it is the same on every replica.
 - **Running means** of a number that a step computed update with the weight w_r.
 - **State** that a layer computes from its rows changes by the weighted mean of the replicas'
   changes.
@@ -56,7 +57,7 @@ def sum_correction(replica_batch) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.ones_like(weight), weight)
 
 
-def initial_gradient(target, replica_batch):
+def initial_gradient(target, replica_batch, is_same=False):
     """Returns the initial gradient of a target for the backward pass on this replica.
 
     A scalar is treated as a mean over rows, and gets w_r. A tensor with an axis of rows, which a
@@ -65,8 +66,9 @@ def initial_gradient(target, replica_batch):
     Args:
         target: The tensor that a tape differentiates.
         replica_batch: This replica's batch.
+        is_same: Whether every replica has the same target, whose gradient then gets w_r.
     """
-    if _has_rows(target, replica_batch):
+    if not is_same and _has_rows(target, replica_batch):
         # A padding row gets 0, because the backward pass may cross replicas.
         return tf.where(replica_batch.num_real > 0, tf.ones_like(target), tf.zeros_like(target))
     return tf.ones_like(target) * tf.cast(replica_batch.weight, target.dtype)

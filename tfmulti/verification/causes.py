@@ -52,17 +52,23 @@ ADVICE = {
     "reduction='sum'.",
     BATCH_LOSS: "Each replica sees only its own rows, so this loss has another value there. "
     f"In compile write tfmulti.WholeBatchLoss(loss); elsewhere compute it from {ALL_ROWS}.",
-    SUM_ADD_LOSS: "Write a mean over rows, such as add_loss(ops.mean(...)); the mean over the rows "
-    "of all replicas is then exact.",
+    SUM_ADD_LOSS: "To keep the sum, add that of one number for each row of the whole batch: "
+    "add_loss(tf.reduce_sum(tfmulti.gather_batch(losses))). A mean over rows, "
+    "add_loss(ops.mean(losses)), is exact as it is, but another loss.",
     BATCH_ADD_LOSS: f"Compute the added loss from {ALL_ROWS}.",
-    SCALED: f"Write the loss as on one device: {_MEAN}.",
-    SUM_STEP: f"Write the loss as {_MEAN}.",
+    SCALED: f"Write the loss as on one device: {_MEAN}. With run_eagerly=True add losses of "
+    "gathered rows with tf.reduce_sum, not with reduction='sum'.",
+    SUM_STEP: f"Write the loss as {_MEAN}; to keep the sum, as "
+    "tf.reduce_sum(tfmulti.gather_batch(losses)) of one number for each row.",
     INPUT_GRADIENT: "Differentiate a sum over rows (reduce_sum) of terms that each depend on one "
-    "row, not a mean, and normalize the gradient row by row.",
+    "row, not a mean, and normalize the gradient row by row; compute terms that depend on several "
+    "rows from tfmulti.gather_batch(rows). For the product of second derivatives with a vector, "
+    "differentiate the sum of gradients times the vector with a second tape.",
     BATCH_STEP: "Compute terms that compare or combine rows, and the numbers by which the step "
-    f"decides, clips or takes a maximum, from {ALL_ROWS}; of a loss for each gathered row take the "
-    "mean. A weight that the step itself assigns from rows needs trainable=False: replicas then "
-    "average its changes.",
+    f"decides, clips or takes a maximum, from {ALL_ROWS}; make a loss for each gathered row one "
+    "number: tf.reduce_sum, which a tape does by itself on one device, or tf.reduce_mean. A weight "
+    "that the step itself assigns from rows needs trainable=False: replicas then average its "
+    "changes.",
     STATE: f"Update it from {ALL_ROWS}.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
     METRIC_OF_NUMBERS: "Pass it a value for each row of the replica: of gathered values, "
