@@ -94,13 +94,7 @@ def test_a_step_is_compared_on_its_first_batch(of_rows):
 
 
 @pytest.mark.slow
-def test_losses_and_metrics_are_compared_on_the_first_batch():
-    with pytest.raises(ValueError, match="a loss that depends on the whole batch.*limited_squares"):
-
-        def limited_squares(y, outputs):
-            return limited(squares(y, outputs))
-
-        fit(loss=limited_squares)
+def test_metrics_are_compared_on_the_first_batch():
     with pytest.raises(ValueError, match="a metric that compares rows.*WholeBatchMetric"):
 
         def limited_error(y, outputs):

@@ -11,6 +11,7 @@ from keras import layers, ops
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti.step import whole_batch
 
 STEP_SIZE = 0.1
 
@@ -181,6 +182,65 @@ def test_a_loss_and_a_metric_of_more_rows_than_a_replica_has(num_replicas):
         return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
 
     assert_alike(fit(num_replicas), fit(1))
+
+
+def squares(y_true, y_pred):
+    return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+
+
+def limited(y_true, y_pred):
+    losses = squares(y_true, y_pred)
+    return tf.minimum(losses, tf.reduce_mean(losses) + 0.5 * tf.math.reduce_std(losses))
+
+
+class Normalized(keras.losses.Loss):
+    """Weights of rows that are 1 on average."""
+
+    def call(self, y_true, y_pred):
+        weights = ops.max(ops.abs(y_true), axis=-1)
+        return squares(y_true, y_pred) * weights / ops.mean(weights)
+
+
+def of_pairs(y_true, y_pred):
+    similar = tf.matmul(y_true, y_pred, transpose_b=True)
+    return tf.reduce_logsumexp(similar, axis=1) - tf.linalg.diag_part(similar)
+
+
+def each_row(y_true, y_pred):
+    parts = tf.stack([y_true, y_pred], axis=1)
+    return tf.map_fn(lambda pair: tf.reduce_mean(tf.square(pair[0] - pair[1])), parts)
+
+
+def by_class(y_true, y_pred):
+    weights = tf.gather(tf.constant([1.0, 2.0, 3.0]), tf.argmax(y_true, axis=-1))
+    return squares(y_true, y_pred) * weights / tf.cast(tf.shape(y_true)[1], tf.float32)
+
+
+COMBINE = {"limited": limited, "normalized": Normalized(), "pairs": of_pairs}
+DO_NOT = {"squares": squares, "each row": each_row, "by class": by_class}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("num_replicas", [3, 2])
+@pytest.mark.parametrize("name", [*COMBINE, *DO_NOT])
+def test_losses_of_rows_that_need_other_rows_get_them(name, num_replicas, monkeypatch):
+    """Those of which each is computed from its own row alone gather nothing."""
+    gathered, gather = [], whole_batch.gather_batch
+    monkeypatch.setattr(
+        whole_batch, "gather_batch", lambda *args: gathered.append(args) or gather(*args)
+    )
+
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas).scope():
+            model = keras.Sequential([layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.1), {**COMBINE, **DO_NOT}[name])
+        x, y, _ = rows(19)
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    assert_alike(fit(num_replicas), fit(1))
+    assert bool(gathered) == (name in COMBINE)
 
 
 def test_a_loss_that_fails_with_any_rows_says_so_of_the_rows_it_was_given():

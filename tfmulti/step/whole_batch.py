@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step import losses
+from tfmulti.step import losses, row_axis
 from tfmulti.step.gathering import gather_batch
 from tfmulti.step.rows import current_replica_batch, distributed_batch
 
@@ -17,13 +17,14 @@ from tfmulti.step.rows import current_replica_batch, distributed_batch
 class WholeBatchLoss(keras.losses.Loss):
     """A loss that every replica computes from the rows of the whole global batch.
 
-    Use it for losses that compare rows and return one value for each row, such as contrastive
-    losses, and for functions that are called in a `train_step`. They then have the same value and
-    gradient as on one device. A `keras.losses.Loss`, or a function passed to `compile`, that
-    returns one number for a batch (Dice, Tversky, Circle, the root of a mean, a sum over some
-    tokens divided by their number) gets all rows without this class; you may still use it to make
-    that explicit. A mean or a sum over rows does not need it, and sends less without it. Labels,
-    predictions and weights are gathered with `gather_batch`.
+    Use it for functions that are called in a `train_step`, and for losses that compare rows while
+    steps run eagerly. They then have the same value and gradient as on one device. A
+    `keras.losses.Loss`, or a function passed to `compile`, that returns one number for a batch
+    (Dice, Tversky, Circle, the root of a mean, a sum over some tokens divided by their number) or
+    a number for each row that needs other rows, such as a contrastive loss, gets all rows without
+    this class; you may still use it to make that explicit. A mean or a sum over rows does not need
+    it, and sends less without it. Labels, predictions and weights are gathered with
+    `gather_batch`.
 
     On one device it equals the given loss.
 
@@ -158,7 +159,8 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
     """Computes a loss, from the rows of all replicas if it needs them.
 
     Keras's losses are means over rows, except Dice, Tversky and Circle. A custom loss that returns
-    one number for a batch can be any function of all rows, so it gets them.
+    one number for a batch can be any function of all rows, so it gets them. One that returns a
+    number for each row gets them if its graph combines rows.
 
     Args:
         call: `keras.losses.Loss.__call__`.
@@ -292,7 +294,20 @@ def _needs_batch(loss, y_true, y_pred) -> bool:
     rows = keras.tree.map_structure(
         lambda part: keras.ops.convert_to_tensor(part, dtype=loss.dtype), (y_true, y_pred)
     )
-    return _is_one_number(loss.call, *rows)
+    return _combines_rows(loss.call, *rows)
+
+
+def _combines_rows(function, y_true, y_pred) -> bool:
+    """Whether a function returns one number for a batch, or numbers for rows that need others."""
+    try:
+        values = function(y_true, y_pred)
+    except (ValueError, tf.errors.InvalidArgumentError):
+        # It may fail for want of rows.
+        return True
+    if keras.ops.ndim(values) == 0 or not tf.is_symbolic_tensor(values):
+        return keras.ops.ndim(values) == 0
+    given = [each for each in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(each)]
+    return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
 
 
 def _is_one_number(function, y_true, y_pred) -> bool:

@@ -1,0 +1,103 @@
+"""Follows the axis of rows through the graph of a step, by TensorFlow's own inference of shapes.
+
+A copy of the graph, in which chosen tensors have a number of rows that nothing else has, shows
+which tensors have rows too, and where rows are combined. The copy is never run.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# A number of rows that no other tensor has; nothing of this size is computed.
+_MARK = 100_003
+# Their outputs depend on the shapes of their inputs alone.
+_OF_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
+
+
+def has_rows_of(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
+    """Whether the first axis of a tensor is that of other tensors' rows.
+
+    It is False where that is unknown.
+
+    Args:
+        tensor: A symbolic tensor with at least one axis.
+        marked: Tensors of the same graph.
+    """
+    copy = _copy(tensor, marked)
+    return copy is not None and bool(copy.shape.rank) and _is_mark(copy.shape[0])
+
+
+def combines_rows(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
+    """Whether a tensor is computed from a sum, a maximum or the like over other tensors' rows.
+
+    It is False where that is unknown, as within a loop.
+
+    Args:
+        tensor: A symbolic tensor.
+        marked: Tensors of the same graph.
+    """
+    copy = _copy(tensor, marked)
+    if copy is None:
+        return False
+    return any(
+        operation.type not in _OF_SHAPES
+        and all(_is_known(each) for each in operation.outputs)
+        and _num_marked(operation.outputs) < _num_marked(operation.inputs)
+        for operation in copy.graph.get_operations()
+    )
+
+
+def _is_known(tensor) -> bool:
+    # A list of tensors, as of a loop, is a scalar that can hold rows.
+    return tensor.shape.is_fully_defined() and tensor.dtype not in (tf.variant, tf.resource)
+
+
+def _num_marked(tensors) -> int:
+    """Returns how many axes of rows a tensor has, of those given the one that has most."""
+    return max((sum(map(_is_mark, each.shape)) for each in tensors if each.shape.rank), default=0)
+
+
+def _is_mark(size) -> bool:
+    return bool(size) and size % _MARK == 0
+
+
+def _copy(tensor, marked) -> tf.Tensor | None:
+    """Returns a tensor in a copy of what computes it, in which some tensors have `_MARK` rows."""
+    by_name = {each.name: each for each in marked if each.graph is tensor.graph}
+    nodes, reached = _ancestors(tensor, by_name)
+    if not reached:
+        return None
+    whole, part = tensor.graph.as_graph_def(), tf.compat.v1.GraphDef()
+    part.versions.CopyFrom(whole.versions)
+    part.library.CopyFrom(whole.library)
+    for node in whole.node:
+        if node.name in nodes:
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            copy.attr.pop("_class", None)
+            copy.input[:] = [name for name in node.input if not name.startswith("^")]
+    try:
+        with tf.Graph().as_default():
+            known = {
+                name: tf.compat.v1.placeholder(
+                    by_name[name].dtype, [_MARK, *by_name[name].shape[1:]]
+                )
+                for name in reached
+            }
+            return tf.graph_util.import_graph_def(part, known, [tensor.name], name="")[0]
+    except ValueError:
+        # Other rows do not fit, so the tensor needs both; or the graph has more than 2 GiB.
+        return None
+
+
+def _ancestors(tensor, by_name) -> tuple[set, list]:
+    """Returns the names of the nodes that compute a tensor after the marked ones, and of these."""
+    nodes, reached, left = set(), {}, [tensor]
+    while left:
+        each = left.pop()
+        if each.name in by_name:
+            reached[each.name] = True
+        elif each.op.name not in nodes:
+            nodes.add(each.op.name)
+            left += each.op.inputs
+    return nodes, list(reached)
