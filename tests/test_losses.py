@@ -237,6 +237,7 @@ def test_a_sum_that_is_added_is_refused():
         train(2, adding(tf.reduce_sum), rows()[:2], loss="mse")
 
 
+@pytest.mark.slow
 def test_losses_of_rows_that_are_added_are_exact_as_the_error_advises():
     """Keras adds a vector up, as in keras.io's CTCLayer."""
 
