@@ -264,17 +264,23 @@ def test_canary_a_tape_gives_its_own_replicas_gradient():
     )
 
 
+class Noting(keras.Variable):
+    """Notes for each read in a list whether it was of what this worker holds."""
+
+    def __init__(self, initializer, read):
+        self.read = read
+        super().__init__(initializer)
+
+    @property
+    def value(self):
+        self.read.append(keras_compat.are_held_values())
+        return super().value
+
+
 def test_canary_an_optimizer_reads_a_variable_to_look_it_up():
     read = []
-
-    class Noting(keras.Variable):
-        @property
-        def value(self):
-            read.append(keras_compat.are_held_values())
-            return super().value
-
     with ours().scope():
-        variable, optimizer = Noting([1.0]), keras.optimizers.SGD()
+        variable, optimizer = Noting([1.0], read), keras.optimizers.SGD()
         optimizer.build([variable])
         read.clear()
         keras_compat.variable_index(optimizer, variable)
@@ -286,17 +292,10 @@ def test_canary_an_optimizer_reads_a_variable_to_look_it_up():
 @pytest.mark.parametrize("name", ["_tf_swap_variables", "_tf_finalize_ema_values"])
 def test_canary_a_callback_asks_the_strategy_for_averages(name):
     read = []
-
-    class Noting(keras.Variable):
-        @property
-        def value(self):
-            read.append(keras_compat.are_held_values())
-            return super().value
-
     # Those of sharded state are no variables of the strategy.
     average = keras.Variable([1.0])
     with ours(1).scope():
-        weight, optimizer = Noting([3.0]), keras.optimizers.SGD(use_ema=True)
+        weight, optimizer = Noting([3.0], read), keras.optimizers.SGD(use_ema=True)
         optimizer.build([weight])
     object.__setattr__(optimizer, "_model_variables_moving_average", [average])
     shards = types.SimpleNamespace(values=types.SimpleNamespace(keep_again=list))

@@ -77,6 +77,8 @@ from tfmulti.keras_compat.names import step_of as step_of
 from tfmulti.keras_compat.names import sums_activity_penalty as sums_activity_penalty
 from tfmulti.keras_compat.names import updated_variables as updated_variables
 from tfmulti.keras_compat.names import variant_tensor as variant_tensor
+from tfmulti.keras_compat.patches import MAX_BYTES as MAX_BYTES
+from tfmulti.keras_compat.patches import MAX_ROWS as MAX_ROWS
 from tfmulti.keras_compat.patches import around_call_of as around_call_of
 from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by

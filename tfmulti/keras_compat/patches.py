@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmulti.keras_compat import hooks, replacement
 
 # The number of rows of arrays with which a model is built and verified: more where they are small.
-_FEW_ROWS, _MAX_ROWS, _MAX_BYTES = 64, 256, 2**24
+_FEW_ROWS, MAX_ROWS, MAX_BYTES = 64, 256, 2**24
 
 
 def untuned(create):
@@ -161,7 +161,7 @@ def rows_from_all_over(arrays):
     parts = tf.nest.flatten(arrays)
     count = min(int(part.shape[0]) for part in parts)
     size = sum(part.size * part.dtype.itemsize for part in parts if isinstance(part, np.ndarray))
-    most = max(_FEW_ROWS, min(_MAX_ROWS, _MAX_BYTES * count // max(size, 1)))
+    most = max(_FEW_ROWS, min(MAX_ROWS, MAX_BYTES * count // max(size, 1)))
     rows = np.arange(most) * count // most if count > most else np.arange(count)
     return tf.nest.map_structure(lambda part: _rows_of(part, rows), arrays)
 

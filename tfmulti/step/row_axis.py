@@ -10,8 +10,8 @@ import tensorflow as tf
 
 # A number of rows that no other tensor has; nothing of this size is computed.
 _MARK = 100_003
-# Their outputs depend on the shapes of their inputs alone.
-_OF_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
+OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+"""Operations whose outputs depend on the shapes of their inputs alone."""
 
 
 def has_rows_of(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
@@ -40,7 +40,7 @@ def combines_rows(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
     if copy is None:
         return False
     return any(
-        operation.type not in _OF_SHAPES
+        operation.type not in OF_SHAPES
         and all(_is_known(each) for each in operation.outputs)
         and _num_marked(operation.outputs) < _num_marked(operation.inputs)
         for operation in copy.graph.get_operations()

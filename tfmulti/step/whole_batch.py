@@ -299,23 +299,27 @@ def _needs_batch(loss, y_true, y_pred) -> bool:
 
 def _combines_rows(function, y_true, y_pred) -> bool:
     """Whether a function returns one number for a batch, or numbers for rows that need others."""
-    try:
-        values = function(y_true, y_pred)
-    except (ValueError, tf.errors.InvalidArgumentError):
-        # It may fail for want of rows.
+    values = _values_of_function(function, y_true, y_pred)
+    if values is None or keras.ops.ndim(values) == 0:
         return True
-    if keras.ops.ndim(values) == 0 or not tf.is_symbolic_tensor(values):
-        return keras.ops.ndim(values) == 0
+    if not tf.is_symbolic_tensor(values):
+        return False
     given = [each for each in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(each)]
     return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
 
 
 def _is_one_number(function, y_true, y_pred) -> bool:
     """Whether a function returns one number for a batch; also if it fails for want of rows."""
+    values = _values_of_function(function, y_true, y_pred)
+    return values is None or keras.ops.ndim(values) == 0
+
+
+def _values_of_function(function, y_true, y_pred):
+    """Returns what a function returns, or None if it fails, as for want of rows."""
     try:
-        return keras.ops.ndim(function(y_true, y_pred)) == 0
+        return function(y_true, y_pred)
     except (ValueError, tf.errors.InvalidArgumentError):
-        return True
+        return None
 
 
 def _loss_of(loss) -> keras.losses.Loss:

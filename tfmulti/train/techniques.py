@@ -138,6 +138,7 @@ def _check_local_steps(config):
 
 def _sharding_flag(config):
     """Returns the flag that divides weights or slots over workers, and its value or None."""
-    names = ("pipeline_stages", "tensor_parallel", "shard")
-    given = [name for name in names if getattr(config, name) is not None]
-    return (given or names)[0], getattr(config, given[0]) if given else None
+    for name in ("pipeline_stages", "tensor_parallel"):
+        if getattr(config, name) is not None:
+            return name, getattr(config, name)
+    return "shard", config.shard

@@ -24,7 +24,7 @@ from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, neutral_layers, num_micro_batches
 from tfmulti.verification.outcomes import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.runs import Distributed, same_random_numbers
-from tfmulti.verification.state import restored_attributes
+from tfmulti.verification.state import Numbers, restored
 from tfmulti.verification.trial import Trial
 from tfmulti.verification.views import (
     MANY,
@@ -70,7 +70,7 @@ def verify_once(
         return
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
-    with restored_attributes(model), messages.quiet_tensorflow(), messages.announced(kind):
+    with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
         error, reason = find_out(case, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
@@ -103,7 +103,7 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
     try:
-        with restored_attributes(model):
+        with restored(Numbers(model)):
             Distributed(case, case.rows.first(case.most_rows()), only_build=True)
     except Exception:
         # A step that runs eagerly need not be traceable.

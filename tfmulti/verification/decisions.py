@@ -13,6 +13,8 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
+from tfmulti.step.row_axis import OF_SHAPES
+
 # Operations with a kink or a jump.
 _DECIDING = {
     *("Abs", "Greater", "GreaterEqual", "IsFinite", "IsInf", "IsNan", "Less", "LessEqual"),
@@ -22,8 +24,6 @@ _DECIDING = {
 _COMPARING = {"Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum"}
 # In gradients of the others, with the same inputs.
 _DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
-OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-"""Operations whose outputs depend on the shapes of their inputs alone."""
 _PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
 _TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
 # Keras's functions for tensors are called by everybody's code.

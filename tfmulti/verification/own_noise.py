@@ -13,7 +13,8 @@ import itertools
 
 import tensorflow as tf
 
-from tfmulti.verification.decisions import OF_SHAPES, is_reduction, place_of, reaching_updates
+from tfmulti.step.row_axis import OF_SHAPES
+from tfmulti.verification.decisions import is_reduction, place_of, reaching_updates
 
 # They add what they read, or put it side by side: an expectation of a sum is that of its terms.
 _ADDING = {

@@ -9,11 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import topology
+from tfmulti.keras_compat import MAX_BYTES, MAX_ROWS
 from tfmulti.sharding import PADDING_WEIGHT
 from tfmulti.step import Counted, iterators, rows
-
-# At most this many rows, and bytes of them, are sent to all workers.
-_MANY, _MANY_BYTES = 256, 2**24
 
 
 class Rows:
@@ -80,7 +78,7 @@ class Rows:
         """
         have = min(int(rows.count_rows(part)) for part in self.parts)
         size = sum(_num_bytes(part) for part in self.parts) / max(have, 1)
-        number = min(have, most, _MANY, int(_MANY_BYTES / max(size, 1)))
+        number = min(have, most, MAX_ROWS, int(MAX_BYTES / max(size, 1)))
         if self.are_unequal or number <= few:
             return []
         return self.parts if number == have and not padded else self.spread([number], padded=padded)

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import TypeVar
 
 import keras
 import numpy as np
@@ -269,16 +270,6 @@ class Numbers:
             vars(thing)[name] = value
 
 
-@contextlib.contextmanager
-def restored_attributes(model: keras.Model | None) -> Iterator[Numbers]:
-    """Restores the Python numbers of a model on exit; None for no model."""
-    numbers = Numbers(model)
-    try:
-        yield numbers
-    finally:
-        numbers.restore()
-
-
 _CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (*_NUMBERS, str, bytes, type(None), np.ndarray, tf.Tensor)
 
@@ -314,14 +305,16 @@ class Containers:
                 _refill(part, was)
 
 
+_Held = TypeVar("_Held", Numbers, Containers)
+
+
 @contextlib.contextmanager
-def restored_containers(model: keras.Model | None) -> Iterator[Containers]:
-    """Restores the contents of a model's containers on exit; None for no model."""
-    containers = Containers(model)
+def restored(values: _Held) -> Iterator[_Held]:
+    """Gives the numbers or the containers of a model back what they had, on exit."""
     try:
-        yield containers
+        yield values
     finally:
-        containers.restore()
+        values.restore()
 
 
 def _refill(container, was):

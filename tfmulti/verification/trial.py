@@ -36,9 +36,10 @@ from tfmulti.verification.state import (
     OTHER,
     TRAINABLE,
     WEIGHT,
+    Containers,
+    Numbers,
     State,
-    restored_attributes,
-    restored_containers,
+    restored,
 )
 from tfmulti.verification.views import MANY, NOT_NUMBERS, PLAIN, View, vary_rows, vary_state
 
@@ -283,7 +284,7 @@ class Trial:
         done = []
         # A step that runs eagerly changes them each time, another one only while it is traced.
         model = self._case.model if self._case.eager else None
-        with restored_attributes(model) as numbers, restored_containers(model) as containers:
+        with restored(Numbers(model)) as numbers, restored(Containers(model)) as containers:
             try:
                 for parts in examples:
                     done.append(self._step(run, parts))
