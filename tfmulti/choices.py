@@ -13,4 +13,6 @@ TRACKERS = ("none", "wandb", "mlflow")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 VERIFY = ("auto", "always", "never")
+REPLICATE = "replicate"
+ON_DIFFERENCE = (REPLICATE, "error")
 AUTO = "auto"

@@ -57,6 +57,8 @@ CALL = Mark("call", ("", False))
 """Keras's method that was called last, and whether it also validates."""
 VERIFIED = Mark("verified")
 """The compiled state, and the kinds of steps that were verified with it."""
+REPLICATED = Mark("replicated", (None, frozenset()))
+"""The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 PREDICT = Mark("predict", (None, None))
 """The function of `predict_on_batch`, and whether it runs eagerly."""
 TABLE_READS = Mark("positions")

@@ -86,8 +86,8 @@ from tfmulti.keras_compat.patches import without_tuning as without_tuning
 from tfmulti.keras_compat.randomness import Draws as Draws
 from tfmulti.keras_compat.randomness import draws_of as draws_of
 from tfmulti.keras_compat.randomness import fixed_random_numbers as fixed_random_numbers
+from tfmulti.keras_compat.reference import as_first_replica as as_first_replica
 from tfmulti.keras_compat.reference import as_one_device as as_one_device
-from tfmulti.keras_compat.reference import be_first_replica as be_first_replica
 from tfmulti.keras_compat.reference import compiled_state as compiled_state
 from tfmulti.keras_compat.reference import container_of as container_of
 from tfmulti.keras_compat.reference import handle_key as handle_key
@@ -99,6 +99,7 @@ from tfmulti.keras_compat.reference import predict_step_of as predict_step_of
 from tfmulti.keras_compat.reference import read_handle as read_handle
 from tfmulti.keras_compat.reference import reduce_outputs as reduce_outputs
 from tfmulti.keras_compat.reference import reducing_as_usual as reducing_as_usual
+from tfmulti.keras_compat.reference import reducing_over_replicas as reducing_over_replicas
 from tfmulti.keras_compat.reference import same_eager_numbers as same_eager_numbers
 from tfmulti.keras_compat.reference import separate_traces as separate_traces
 from tfmulti.keras_compat.reference import without_optimized_graphs as without_optimized_graphs

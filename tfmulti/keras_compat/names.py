@@ -59,7 +59,9 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
     if isinstance(model, keras.Model):
         return STEP_KINDS.get(getattr(fn, "__name__", None)), model
     if getattr(fn, "__module__", None) == keras_trainer.__name__:
-        return "predict", None
+        held = [cell.cell_contents for cell in fn.__closure__ or ()]
+        models = [each for each in held if isinstance(each, keras.Model)]
+        return "predict", models[0] if models else None
     return None, None
 
 

@@ -63,13 +63,41 @@ def reducing_as_usual(strategy: tf.distribute.Strategy):
             setattr(strategy.extended, name, function)
 
 
-def be_first_replica() -> None:
-    """Gives the replica that is being traced the number of the first, until its step ends.
+@contextlib.contextmanager
+def as_first_replica():
+    """Gives the replica that is being traced the number of the first.
 
     The gradient of a gather selects the replica's own rows by its number.
     """
     here = tf.distribute.get_replica_context()
+    number = here._replica_id_in_sync_group
     here._replica_id_in_sync_group = 0
+    try:
+        yield
+    finally:
+        here._replica_id_in_sync_group = number
+
+
+@contextlib.contextmanager
+def reducing_over_replicas(number):
+    """Suspends `as_one_device` and `as_first_replica` for a reduction over all replicas.
+
+    Args:
+        number: The number of the replica that is being traced; None if they are not in use.
+    """
+    if number is None:
+        yield
+        return
+    here = tf.distribute.get_replica_context()
+    with reducing_as_usual(here.strategy):
+        here._replica_id_in_sync_group = number
+        # Threads of several replicas take turns here, so the value is known and not remembered.
+        here.strategy.counts_one_replica = False
+        try:
+            yield
+        finally:
+            here.strategy.counts_one_replica = True
+            here._replica_id_in_sync_group = 0
 
 
 @contextlib.contextmanager

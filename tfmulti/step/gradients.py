@@ -28,6 +28,7 @@ from tfmulti.step import (
     targets,
     weighting,
 )
+from tfmulti.step.first_replica import in_replicated_step, of_first_replica
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -122,6 +123,8 @@ def reduce_for_update(grads) -> list:
     Args:
         grads: The optimizer's input, a list of tensors, `tf.IndexedSlices` and None.
     """
+    if in_replicated_step():
+        return of_first_replica(grads)
     return list(grads) if has_reduced() else reduce_gradients(grads)
 
 
@@ -130,7 +133,7 @@ def reduce_in_step(grads) -> list:
 
     In a function that a script passes to `strategy.run`, Keras's own optimizer reduces them.
     """
-    return reduce_for_update(grads) if in_keras_step() else grads
+    return reduce_for_update(grads) if in_keras_step() or in_replicated_step() else grads
 
 
 def has_reduced() -> bool:

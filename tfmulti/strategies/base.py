@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, marks, step, topology
-from tfmulti.step import gradients, iterators, local_steps, model_contents
+from tfmulti.choices import REPLICATE
+from tfmulti.step import gradients, iterators, local_steps, model_contents, replicated
 from tfmulti.strategies import checks
 
 
@@ -37,6 +38,8 @@ class _ForKeras:
     marks_padding = False
     # Whether to verify a step before its first run: "auto", "always" or "never".
     verify = "auto"
+    # What to do where verification finds another result: "replicate" or "error".
+    on_difference = REPLICATE
     # Seconds that verification has taken so far.
     seconds_verified = 0.0
     # True while verification makes every replica compute like one device.
@@ -65,13 +68,16 @@ class _ForKeras:
         several = self.num_replicas_in_sync > 1
         if several:
             self._refuse(kind, model)
+        is_whole = topology.num_local_replicas(self) > 1 and not _is_distributed(args[:1])
+        if several and replicated.is_replicated(model, kind):
+            whole = replicated.ReplicatedStep(model, kind, fn, self.marks_padding, is_whole)
+            return self._note_logs(kind, whole.run(super().run, args[0]))
         is_local = kind == "train" and several and local_steps.steps_of(model) > 1
         if is_local:
             fn = local_steps.on_local_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
             fn = step.wrap_step(fn, kind, model, padded=self.marks_padding)
-            has_several = topology.num_local_replicas(self) > 1
-            if kind != "predict" and has_several and not _is_distributed(args[0]):
+            if kind != "predict" and is_whole:
                 fn = step.divide_whole_batch(fn)
         else:
             args = tuple(step.without_count(value) for value in args)
@@ -85,6 +91,9 @@ class _ForKeras:
             raise _replica_error(error) from error
         if is_local:
             local_steps.count_step(model)
+        return self._note_logs(kind, outputs)
+
+    def _note_logs(self, kind, outputs):
         if kind in ("train", "test"):
             self._logs = _weak(outputs)
         return outputs

@@ -12,7 +12,7 @@ from absl import logging
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
-from tfmulti.choices import COMMUNICATIONS, STRATEGIES, VERIFY
+from tfmulti.choices import COMMUNICATIONS, ON_DIFFERENCE, REPLICATE, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.cluster.roles import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
@@ -52,6 +52,7 @@ def create_strategy(
     heartbeat_timeout: float | None = None,
     must_agree: Mapping[str, object] | None = None,
     verify: str = "auto",
+    on_difference: str = REPLICATE,
     distribute_optimizers: bool = True,
     num_ps: int | None = None,
 ) -> tf.distribute.Strategy:
@@ -84,6 +85,9 @@ def create_strategy(
         verify: Whether to check with a few rows, before the first step, that several replicas
             give the result of one device: `"always"`, `"never"`, or `"auto"` for models with
             custom parts only.
+        on_difference: What happens to a step of which verification finds another result:
+            `"replicate"` warns, and every replica computes the step from the whole global batch,
+            with the result and the speed of one device; `"error"` raises an error.
         distribute_optimizers: Whether every optimizer that a step uses is distributed, also one
             that a library has created. False raises an error for an optimizer that is not wrapped
             in `DistributedOptimizer`.
@@ -105,7 +109,8 @@ def create_strategy(
     1
     """
     checks.refuse_keras_distribution()
-    _check_arguments(name, devices, logical_cpus, communication, verify)
+    _check_arguments(name, devices, logical_cpus, communication)
+    _check_verification(verify, on_difference)
     check_num_ps(num_ps, name)
     _repair_keras()
     cluster, reason = _find_cluster(name, tf_config, num_ps), "as requested"
@@ -132,7 +137,11 @@ def create_strategy(
             logical_cpus=logical_cpus,
             start_timeout=start_timeout,
             heartbeat_timeout=heartbeat_timeout,
-            must_agree={"verify": verify, **(must_agree or {})},
+            must_agree={
+                "verify": verify,
+                "on_difference": on_difference,
+                **(must_agree or {}),
+            },
         )
     elif name == "mirrored":
         strategy = create_mirrored(devices, logical_cpus)
@@ -140,7 +149,8 @@ def create_strategy(
         strategy = create_one_device(devices, logical_cpus)
     strategy.requests = CoordinationRequests(strategy.num_replicas_in_sync)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
-    strategy.verify, strategy.distribute_optimizers = verify, distribute_optimizers
+    strategy.verify, strategy.on_difference = verify, on_difference
+    strategy.distribute_optimizers = distribute_optimizers
     strategy.why = f"{name} on {names} ({reason})"
     if name == "multi_worker":
         strategy.why += f", over {strategy.communication}"
@@ -238,12 +248,17 @@ def _repair_keras():
     )
 
 
-def _check_arguments(name, devices, logical_cpus, communication, verify):
+def _check_verification(verify, on_difference):
+    advice = "Use 'auto' to verify models with custom parts only."
+    check_choice("verify", verify, VERIFY, advice)
+    advice = "Use 'replicate' for one device's result in every case."
+    check_choice("on_difference", on_difference, ON_DIFFERENCE, advice)
+
+
+def _check_arguments(name, devices, logical_cpus, communication):
     advice = "Use 'auto' to have it chosen."
     check_choice("name", name, STRATEGIES, advice)
     check_choice("communication", communication, COMMUNICATIONS, advice)
-    advice = "Use 'auto' to verify models with custom parts only."
-    check_choice("verify", verify, VERIFY, advice)
     if devices is not None and name in ("multi_worker", "parameter_server", "tpu"):
         raise ValueError(
             "`devices` can be used with one_device, mirrored and auto only. "

@@ -10,8 +10,10 @@ from tfmulti.choices import (
     COMPRESSIONS,
     DEFAULT_GLOBAL_BATCH_SIZE,
     DTYPE_POLICIES,
+    ON_DIFFERENCE,
     ON_NONFINITE,
     OPTIMIZERS,
+    REPLICATE,
     RESUME,
     SCALING_RULES,
     SHARDS,
@@ -175,6 +177,12 @@ class TrainConfig:
         "Whether to check with a few rows, before the first step, that many replicas give the "
         "result of one device; auto checks models with custom parts only.",
         VERIFY,
+    )
+    on_difference: str = setting(
+        REPLICATE,
+        "What to do where this check finds another result: replicate computes the whole batch on "
+        "every replica, with the result and the speed of one device; error stops.",
+        ON_DIFFERENCE,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
     num_ps: int | None = setting(

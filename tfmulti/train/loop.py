@@ -95,7 +95,7 @@ def _fit(model, train, test, config, chosen, print_fn):
 
 def _create_strategy(config):
     names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
-    names += ("heartbeat_timeout", "verify", "num_ps")
+    names += ("heartbeat_timeout", "verify", "on_difference", "num_ps")
     settings = {name: getattr(config, name) for name in names}
     return create_strategy(config.strategy, must_agree=_settings_of_all(config), **settings)
 

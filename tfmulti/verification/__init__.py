@@ -18,6 +18,8 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.choices import REPLICATE
+from tfmulti.step import replicated
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
@@ -72,14 +74,17 @@ def verify_once(
     begin = time.perf_counter()
     with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
         error, reason = find_out(case, workers)
+        differs, is_exact = _replicate(case, error, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
-    if workers.compare(strategy, int(bool(error)))[1]:
+    if differs and not is_exact:
         # Another attempt shall verify, and raise, again.
         marks.VERIFIED.get(model)[1].discard(key)
         raise error or ValueError(messages.elsewhere(kind))
-    if reason and early:
+    if differs:
+        warnings.warn(messages.describe_replicated(case, error), stacklevel=2)
+    elif reason and early:
         marks.VERIFIED.get(model)[1].discard(key)
     elif reason:
         _warn(kind, reason)
@@ -242,6 +247,8 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return drift, ""
+            if case.is_replicated:
+                return None, ""
             _warn_of(trial, case)
             error, proven = _look_further(trial, case, workers)
             return error, "" if error or proven or first.least == _SAME else reason
@@ -260,6 +267,33 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     named = workers.compare(case.strategy, int(bool(name)))[1]
     drifts = ran and (named or least != most)
     return messages.describe_drift(case, name) if drifts else None
+
+
+def _replicate(case, error, workers) -> tuple[bool, bool]:
+    """Has every replica compute a step that differs from all rows, if that is one device's result.
+
+    Args:
+        case: The step.
+        error: What this worker has found, or None.
+        workers: Collective functions of the workers.
+
+    Returns:
+        Whether the step differs on any worker, and whether all replicas now compute it from all
+        rows.
+    """
+    may = case.strategy.on_difference == REPLICATE and replicated.can_be_replicated(case.model)
+    # A cause is known only of differences that come from dividing the rows.
+    cannot = error is not None and not (may and hasattr(error, "finding"))
+    found = workers.compare(case.strategy, int(error is not None) + int(cannot))[1]
+    if found != 1:
+        return found > 0, False
+    replicated.replicate(case.model, case.kind)
+    other, reason = find_out(case, workers)
+    is_exact = not workers.compare(case.strategy, int(bool(other or reason)))[1]
+    if not is_exact:
+        replicated.distribute_again(case.model, case.kind)
+        logging.info("Replicas that compute the whole batch differ, too: %s", other or reason)
+    return True, is_exact
 
 
 def _warn_of(trial, case):

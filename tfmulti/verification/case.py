@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfmulti.step import replicated
 from tfmulti.verification import custom_parts, sizes
 from tfmulti.verification.rows import Rows
 
@@ -81,6 +82,11 @@ class Case(Batches):
     def eager(self) -> bool:
         """Whether the step runs eagerly."""
         return self.model.run_eagerly or tf.config.functions_run_eagerly()
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every replica computes this step from all rows."""
+        return replicated.is_replicated(self.model, self.kind)
 
     @property
     def num_micro_batches(self) -> int:

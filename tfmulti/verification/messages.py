@@ -11,12 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.step import gradients
-from tfmulti.verification import causes, custom_parts
-from tfmulti.verification.case import PREDICT, TRAIN, Case
+from tfmulti.verification import causes, custom_parts, explanation
+from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.differences import Difference
 from tfmulti.verification.origin import Origin
-from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
 _SECONDS = 5.0
 
@@ -58,16 +56,11 @@ def announced(kind: str, seconds: float = _SECONDS) -> Iterator[None]:
 
 
 _MOST_NAMED = 3
-# A sum plus a penalty less than doubles when every row is repeated.
-_DOUBLES = 1.8
-# A loss that compares rows can grow by any factor.
-_MORE_THAN_DOUBLES = 2.2
 SHUFFLES = (
     "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
     "rows never go to another replica. To mix the rows of the global batch, take them from "
     "tfmulti.gather_batch(rows)."
 )
-_SAME = 1e-4
 _METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -89,7 +82,7 @@ def describe(
         view: The synthetic rows or state, in words; empty if there were none.
         counts: For each step, the number of rows of each part.
     """
-    finding = _explain(case, found, growth, origin)
+    finding = explanation.explain(case, found, growth, origin)
     number, parts = case.strategy.num_replicas_in_sync, case.num_micro_batches
     how, advice = f"on {number} replicas", finding.advice
     if parts > 1:
@@ -103,16 +96,44 @@ def describe(
     more = ", ".join(names[:_MOST_NAMED])
     values = f", with {view}" if view else ""
     more += f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
-    error = ValueError(
+    return _error(
         f"`{_METHODS[case.kind]}` must give one device's result {how}; nothing has "
-        f"been {'trained' if case.kind == TRAIN else 'computed'} yet. "
-        f"Received: {_say(first, case, counts)}{values}{f'; also {more}' if more else ''}. "
-        f"Likely cause: {finding.cause}, in {finding.where}. {advice} "
-        f"{_advise_few(first, case)}"
-        'Set `verify="never"` in create_strategy to skip this check.'
+        f"been {'trained' if case.kind == TRAIN else 'computed'} yet.",
+        f"{_say(first, case, counts)}{values}{f'; also {more}' if more else ''}",
+        finding,
+        f"{advice} {_advise_few(first, case)}",
     )
-    error.finding = finding
+
+
+def _error(rule, received, finding, advice) -> ValueError:
+    error = ValueError(
+        f"{rule} Received: {received}. Likely cause: {finding.cause}, in {finding.where}. "
+        f'{advice.strip()} Set `verify="never"` in create_strategy to skip this check.'
+    )
+    error.finding, error.received, error.advice = finding, received, advice.strip()
     return error
+
+
+def describe_replicated(case: Case, error: ValueError | None) -> str:
+    """Returns the warning for a step that every replica computes from the whole batch.
+
+    Args:
+        case: The verified step.
+        error: The error that this worker would have raised; None if only others found one.
+    """
+    rule = (
+        f"Every replica computes `{_METHODS[case.kind]}` from the whole global batch, because "
+        f"computed in {case.strategy.num_replicas_in_sync} parts it differs from one device. The "
+        "result is now that of one device; so are the time and the memory that a step takes."
+    )
+    stop = 'Set `on_difference="error"` in create_strategy to stop instead.'
+    if error is None:
+        return f"{rule} Received: a difference that another worker names. {stop}"
+    finding = error.finding
+    return (
+        f"{rule} Received, in parts: {error.received}. Likely cause: {finding.cause}, in "
+        f"{finding.where}. To be faster: {error.advice} {stop}"
+    )
 
 
 def describe_unlike(case: Case) -> str:
@@ -141,16 +162,14 @@ def describe_drift(case: Case, name: str) -> ValueError:
     """
     parts = custom_parts.find_custom_parts(case.model, case.kind)
     steps = [part for part in parts if part.kind in (custom_parts.STEP, custom_parts.OPTIMIZER)]
-    finding = causes.find(causes.DRIFT, _name(steps or parts))
-    error = ValueError(
+    finding = causes.find(causes.DRIFT, explanation.name_parts(steps or parts))
+    return _error(
         f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; nothing "
-        f"has been trained yet. Received: {name or 'a weight'}, which differs between replicas "
-        f"after the first step. Likely cause: {finding.cause}, in {finding.where}. "
-        f"{finding.advice} "
-        'Set `verify="never"` in create_strategy to skip this check.'
+        "has been trained yet.",
+        f"{name or 'a weight'}, which differs between replicas after the first step",
+        finding,
+        finding.advice,
     )
-    error.finding = finding
-    return error
 
 
 def describe_decisions(case: Case, decisions: list[str]) -> str:
@@ -269,102 +288,6 @@ def _number(value) -> str:
         return value
     array = np.asarray(value)
     return f"{array:.7g}" if array.ndim == 0 and array.dtype.kind in "fiub" else str(value)
-
-
-def _explain(case, found, growth, origin) -> causes.Finding:
-    parts = custom_parts.find_custom_parts(case.model, case.kind)
-    steps = [part for part in parts if part.kind == custom_parts.STEP]
-    first, changed = found[0], _changes_weights(found, found[0].step)
-    unlike = case.rows.are_unequal and not case.shares_alike(case.sizes()[first.step - 1])
-    if case.kind == PREDICT and unlike:
-        return causes.find(causes.UNEQUAL, _name(steps or parts))
-    if case.kind == PREDICT:
-        begins = _parts_of(parts, origin) if origin and origin.layer else []
-        layers = [part for part in parts if part.kind == custom_parts.LAYER and not origin]
-        return causes.find(causes.PREDICTION, _name(begins or [*steps, *layers]))
-    if _is_of_metric(case.model, first) and not changed:
-        metrics = [part for part in parts if part.kind == custom_parts.METRIC]
-        cause = causes.METRIC if metrics else causes.METRIC_OF_NUMBERS
-        return causes.find(cause, _name(metrics or steps))
-    state = [each for each in found if _is_of(each, WEIGHT, OWN) and each.step == first.step]
-    holders = [part for each in state for part in _holders(parts, each)]
-    if steps:
-        holders = [part for part in holders if part.thing is not case.model]
-    if state and (first in state or (origin and origin.layer in [p.thing for p in holders])):
-        return causes.find(causes.STATE, _name(holders or steps or parts))
-    if unlike:
-        return causes.find(causes.UNEQUAL, _name(steps or parts))
-    if first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed:
-        return causes.find(causes.LOG, _name(steps))
-    if origin and origin.layer:
-        cause = causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS
-        if origin.adds and origin.layer.activity_regularizer is not None:
-            return causes.find_activity_regularizer(_name(_parts_of(parts, origin)))
-        cause = cause if origin.adds else causes.STATISTICS
-        return causes.find(cause, _name(_parts_of(parts, origin)))
-    return _explain_loss(
-        case, found, growth, [p for p in parts if not origin or p.kind != custom_parts.LAYER]
-    )
-
-
-def _explain_loss(case, found, growth, parts) -> causes.Finding:
-    order = [custom_parts.STEP, custom_parts.LOSS, custom_parts.LAYER, custom_parts.OPTIMIZER]
-    suspects = sorted((p for p in parts if p.kind in order), key=lambda p: order.index(p.kind))
-    stepped = bool(suspects) and suspects[0].kind == custom_parts.STEP
-    most = max((growth.get(each.what, 1.0) for each in found), default=1.0)
-    if _DOUBLES < most < _MORE_THAN_DOUBLES:
-        cause = causes.SUM_STEP if stepped else causes.SUM_LOSS
-    elif _is_scaled(found[0], case.strategy.num_replicas_in_sync):
-        cause = causes.SCALED
-    elif stepped and gradients.has_taken_of_inputs(case.model):
-        cause = causes.INPUT_GRADIENT
-    elif suspects and suspects[0].kind == custom_parts.LAYER:
-        # The loss is Keras's own: what mixes rows comes before it.
-        cause = causes.STATISTICS
-    else:
-        cause = causes.BATCH_STEP if stepped else causes.BATCH_LOSS
-    return causes.find(cause, _name(suspects))
-
-
-def _is_scaled(difference, number) -> bool:
-    """Whether a number is that of one device, times or divided by the number of replicas."""
-    one, many = np.asarray(difference.one_device), np.asarray(difference.on_replicas)
-    if one.ndim or one.dtype.kind != "f" or not one or not many:
-        return False
-    return any(abs(many / one / factor - 1) < _SAME for factor in (number, 1 / number))
-
-
-def _parts_of(parts, origin) -> list:
-    """Returns the custom parts in the layer where a difference begins, or the layer's name."""
-    layer = origin.layer
-    found = [part for part in parts if part.kind == custom_parts.LAYER and part.thing is layer]
-    return found or [f"{type(layer).__name__} {layer.name!r}"]
-
-
-def _holders(parts, difference) -> list:
-    path = difference.what.split(" ")[-1].split("/")[:-1]
-    layers = [part for part in parts if part.kind == custom_parts.LAYER]
-    inner = [part for part in layers if getattr(part.thing, "name", None) == "".join(path[-1:])]
-    return inner or [part for part in layers if getattr(part.thing, "name", None) in path]
-
-
-def _name(parts) -> str:
-    named = list(dict.fromkeys(str(part) for part in parts))
-    return " or ".join(named[:_MOST_NAMED]) or "a part of Keras or of tfmulti"
-
-
-def _is_of(difference, *kinds) -> bool:
-    return difference.what.startswith(tuple(f"{kind} " for kind in kinds))
-
-
-def _is_of_metric(model, difference) -> bool:
-    name = difference.what.removeprefix("metric ")
-    names = {m.name for each in model.metrics for m in getattr(each, "metrics", [each])}
-    return difference.what.startswith("metric ") or name in names - {"loss"}
-
-
-def _changes_weights(found, step) -> bool:
-    return any(_is_of(each, TRAINABLE, OPTIMIZER) for each in found if each.step <= step)
 
 
 def elsewhere(kind: str) -> str:

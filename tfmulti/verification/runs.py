@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
+from tfmulti.step.first_replica import replica_number
 from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
@@ -53,9 +54,9 @@ class Reference:
         step = _step_of(case)
 
         def whole(data):
-            keras_compat.be_first_replica()
             rows = functools.partial(self._all_rows, data)
-            with keras_compat.fixed_random_numbers(rows, self._without_rows) as draws:
+            fixed = keras_compat.fixed_random_numbers(rows, self._without_rows)
+            with keras_compat.as_first_replica(), fixed as draws:
                 outputs = step(data)
             self.not_replaced.update(draws.not_replaced)
             self.sizes.update(draws.sizes)
@@ -107,8 +108,8 @@ class Distributed:
                 _trace_built(case, self._run, example, is_done=lambda: is_built(case.model))
             else:
                 self.function = _traced(case, self._run, example)
-        several = case.strategy.num_replicas_in_sync > 1
-        if several and not only_build and not case.eager and case.kind == TRAIN:
+        is_split = case.strategy.num_replicas_in_sync > 1 and not case.is_replicated
+        if is_split and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
             self.own_noise = find_own_noise(self.function.graph, self._rows, self._noise)
         self._draws_without_rows = any(self._noise)
@@ -153,9 +154,8 @@ class Distributed:
             self._rows.append([each for each in tensors if each is not None])
             context = tf.distribute.get_replica_context()
             index = topology.replica_batch_index(context)
-            start = rows_lib.first_row(index, number, all_rows)
-            replica = 1 + tf.cast(context.replica_id_in_sync_group, tf.int64)
-            salt = self.salt.read_value() * replica
+            start = 0 if case.is_replicated else rows_lib.first_row(index, number, all_rows)
+            salt = self.salt.read_value() * (1 + tf.cast(replica_number(), tf.int64))
 
             def rows():
                 return (0, 1, salt) if case.rows.are_unequal else (start, num_rows(data), salt)

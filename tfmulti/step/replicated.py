@@ -1,0 +1,159 @@
+"""Steps that every replica computes from the whole global batch, as one device does.
+
+Some steps cannot be split over replicas without another result: a decision by the mean of the
+batch, for example. Each replica then gathers all rows and runs the user's step on them, while the
+strategy counts one replica and nothing in the step is reduced. The result is that of one device,
+and so is the speed.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfmulti import keras_compat, marks, topology
+from tfmulti.step import gradients, local_steps, model_contents
+from tfmulti.step import rows as rows_lib
+from tfmulti.step.first_replica import as_one_device, of_first_replica, replica_number
+from tfmulti.step.gathering import gather_batch
+from tfmulti.step.logs import add_by_dtype
+from tfmulti.step.rows import ReplicaBatch, as_current
+
+
+def replicate(model, kind: str) -> None:
+    """Has every replica compute a kind of step from the whole batch, until the next `compile`.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    marks.REPLICATED.set(model, (keras_compat.compiled_state(model), _kinds(model) | {kind}))
+    # It may have been traced for other data.
+    setattr(model, f"{kind}_function", None)
+
+
+def distribute_again(model, kind: str) -> None:
+    """Takes `replicate` back."""
+    marks.REPLICATED.set(model, (keras_compat.compiled_state(model), _kinds(model) - {kind}))
+
+
+def is_replicated(model, kind: str | None) -> bool:
+    """Whether every replica computes a kind of step of a model from the whole batch."""
+    return model is not None and kind in _kinds(model)
+
+
+def can_be_replicated(model) -> bool:
+    """Whether all replicas hold all weights and slots, and update them alike."""
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    variables = [*model.variables, *(v for each in optimizers for v in each.variables)]
+    return (
+        marks.PARAMETERS.get(model.distribute_strategy) is None
+        and marks.MICRO_BATCHES.get(model) == 1
+        and local_steps.steps_of(model) == 1
+        and not any(hasattr(variable, "is_here") for variable in variables)
+    )
+
+
+def _kinds(model) -> frozenset:
+    compiled, kinds = marks.REPLICATED.get(model)
+    return kinds if compiled is keras_compat.compiled_state(model) else frozenset()
+
+
+class ReplicatedStep:
+    """A step that every replica computes from all rows.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+        step: The step, a function of one batch.
+        padded: Whether sample weights can mark padding rows.
+        is_whole: Whether every local replica gets the rows of its whole worker.
+    """
+
+    def __init__(self, model, kind: str, step, padded: bool, is_whole: bool):
+        self._model, self._kind, self._step = model, kind, step
+        self._padded, self._is_whole = padded, is_whole
+        requests = getattr(model.distribute_strategy, "requests", None)
+        self._requests = requests if kind == "train" else None
+
+    def run(self, run, data):
+        """Returns what the step returns: logs, or on each replica predictions for its own rows.
+
+        Args:
+            run: `tf.distribute.Strategy.run` of the strategy.
+            data: The replica batches.
+        """
+        rows, place, before = run(self._gather, args=(data,))
+        with keras_compat.as_one_device(self._model.distribute_strategy):
+            whole = gradients.one_step(as_one_device(self._step), reduced=True)
+            outputs = run(whole, args=(rows,))
+        if self._kind == "predict":
+            return run(_own_rows, args=(outputs, place))
+        return run(self._finish, args=(outputs, before))
+
+    def _gather(self, data):
+        """Returns all rows, this replica's place among them, and the state of its metrics."""
+        data = self._own_part(data)
+        num_rows = rows_lib.num_rows(data)
+        replica_batch = ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True)
+        with as_current(replica_batch):
+            whole = gather_batch(rows_lib.fill_if_empty(data))
+        context = tf.distribute.get_replica_context()
+        index = topology.replica_batch_index(context)
+        counts = tf.one_hot(index, context.num_replicas_in_sync) * tf.cast(num_rows, tf.float32)
+        asked = [] if self._requests is None else [self._requests.part_of_step()]
+        counts, *asked = add_by_dtype([counts, *asked])
+        if asked:
+            self._requests.note(asked[0])
+        start = tf.reduce_sum(tf.cast(counts, tf.int32)[:index])
+        states = [] if self._kind == "predict" else _states_of_metrics(self._model)
+        return whole, (start, num_rows), [state.read_value() for state in states]
+
+    def _own_part(self, data):
+        """Returns this replica's rows, without padding."""
+        data = rows_lib.without_count(data)
+        data = rows_lib.without_padding(data) if self._padded else data
+        if rows_lib.parts_of(data) is None:
+            shapes = tf.nest.map_structure(lambda part: getattr(part, "shape", part), data)
+            raise ValueError(
+                f"Every tensor of a batch must have rows. Received: {shapes}. "
+                "Store scalars as attributes of the model instead."
+            )
+        if not self._is_whole:
+            return data
+        context = tf.distribute.get_replica_context()
+        index, count = (
+            topology.local_replica_index(context),
+            topology.num_local_replicas(context.strategy),
+        )
+        return rows_lib.take_replica_rows(data, index, count)
+
+    def _finish(self, logs, before):
+        """Gives all replicas the first one's logs and state; it alone counts in metrics."""
+        states = keras_compat.states_from_rows(self._model, every=True, synchronized=True)
+        states = [state.value for state in states] if self._kind == "train" else []
+        flat = tf.nest.flatten(logs)
+        places = [place for place, log in enumerate(flat) if _is_number(log)]
+        values = [*(state.read_value() for state in states), *(flat[place] for place in places)]
+        values = of_first_replica(values)
+        for state, value in zip(states, values):
+            state.assign(value)
+        for place, value in zip(places, values[len(states) :]):
+            flat[place] = value
+        is_first = replica_number() == 0
+        for state, value in zip(_states_of_metrics(self._model), before):
+            state.assign(tf.where(is_first, state.read_value(), value))
+        return tf.nest.pack_sequence_as(logs, flat)
+
+
+def _states_of_metrics(model) -> list:
+    """Returns the states of metrics that are added over replicas when they are read."""
+    return [v.value for v in model.metrics_variables if v.aggregation == "sum"]
+
+
+def _own_rows(outputs, place):
+    start, count = place
+    return tf.nest.map_structure(lambda part: part[start : start + count], outputs)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, tf.Tensor) and (value.dtype.is_floating or value.dtype.is_integer)
