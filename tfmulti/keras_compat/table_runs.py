@@ -68,15 +68,20 @@ _OPTIMIZERS = (
         ("accumulate",),
         ("grads", "trainable_variables"),
     ),
-    Replacement(
-        keras.optimizers.Optimizer,
-        "apply",
-        steps.within_replicas,
-        replacement.of_optimizer,
-        "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name no cause",
-        "test_canary_an_optimizer_outside_of_replicas",
-        ("reduce_in_step",),
-        arguments=("grads", "trainable_variables"),
+    *(
+        Replacement(
+            kind,
+            "apply",
+            steps.within_replicas,
+            replacement.of_optimizer,
+            "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name no "
+            "cause",
+            "test_canary_an_optimizer_outside_of_replicas",
+            ("reduce_in_step",),
+            arguments=("grads", "trainable_variables"),
+        )
+        # The second one has a method of its own.
+        for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
     ),
     model_entry(
         "compile_from_config",

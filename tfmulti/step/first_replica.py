@@ -13,30 +13,63 @@ from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step.logs import add_by_dtype
 
-_number = Scoped(None)
+
+class _Step:
+    """A step of one replica, while it is traced.
+
+    Attributes:
+        number: The job-wide number of the replica, which the step does not see.
+        graph: The graph of the step; other graphs are those of its branches and loops.
+        gradients: The gradients of the first replica that were sent in it.
+    """
+
+    def __init__(self):
+        self.number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        self.graph = tf.compat.v1.get_default_graph()
+        self.gradients: list = []
+
+
+_step = Scoped(None)
 
 
 def in_replicated_step() -> bool:
     """Whether this thread traces a step that every replica computes from the whole batch."""
-    return _number.value is not None
+    return _step.value is not None
 
 
 def replica_number() -> tf.Tensor:
     """Returns the job-wide number of the replica, also within a step that hides it."""
-    context = tf.distribute.get_replica_context()
-    number = context.replica_id_in_sync_group if _number.value is None else _number.value
-    return tf.cast(number, tf.int32)
+    step, context = _step.value, tf.distribute.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group if step is None else step.number, tf.int32)
 
 
 def as_one_device(step):
     """Wraps a step so that it has the whole batch, and the number of the first replica."""
 
     def whole(data):
-        number = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with _number.set_to(number), keras_compat.as_first_replica():
+        with _step.set_to(_Step()), keras_compat.as_first_replica():
             return step(data)
 
     return whole
+
+
+def gradients_of_first_replica(grads) -> list:
+    """Returns the first replica's gradients on all replicas, for an optimizer.
+
+    In a branch or a loop, where replicas cannot communicate, it returns the gradients unchanged; so
+    it does if it has returned them before, for an optimizer around this one.
+
+    Args:
+        grads: Tensors, `tf.IndexedSlices` and None.
+    """
+    step, grads = _step.value, list(grads)
+    is_sent = all(g is None or any(g is sent for sent in step.gradients) for g in grads)
+    in_branch = not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not step.graph
+    if is_sent or in_branch:
+        return grads
+    grads = of_first_replica(grads)
+    step.gradients.extend(grads)
+    return grads
 
 
 def of_first_replica(values) -> list:
@@ -53,7 +86,8 @@ def of_first_replica(values) -> list:
     present = [tf.convert_to_tensor(value) for value in own if value is not None]
     sent = [tf.cast(value, keras_compat.SENT_AS.get(value.dtype, value.dtype)) for value in present]
     sent = [tf.where(is_first, value, tf.zeros_like(value)) for value in sent]
-    with keras_compat.reducing_over_replicas(_number.value):
+    step = _step.value
+    with keras_compat.reducing_over_replicas(None if step is None else step.number):
         added = add_by_dtype(sent)
     added = iter(tf.cast(total, value.dtype) for total, value in zip(added, present))
     return [None if value is None else _like(value, next(added)) for value in values]

@@ -28,7 +28,7 @@ from tfmulti.step import (
     targets,
     weighting,
 )
-from tfmulti.step.first_replica import in_replicated_step, of_first_replica
+from tfmulti.step.first_replica import gradients_of_first_replica, in_replicated_step
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 _local = threading.local()
@@ -124,7 +124,7 @@ def reduce_for_update(grads) -> list:
         grads: The optimizer's input, a list of tensors, `tf.IndexedSlices` and None.
     """
     if in_replicated_step():
-        return of_first_replica(grads)
+        return gradients_of_first_replica(grads)
     return list(grads) if has_reduced() else reduce_gradients(grads)
 
 
