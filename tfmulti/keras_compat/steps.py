@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager.polymorphic_function import autograph_util
 
 from tfmulti import marks
@@ -259,10 +260,13 @@ def inline_functions(original, inlines):
     def call(self, *args, **kwargs):
         if not inlines() or self._jit_compile:
             return original(self, *args, **kwargs)
-        function = self._python_function
+        function, status = self._python_function, ag_ctx.Status.DISABLED
         if self._autograph:
             function = autograph_util.py_func_from_autograph(function)
-        return function(*args, **kwargs)
+            status = ag_ctx.Status.ENABLED
+        # As in a trace of its own: Keras's steps are traced with AutoGraph disabled.
+        with ag_ctx.ControlStatusCtx(status):
+            return function(*args, **kwargs)
 
     return call
 

@@ -73,8 +73,9 @@ def verify_once(
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
-        error, reason = find_out(case, workers)
-        differs, is_exact = _replicate(case, error, workers)
+        error, reason, runs = find_out(case, workers)
+        may = hasattr(error, "finding") or not runs
+        differs, is_exact = _replicate(case, error, may, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
@@ -83,7 +84,7 @@ def verify_once(
         marks.VERIFIED.get(model)[1].discard(key)
         raise error or ValueError(messages.elsewhere(kind))
     if differs:
-        warnings.warn(messages.describe_replicated(case, error), stacklevel=2)
+        warnings.warn(messages.describe_replicated(case, error, reason), stacklevel=2)
     elif reason and early:
         marks.VERIFIED.get(model)[1].discard(key)
     elif reason:
@@ -108,14 +109,32 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
     try:
-        with restored(Numbers(model)):
-            Distributed(case, case.rows.first(case.most_rows()), only_build=True)
+        _build(case)
     except Exception:
         # A step that runs eagerly need not be traceable.
         if not case.eager:
             raise
         return False
     return True
+
+
+def _build(case):
+    """Builds a model in its step as the replicas run it, else as one that gets the whole batch."""
+    rows = case.rows.first(case.most_rows())
+    with restored(Numbers(case.model)):
+        try:
+            Distributed(case, rows, only_build=True)
+        except Exception as error:
+            if case.strategy.on_difference != REPLICATE:
+                raise
+            replicated.replicate(case.model, case.kind)
+            try:
+                Distributed(case, rows, only_build=True)
+            except Exception:
+                # A step that no replica can run has an error of its own, without ours.
+                raise error from None
+            finally:
+                replicated.distribute_again(case.model, case.kind)
 
 
 def _choose_rows(case, drawn, workers, early):
@@ -221,8 +240,22 @@ class _Seen(NamedTuple):
     reason: str
 
 
-def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
-    """Returns the error or None, and the reason why the step could not be verified, or "".
+class Verdict(NamedTuple):
+    """What verification says of a step.
+
+    Attributes:
+        error: The error, or None.
+        reason: Why the step could not be verified, or "".
+        runs: Whether it can be traced on several replicas.
+    """
+
+    error: ValueError | None
+    reason: str = ""
+    runs: bool = True
+
+
+def find_out(case: Case, workers: Workers) -> Verdict:
+    """Compares a step on several replicas with one device.
 
     Args:
         case: The step to verify.
@@ -230,29 +263,31 @@ def find_out(case: Case, workers: Workers) -> tuple[ValueError | None, str]:
     """
     agree = functools.partial(workers.agree, case.strategy)
     all_fail = functools.partial(workers.all_fail, case.strategy)
-    reason = ""
+    reason, runs = "", False
     for static in (False, True):
-        case.is_traced_static, case.static = static, case.static or static
+        case.is_traced_static = static
         trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
         if not agree(trial is not None):
             workers.align(case.strategy)
             continue
+        runs = True
         first = _try_view(trial, PLAIN, case, workers)
         reason = first.reason
         if first.most == _DIFFERS:
-            return first.error, ""
+            return Verdict(first.error)
         if first.least == _UNKNOWN:
             break
         if first.least > _UNKNOWN:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
-                return drift, ""
+                return Verdict(drift)
             if case.is_replicated:
-                return None, ""
+                return Verdict(None)
             _warn_of(trial, case)
             error, proven = _look_further(trial, case, workers)
-            return error, "" if error or proven or first.least == _SAME else reason
-    return None, reason or "another worker could not run it"
+            is_known = error or proven or first.least == _SAME
+            return Verdict(error, "" if is_known else reason)
+    return Verdict(None, reason or "another worker could not run it", runs)
 
 
 def _find_drift(trial, case, workers) -> ValueError | None:
@@ -269,31 +304,33 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     return messages.describe_drift(case, name) if drifts else None
 
 
-def _replicate(case, error, workers) -> tuple[bool, bool]:
-    """Has every replica compute a step that differs from all rows, if that is one device's result.
+def _replicate(case, error, may, workers) -> tuple[bool, bool]:
+    """Has every replica compute a step from all rows, if it differs or cannot run in parts.
 
     Args:
         case: The step.
         error: What this worker has found, or None.
+        may: Whether that may come from the division of the rows.
         workers: Collective functions of the workers.
 
     Returns:
         Whether the step differs on any worker, and whether all replicas now compute it from all
         rows.
     """
-    may = case.strategy.on_difference == REPLICATE and replicated.can_be_replicated(case.model)
-    # A cause is known only of differences that come from dividing the rows.
-    cannot = error is not None and not (may and hasattr(error, "finding"))
-    found = workers.compare(case.strategy, int(error is not None) + int(cannot))[1]
+    may = may and case.strategy.on_difference == REPLICATE
+    may = may and replicated.can_be_replicated(case.model)
+    cannot = error is not None and not may
+    found = workers.compare(case.strategy, int(may) + 2 * int(cannot))[1]
+    differs = workers.compare(case.strategy, int(error is not None))[1] > 0
     if found != 1:
-        return found > 0, False
+        return differs, False
     replicated.replicate(case.model, case.kind)
-    other, reason = find_out(case, workers)
-    is_exact = not workers.compare(case.strategy, int(bool(other or reason)))[1]
+    other, why, _ = find_out(case, workers)
+    is_exact = not workers.compare(case.strategy, int(bool(other or why)))[1]
     if not is_exact:
         replicated.distribute_again(case.model, case.kind)
-        logging.info("Replicas that compute the whole batch differ, too: %s", other or reason)
-    return True, is_exact
+        logging.info("Replicas that compute the whole batch differ, too: %s", other or why)
+    return differs or is_exact, is_exact
 
 
 def _warn_of(trial, case):
@@ -336,7 +373,7 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
 
 def _warn_of_unlike(trial, case, workers):
     """Warns of a step that is exact with the first batch, and may not be with later ones."""
-    if case.rows.unlike and not case.static:
+    if case.rows.unlike and not (case.static or case.is_traced_static):
         if _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS:
             warnings.warn(messages.describe_unlike(case), stacklevel=5)
 

@@ -120,7 +120,11 @@ class Case(Batches):
             unlike.sort(key=self.leaves_none_empty)
             return [sizes.few(each, number) for each in (counts, *(unlike or [counts])[:1])]
         last = number - 1 if self.may_leave_empty else number
-        steps = [2 * number, 2 * number] if self.static else [2 * number + 1, last]
+        steps = (
+            [2 * number, 2 * number]
+            if self.static or self.is_traced_static
+            else [2 * number + 1, last]
+        )
         return [[size] * len(counts) for size in steps]
 
     def unlike_sizes(self) -> list[int]:
@@ -129,7 +133,12 @@ class Case(Batches):
         If those of the first batch are so already, a replica gets no row of the smallest part.
         """
         counts, number = self.rows.counts, self.strategy.num_replicas_in_sync
-        if self.static or self.batches is not None or not self.rows.are_unequal:
+        if (
+            self.static
+            or self.is_traced_static
+            or self.batches is not None
+            or not self.rows.are_unequal
+        ):
             return []
         if self.shares_alike(counts):
             return sizes.few_unlike(counts, number, self.in_chunks)

@@ -114,21 +114,23 @@ def _error(rule, received, finding, advice) -> ValueError:
     return error
 
 
-def describe_replicated(case: Case, error: ValueError | None) -> str:
+def describe_replicated(case: Case, error: ValueError | None, reason: str) -> str:
     """Returns the warning for a step that every replica computes from the whole batch.
 
     Args:
         case: The verified step.
         error: The error that this worker would have raised; None if only others found one.
+        reason: Why it could not run in parts, or "".
     """
+    number = case.strategy.num_replicas_in_sync
     rule = (
-        f"Every replica computes `{_METHODS[case.kind]}` from the whole global batch, because "
-        f"computed in {case.strategy.num_replicas_in_sync} parts it differs from one device. The "
-        "result is now that of one device; so are the time and the memory that a step takes."
+        f"Every replica computes `{_METHODS[case.kind]}` from the whole global batch, because in "
+        f"{number} parts it {'cannot run' if reason else 'differs from one device'}. The result is "
+        "that of one device; so are the time and the memory that a step takes."
     )
     stop = 'Set `on_difference="error"` in create_strategy to stop instead.'
     if error is None:
-        return f"{rule} Received: a difference that another worker names. {stop}"
+        return f"{rule} Received, in parts: {reason or 'a difference on another worker'}. {stop}"
     finding = error.finding
     return (
         f"{rule} Received, in parts: {error.received}. Likely cause: {finding.cause}, in "
