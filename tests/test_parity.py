@@ -205,7 +205,8 @@ def diagnose(model, count):
         model=f"parity_faults:{model}", dataset="parity_faults:rows", replicas=str(count)
     )
     devices = [f"CPU:{number}" for number in range(count)]
-    strategy = tfmulti.create_strategy("mirrored", devices=devices, verify="always")
+    settings = {"verify": "always", "on_difference": "error"}
+    strategy = tfmulti.create_strategy("mirrored", devices=devices, **settings)
     return diagnosis.diagnose(config, strategy)
 
 

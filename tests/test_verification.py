@@ -17,7 +17,7 @@ from tfmulti.verification import custom_parts
 
 def create_strategy(num_replicas=2, **arguments):
     devices = [f"CPU:{index}" for index in range(num_replicas)]
-    return tfmulti.create_strategy("mirrored", devices=devices, **arguments)
+    return tfmulti.create_strategy("mirrored", devices=devices, on_difference="error", **arguments)
 
 
 def compile_in(strategy, make, optimizer=None, loss=squares, metrics=(), **arguments):

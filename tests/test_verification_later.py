@@ -19,7 +19,9 @@ from tfmulti.verification.state import Part, State
 
 def create_strategy(num_replicas=2, verify="always"):
     devices = [f"CPU:{index}" for index in range(num_replicas)]
-    return tfmulti.create_strategy("mirrored", devices=devices, verify=verify)
+    return tfmulti.create_strategy(
+        "mirrored", devices=devices, verify=verify, on_difference="error"
+    )
 
 
 def batched(data):

@@ -71,7 +71,7 @@ class Step(keras.Model):
 
 def fit(of_rows=None, loss=None, metrics=(), num_replicas=2, num_rows=NUM_ROWS, data=None):
     devices = [f"CPU:{index}" for index in range(num_replicas)]
-    strategy = tfmulti.create_strategy("mirrored", devices=devices)
+    strategy = tfmulti.create_strategy("mirrored", devices=devices, on_difference="error")
     with strategy.scope():
         model = Step(of_rows) if of_rows else keras.Sequential([keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01), loss=loss, metrics=list(metrics))
@@ -154,7 +154,9 @@ REPORTED = {
 def test_rows_that_are_compared_with_the_batch_are_reported(name):
     """Also where no difference is found: two rows in a batch are below all limits."""
     kind = name.split()[0]
-    strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    strategy = tfmulti.create_strategy(
+        "mirrored", devices=["CPU:0", "CPU:1"], on_difference="error"
+    )
     with strategy.scope():
         model = Step(REPORTED[name])
         model.compile(keras.optimizers.SGD(0.01))
@@ -186,7 +188,9 @@ def by_a_variable(model, losses):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("of_rows", [by_one_mean_of_all, by_rows, by_a_variable])
 def test_rows_that_are_compared_with_anything_else_are_not_reported(of_rows):
-    strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    strategy = tfmulti.create_strategy(
+        "mirrored", devices=["CPU:0", "CPU:1"], on_difference="error"
+    )
     with strategy.scope():
         model = Step(of_rows)
         model.compile(keras.optimizers.SGD(0.01))

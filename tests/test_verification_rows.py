@@ -21,7 +21,9 @@ def trained(data, num_replicas, make=cases.TwoParts, verify="auto", **arguments)
     """Trains one epoch; a warning of verification is an error. Returns the weights and the logs."""
     keras.utils.set_random_seed(3)
     devices = [f"CPU:{index}" for index in range(num_replicas)]
-    with tfmulti.create_strategy("mirrored", devices=devices, verify=verify).scope():
+    with tfmulti.create_strategy(
+        "mirrored", devices=devices, verify=verify, on_difference="error"
+    ).scope():
         model = make()
         model.compile(keras.optimizers.SGD(0.1), **arguments)
     with warnings.catch_warnings():
@@ -100,7 +102,9 @@ def test_random_numbers_of_unequal_parts_raise_no_alarm():
 
 
 def test_evaluate_and_train_on_batch_of_unequal_parts_are_told():
-    with tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+    with tfmulti.create_strategy(
+        "mirrored", devices=["CPU:0", "CPU:1"], on_difference="error"
+    ).scope():
         model = cases.TwoParts()
         model.compile("sgd")
     even, odd = ([*cases.two_parts(12, number)][0] for number in (4, 5))
@@ -133,7 +137,9 @@ def test_no_replica_is_empty_where_none_will_be(num_replicas, data):
 
 def test_no_replica_is_empty_in_distributed_data_either():
     keras.utils.set_random_seed(3)
-    strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
+    strategy = tfmulti.create_strategy(
+        "mirrored", devices=["CPU:0", "CPU:1"], on_difference="error"
+    )
     with strategy.scope():
         model = cases.Matches()
         model.compile("sgd")

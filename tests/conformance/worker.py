@@ -86,8 +86,12 @@ def create_strategy(column):
 
     if column.kind == "multi_worker":
         return tfmulti.create_strategy(
-            "multi_worker", logical_cpus=column.devices, communication=column.communication
+            "multi_worker",
+            logical_cpus=column.devices,
+            communication=column.communication,
+            on_difference="error",
         )
     # The stages of a pipeline may be on devices that the strategy itself does not use.
     cpus = max(column.devices, 2)
-    return tfmulti.create_strategy(column.kind, devices=names, logical_cpus=cpus)
+    settings = {"logical_cpus": cpus, "on_difference": "error"}
+    return tfmulti.create_strategy(column.kind, devices=names, **settings)

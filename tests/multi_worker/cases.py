@@ -20,7 +20,7 @@ def main(run_case, verify="always") -> None:
     import tfmulti
 
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
-    strategy = tfmulti.create_strategy("multi_worker", verify=verify)
+    strategy = tfmulti.create_strategy("multi_worker", verify=verify, on_difference="error")
     for name in names:
         print(json.dumps({name: run_case(strategy, folder, name)}), flush=True)
 

@@ -82,7 +82,10 @@ def run_case(strategy, folder, name):
 
 def main(logical_cpus, communication):
     strategy = tfmulti.create_strategy(
-        "multi_worker", logical_cpus=int(logical_cpus), communication=communication
+        "multi_worker",
+        logical_cpus=int(logical_cpus),
+        communication=communication,
+        on_difference="error",
     )
     # Two replicas in one process would both change the count, which is refused.
     names = [name for name in CASES if logical_cpus == "1" or "counted" not in name]

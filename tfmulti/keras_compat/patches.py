@@ -192,6 +192,8 @@ def _build_by_call(model, strategy, batch):
 def count_replica_rows_in_moments(original, current_replica_batch):
     """Excludes the padding row of an empty replica batch from synchronized batch statistics.
 
+    Where a replica computes like one device, nothing is reduced, so it can be in a branch.
+
     Args:
         original: Keras's own function.
         current_replica_batch: Function that returns the replica batch of the current step, or None.
@@ -200,13 +202,17 @@ def count_replica_rows_in_moments(original, current_replica_batch):
     def moments(x, axes, keepdims):
         replica_batch = current_replica_batch()
         context = tf.distribute.get_replica_context()
-        if replica_batch is None or not replica_batch.may_be_empty or context is None:
+        is_one = context is not None and getattr(context.strategy, "counts_one_replica", False)
+        has_padding = replica_batch is not None and replica_batch.may_be_empty
+        if context is None or not (is_one or has_padding):
             return original(x, axes, keepdims)
-        counted = replica_batch.num_real > 0
         keep = functools.partial(tf.reduce_sum, axis=axes, keepdims=True)
         sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]
-        sums = [tf.where(counted, value, tf.zeros_like(value)) for value in sums]
-        total, squares, count = context.all_reduce("SUM", sums)
+        if not is_one:
+            counted = replica_batch.num_real > 0
+            sums = [tf.where(counted, value, tf.zeros_like(value)) for value in sums]
+            sums = context.all_reduce("SUM", sums)
+        total, squares, count = sums
         mean = tf.math.divide_no_nan(total, count)
         variance = tf.maximum(tf.math.divide_no_nan(squares, count) - tf.square(mean), 0.0)
         if keepdims:

@@ -71,7 +71,8 @@ def _diagnose(config, task, folder):
     from tfmulti.parity.diagnosis import diagnose
     from tfmulti.strategies import create_strategy
 
-    strategy = create_strategy("mirrored", logical_cpus=task["count"], verify="always")
+    settings = {"verify": "always", "on_difference": "error"}
+    strategy = create_strategy("mirrored", logical_cpus=task["count"], **settings)
     findings = diagnose(config, strategy)
     (folder / "findings.json").write_text(json.dumps(findings))
 

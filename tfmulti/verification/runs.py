@@ -79,6 +79,7 @@ class Distributed:
         example: Rows with the structure of those that will be passed.
         only_build: Whether to trace only until the model and its optimizers are built.
         without_rows: Numbers of the draws that are known to have no rows.
+        draws_freely: Whether it draws random numbers as in training.
 
     Attributes:
         salt: A variable; other than 0, each replica draws random numbers of its own.
@@ -95,8 +96,10 @@ class Distributed:
         example: list,
         only_build: bool = False,
         without_rows: frozenset = frozenset(),
+        draws_freely: bool = False,
     ):
         self._case, self.decisions, self.own_noise = case, [], []
+        self._draws_freely = draws_freely
         self._rows: list[list[tf.Tensor]] = []
         self._noise: list[list[tuple[int, tf.Tensor]]] = []
         self.sizes: dict[int, tuple[int, bool]] = {}
@@ -150,6 +153,8 @@ class Distributed:
         self._rows, self._noise = [], []
 
         def on_replica(data):
+            if self._draws_freely:
+                return step(data)
             tensors = tf.nest.flatten(data, expand_composites=True)
             self._rows.append([each for each in tensors if each is not None])
             context = tf.distribute.get_replica_context()

@@ -30,7 +30,7 @@ from tfmulti.verification.outcomes import (
     Outcome,
     finite_values,
 )
-from tfmulti.verification.runs import trace_both
+from tfmulti.verification.runs import Distributed, trace_both
 from tfmulti.verification.state import (
     OPTIMIZER,
     OTHER,
@@ -180,12 +180,15 @@ class Trial:
             number made of those of the first local replica, to compare with other workers'.
         """
         original = self._originally()
-        digest, drifted = hashlib.sha256(), ""
+        digest, drifted, step = hashlib.sha256(), "", self.distributed
+        if self._case.is_replicated:
+            # Keras draws the same numbers on every replica there, and TensorFlow does not.
+            step = Distributed(self._case, self._examples[0], draws_freely=True)
         try:
             begin = self._begin(original, PLAIN)
-            for salt in self.distributed.salts():
-                with self.distributed.drawing_apart(salt):
-                    values = self._steps(self.distributed, begin, self._examples[:1])[0][1]
+            for salt in step.salts():
+                with step.drawing_apart(salt):
+                    values = self._steps(step, begin, self._examples[:1])[0][1]
                 drifted = drifted or self._drifted(begin, values, digest)
         finally:
             self._state.write(original)
