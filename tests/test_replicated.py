@@ -50,7 +50,7 @@ class Deciding(keras.Model):
 
     def test_step(self, data):
         x, y = data[:2]
-        return {"spread": tf.math.reduce_std(self(x))}
+        return {"spread": tf.math.reduce_std(tf.cast(self(x), "float32"))}
 
 
 class Noisy(Deciding):

@@ -89,6 +89,7 @@ from tfmulti.keras_compat.randomness import fixed_random_numbers as fixed_random
 from tfmulti.keras_compat.reference import as_first_replica as as_first_replica
 from tfmulti.keras_compat.reference import as_one_device as as_one_device
 from tfmulti.keras_compat.reference import compiled_state as compiled_state
+from tfmulti.keras_compat.reference import computes_like_one_device as computes_like_one_device
 from tfmulti.keras_compat.reference import container_of as container_of
 from tfmulti.keras_compat.reference import handle_key as handle_key
 from tfmulti.keras_compat.reference import handles_of as handles_of

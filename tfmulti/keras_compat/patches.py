@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.keras_compat import hooks, replacement
+from tfmulti.keras_compat.reference import computes_like_one_device
 
 # The number of rows of arrays with which a model is built and verified: more where they are small.
 _FEW_ROWS, MAX_ROWS, MAX_BYTES = 64, 256, 2**24
@@ -202,7 +203,7 @@ def count_replica_rows_in_moments(original, current_replica_batch):
     def moments(x, axes, keepdims):
         replica_batch = current_replica_batch()
         context = tf.distribute.get_replica_context()
-        is_one = context is not None and getattr(context.strategy, "counts_one_replica", False)
+        is_one = context is not None and computes_like_one_device(context.strategy)
         has_padding = replica_batch is not None and replica_batch.may_be_empty
         if context is None or not (is_one or has_padding):
             return original(x, axes, keepdims)

@@ -12,8 +12,10 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 
 from tfmulti.keras_compat.replacement import replace
+from tfmulti.runtime.scoped import Scoped
 
 _numbers = itertools.count(1)
+_reduces = Scoped(False)
 _mark: int | None = None
 # The methods with which a strategy reduces and gathers, and substitutes that return own values.
 _UNREDUCED = {
@@ -89,15 +91,18 @@ def reducing_over_replicas(number):
         yield
         return
     here = tf.distribute.get_replica_context()
-    with reducing_as_usual(here.strategy):
+    # While this replica waits in the reduction, another one may still trace what comes before.
+    with _reduces.set_to(True), reducing_as_usual(here.strategy):
         here._replica_id_in_sync_group = number
-        # Threads of several replicas take turns here, so the value is known and not remembered.
-        here.strategy.counts_one_replica = False
         try:
             yield
         finally:
-            here.strategy.counts_one_replica = True
             here._replica_id_in_sync_group = 0
+
+
+def computes_like_one_device(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this thread's replica is in `as_one_device`, and in no reduction over replicas."""
+    return getattr(strategy, "counts_one_replica", False) and not _reduces.value
 
 
 @contextlib.contextmanager

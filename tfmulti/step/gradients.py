@@ -189,7 +189,7 @@ def inlines_functions() -> bool:
     That is so in a Keras step on several replicas, and when verification computes the result of
     one device.
     """
-    is_reference = getattr(tf.distribute.get_strategy(), "counts_one_replica", False)
+    is_reference = keras_compat.computes_like_one_device(tf.distribute.get_strategy())
     return in_keras_step() or (in_step() and is_reference)
 
 

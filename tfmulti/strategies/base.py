@@ -58,7 +58,8 @@ class _ForKeras:
     @property
     def num_replicas_in_sync(self):
         """The number of replicas that run one step together."""
-        return 1 if self.counts_one_replica else super().num_replicas_in_sync
+        is_one = keras_compat.computes_like_one_device(self)
+        return 1 if is_one else super().num_replicas_in_sync
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on every replica; Keras's own steps also run with empty replica batches."""

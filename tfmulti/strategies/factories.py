@@ -127,26 +127,17 @@ def create_strategy(
         strategy.why = f"{name}: {_sizes(cluster)} ({reason})"
         strategy.verify = verify
         return _registered(strategy)
-    if name == "tpu":
-        strategy = create_tpu()
-    elif name == "multi_worker":
-        strategy = create_multi_worker(
-            cluster,
-            communication=communication,
-            bucket_bytes=bucket_bytes,
-            logical_cpus=logical_cpus,
-            start_timeout=start_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            must_agree={
-                "verify": verify,
-                "on_difference": on_difference,
-                **(must_agree or {}),
-            },
-        )
-    elif name == "mirrored":
-        strategy = create_mirrored(devices, logical_cpus)
-    else:
-        strategy = create_one_device(devices, logical_cpus)
+    strategy = _create(
+        name,
+        cluster,
+        devices,
+        logical_cpus,
+        communication=communication,
+        bucket_bytes=bucket_bytes,
+        start_timeout=start_timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        must_agree={"verify": verify, "on_difference": on_difference, **(must_agree or {})},
+    )
     strategy.requests = CoordinationRequests(strategy.num_replicas_in_sync)
     names = ", ".join(d.split("device:")[-1] for d in strategy.extended.worker_devices)
     strategy.verify, strategy.on_difference = verify, on_difference
@@ -157,6 +148,15 @@ def create_strategy(
     keras_compat.mark_launchers(strategy)
     checks.note_strategy(strategy)
     return _registered(strategy)
+
+
+def _create(name, cluster, devices, logical_cpus, **of_workers):
+    if name == "tpu":
+        return create_tpu()
+    if name == "multi_worker":
+        return create_multi_worker(cluster, logical_cpus=logical_cpus, **of_workers)
+    create = create_mirrored if name == "mirrored" else create_one_device
+    return create(devices, logical_cpus)
 
 
 def _registered(strategy):

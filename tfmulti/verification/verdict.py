@@ -1,0 +1,210 @@
+"""Compares a step on several replicas with one device in all views, and says what comes of it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import topology
+from tfmulti.verification import messages
+from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.custom_parts import neutral_layers
+from tfmulti.verification.outcomes import FailsHere, NothingChanges, NotVerified
+from tfmulti.verification.runs import same_random_numbers
+from tfmulti.verification.trial import Trial
+from tfmulti.verification.views import (
+    MANY,
+    PLAIN,
+    UNLIKE,
+    WAYS,
+    View,
+    later_views,
+    views_of_outliers,
+)
+
+# Results of one comparison; workers reduce them by minimum and maximum.
+_FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
+
+
+class Workers(NamedTuple):
+    """Collective functions of the workers.
+
+    Attributes:
+        compare: Function of a strategy and a whole number; returns the minimum and the maximum
+            over all workers.
+        broadcast: Function of a strategy and bytes, which are None except on the chief; returns
+            the chief's bytes.
+        align: Function of a strategy, to call after some workers could not do what others did.
+        all_fail: Function of a strategy, to call where a step fails that others may wait in;
+            returns whether it fails on all workers. It is no collective.
+    """
+
+    compare: Callable
+    broadcast: Callable
+    align: Callable
+    all_fail: Callable
+
+    def agree(self, strategy: tf.distribute.Strategy, can: bool) -> bool:
+        """Returns whether something is true on all workers; each must call it."""
+        return bool(self.compare(strategy, int(can))[0])
+
+
+class _Seen(NamedTuple):
+    """The result of one comparison: minimum and maximum over workers, and the local error."""
+
+    least: int
+    most: int
+    error: ValueError | None
+    reason: str
+
+
+class Verdict(NamedTuple):
+    """What verification says of a step.
+
+    Attributes:
+        error: The error, or None.
+        reason: Why the step could not be verified, or "".
+        runs: Whether it can be traced on several replicas.
+    """
+
+    error: ValueError | None
+    reason: str = ""
+    runs: bool = True
+
+
+def find_out(case: Case, workers: Workers) -> Verdict:
+    """Compares a step on several replicas with one device.
+
+    Args:
+        case: The step to verify.
+        workers: Collective functions of the workers.
+    """
+    agree = functools.partial(workers.agree, case.strategy)
+    all_fail = functools.partial(workers.all_fail, case.strategy)
+    reason, runs = "", False
+    for static in (False, True):
+        case.is_traced_static = static
+        trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
+        if not agree(trial is not None):
+            workers.align(case.strategy)
+            continue
+        runs = True
+        first = _try_view(trial, PLAIN, case, workers)
+        reason = first.reason
+        if first.most == _DIFFERS:
+            return Verdict(first.error)
+        if first.least == _UNKNOWN:
+            break
+        if first.least > _UNKNOWN:
+            drift = _find_drift(trial, case, workers)
+            if drift is not None:
+                return Verdict(drift)
+            if case.is_replicated:
+                return Verdict(None)
+            _warn_of(trial, case)
+            error, proven = _look_further(trial, case, workers)
+            is_known = error or proven or first.least == _SAME
+            return Verdict(error, "" if is_known else reason)
+    return Verdict(None, reason or "another worker could not run it", runs)
+
+
+def _find_drift(trial, case, workers) -> ValueError | None:
+    """Returns the error where replicas would end with different weights."""
+    if case.kind != TRAIN or not trial.distributed.draws:
+        return None
+    found, _ = _try(trial.drifting, case.model)
+    name, number = found or ("", 0)
+    # If a worker could not run the step, the other workers have nothing to compare with.
+    ran, _ = workers.compare(case.strategy, int(found is not None))
+    least, most = workers.compare(case.strategy, number)
+    named = workers.compare(case.strategy, int(bool(name)))[1]
+    drifts = ran and (named or least != most)
+    return messages.describe_drift(case, name) if drifts else None
+
+
+def _warn_of(trial, case):
+    """Warns of what a comparison of results need not show."""
+    step, several = trial.distributed, topology.num_local_replicas(case.strategy) > 1
+    texts = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
+    texts += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
+    texts += [messages.SHUFFLES] if step.shuffles else []
+    if trial.containers and several:
+        texts += [messages.describe_containers(case, trial.containers)]
+    for text in texts:
+        warnings.warn(text, stacklevel=4)
+
+
+def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
+    """Returns the error or None, and whether a comparison showed equal results."""
+    seen = _try_view(trial, View((MANY,)), case, workers)
+    if seen.most == _DIFFERS:
+        return seen.error, True
+    ways, proven = (), seen.least == _SAME
+    for some in (WAYS, *((way,) for way in WAYS)):
+        seen = _try_view(trial, View(some), case, workers)
+        if seen.most == _DIFFERS:
+            return seen.error, True
+        if seen.least > _UNKNOWN:
+            ways, proven = ways + some, proven or seen.least == _SAME
+        if seen.least > _UNKNOWN and some == WAYS:
+            break
+    for views in (*later_views(ways), *views_of_outliers(trial.tests_numbers)):
+        for view in views:
+            seen = _try_view(trial, view, case, workers)
+            if seen.most == _DIFFERS:
+                return seen.error, True
+            proven = proven or seen.least == _SAME
+            if seen.least > _UNKNOWN:
+                break
+    _warn_of_unlike(trial, case, workers)
+    return None, proven
+
+
+def _warn_of_unlike(trial, case, workers):
+    """Warns of a step that is exact with the first batch, and may not be with later ones."""
+    if case.rows.unlike and not (case.static or case.is_traced_static):
+        if _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS:
+            warnings.warn(messages.describe_unlike(case), stacklevel=5)
+
+
+def _try_view(trial, view, case, workers) -> _Seen:
+    found, reason, kind = _found(trial, view, case.model)
+    error = None
+    if trial.outside:
+        error, kind = messages.describe_outside(case, trial.outside), _DIFFERS
+    elif trial.attributes:
+        error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
+    elif found:
+        known = trial.growth, trial.origin, trial.synthetic_values, trial.counts
+        error, kind = messages.describe(case, found, *known), _DIFFERS
+    seen = _Seen(*workers.compare(case.strategy, kind), error, reason)
+    if seen.least == _FAILED:
+        workers.align(case.strategy)
+    return seen
+
+
+def _found(trial, view, model):
+    try:
+        found, reason = _try(lambda: trial.differences(view), model)
+    except NothingChanges as error:
+        return None, str(error), _NOTHING
+    except NotVerified as error:
+        return None, str(error), _UNKNOWN
+    return found, reason, _FAILED if found is None else _SAME
+
+
+def _try(function, model):
+    """Returns the result of a function and "", or None and the reason why it failed."""
+    try:
+        with same_random_numbers(), neutral_layers(model):
+            return function(), ""
+    except (NotVerified, FailsHere):
+        raise
+    except Exception as error:
+        logging.debug("A step could not be verified.", exc_info=True)
+        return None, messages.shorten(error)
