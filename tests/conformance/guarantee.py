@@ -39,6 +39,7 @@ class Guarantee:
         refused: A part of the error that several replicas must raise.
         must: `EXACT`, or `TOLD` for what need not be exact on several replicas, but may never
             differ without a word: see `compare.is_told`.
+        on_difference: As in `create_strategy`.
         ordered: Whether the order of a batch's rows matters, so that no noise can be measured.
         judge: Function of all workers' results that returns what is seen, for guarantees that
             are a property; it raises AssertionError where they are broken.
@@ -63,6 +64,7 @@ class Guarantee:
     tolerance: float = TOLERANCE
     refused: str = ""
     must: str = EXACT
+    on_difference: str = "error"
     ordered: bool = False
     judge: Callable | None = None
     stock_workers: bool = False

@@ -19,6 +19,8 @@ def train(guarantee, place) -> dict[str, np.ndarray]:
         `history/METRIC`, and, where the guarantee validates, `evaluate/METRIC` and `predict`.
     """
     keras.utils.clear_session()
+    if place.strategy is not None and not place.stock:
+        place.strategy.on_difference = guarantee.on_difference
     with dtype_policy(guarantee.policy):
         if guarantee.run is not None:
             return guarantee.run(guarantee, place)

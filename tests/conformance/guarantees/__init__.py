@@ -1,5 +1,8 @@
 """Every guarantee, in the order of the table."""
 
+import dataclasses
+
+from conformance.guarantee import EXACT, TOLD
 from conformance.guarantees import (
     batches,
     custom_losses,
@@ -19,6 +22,20 @@ from conformance.guarantees import (
     tensor_parallel,
 )
 
+
+
+def replicated(sections: dict) -> list:
+    """Returns what may be told in parts, once more: exact where replicas compute all rows."""
+    return [
+        dataclasses.replace(
+            each, name=f"{each.name}, replicated", must=EXACT, on_difference="replicate"
+        )
+        for section in sections.values()
+        for each in section
+        if each.must == TOLD
+    ]
+
+
 SECTIONS = {
     "Batches and feeds": batches.GUARANTEES,
     "What happens to gradients": gradients.GUARANTEES,
@@ -35,6 +52,7 @@ SECTIONS = {
     "State that comes from rows": row_state.GUARANTEES,
     "Saving": saving.GUARANTEES,
 }
+SECTIONS["Steps that every replica computes from the whole batch"] = replicated(SECTIONS)
 ALL = [guarantee for section in SECTIONS.values() for guarantee in section]
 RANDOM = sizes.GUARANTEES
 
