@@ -216,7 +216,14 @@ def by_class(y_true, y_pred):
     return squares(y_true, y_pred) * weights / tf.cast(tf.shape(y_true)[1], tf.float32)
 
 
-COMBINE = {"limited": limited, "normalized": Normalized(), "pairs": of_pairs}
+def by_rank(y_true, y_pred):
+    """An error counts as many times as its row has others above it."""
+    errors = tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+    order = tf.argsort(tf.argsort(errors, direction="DESCENDING"))
+    return errors * tf.cast(order, errors.dtype)
+
+
+COMBINE = {"limited": limited, "normalized": Normalized(), "pairs": of_pairs, "ranked": by_rank}
 DO_NOT = {"squares": squares, "each row": each_row, "by class": by_class}
 
 
@@ -241,6 +248,47 @@ def test_losses_of_rows_that_need_other_rows_get_them(name, num_replicas, monkey
 
     assert_alike(fit(num_replicas), fit(1))
     assert bool(gathered) == (name in COMBINE)
+
+
+def beside_the_next(y_true, y_pred):
+    return tf.reduce_mean(tf.abs(y_pred - tf.roll(y_true, 1, axis=0)), axis=-1)
+
+
+def shares(y_true, y_pred):
+    return tf.nn.softmax(y_pred[:, 0])
+
+
+def own_error(y_true, y_pred):
+    return tf.reduce_mean(tf.abs(y_true - tf.nn.softmax(y_pred)), axis=-1)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("metric", [by_rank, beside_the_next, shares, own_error])
+def test_metric_functions_of_rows_that_need_other_rows_get_them(metric, weighted, monkeypatch):
+    gathered, gather = [], whole_batch.gather_batch
+    monkeypatch.setattr(
+        whole_batch, "gather_batch", lambda *args: gathered.append(args) or gather(*args)
+    )
+
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        with create_strategy(num_replicas).scope():
+            model = keras.Sequential([layers.Dense(3)])
+            model.compile("sgd", "mse", metrics=[metric], weighted_metrics=[metric])
+        data = rows(19) if weighted else rows(19)[:2]
+        history = model.fit(
+            *data[:2],
+            sample_weight=data[2] if weighted else None,
+            batch_size=8,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+        ).history
+        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+    assert_alike(fit(3), fit(1))
+    assert bool(gathered) == (metric is not own_error)
 
 
 def test_a_loss_that_fails_with_any_rows_says_so_of_the_rows_it_was_given():

@@ -82,6 +82,7 @@ from tfmulti.keras_compat.patches import MAX_ROWS as MAX_ROWS
 from tfmulti.keras_compat.patches import around_call_of as around_call_of
 from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
+from tfmulti.keras_compat.patches import update_with_values as update_with_values
 from tfmulti.keras_compat.patches import without_tuning as without_tuning
 from tfmulti.keras_compat.randomness import Draws as Draws
 from tfmulti.keras_compat.randomness import draws_of as draws_of

@@ -13,6 +13,10 @@ _MARK = 100_003
 OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 """Operations whose outputs depend on the shapes of their inputs alone."""
 
+_ALONG_LAST_AXIS = {"TopKV2", "Softmax", "LogSoftmax"}
+# The place of the axis among the inputs.
+_ALONG_GIVEN_AXIS = {"Cumsum": 1, "Cumprod": 1, "ReverseV2": 1, "Roll": 2}
+
 
 def has_rows_of(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
     """Whether the first axis of a tensor is that of other tensors' rows.
@@ -28,7 +32,7 @@ def has_rows_of(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
 
 
 def combines_rows(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
-    """Whether a tensor is computed from a sum, a maximum or the like over other tensors' rows.
+    """Whether a tensor is computed from a sum, a maximum, an order or the like of rows.
 
     It is False where that is unknown, as within a loop.
 
@@ -39,12 +43,30 @@ def combines_rows(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
     copy = _copy(tensor, marked)
     if copy is None:
         return False
-    return any(
+    operations = copy.graph.get_operations()
+    return any(_reduces_rows(each) or _is_along_rows(each) for each in operations)
+
+
+def _reduces_rows(operation) -> bool:
+    """Whether an operation has fewer axes of rows than what it is given."""
+    return (
         operation.type not in OF_SHAPES
         and all(_is_known(each) for each in operation.outputs)
         and _num_marked(operation.outputs) < _num_marked(operation.inputs)
-        for operation in copy.graph.get_operations()
     )
+
+
+def _is_along_rows(operation) -> bool:
+    """Whether an operation sorts, adds up, normalizes or moves values along an axis of rows."""
+    if operation.type in _ALONG_LAST_AXIS:
+        axes = [-1]
+    elif operation.type in _ALONG_GIVEN_AXIS:
+        given = tf.get_static_value(operation.inputs[_ALONG_GIVEN_AXIS[operation.type]])
+        axes = [] if given is None else given.reshape(-1).tolist()
+    else:
+        return False
+    shape = operation.inputs[0].shape
+    return bool(shape.rank) and any(_is_mark(shape[axis]) for axis in axes)
 
 
 def _is_known(tensor) -> bool:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import losses, row_axis
-from tfmulti.step.gathering import gather_batch
+from tfmulti.step.gathering import gather_batch, local_rows
 from tfmulti.step.rows import current_replica_batch, distributed_batch
 
 
@@ -82,12 +82,12 @@ class WholeBatchLoss(keras.losses.Loss):
 class WholeBatchMetric(keras.metrics.Metric):
     """A metric that every replica updates with the rows of the whole global batch.
 
-    Use it for metric functions that compare rows and return one number for each row. Custom
-    metric classes (a maximum, the best so far, a moving average, a count of batches), and
-    functions that return one number for a batch, get all rows without it if they are among the
-    model's metrics. Keras adds a metric's state over replicas. This class keeps the state of one
-    device on every replica instead, so the initial value may be any number. Keras's own metrics
-    do not need it.
+    Use it for metrics that compare rows while steps run eagerly, and that a `train_step` updates by
+    itself. Custom metric classes (a maximum, the best so far, a moving average, a count of
+    batches), and functions that return one number for a batch, or one for each row that needs other
+    rows (a rank), get all rows without it if they are among the model's metrics. Keras adds a
+    metric's state over replicas. This class keeps the state of one device on every replica instead,
+    so the initial value may be any number. Keras's own metrics do not need it.
 
     On one device it equals the given metric. Create it in the strategy's scope.
 
@@ -219,7 +219,10 @@ def prepare_losses(model: keras.Model) -> None:
 
 
 def update_metric_function(update, metric, function, y_true, y_pred, sample_weight=None):
-    """Updates a metric that is a custom function, which may return one number for a batch.
+    """Updates a metric that is a custom function of rows.
+
+    One that returns one number for a batch gets all rows. So does one that returns a number for
+    each row and needs other rows for it; each replica then counts the numbers of its own rows.
 
     Args:
         update: `keras.metrics.MeanMetricWrapper.update_state`.
@@ -232,12 +235,15 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
     if distributed_batch() is None or keras_compat.is_stock(function.func):
         own = functools.partial(update, metric)
         return _with_enough_rows(own, y_true, y_pred, sample_weight)
-    if not _is_one_number(function, y_true, y_pred):
+    if not _combines_rows(function, y_true, y_pred):
         return update(metric, y_true, y_pred, sample_weight)
-    y_true, y_pred, _ = _gather(y_true, y_pred, None)
+    all_true, all_pred, _ = _gather(y_true, y_pred, None)
     with losses.of_whole_batch():
-        value = function(y_true, y_pred)
-    return keras.metrics.Mean.update_state(metric, value, sample_weight)
+        values = function(all_true, all_pred)
+    if not keras.ops.ndim(values):
+        return keras.metrics.Mean.update_state(metric, values, sample_weight)
+    values = local_rows(values)
+    return keras_compat.update_with_values(update, metric, values, y_true, y_pred, sample_weight)
 
 
 def prepare_metrics(model: keras.Model) -> None:
@@ -306,12 +312,6 @@ def _combines_rows(function, y_true, y_pred) -> bool:
         return False
     given = [each for each in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(each)]
     return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
-
-
-def _is_one_number(function, y_true, y_pred) -> bool:
-    """Whether a function returns one number for a batch; also if it fails for want of rows."""
-    values = _values_of_function(function, y_true, y_pred)
-    return values is None or keras.ops.ndim(values) == 0
 
 
 def _values_of_function(function, y_true, y_pred):

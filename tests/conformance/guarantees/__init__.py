@@ -23,7 +23,6 @@ from conformance.guarantees import (
 )
 
 
-
 def replicated(sections: dict) -> list:
     """Returns what may be told in parts, once more: exact where replicas compute all rows."""
     return [
