@@ -1018,6 +1018,39 @@ def test_canary_an_optimizer_outside_of_replicas():
         apply(ours())
 
 
+class NoisySum(keras.Model):
+    """Sums over rows, which cannot be split, with random numbers of TensorFlow."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x + tf.random.normal(tf.shape(x)))
+            loss = self.optimizer.scale_loss(tf.reduce_sum(tf.square(outputs - y)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"scaled": loss}
+
+
+def test_canary_loss_scaling_applies_each_replicas_gradients():
+    def train():
+        with ours().scope():
+            model = NoisySum()
+            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3)))
+        model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+
+    with pytest.warns(UserWarning, match="Every replica computes"):
+        train()
+    with without("LossScaleOptimizer.apply"), pytest.raises(ValueError, match="one device"):
+        train()
+
+
 class Recomputed(keras.layers.Layer):
     """Dropout between two layers, which Keras runs again for gradients."""
 
