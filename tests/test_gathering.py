@@ -49,6 +49,18 @@ def test_gathered_rows_keep_their_type(dtype):
         np.testing.assert_array_equal(result, tf.cast(rows, dtype))
 
 
+def test_several_whole_numbers_are_gathered_at_once():
+    def gather(rows):
+        whole = tf.cast(rows, tf.int32)
+        return tfmulti.gather_batch((whole, whole + 1, rows[:, 0] > 1))
+
+    rows, results = of_replicas(2, (3, 2), gather)
+    for first, second, third in results:
+        np.testing.assert_array_equal(first, rows)
+        np.testing.assert_array_equal(second, rows + 1)
+        np.testing.assert_array_equal(third, rows[:, 0] > 1)
+
+
 def test_nested_structures_with_none():
     def gather(rows):
         structure = {"a": (rows, None), "b": [rows[:, 0], tf.cast(rows, tf.int32)[:, None]]}

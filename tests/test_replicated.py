@@ -361,3 +361,78 @@ def test_replicas_never_hold_different_weights():
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="`on_difference` must be one of replicate, error"):
         create_strategy(2, on_difference="warn")
+
+
+class Reading(keras.Model):
+    """Sums over the rows of whatever tensor it gets."""
+
+    def __init__(self, to_numbers):
+        super().__init__()
+        self.to_numbers = to_numbers
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return self.scale * self.to_numbers(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own": loss}
+
+
+def of_words(words):
+    words = tf.strings.lower(words)
+    hashed = tf.strings.to_hash_bucket_fast(tf.reshape(words, [-1]), 97)
+    return tf.cast(hashed, "float32") / 97
+
+
+def of_ragged_words(words):
+    hashed = tf.strings.to_hash_bucket_fast(words, 97)
+    return tf.reduce_sum(tf.cast(hashed, "float32") / 97, axis=-1)
+
+
+WORDS = ["Ä", "", "two words", "Ω" * 40, "b\0c"]
+WORDS = [WORDS[i % 5] + str(i) for i in range(19)]
+LISTS = [list(range(i % 4)) for i in range(19)]
+PARTS = {
+    "strings": (lambda: tf.constant(WORDS), of_words),
+    "ragged": (
+        lambda: tf.ragged.constant(LISTS, dtype=tf.float32),
+        lambda x: tf.reduce_sum(x, axis=-1),
+    ),
+    "ragged twice": (
+        lambda: tf.ragged.constant([[each, [1]] for each in LISTS], dtype=tf.float32),
+        lambda x: tf.reduce_sum(x, axis=[1, 2]),
+    ),
+    "ragged strings": (
+        lambda: tf.ragged.constant([[WORDS[i]] * (i % 3) for i in range(19)]),
+        of_ragged_words,
+    ),
+    "sparse": (
+        lambda: tf.sparse.from_dense([[float(i % 3), 0.0, i * 1.0] for i in range(19)]),
+        lambda x: tf.sparse.reduce_sum(x, axis=1),
+    ),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_replicas", [3, 2])
+@pytest.mark.parametrize("kind", PARTS)
+def test_strings_ragged_and_sparse_tensors_are_gathered(kind, num_replicas):
+    def fit(num_replicas):
+        make, to_numbers = PARTS[kind]
+        strategy = create_strategy(num_replicas, on_difference="replicate")
+        with strategy.scope():
+            model = Reading(to_numbers)
+            model.compile(keras.optimizers.SGD(1e-3))
+        data = tf.data.Dataset.from_tensor_slices((make(), tf.linspace(0.0, 1.0, 19))).batch(8)
+        history = model.fit(data, epochs=2, verbose=0, shuffle=False).history
+        return {"scale": model.scale.numpy(), "own": np.array(history["own"])}
+
+    expected = fit(1)
+    with pytest.warns(UserWarning, match=REPLICATED.format("train_step")):
+        found = fit(num_replicas)
+    assert_same(found, expected)

@@ -247,8 +247,12 @@ def _choose(logs, results, flags, means) -> dict:
 def add_by_dtype(values) -> list[tf.Tensor]:
     """Adds values over all replicas, grouped by dtype, so that workers can pack each group."""
     added: list = [None] * len(values)
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        alike = [i for i, value in enumerate(values) if value.dtype == dtype]
+    groups: dict = {}
+    for index, value in enumerate(values):
+        # `MirroredStrategy` reduces int32 on the host, and refuses two such values at once.
+        alone = index if value.dtype == tf.int32 else None
+        groups.setdefault((value.dtype.name, alone), []).append(index)
+    for alike in groups.values():
         sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in alike])
         for index, value in zip(alike, sums):
             added[index] = value

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import gradients, local_steps, model_contents
 from tfmulti.step import rows as rows_lib
+from tfmulti.step.dense_parts import to_dense
 from tfmulti.step.first_replica import as_one_device, of_first_replica, replica_number
 from tfmulti.step.gathering import gather_batch
 from tfmulti.step.logs import add_by_dtype
@@ -96,7 +97,7 @@ class ReplicatedStep:
         num_rows = rows_lib.num_rows(data)
         replica_batch = ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True)
         with as_current(replica_batch):
-            whole = gather_batch(rows_lib.fill_if_empty(data))
+            whole = _gather_any(rows_lib.fill_if_empty(data))
         context = tf.distribute.get_replica_context()
         index = topology.replica_batch_index(context)
         counts = tf.one_hot(index, context.num_replicas_in_sync) * tf.cast(num_rows, tf.float32)
@@ -143,6 +144,16 @@ class ReplicatedStep:
         for state, value in zip(_states_of_metrics(self._model), before):
             state.assign(tf.where(is_first, state.read_value(), value))
         return tf.nest.pack_sequence_as(logs, flat)
+
+
+def _gather_any(data):
+    """Gathers the rows of a batch, which may hold strings, ragged and sparse tensors."""
+    parts = tf.nest.flatten(data, expand_composites=False)
+    dense = [None if part is None else to_dense(part) for part in parts]
+    whole = gather_batch([tensors for tensors, _ in filter(None, dense)])
+    whole = iter(whole)
+    parts = [None if each is None else each[1](*next(whole)) for each in dense]
+    return tf.nest.pack_sequence_as(data, parts, expand_composites=False)
 
 
 def _states_of_metrics(model) -> list:
