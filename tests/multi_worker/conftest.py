@@ -27,6 +27,7 @@ OVER_THE_RING = (
     "sharded_parameters_worker:adamw",
     "sharded_parameters_worker:loaded",
     "sharded_parameters_worker:swapped",
+    "replicated_worker:decides",
     "verification_worker:own step",
     "verification_worker:wrong state",
     "verification_worker:unlike parts",
