@@ -91,7 +91,7 @@ def test_told_of_three_replicas_and_of_sorted_arrays(num_replicas):
 
 
 def test_the_error_says_what_was_made_up():
-    with pytest.raises(ValueError, match="with other labels, optimizer.iterations at 5039, var"):
+    with pytest.raises(ValueError, match="with other labels, optimizer.iterations at 8399, var"):
         fit(**TOLD["a counter"])
     with pytest.raises(ValueError, match="of 5 rows, with other labels, other padding;"):
         fit(**TOLD["padding"], as_dataset=True)
@@ -103,8 +103,11 @@ def test_the_error_says_what_was_made_up():
         (step(later.skipped_where_large, later.linear), "with outliers"),
         (dict(step(later.mean), make=later.Guarded), "with numbers that are NaN"),
         (dict(step(later.mean), make=later.AssignedByHand), "trainable weight.*trainable=False"),
+        (step(later.mean_of_known, data=later.targets), "with labels that are NaN"),
+        (step(later.mean_of_labelled(-1)), "with labels that are -1;"),
+        (step(later.mean_of_labelled(-100)), "with labels that are -100"),
     ],
-    ids=["by a bound", "by a test for NaN", "by hand"],
+    ids=["by a bound", "by a test for NaN", "by hand", "by targets", "by labels", "by -100"],
 )
 @pytest.mark.filterwarnings("ignore:.*decides by a number")
 def test_replicas_that_would_update_differently_are_reported(case, reason):

@@ -92,6 +92,17 @@ def _differ(value, other) -> tf.Tensor:
     return tf.reduce_any(apart | (tf.math.is_nan(value) != tf.math.is_nan(other)))
 
 
+def as_numbers(logs):
+    """Returns logs in which `True` and `False` are 1.0 and 0.0, which replicas can average."""
+    return tf.nest.map_structure(
+        lambda log: (
+            tf.cast(log, tf.float32) if isinstance(log, tf.Tensor) and log.dtype.is_bool else log
+        ),
+        logs,
+        expand_composites=False,
+    )
+
+
 def make_global(logs, replica_batch, differing, requests=None, beside=()):
     """Makes a step's logs global, and adds other tensors in the same reduction.
 

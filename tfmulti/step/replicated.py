@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import gradients, local_steps, model_contents
+from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.dense_parts import to_dense
 from tfmulti.step.first_replica import as_one_device, of_first_replica, replica_number
 from tfmulti.step.gathering import gather_batch
-from tfmulti.step.logs import add_by_dtype
 from tfmulti.step.rows import ReplicaBatch, as_current
 
 
@@ -73,6 +73,7 @@ class ReplicatedStep:
     def __init__(self, model, kind: str, step, padded: bool, is_whole: bool):
         self._model, self._kind, self._step = model, kind, step
         self._padded, self._is_whole = padded, is_whole
+        self._sizes: list[int | None] | None = None
         requests = getattr(model.distribute_strategy, "requests", None)
         self._requests = requests if kind == "train" else None
 
@@ -83,6 +84,8 @@ class ReplicatedStep:
             run: `tf.distribute.Strategy.run` of the strategy.
             data: The replica batches.
         """
+        if not self._padded and not isinstance(data, rows_lib.Counted):
+            self._sizes = _known_sizes(data, self._model.distribute_strategy)
         rows, place, before = run(self._gather, args=(data,))
         with keras_compat.as_one_device(self._model.distribute_strategy):
             whole = gradients.one_step(as_one_device(self._step), reduced=True)
@@ -95,14 +98,13 @@ class ReplicatedStep:
         """Returns all rows, this replica's place among them, and the state of its metrics."""
         data = self._own_part(data)
         num_rows = rows_lib.num_rows(data)
-        replica_batch = ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True)
-        with as_current(replica_batch):
-            whole = _gather_any(rows_lib.fill_if_empty(data))
+        with as_current(ReplicaBatch(num_rows, num_rows)):
+            whole = _gather_any(data, self._sizes)
         context = tf.distribute.get_replica_context()
         index = topology.replica_batch_index(context)
         counts = tf.one_hot(index, context.num_replicas_in_sync) * tf.cast(num_rows, tf.float32)
         asked = [] if self._requests is None else [self._requests.part_of_step()]
-        counts, *asked = add_by_dtype([counts, *asked])
+        counts, *asked = logs_lib.add_by_dtype([counts, *asked])
         if asked:
             self._requests.note(asked[0])
         start = tf.reduce_sum(tf.cast(counts, tf.int32)[:index])
@@ -132,7 +134,7 @@ class ReplicatedStep:
         """Gives all replicas the first one's logs and state; it alone counts in metrics."""
         states = keras_compat.states_from_rows(self._model, every=True, synchronized=True)
         states = [state.value for state in states] if self._kind == "train" else []
-        flat = tf.nest.flatten(logs)
+        flat = tf.nest.flatten(logs_lib.as_numbers(logs))
         places = [place for place, log in enumerate(flat) if _is_number(log)]
         values = [*(state.read_value() for state in states), *(flat[place] for place in places)]
         values = of_first_replica(values)
@@ -146,14 +148,36 @@ class ReplicatedStep:
         return tf.nest.pack_sequence_as(logs, flat)
 
 
-def _gather_any(data):
-    """Gathers the rows of a batch, which may hold strings, ragged and sparse tensors."""
+def _gather_any(data, sizes):
+    """Gathers the rows of a batch, which may hold strings, ragged and sparse tensors.
+
+    Args:
+        data: A replica batch.
+        sizes: The numbers of rows of all its parts, as far as known; or None.
+    """
     parts = tf.nest.flatten(data, expand_composites=False)
     dense = [None if part is None else to_dense(part) for part in parts]
-    whole = gather_batch([tensors for tensors, _ in filter(None, dense)])
-    whole = iter(whole)
-    parts = [None if each is None else each[1](*next(whole)) for each in dense]
-    return tf.nest.pack_sequence_as(data, parts, expand_composites=False)
+    gathered = iter(gather_batch([tensors for tensors, _ in filter(None, dense)]))
+    whole = [None if each is None else each[1](*next(gathered)) for each in dense]
+    for place, size in enumerate(sizes or ()):
+        if size is not None and isinstance(whole[place], tf.Tensor):
+            whole[place] = tf.ensure_shape(whole[place], [size, *whole[place].shape[1:]])
+    return tf.nest.pack_sequence_as(data, whole, expand_composites=False)
+
+
+def _known_sizes(data, strategy) -> list[int | None]:
+    """Returns the numbers of rows of the parts of a batch where the graph knows them.
+
+    Some steps can be traced for a known number only.
+    """
+    sizes = []
+    for part in tf.nest.flatten(data, expand_composites=False):
+        local = [part]
+        if isinstance(part, tf.distribute.DistributedValues):
+            local = strategy.experimental_local_results(part)
+        known = [each.shape[0] if isinstance(each, tf.Tensor) else None for each in local]
+        sizes.append(None if None in known or topology.num_workers(strategy) > 1 else sum(known))
+    return sizes
 
 
 def _states_of_metrics(model) -> list:

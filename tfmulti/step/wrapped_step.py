@@ -70,7 +70,7 @@ def _learn(fn, data, replica_batch, kind):
     before = [variable.read_value() for variable in [*metrics, *states]]
     totals = [tracker.total.value.read_value() for tracker in trackers]
     logs_lib.forget_results()
-    logs = fn(data)
+    logs = logs_lib.as_numbers(fn(data))
     differing = logs_lib.compare_with_metrics(logs, replica_batch)
     _restore_if_empty(metrics, before, replica_batch)
     for tracker, total in zip(trackers, totals):

@@ -11,7 +11,14 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, verification
 from tfmulti.parallel import sharded_parameters
-from tfmulti.step import local_steps, model_contents, slots, sparse_gradients, whole_batch
+from tfmulti.step import (
+    local_steps,
+    model_contents,
+    replicated,
+    slots,
+    sparse_gradients,
+    whole_batch,
+)
 from tfmulti.strategies import coordination
 from tfmulti.verification import Workers
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
@@ -189,18 +196,19 @@ def _verify(model, peek, iterator):
         return
     if _KINDS[name] == TRAIN:
         sharded_parameters.forget_values(model)
+    feed = _feed(peek, iterator)
+    verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit":
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
-    feed = _feed(peek, iterator)
-    verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit" and validates:
         verification.verify_once(model, TEST, feed, _WORKERS, early=True)
 
 
 def _warn_of_local_normalization(model):
     """Warns once for each model of layers whose result depends on the number of replicas."""
-    layers = local_normalization(model)
+    is_split = not replicated.is_replicated(model, TRAIN)
+    layers = local_normalization(model) if is_split else []
     if layers and not marks.WARNED_OF_STATISTICS.get(model):
         marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")

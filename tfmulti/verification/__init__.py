@@ -9,6 +9,7 @@ afterwards.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 
@@ -65,14 +66,14 @@ def verify_once(
     with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
         error, reason, runs = find_out(case, workers)
         may = hasattr(error, "finding") or not runs
-        differs, is_exact = _replicate(case, error, may, workers)
+        differs, is_exact, why = _replicate(case, error, may, workers)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     if differs and not is_exact:
         # Another attempt shall verify, and raise, again.
         marks.VERIFIED.get(model)[1].discard(key)
-        raise error or ValueError(messages.elsewhere(kind))
+        raise messages.with_reason(error or ValueError(messages.elsewhere(kind)), why)
     if differs:
         warnings.warn(messages.describe_replicated(case, error, reason), stacklevel=2)
     elif reason and early:
@@ -110,24 +111,26 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
 
 def _build(case):
     """Builds a model in its step as the replicas run it, else as one that gets the whole batch."""
-    rows = case.rows.first(case.most_rows())
+    first = None
+    replicates = (False, True) if case.strategy.on_difference == REPLICATE else (False,)
     with restored(Numbers(case.model)):
-        try:
-            Distributed(case, rows, only_build=True)
-        except Exception as error:
-            if case.strategy.on_difference != REPLICATE:
-                raise
-            replicated.replicate(case.model, case.kind)
+        for whole, static in itertools.product(replicates, (False, True)):
+            case.is_traced_static = static
+            if whole:
+                replicated.replicate(case.model, case.kind)
             try:
-                Distributed(case, rows, only_build=True)
-            except Exception:
-                # A step that no replica can run has an error of its own, without ours.
-                raise error from None
+                Distributed(case, case.rows.first(case.most_rows()), only_build=True)
+                return
+            except Exception as error:
+                first = first or error
             finally:
-                replicated.distribute_again(case.model, case.kind)
+                if whole:
+                    replicated.distribute_again(case.model, case.kind)
+    # A step that no replica can run has an error of its own, without ours.
+    raise first
 
 
-def _replicate(case, error, may, workers) -> tuple[bool, bool]:
+def _replicate(case, error, may, workers) -> tuple[bool, bool, str]:
     """Has every replica compute a step from all rows, if it differs or cannot run in parts.
 
     Args:
@@ -137,23 +140,25 @@ def _replicate(case, error, may, workers) -> tuple[bool, bool]:
         workers: Collective functions of the workers.
 
     Returns:
-        Whether the step differs on any worker, and whether all replicas now compute it from all
-        rows.
+        Whether the step differs on any worker; whether all replicas now compute it from all rows;
+        and why they cannot, or "".
     """
-    may = may and case.strategy.on_difference == REPLICATE
-    may = may and replicated.can_be_replicated(case.model)
+    wanted = case.strategy.on_difference == REPLICATE
+    can = replicated.can_be_replicated(case.model)
+    why = messages.NEEDS_PARTS if wanted and may and not can else ""
+    may = may and wanted and can
     cannot = error is not None and not may
     found = workers.compare(case.strategy, int(may) + 2 * int(cannot))[1]
     differs = workers.compare(case.strategy, int(error is not None))[1] > 0
     if found != 1:
-        return differs, False
+        return differs, False, why
     replicated.replicate(case.model, case.kind)
-    other, why, _ = find_out(case, workers)
-    is_exact = not workers.compare(case.strategy, int(bool(other or why)))[1]
+    other, reason, _ = find_out(case, workers)
+    is_exact = not workers.compare(case.strategy, int(bool(other or reason)))[1]
     if not is_exact:
         replicated.distribute_again(case.model, case.kind)
-        logging.info("Replicas that compute the whole batch differ, too: %s", other or why)
-    return differs or is_exact, is_exact
+        why = messages.why_not_exact(other, reason)
+    return differs or is_exact, is_exact, why
 
 
 def _choose_rows(case, drawn, workers, early):

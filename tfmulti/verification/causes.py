@@ -69,7 +69,8 @@ ADVICE = {
     "number: tf.reduce_sum, which a tape does by itself on one device, or tf.reduce_mean. A weight "
     "that the step itself assigns from rows needs trainable=False: replicas then average its "
     "changes.",
-    STATE: f"Update it from {ALL_ROWS}.",
+    STATE: f"Update it from {ALL_ROWS}. A mean over rows may stay in self.add_weight(..., "
+    "trainable=False), of which replicas average the changes, but not in a tf.Variable.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
     METRIC_OF_NUMBERS: "Pass it a value for each row of the replica: of gathered values, "
     "tfmulti.local_rows(values).",

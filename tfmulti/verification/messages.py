@@ -138,6 +138,37 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
     )
 
 
+NEEDS_PARTS = (
+    "sharded state or weights, stages, tensor parallelism and synchronize_every need the part of "
+    "each replica"
+)
+
+
+def why_not_exact(error: ValueError | None, reason: str) -> str:
+    """Returns why a step is not exact where every replica computes the whole batch.
+
+    Args:
+        error: What this worker has found there, or None.
+        reason: Why it could not be verified there, or "".
+    """
+    received = getattr(error, "received", "")
+    return f"it differs there too ({received})" if received else reason or "it differs there too"
+
+
+def with_reason(error: ValueError, why: str) -> ValueError:
+    """Returns an error that also says why no replica can compute the whole batch instead.
+
+    Args:
+        error: The error.
+        why: The reason, or "".
+    """
+    if not why:
+        return error
+    told = ValueError(f"{error} It is not replicated either: {why.removesuffix('.')}.")
+    told.__dict__.update(error.__dict__)
+    return told
+
+
 def describe_unlike(case: Case) -> str:
     """Returns the warning for batches whose parts replicas could get unlike shares of.
 
@@ -320,4 +351,4 @@ def shorten(error: Exception) -> str:
     """Returns the type of an error and its own words, without TensorFlow's stack of the graph."""
     paragraphs = str(error).split("[[{{node")[0].split("\n\n")
     words = " ".join(([""] + [p for p in paragraphs if p.strip()])[-1].split())
-    return f"{type(error).__name__}: {words[:300]}"
+    return f"{type(error).__name__}: {words[:600]}"

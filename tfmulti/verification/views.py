@@ -21,12 +21,17 @@ LABELS, PADDING, WEIGHTS = "labels", "padding", "sample weights"
 WAYS = (LABELS, PADDING, WEIGHTS)
 # Some rows become so large, or NaN, that a step which decides by its loss decides otherwise there.
 OUTLIERS, SMALL_OUTLIERS, NOT_NUMBERS = "outliers", "small outliers", "numbers that are NaN"
+NAN_LABELS, NAN_INPUTS = "labels that are NaN", "inputs that are NaN"
+SPOILED = (NOT_NUMBERS, NAN_LABELS, NAN_INPUTS)
+# What many programs give rows, pixels or words that have no label.
+IGNORED = {f"labels that are {label}": label for label in (-1, -100)}
 # Many rows of the first batch, as they are: a limit, a rank or a rare row may show only there.
 MANY = "many rows"
 # Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
 UNLIKE = "other numbers of rows"
-# One less than a multiple of every number to 10: an optimizer that accumulates then updates.
-_SOON, _LATE = 5039, 1_441_439
+# One less than multiples of 25, 50 and 100, and of every number to 16: an optimizer that
+# accumulates then updates, and so does what happens every so many steps.
+_SOON, _LATE = 8399, 1_441_439
 # Chosen so that neighbouring replica batches differ.
 _WHOSE = (0, 0, 1, 2, 1, 0, 2)
 _KEPT = (1.0, 0.5, 0.25, 0.75)
@@ -88,7 +93,8 @@ def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
     """
     now = (View((OUTLIERS,)), View((SMALL_OUTLIERS,)))
     later = [View((way,), _SOON, 1.0) for way in (OUTLIERS, SMALL_OUTLIERS)]
-    return [now, tuple(later), *([(View((NOT_NUMBERS,)),)] if tests_numbers else [])]
+    spoiled = [(View((way,)),) for way in SPOILED] if tests_numbers else []
+    return [now, tuple(later), *spoiled, *((View((way,)),) for way in IGNORED)]
 
 
 def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
@@ -217,16 +223,28 @@ def _enlarge(arrays, roles, factor):
     return [enlarge(array, role) for array, role in zip(arrays, roles)]
 
 
-def _spoil(arrays, roles):
+def _spoil(arrays, roles, of_roles):
     """Makes the numbers of some rows NaN; the first replica batch keeps its numbers."""
 
     def spoil(array, role):
-        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role == 2:
+        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role not in of_roles:
             return array
         chosen = np.resize(_WHOSE, len(array)).reshape([-1] + [1] * (array.ndim - 1)) == 2
         return np.where(chosen, array.dtype.type(np.nan), array)
 
     return [spoil(array, role) for array, role in zip(arrays, roles)]
+
+
+def _ignore(arrays, roles, label):
+    """Gives some rows, or some numbers of each row, a label that stands for none."""
+
+    def ignore(array, role):
+        if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or role != 1:
+            return array
+        whose = np.resize(_WHOSE, array.size)
+        return np.where(whose.reshape(array.shape) == 2, label, array).astype(array.dtype)
+
+    return [ignore(array, role) for array, role in zip(arrays, roles)]
 
 
 _VARY = {
@@ -235,7 +253,10 @@ _VARY = {
     WEIGHTS: _weigh,
     OUTLIERS: functools.partial(_enlarge, factor=1000.0),
     SMALL_OUTLIERS: functools.partial(_enlarge, factor=10.0),
-    NOT_NUMBERS: _spoil,
+    NOT_NUMBERS: functools.partial(_spoil, of_roles=(0, 1)),
+    NAN_LABELS: functools.partial(_spoil, of_roles=(1,)),
+    NAN_INPUTS: functools.partial(_spoil, of_roles=(0,)),
+    **{name: functools.partial(_ignore, label=label) for name, label in IGNORED.items()},
 }
 
 
