@@ -11,7 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import gradients, local_steps, model_contents
+from tfmulti.step import gradients, local_steps, model_contents, parameters
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.dense_parts import to_dense
@@ -47,7 +47,7 @@ def can_be_replicated(model) -> bool:
     optimizers = model_contents.optimizers_of(model, nested=True)
     variables = [*model.variables, *(v for each in optimizers for v in each.variables)]
     return (
-        marks.PARAMETERS.get(model.distribute_strategy) is None
+        not parameters.has_sharded(model)
         and marks.MICRO_BATCHES.get(model) == 1
         and local_steps.steps_of(model) == 1
         and not any(hasattr(variable, "is_here") for variable in variables)
@@ -124,11 +124,8 @@ class ReplicatedStep:
         if not self._is_whole:
             return data
         context = tf.distribute.get_replica_context()
-        index, count = (
-            topology.local_replica_index(context),
-            topology.num_local_replicas(context.strategy),
-        )
-        return rows_lib.take_replica_rows(data, index, count)
+        count = topology.num_local_replicas(context.strategy)
+        return rows_lib.take_replica_rows(data, topology.local_replica_index(context), count)
 
     def _finish(self, logs, before):
         """Gives all replicas the first one's logs and state; it alone counts in metrics."""
@@ -187,7 +184,12 @@ def _states_of_metrics(model) -> list:
 
 def _own_rows(outputs, place):
     start, count = place
-    return tf.nest.map_structure(lambda part: part[start : start + count], outputs)
+
+    def own(part):
+        has_rows = isinstance(part, (tf.Tensor, tf.RaggedTensor)) and part.shape.rank != 0
+        return part[start : start + count] if has_rows else part
+
+    return tf.nest.map_structure(own, outputs, expand_composites=False)
 
 
 def _is_number(value) -> bool:

@@ -164,7 +164,7 @@ def build_by_step(model: keras.Model, batch) -> bool:
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
     kind = _KINDS.get(marks.CALL.get(model)[0])
-    return kind is not None and verification.build_by_step(model, kind, batch)
+    return kind is not None and verification.build_by_step(model, kind, batch, _WORKERS)
 
 
 def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:

@@ -82,13 +82,14 @@ def verify_once(
         _warn(kind, reason)
 
 
-def build_by_step(model: keras.Model, kind: str, batch) -> bool:
+def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> bool:
     """Builds a model by tracing its step, in cases that Keras's own build could miss.
 
     Args:
         model: The model.
         kind: `"train"` or `"test"`.
         batch: A batch, as the replicas receive it.
+        workers: Collective functions of the workers.
 
     Returns:
         Whether it built the model.
@@ -99,35 +100,37 @@ def build_by_step(model: keras.Model, kind: str, batch) -> bool:
     if not rows_lib.can_be_cut(batch) or (dense and not own):
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
-    try:
-        _build(case)
-    except Exception:
-        # A step that runs eagerly need not be traceable.
-        if not case.eager:
-            raise
-        return False
-    return True
+    error = _build(case, workers)
+    # A step that runs eagerly need not be traceable.
+    if error is not None and not case.eager:
+        raise error
+    return error is None
 
 
-def _build(case):
-    """Builds a model in its step as the replicas run it, else as one that gets the whole batch."""
-    first = None
-    replicates = (False, True) if case.strategy.on_difference == REPLICATE else (False,)
+def _build(case, workers) -> Exception | None:
+    """Builds a model in its step, which some replicas can run with the whole batch only.
+
+    Returns:
+        None, or the error of a step that no replica can run.
+    """
+    first, strategy = None, case.strategy
+    replicates = (False, True) if strategy.on_difference == REPLICATE else (False,)
     with restored(Numbers(case.model)):
         for whole, static in itertools.product(replicates, (False, True)):
-            case.is_traced_static = static
+            case.is_traced_static, error = static, None
             if whole:
                 replicated.replicate(case.model, case.kind)
             try:
                 Distributed(case, case.rows.first(case.most_rows()), only_build=True)
-                return
-            except Exception as error:
-                first = first or error
-            finally:
-                if whole:
-                    replicated.distribute_again(case.model, case.kind)
-    # A step that no replica can run has an error of its own, without ours.
-    raise first
+            except Exception as caught:
+                error = caught
+                first = first or caught
+            if whole:
+                replicated.distribute_again(case.model, case.kind)
+            if workers.agree(strategy, error is None):
+                return None
+            workers.align(strategy)
+    return first or RuntimeError(messages.elsewhere(case.kind))
 
 
 def _replicate(case, error, may, workers) -> tuple[bool, bool, str]:
