@@ -34,6 +34,8 @@ own: the same training with the rows of each batch in other orders, the same mat
 
 What several replicas cannot have may be told in its place: an error before the first update, which
 says what was received and what to do. It stands as "told"; a difference without a word is not kept.
+That is with `on_difference="error"`. The last section has the same trainings as they are by
+default: every replica computes the whole batch, and the result must be one device's.
 
 What is not kept is bold. The last two columns are stock Keras and TensorFlow without tfmulti,
 against plain Keras on one device: a figure, or the first words of the error. A dash was not tried.
