@@ -34,12 +34,15 @@ class Deciding(keras.Model):
         loss = tf.reduce_sum(losses)
         return tf.where(tf.reduce_mean(losses) > 1.0, loss, 0.1 * loss)
 
-    def train_step(self, data):
-        x, y = data[:2]
+    def loss_and_gradients(self, x, y):
         with tf.GradientTape() as tape:
             loss = self.loss_of(x, y)
             scaled = self.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, self.trainable_variables)
+        return loss, tape.gradient(scaled, self.trainable_variables)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        loss, gradients = self.loss_and_gradients(x, y)
         self.optimizer.apply(gradients, self.trainable_variables)
         logs = {"own": loss}
         for metric in self.metrics:
@@ -63,9 +66,7 @@ class Noisy(Deciding):
 class NoisyGradients(Deciding):
     def train_step(self, data):
         x, y = data[:2]
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(x, y)
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = self.loss_and_gradients(x, y)
         gradients = [g + tf.random.normal(tf.shape(g), stddev=0.01) for g in gradients]
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"own": loss}
@@ -74,9 +75,7 @@ class NoisyGradients(Deciding):
 class ByHand(Deciding):
     def train_step(self, data):
         x, y = data[:2]
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(x, y)
-        gradients = tape.gradient(loss, self.trainable_variables)
+        loss, gradients = self.loss_and_gradients(x, y)
         for weight, gradient in zip(self.trainable_variables, gradients):
             weight.assign_sub(0.01 * gradient)
         return {"own": loss}
@@ -89,9 +88,7 @@ class InBranch(Deciding):
         x, y = data[:2]
 
         def update():
-            with tf.GradientTape() as tape:
-                loss = self.loss_of(x, y)
-            gradients = tape.gradient(loss, self.trainable_variables)
+            loss, gradients = self.loss_and_gradients(x, y)
             self.optimizer.apply(gradients, self.trainable_variables)
             return loss
 
@@ -107,9 +104,7 @@ class InLoop(Deciding):
         x, y = data[:2]
         total = tf.constant(0.0)
         for _ in tf.range(3):
-            with tf.GradientTape() as tape:
-                loss = self.loss_of(x, y)
-            gradients = tape.gradient(loss, self.trainable_variables)
+            loss, gradients = self.loss_and_gradients(x, y)
             for weight, gradient in zip(self.trainable_variables, gradients):
                 weight.assign_sub(0.01 * gradient)
             total += loss
@@ -354,8 +349,18 @@ class Drifting(Deciding):
 
 def test_replicas_never_hold_different_weights():
     model = compiled(create_strategy(2, on_difference="replicate"), Drifting)
-    with pytest.raises(ValueError, match="one device's result|must hold the same weights"):
+    with pytest.raises(ValueError, match="It is not replicated either: it differs there too"):
         model.fit(*rows(), batch_size=16, verbose=0)
+
+
+def test_nothing_is_said_of_local_batch_statistics_that_are_one_devices():
+    model = compiled(create_strategy(2, on_difference="replicate"), Deciding)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(*rows(), batch_size=16, verbose=0)
+    told = " ".join(str(each.message) for each in caught)
+    assert REPLICATED.format("train_step") in told
+    assert "not synchronized" not in told
 
 
 def test_an_unknown_choice_is_refused():
@@ -435,4 +440,68 @@ def test_strings_ragged_and_sparse_tensors_are_gathered(kind, num_replicas):
     expected = fit(1)
     with pytest.warns(UserWarning, match=REPLICATED.format("train_step")):
         found = fit(num_replicas)
+    assert_same(found, expected)
+
+
+class OfTwoParts(Reading):
+    """The mean over labelled rows, and the sum over rows without a label."""
+
+    def train_step(self, data):
+        labelled, others = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(labelled)) + tf.reduce_sum(tf.square(self(others)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own": loss, "large": loss > 0.5, "rows": tf.shape(others)[0]}
+
+
+class OfKnownRows(Reading):
+    """Can be traced for a known number of rows only."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            pairs = tf.matmul(self(x), self(x), transpose_b=True)
+            loss = tf.reduce_sum(tf.square(pairs - tf.eye(x.shape[0])))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own": loss}
+
+
+def two_parts():
+    """The last batch has 1 and 8 rows: all replicas but one have none of the first part."""
+    parts = [
+        tf.data.Dataset.from_tensor_slices(tf.random.stateless_uniform([n, 1], [0, n]))
+        for n in (22, 47)
+    ]
+    return tf.data.Dataset.zip((parts[0].batch(7), parts[1].batch(13)))
+
+
+def known_rows():
+    x = tf.random.stateless_uniform([24, 2], [0, 1])
+    return tf.data.Dataset.from_tensor_slices((x, x)).batch(6, drop_remainder=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "data"), [(OfTwoParts, two_parts), (OfKnownRows, known_rows)], ids=["parts", "known"]
+)
+def test_rows_of_every_part_and_known_numbers_of_rows(make, data):
+    def fit(num_replicas):
+        strategy = create_strategy(num_replicas, on_difference="replicate")
+        with strategy.scope():
+            model = make(lambda x: x)
+            model.compile(keras.optimizers.SGD(1e-2))
+        seen_logs = []
+        each = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: seen_logs.append(logs)
+        )
+        model.fit(data(), verbose=0, shuffle=False, callbacks=[each])
+        seen = {
+            f"{i} {key}": np.float64(v) for i, log in enumerate(seen_logs) for key, v in log.items()
+        }
+        return seen | {"scale": model.scale.numpy()}
+
+    expected = fit(1)
+    with pytest.warns(UserWarning, match=REPLICATED.format("train_step")):
+        found = fit(3)
     assert_same(found, expected)

@@ -227,26 +227,42 @@ COMBINE = {"limited": limited, "normalized": Normalized(), "pairs": of_pairs, "r
 DO_NOT = {"squares": squares, "each row": each_row, "by class": by_class}
 
 
+@pytest.fixture
+def gathered(monkeypatch):
+    """What was gathered: losses and metrics of which each row is computed alone gather nothing."""
+    calls, gather = [], whole_batch.gather_batch
+    monkeypatch.setattr(
+        whole_batch, "gather_batch", lambda *args: calls.append(args) or gather(*args)
+    )
+    return calls
+
+
+def fit_arrays(num_replicas, weighted=False, **compiled):
+    keras.utils.set_random_seed(1)
+    with create_strategy(num_replicas).scope():
+        model = keras.Sequential([layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1), **compiled)
+    x, y, weights = rows(19)
+    data = (x, y, weights) if weighted else (x, y)
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights if weighted else None,
+        validation_data=data,
+        batch_size=8,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    ).history
+    return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_replicas", [3, 2])
 @pytest.mark.parametrize("name", [*COMBINE, *DO_NOT])
-def test_losses_of_rows_that_need_other_rows_get_them(name, num_replicas, monkeypatch):
-    """Those of which each is computed from its own row alone gather nothing."""
-    gathered, gather = [], whole_batch.gather_batch
-    monkeypatch.setattr(
-        whole_batch, "gather_batch", lambda *args: gathered.append(args) or gather(*args)
-    )
-
-    def fit(num_replicas):
-        keras.utils.set_random_seed(1)
-        with create_strategy(num_replicas).scope():
-            model = keras.Sequential([layers.Dense(3)])
-            model.compile(keras.optimizers.SGD(0.1), {**COMBINE, **DO_NOT}[name])
-        x, y, _ = rows(19)
-        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
-
-    assert_alike(fit(num_replicas), fit(1))
+def test_losses_of_rows_that_need_other_rows_get_them(name, num_replicas, gathered):
+    loss = {**COMBINE, **DO_NOT}[name]
+    assert_alike(fit_arrays(num_replicas, loss=loss), fit_arrays(1, loss=loss))
     assert bool(gathered) == (name in COMBINE)
 
 
@@ -262,32 +278,12 @@ def own_error(y_true, y_pred):
     return tf.reduce_mean(tf.abs(y_true - tf.nn.softmax(y_pred)), axis=-1)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("metric", [by_rank, beside_the_next, shares, own_error])
-def test_metric_functions_of_rows_that_need_other_rows_get_them(metric, weighted, monkeypatch):
-    gathered, gather = [], whole_batch.gather_batch
-    monkeypatch.setattr(
-        whole_batch, "gather_batch", lambda *args: gathered.append(args) or gather(*args)
-    )
-
-    def fit(num_replicas):
-        keras.utils.set_random_seed(1)
-        with create_strategy(num_replicas).scope():
-            model = keras.Sequential([layers.Dense(3)])
-            model.compile("sgd", "mse", metrics=[metric], weighted_metrics=[metric])
-        data = rows(19) if weighted else rows(19)[:2]
-        history = model.fit(
-            *data[:2],
-            sample_weight=data[2] if weighted else None,
-            batch_size=8,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-        ).history
-        return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
-
-    assert_alike(fit(3), fit(1))
+def test_metric_functions_of_rows_that_need_other_rows_get_them(metric, weighted, gathered):
+    case = dict(weighted=weighted, loss="mse", metrics=[metric], weighted_metrics=[metric])
+    assert_alike(fit_arrays(3, **case), fit_arrays(1, **case))
     assert bool(gathered) == (metric is not own_error)
 
 

@@ -89,9 +89,7 @@ def create_strategy(column):
             "multi_worker",
             logical_cpus=column.devices,
             communication=column.communication,
-            on_difference="error",
         )
     # The stages of a pipeline may be on devices that the strategy itself does not use.
     cpus = max(column.devices, 2)
-    settings = {"logical_cpus": cpus, "on_difference": "error"}
-    return tfmulti.create_strategy(column.kind, devices=names, **settings)
+    return tfmulti.create_strategy(column.kind, devices=names, logical_cpus=cpus)

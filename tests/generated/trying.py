@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from conformance import compare, training
 from conformance.guarantee import TOLERANCE, Origin
 
@@ -43,4 +45,5 @@ def measure_noise(guarantee, reference) -> float:
 
 def on_replicas(program, strategy) -> compare.Cell:
     """Trains a program under a strategy of this process and judges it."""
-    return judge(program, [training.attempt(models.guarantee(program), Origin(strategy))])
+    guarantee = dataclasses.replace(models.guarantee(program), on_difference=strategy.on_difference)
+    return judge(program, [training.attempt(guarantee, Origin(strategy))])

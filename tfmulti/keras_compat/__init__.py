@@ -64,6 +64,7 @@ from tfmulti.keras_compat.names import keep_on_each_replica as keep_on_each_repl
 from tfmulti.keras_compat.names import local_statistics as local_statistics
 from tfmulti.keras_compat.names import loss_of as loss_of
 from tfmulti.keras_compat.names import mask_of as mask_of
+from tfmulti.keras_compat.names import masked_weights as masked_weights
 from tfmulti.keras_compat.names import noted_logits as noted_logits
 from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
 from tfmulti.keras_compat.names import own_losses as own_losses
@@ -82,7 +83,6 @@ from tfmulti.keras_compat.patches import MAX_ROWS as MAX_ROWS
 from tfmulti.keras_compat.patches import around_call_of as around_call_of
 from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
-from tfmulti.keras_compat.patches import update_with_values as update_with_values
 from tfmulti.keras_compat.patches import without_tuning as without_tuning
 from tfmulti.keras_compat.randomness import Draws as Draws
 from tfmulti.keras_compat.randomness import draws_of as draws_of

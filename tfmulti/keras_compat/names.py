@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import losses as keras_losses
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
@@ -59,7 +60,7 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
     if isinstance(model, keras.Model):
         return STEP_KINDS.get(getattr(fn, "__name__", None)), model
     if getattr(fn, "__module__", None) == keras_trainer.__name__:
-        held = [cell.cell_contents for cell in fn.__closure__ or ()]
+        held = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
         models = [each for each in held if isinstance(each, keras.Model)]
         return "predict", models[0] if models else None
     return None, None
@@ -170,6 +171,12 @@ def loss_of(fn) -> keras.losses.Loss:
 def mask_of(tensor):
     """Returns the mask that a layer has attached to its output, or None."""
     return keras_backend.get_keras_mask(tensor)
+
+
+def masked_weights(metric: keras.metrics.Metric, y_pred, sample_weight):
+    """Returns the weights of values, as a metric that is a function of rows masks them."""
+    mask, dtype = mask_of(y_pred), metric.dtype
+    return keras_loss.apply_mask(sample_weight, mask, dtype=dtype, reduction="sum")
 
 
 def set_mask(tensor, mask) -> None:

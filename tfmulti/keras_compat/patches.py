@@ -291,23 +291,6 @@ def update_with_function(original, update):
     return update_state
 
 
-def update_with_values(update, metric, values, *args) -> None:
-    """Calls `MeanMetricWrapper.update_state` with known values in place of its function's.
-
-    Args:
-        update: The method.
-        metric: The metric.
-        values: What the function would return.
-        *args: The arguments of the method.
-    """
-    function = metric._fn
-    metric._fn = lambda *_, **__: values
-    try:
-        update(metric, *args)
-    finally:
-        metric._fn = function
-
-
 def update_metric_by(metric: keras.metrics.Metric, update) -> None:
     """Replaces one metric's `update_state` by a function of it and its arguments."""
     if "update_state" not in vars(metric):

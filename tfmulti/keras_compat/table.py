@@ -16,6 +16,7 @@ from keras.src import backend as keras_backend
 from keras.src import losses as keras_losses
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers import trainer as base_trainer
@@ -57,6 +58,7 @@ READ = (
     (keras.optimizers.Optimizer, "_track_variable", ("variable",)),
     (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
     (epoch_iterator.EpochIterator, "reset", ()),
+    (keras_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (seed_generator, "global_seed_generator", ()),
     (seed_generator, "make_default_seed", ()),
     (global_state, "set_global_attribute", ("name", "value")),

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step.logs import add_by_dtype
+from tfmulti.step.sums import add_by_dtype, from_sent, to_send
 
 
 class _Step:
@@ -75,7 +75,7 @@ def gradients_of_first_replica(grads) -> list:
 def of_first_replica(values) -> list:
     """Returns the first replica's values on all replicas.
 
-    It is a collective. Whole numbers must be exact in the dtype in which they are sent.
+    It is a collective.
 
     Args:
         values: Tensors, `tf.IndexedSlices` and None. All replicas have the same rows of a table,
@@ -84,12 +84,12 @@ def of_first_replica(values) -> list:
     is_first = replica_number() == 0
     own = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     present = [tf.convert_to_tensor(value) for value in own if value is not None]
-    sent = [tf.cast(value, keras_compat.SENT_AS.get(value.dtype, value.dtype)) for value in present]
+    sent = [to_send(value) for value in present]
     sent = [tf.where(is_first, value, tf.zeros_like(value)) for value in sent]
     step = _step.value
     with keras_compat.reducing_over_replicas(None if step is None else step.number):
         added = add_by_dtype(sent)
-    added = iter(tf.cast(total, value.dtype) for total, value in zip(added, present))
+    added = iter(from_sent(total, value.dtype) for total, value in zip(added, present))
     return [None if value is None else _like(value, next(added)) for value in values]
 
 

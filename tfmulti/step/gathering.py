@@ -7,15 +7,8 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.step import gathered_rows, losses, parameters
-from tfmulti.step.logs import add_by_dtype
 from tfmulti.step.rows import current_replica_batch, distributed_batch
-
-# Collectives between workers and GPUs add floats, int32 and int64 only.
-_TRAVELS_AS = {
-    **keras_compat.SENT_AS,
-    tf.complex64: tf.float32,
-    tf.complex128: tf.float64,
-}
+from tfmulti.step.sums import add_by_dtype, from_sent, to_send
 
 
 def gather_batch(structure):
@@ -182,26 +175,17 @@ def _gather(own, context) -> list[tf.Tensor]:
     starts = [tf.reduce_sum(count[:number]) for count in counts]
     totals = [tf.reduce_sum(count) for count in counts]
     placed = [
-        _place(_to_travel(tf.stop_gradient(part)), start, total)
+        _place(to_send(tf.stop_gradient(part)), start, total)
         for part, start, total in zip(own, starts, totals)
     ]
     gathered = add_by_dtype(placed)
-    gathered = [_arrived(whole, part.dtype) for part, whole in zip(own, gathered)]
+    gathered = [from_sent(whole, part.dtype) for part, whole in zip(own, gathered)]
     return [
         _with_gradient(part, whole, start)
         if part.dtype.is_floating or part.dtype.is_complex
         else whole
         for part, whole, start in zip(own, gathered, starts)
     ]
-
-
-def _to_travel(value):
-    dtype = _TRAVELS_AS.get(value.dtype, value.dtype)
-    return tf.bitcast(value, dtype) if value.dtype.is_complex else tf.cast(value, dtype)
-
-
-def _arrived(value, dtype):
-    return tf.bitcast(value, dtype) if dtype.is_complex else tf.cast(value, dtype)
 
 
 def _place(part, start, total):
@@ -223,8 +207,8 @@ def _with_gradient(own, whole, start):
         def gradient(cotangent):
             context = tf.distribute.get_replica_context()
             cotangent = tf.convert_to_tensor(cotangent)
-            added = context.all_reduce("SUM", _to_travel(cotangent))
-            part = _arrived(added[start : start + rows], cotangent.dtype)
+            added = context.all_reduce("SUM", to_send(cotangent))
+            part = from_sent(added[start : start + rows], cotangent.dtype)
             return tf.ensure_shape(part, own.shape), None
 
         return tf.identity(whole), gradient

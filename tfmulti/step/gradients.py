@@ -186,8 +186,8 @@ def in_keras_step() -> bool:
 def inlines_functions() -> bool:
     """Whether a `tf.function` that this thread calls is traced as a part of the current step.
 
-    That is so in a Keras step on several replicas, and when verification computes the result of
-    one device.
+    That is so in a Keras step on several replicas, and where a replica computes the result of one
+    device.
     """
     is_reference = keras_compat.computes_like_one_device(tf.distribute.get_strategy())
     return in_keras_step() or (in_step() and is_reference)

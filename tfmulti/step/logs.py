@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.step import weighting
 from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.sums import add_by_dtype
 
 # Methods of Keras that a user's class can override.
 _STEPS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
@@ -253,18 +254,3 @@ def _choose(logs, results, flags, means) -> dict:
         else choose((name,), log)
         for name, log in logs.items()
     }
-
-
-def add_by_dtype(values) -> list[tf.Tensor]:
-    """Adds values over all replicas, grouped by dtype, so that workers can pack each group."""
-    added: list = [None] * len(values)
-    groups: dict = {}
-    for index, value in enumerate(values):
-        # `MirroredStrategy` reduces int32 on the host, and refuses two such values at once.
-        alone = index if value.dtype == tf.int32 else None
-        groups.setdefault((value.dtype.name, alone), []).append(index)
-    for alike in groups.values():
-        sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in alike])
-        for index, value in zip(alike, sums):
-            added[index] = value
-    return added

@@ -11,13 +11,14 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import gradients, local_steps, model_contents, parameters
+from tfmulti.step import gradients, local_steps, model_contents
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.dense_parts import to_dense
 from tfmulti.step.first_replica import as_one_device, of_first_replica, replica_number
 from tfmulti.step.gathering import gather_batch
 from tfmulti.step.rows import ReplicaBatch, as_current
+from tfmulti.step.sums import add_by_dtype
 
 
 def replicate(model, kind: str) -> None:
@@ -47,8 +48,7 @@ def can_be_replicated(model) -> bool:
     optimizers = model_contents.optimizers_of(model, nested=True)
     variables = [*model.variables, *(v for each in optimizers for v in each.variables)]
     return (
-        not parameters.has_sharded(model)
-        and marks.MICRO_BATCHES.get(model) == 1
+        marks.MICRO_BATCHES.get(model) == 1
         and local_steps.steps_of(model) == 1
         and not any(hasattr(variable, "is_here") for variable in variables)
     )
@@ -86,30 +86,27 @@ class ReplicatedStep:
         """
         if not self._padded and not isinstance(data, rows_lib.Counted):
             self._sizes = _known_sizes(data, self._model.distribute_strategy)
-        rows, place, before = run(self._gather, args=(data,))
+        rows, before = run(self._gather, args=(data,))
         with keras_compat.as_one_device(self._model.distribute_strategy):
             whole = gradients.one_step(as_one_device(self._step), reduced=True)
             outputs = run(whole, args=(rows,))
-        if self._kind == "predict":
-            return run(_own_rows, args=(outputs, place))
-        return run(self._finish, args=(outputs, before))
+        finish = _own_rows if self._kind == "predict" else self._finish
+        return run(finish, args=(outputs, before))
 
     def _gather(self, data):
-        """Returns all rows, this replica's place among them, and the state of its metrics."""
+        """Returns all rows, and what is needed after the step.
+
+        That is this replica's place among the rows of `predict`, else the state of its metrics.
+        """
         data = self._own_part(data)
         num_rows = rows_lib.num_rows(data)
         with as_current(ReplicaBatch(num_rows, num_rows)):
             whole = _gather_any(data, self._sizes)
-        context = tf.distribute.get_replica_context()
-        index = topology.replica_batch_index(context)
-        counts = tf.one_hot(index, context.num_replicas_in_sync) * tf.cast(num_rows, tf.float32)
-        asked = [] if self._requests is None else [self._requests.part_of_step()]
-        counts, *asked = logs_lib.add_by_dtype([counts, *asked])
-        if asked:
-            self._requests.note(asked[0])
-        start = tf.reduce_sum(tf.cast(counts, tf.int32)[:index])
-        states = [] if self._kind == "predict" else _states_of_metrics(self._model)
-        return whole, (start, num_rows), [state.read_value() for state in states]
+        if self._kind == "predict":
+            return whole, _place(num_rows)
+        if self._requests is not None:
+            self._requests.note(add_by_dtype([self._requests.part_of_step()])[0])
+        return whole, [state.read_value() for state in _states_of_metrics(self._model)]
 
     def _own_part(self, data):
         """Returns this replica's rows, without padding."""
@@ -180,6 +177,15 @@ def _known_sizes(data, strategy) -> list[int | None]:
 def _states_of_metrics(model) -> list:
     """Returns the states of metrics that are added over replicas when they are read."""
     return [v.value for v in model.metrics_variables if v.aggregation == "sum"]
+
+
+def _place(num_rows) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the number of this replica's first row in the batch, and how many it has."""
+    context = tf.distribute.get_replica_context()
+    index = topology.replica_batch_index(context)
+    counts = tf.one_hot(index, context.num_replicas_in_sync) * tf.cast(num_rows, tf.float32)
+    counts = tf.cast(context.all_reduce("SUM", counts), tf.int32)
+    return tf.reduce_sum(counts[:index]), num_rows
 
 
 def _own_rows(outputs, place):

@@ -240,10 +240,10 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
     all_true, all_pred, _ = _gather(y_true, y_pred, None)
     with losses.of_whole_batch():
         values = function(all_true, all_pred)
-    if not keras.ops.ndim(values):
-        return keras.metrics.Mean.update_state(metric, values, sample_weight)
-    values = local_rows(values)
-    return keras_compat.update_with_values(update, metric, values, y_true, y_pred, sample_weight)
+    if keras.ops.ndim(values):
+        values = local_rows(values)
+        sample_weight = keras_compat.masked_weights(metric, y_pred, sample_weight)
+    return keras.metrics.Mean.update_state(metric, values, sample_weight)
 
 
 def prepare_metrics(model: keras.Model) -> None:

@@ -42,7 +42,7 @@ class _ForKeras:
     on_difference = REPLICATE
     # Seconds that verification has taken so far.
     seconds_verified = 0.0
-    # True while verification makes every replica compute like one device.
+    # True while every replica computes like one device: in verification and replicated steps.
     counts_one_replica = False
     # True while a local step is traced, in which a worker computes like one device.
     takes_local_step = False

@@ -11,7 +11,7 @@ from tfmulti.verification.differences import Difference
 from tfmulti.verification.origin import Origin
 from tfmulti.verification.state import OPTIMIZER, OWN, TRAINABLE, WEIGHT
 
-_MOST_NAMED = 3
+MOST_NAMED = 3
 # A sum plus a penalty less than doubles when every row is repeated.
 _DOUBLES = 1.8
 # A loss that compares rows can grow by any factor.
@@ -109,7 +109,7 @@ def _holders(parts, difference) -> list:
 def name_parts(parts: list) -> str:
     """Returns the names of parts in words, each once."""
     named = list(dict.fromkeys(str(part) for part in parts))
-    return " or ".join(named[:_MOST_NAMED]) or "a part of Keras or of tfmulti"
+    return " or ".join(named[:MOST_NAMED]) or "a part of Keras or of tfmulti"
 
 
 def _is_of(difference, *kinds) -> bool:

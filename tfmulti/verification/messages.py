@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfmulti.verification import causes, custom_parts, explanation
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.differences import Difference
+from tfmulti.verification.explanation import MOST_NAMED
 from tfmulti.verification.origin import Origin
 
 _SECONDS = 5.0
@@ -55,7 +56,6 @@ def announced(kind: str, seconds: float = _SECONDS) -> Iterator[None]:
         timer.cancel()
 
 
-_MOST_NAMED = 3
 SHUFFLES = (
     "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
     "rows never go to another replica. To mix the rows of the global batch, take them from "
@@ -93,9 +93,9 @@ def describe(
         )
     first = found[0]
     names = list(dict.fromkeys(each.what for each in found[1:] if each.what != first.what))
-    more = ", ".join(names[:_MOST_NAMED])
+    more = ", ".join(names[:MOST_NAMED])
     values = f", with {view}" if view else ""
-    more += f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
+    more += f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
     return _error(
         f"`{_METHODS[case.kind]}` must give one device's result {how}; nothing has "
         f"been {'trained' if case.kind == TRAIN else 'computed'} yet.",
@@ -214,7 +214,7 @@ def describe_decisions(case: Case, decisions: list[str]) -> str:
     """
     return (
         f"`{_METHODS[case.kind]}` decides by a number that each replica computes from its own "
-        f"rows: {', '.join(decisions[:_MOST_NAMED])}. Replicas can decide differently from one "
+        f"rows: {', '.join(decisions[:MOST_NAMED])}. Replicas can decide differently from one "
         "another and from one device, also where a few rows show no difference. Compute the "
         f"number from {causes.ALL_ROWS}."
     )
@@ -231,7 +231,7 @@ def describe_own_noise(case: Case, places: list[str]) -> str:
     return (
         f"`{_METHODS[case.kind]}` combines random numbers that each replica draws for itself with "
         "a value that was reduced over the replicas, and that was made from these numbers: "
-        f"{', '.join(places[:_MOST_NAMED])}. A replica's own numbers are only in a part of that "
+        f"{', '.join(places[:MOST_NAMED])}. A replica's own numbers are only in a part of that "
         f"value: where one device gets the mean of a product, {number} replicas get a fraction of "
         f"it. {causes.SAME_DRAWS}."
     )
@@ -248,7 +248,7 @@ def describe_outside(case: Case, names: list[str]) -> ValueError:
     many = "s" if len(names) > 1 else ""
     return ValueError(
         f"Variables that `{method}` changes must be created in the strategy's scope. "
-        f"Received: the variable{many} {', '.join(names[:_MOST_NAMED])}, created outside it, "
+        f"Received: the variable{many} {', '.join(names[:MOST_NAMED])}, created outside it, "
         f"which {number} replicas would each change. "
         "Create the objects that hold them within `with strategy.scope():`."
     )
@@ -265,7 +265,7 @@ def describe_attributes(case: Case, names: list[str]) -> ValueError:
     return ValueError(
         f"A Python attribute that `{method}` changes in each step must not exist on several "
         f"replicas, which run in one process: each one changes it. Received: the attribute{many} "
-        f"{', '.join(names[:_MOST_NAMED])} of {type(case.model).__name__}, with "
+        f"{', '.join(names[:MOST_NAMED])} of {type(case.model).__name__}, with "
         f"run_eagerly=True. Keep the number in a variable, self.add_weight(..., trainable=False), "
         "or count with self.optimizer.iterations."
     )
@@ -279,7 +279,7 @@ def describe_containers(case: Case, names: list[str]) -> str:
         names: Their names, as paths from the model; not empty.
     """
     return (
-        f"`{_METHODS[case.kind]}` changes {', '.join(names[:_MOST_NAMED])} of "
+        f"`{_METHODS[case.kind]}` changes {', '.join(names[:MOST_NAMED])} of "
         f"{type(case.model).__name__}, with run_eagerly=True: {case.strategy.num_replicas_in_sync} "
         "replicas each do so in every step, with numbers from their own rows. To record what a "
         "step computes, return it as a log and collect the logs in a callback's "

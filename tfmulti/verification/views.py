@@ -29,8 +29,8 @@ IGNORED = {f"labels that are {label}": label for label in (-1, -100)}
 MANY = "many rows"
 # Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
 UNLIKE = "other numbers of rows"
-# One less than multiples of 25, 50 and 100, and of every number to 16: an optimizer that
-# accumulates then updates, and so does what happens every so many steps.
+# An optimizer that accumulates updates in the step after these, and other things happen every so
+# many steps: 8,400 is a multiple of 25, 50 and 100, and 1,441,440 of every number to 16.
 _SOON, _LATE = 8399, 1_441_439
 # Chosen so that neighbouring replica batches differ.
 _WHOSE = (0, 0, 1, 2, 1, 0, 2)
