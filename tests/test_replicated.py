@@ -505,3 +505,52 @@ def test_rows_of_every_part_and_known_numbers_of_rows(make, data):
     with pytest.warns(UserWarning, match=REPLICATED.format("train_step")):
         found = fit(3)
     assert_same(found, expected)
+
+
+class OfGroups(keras.layers.Layer):
+    """Normalizes groups of rows, as ghost batch normalization does; rows must divide into them."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = rows
+
+    def call(self, x):
+        groups = tf.reshape(x, [-1, self.rows, x.shape[-1]])
+        groups -= tf.reduce_mean(groups, axis=1, keepdims=True)
+        return tf.reshape(groups, tf.shape(x))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["sequential", "own call"])
+@pytest.mark.parametrize(("num_replicas", "is_split"), [(3, False), (2, True)])
+def test_a_layer_with_groups_of_rows(num_replicas, is_split, kind):
+    x, y = (part[:32] for part in rows())
+
+    def train(number):
+        keras.utils.set_random_seed(3)
+        strategy = create_strategy(number, on_difference="replicate")
+        with strategy.scope():
+            parts = [keras.layers.Dense(5), OfGroups(8), keras.layers.Dense(1)]
+            model = keras.Sequential(parts) if kind == "sequential" else Chain(parts)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        weights = dict(enumerate(model.get_weights()))
+        return weights, [str(each.message) for each in caught]
+
+    (expected, _), (found, told) = train(1), train(num_replicas)
+    assert_same(found, expected)
+    assert not any("not verified" in text for text in told)
+    assert any("Every replica computes" in text for text in told) != is_split
+
+
+class Chain(keras.Model):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x

@@ -56,7 +56,9 @@ HAS_LOCAL_SUMS = Mark("parts", False)
 CALL = Mark("call", ("", False))
 """Keras's method that was called last, and whether it also validates."""
 VERIFIED = Mark("verified")
-"""The compiled state, and the kinds of steps that were verified with it."""
+"""The compiled state, what was verified with it, and the kinds whose function comes after that."""
+FEED = Mark("feed")
+"""While `fit` runs, the description of its data, `verification.case.Feed`."""
 REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 PREDICT = Mark("predict", (None, None))

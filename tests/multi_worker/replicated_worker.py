@@ -35,6 +35,27 @@ class Deciding(models.CustomStep):
     noise = 0.0
 
 
+class Phased(Deciding):
+    """Can be split until a callback changes an attribute."""
+
+    phase = 1
+
+    def train_step(self, data):
+        if self.phase == 2:
+            return super().train_step(data)
+        return keras.Model.train_step(self, data)
+
+    def test_step(self, data):
+        return keras.Model.test_step(self, data)
+
+
+class NextPhase(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.phase = 2
+            self.model.make_train_function(force=True)
+
+
 class Noisy(Deciding):
     noise = 0.1
 
@@ -42,6 +63,7 @@ class Noisy(Deciding):
 CASES = {
     "decides": Deciding,
     "random": Noisy,
+    "changed": Phased,
     "centred": lambda: models.dense(models.Centre()),
 }
 
@@ -57,6 +79,7 @@ def run_case(strategy, folder, name) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         settings = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+        settings["callbacks"] = [NextPhase()] if name == "changed" else []
         history = model.fit(x, y, validation_data=(x[:9], y[:9]), **settings).history
         predictions = model.predict(x[:21], batch_size=8, verbose=0)
     strategy.on_difference = before

@@ -18,13 +18,13 @@ def prepare_callbacks(original, prepare, more):
     Args:
         original: `CallbackList.set_model`.
         prepare: Function of a callback and the model that will be trained.
-        more: Function of that model that returns callbacks to add.
+        more: Function of that model that returns callbacks to add before the others and after.
     """
 
     def set_model(self, model):
         have = {type(callback) for callback in self.callbacks}
-        # First, since a user's callback may save the model when training ends.
-        self.callbacks[:0] = [c for c in more(model) if type(c) not in have]
+        first, last = ([c for c in added if type(c) not in have] for added in more(model))
+        self.callbacks[:] = [*first, *self.callbacks, *last]
         for callback in self.callbacks:
             prepare(callback, model)
             if hasattr(callback, "set_callbacks"):

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.keras_compat import hooks, replacement
+from tfmulti.keras_compat.batch_sizes import batch_sizes_of
 from tfmulti.keras_compat.reference import computes_like_one_device
 
 # The number of rows of arrays with which a model is built and verified: more where they are small.
@@ -89,20 +90,23 @@ def build_from_one_replica(
 
 
 def _build_from_any(build_from, epoch_iterator, peek):
-    """Calls a function of a batch, and again with a real one if that batch had guessed sizes."""
-    batch, is_guess = None, False
-    if epoch_iterator is not None:
-        batch, is_guess = _batch_to_build_from(epoch_iterator)
+    """Calls a function of a batch, and again with the rows of a whole one if that fails.
+
+    The first one may have guessed sizes, or too few rows for a layer that needs groups of them.
+    """
+    if epoch_iterator is None:
+        build_from(peek())
+        return
     try:
+        batch = _batch_to_build_from(epoch_iterator)
         build_from(peek() if batch is None else batch)
     except (ValueError, RuntimeError):
-        if not is_guess:
-            raise
-        build_from(peek())
+        sizes = batch_sizes_of(epoch_iterator) or [(None,)]
+        build_from(tf.nest.map_structure(lambda part: part[: sizes[0][0]], peek()))
 
 
-def _batch_to_build_from(epoch_iterator) -> tuple:
-    """Returns a batch with a dataset's shapes and dtypes, or None; and whether sizes are guessed.
+def _batch_to_build_from(epoch_iterator):
+    """Returns a batch with a dataset's shapes and dtypes, or None.
 
     Drawing a batch would shuffle the rows of the first epoch differently than on one device. So it
     is zeros; or, if the dataset does not tell the size of a row, as `timeseries_dataset_from_array`
@@ -113,18 +117,21 @@ def _batch_to_build_from(epoch_iterator) -> tuple:
     leaves = tf.nest.flatten(spec, expand_composites=False)
     own = [getattr(leaf, "_value_specs", (leaf,))[0] for leaf in leaves]
     if not own or not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank for leaf in own):
-        return None, False
+        return None
     is_known = all(leaf.shape[1:].is_fully_defined() for leaf in own)
     adapter = epoch_iterator.data_adapter
     batch = None if is_known else hooks.first_of_copy(getattr(adapter, "_dataset", None))
     if batch is not None:
-        return batch, False
-    zeros = [_zeros(leaf) for leaf in own]
-    return tf.nest.pack_sequence_as(spec, zeros, expand_composites=False), not is_known
+        return batch
+    counts = (batch_sizes_of(epoch_iterator) or [(None,)])[0]
+    counts = counts if len(counts) == len(own) else counts[:1] * len(own)
+    with tf.device("CPU:0"):
+        zeros = [_zeros(leaf, count) for leaf, count in zip(own, counts)]
+    return tf.nest.pack_sequence_as(spec, zeros, expand_composites=False)
 
 
-def _zeros(spec):
-    shape = [1 if size is None else size for size in spec.shape]
+def _zeros(spec, num_rows):
+    shape = [1 if size is None else size for size in [num_rows or spec.shape[0], *spec.shape[1:]]]
     return tf.fill(shape, "") if spec.dtype == tf.string else tf.zeros(shape, spec.dtype)
 
 

@@ -205,12 +205,16 @@ def update_by(optimizer, grads, variables) -> None:
     optimizer._backend_reset_gradient_accumulators()
 
 
-def mark_steps(original):
+def mark_steps(original, before_making):
     """Marks the steps of which Keras makes its functions for training and evaluation.
 
     A step can be a `tf.function`, a partial or a lambda, which have neither the name `train_step`
     nor the model. It is wrapped in a Python function, because within a `tf.function` no replica
     can reduce ("merge_call called while defining a new graph or a tf.function").
+
+    Args:
+        original: Keras's own method.
+        before_making: Function of the model and the kind of step.
     """
 
     def make_function(self, step_function):
@@ -219,6 +223,7 @@ def mark_steps(original):
 
         kind = "train" if step_function == self.train_step else "test"
         marks.STEP.set(step, (kind, self))
+        before_making(self, kind)
         return original(self, step)
 
     return make_function

@@ -216,6 +216,7 @@ def _repair_keras():
         average_loss=losses.average_loss,
         before_batch=_before_batch,
         before_call=_before_call,
+        before_making=checks.verify_again,
         before_pass=coordination.before_pass,
         before_saving=checks.before_saving,
         build_table=partitioned.build,

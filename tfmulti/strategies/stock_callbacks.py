@@ -18,6 +18,7 @@ import keras
 from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
 from tfmulti.step import sharded_state, slots
+from tfmulti.strategies import checks
 
 # The attribute that holds the output path of each stock callback.
 _PLACES = (
@@ -83,11 +84,15 @@ class LauncherHeartbeat(keras.callbacks.Callback):
             self._exists = True
 
 
-def callbacks_for(model: keras.Model) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that are added to the user's in every `fit` of a model."""
+def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], ...]:
+    """Returns the callbacks that every `fit` of a model runs before the user's, and after them."""
     strategy, path = model.distribute_strategy, os.environ.get(environment.PROGRESS)
     heartbeat = [LauncherHeartbeat(path)] if path and keras_compat.is_ours(strategy) else []
-    return [*heartbeat, *([GatherState()] if topology.num_workers(strategy) > 1 else [])]
+    # Before the user's, of which one may save the model when training ends.
+    gathers = [GatherState()] if topology.num_workers(strategy) > 1 else []
+    # After the user's, of which one may change the step when an epoch begins.
+    again = [checks.VerifyAgain()] if keras_compat.is_ours(strategy) else []
+    return [*heartbeat, *gathers], again
 
 
 def _gathering(method):

@@ -82,6 +82,30 @@ def verify_once(
         _warn(kind, reason)
 
 
+def note_made(model: keras.Model, kind: str) -> bool:
+    """Notes that the function of a step is made; returns whether it is for what was verified last.
+
+    If it is not, the step may compute something else than the one that was verified, by a Python
+    attribute that a callback has changed.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+    """
+    done = marks.VERIFIED.get(model)
+    if done is None or kind not in done[2]:
+        return done is None
+    done[2].remove(kind)
+    return True
+
+
+def forget(model: keras.Model, kind: str) -> None:
+    """Has the next call verify a kind of step again."""
+    done = marks.VERIFIED.get(model)
+    if done is not None:
+        done[1].difference_update([key for key in done[1] if key[0] == kind])
+
+
 def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> bool:
     """Builds a model by tracing its step, in cases that Keras's own build could miss.
 
@@ -116,12 +140,13 @@ def _build(case, workers) -> Exception | None:
     first, strategy = None, case.strategy
     replicates = (False, True) if strategy.on_difference == REPLICATE else (False,)
     with restored(Numbers(case.model)):
-        for whole, static in itertools.product(replicates, (False, True)):
-            case.is_traced_static, error = static, None
+        for whole, number in itertools.product(replicates, ("any", "few", "all")):
+            case.is_traced_static, error = number != "any", None
             if whole:
                 replicated.replicate(case.model, case.kind)
+            rows = case.rows.parts if number == "all" else case.rows.first(case.most_rows())
             try:
-                Distributed(case, case.rows.first(case.most_rows()), only_build=True)
+                Distributed(case, rows, only_build=True)
             except Exception as caught:
                 error = caught
                 first = first or caught
@@ -213,11 +238,12 @@ def _is_first_time(case, key) -> bool:
     compiled = keras_compat.compiled_state(case.model)
     done = marks.VERIFIED.get(case.model)
     if done is None or done[0] is not compiled:
-        done = (compiled, set())
+        done = (compiled, set(), set())
         marks.VERIFIED.set(case.model, done)
     if key in done[1] or _key(case, small=True) in done[1]:
         return False
     done[1].add(key)
+    done[2].add(case.kind)
     return True
 
 

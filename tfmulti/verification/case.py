@@ -57,12 +57,14 @@ class Case(Batches):
         kind: `"train"`, `"test"` or `"predict"`.
         rows: Rows of the first batch.
         is_traced_static: Whether it is traced for one number of rows, as some steps need.
+        is_whole: Whether that is the number of rows of a batch, as a layer needs that makes groups.
     """
 
     model: keras.Model
     kind: str
     rows: Rows
     is_traced_static: bool = False
+    is_whole: bool = False
 
     @classmethod
     def of(cls, model: keras.Model, kind: str, rows: Rows, feed: Feed) -> Case:
@@ -113,6 +115,8 @@ class Case(Batches):
         """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
         number = self.strategy.num_replicas_in_sync * self.num_micro_batches
         counts = self.rows.counts
+        if self.is_whole:
+            return [[self.rows.num_many] * len(counts)] * 2
         if self.rows.are_unequal:
             others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
             unlike = [each for each in others if not self.shares_alike(each)]
@@ -126,6 +130,12 @@ class Case(Batches):
             else [2 * number + 1, last]
         )
         return [[size] * len(counts) for size in steps]
+
+    def examples(self) -> list[list]:
+        """Returns the rows of each of the steps to run."""
+        if self.is_whole:
+            return [self.rows.many] * 2
+        return [self.rows.first(size) for size in self.sizes()]
 
     def unlike_sizes(self) -> list[int]:
         """Returns numbers of rows that later batches may have and replicas share unlike, or [].

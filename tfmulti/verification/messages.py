@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import marks
 from tfmulti.verification import causes, custom_parts, explanation
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.differences import Difference
@@ -97,12 +98,18 @@ def describe(
     values = f", with {view}" if view else ""
     more += f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
     return _error(
-        f"`{_METHODS[case.kind]}` must give one device's result {how}; nothing has "
-        f"been {'trained' if case.kind == TRAIN else 'computed'} yet.",
+        f"`{_METHODS[case.kind]}` must give one device's result {how}; {_so_far(case)}.",
         f"{_say(first, case, counts)}{values}{f'; also {more}' if more else ''}",
         finding,
         f"{advice} {_advise_few(first, case)}",
     )
+
+
+def _so_far(case) -> str:
+    """Says what has been done before the step that was verified."""
+    if case.kind == TRAIN and marks.FEED.get(case.model) is not None:
+        return "it was exact before it was made again"
+    return f"nothing has been {'trained' if case.kind == TRAIN else 'computed'} yet"
 
 
 def _error(rule, received, finding, advice) -> ValueError:
@@ -197,8 +204,8 @@ def describe_drift(case: Case, name: str) -> ValueError:
     steps = [part for part in parts if part.kind in (custom_parts.STEP, custom_parts.OPTIMIZER)]
     finding = causes.find(causes.DRIFT, explanation.name_parts(steps or parts))
     return _error(
-        f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; nothing "
-        "has been trained yet.",
+        f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; "
+        f"{_so_far(case)}.",
         f"{name or 'a weight'}, which differs between replicas after the first step",
         finding,
         finding.advice,

@@ -13,6 +13,7 @@ import numpy as np
 from tfmulti import keras_compat, topology
 from tfmulti.verification import messages
 from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.compared_numbers import find_compared_numbers
 from tfmulti.verification.comparison import Comparison, add_noise
 from tfmulti.verification.custom_parts import coarsest_dtype
 from tfmulti.verification.differences import (
@@ -74,7 +75,7 @@ class Trial:
 
     def __init__(self, case: Case, agree: Callable[[bool], bool], all_fail: Callable[[], bool]):
         self._case, self._agree, self._all_fail = case, agree, all_fail
-        self._examples = [case.rows.first(size) for size in case.sizes()]
+        self._examples = case.examples()
         self.distributed, self._reference = trace_both(case, self._examples[0])
         self._functions = (
             [] if case.eager else [self.distributed.function, self._reference.function]
@@ -148,8 +149,8 @@ class Trial:
             self.synthetic_values, self.counts = "", [[number] * len(rows.counts)]
             return rows.some_of_many(number)
         self.counts = self._case.sizes()
-        parts, used = vary_rows(rows, self._examples[0], view.ways)
-        if not view.iterations and not used:
+        parts, used = vary_rows(rows, self._examples[0], view)
+        if not view.varies_state and not used:
             raise NotVerified(_NOTHING_TO_VARY)
         self.synthetic_values = str(dataclasses.replace(view, ways=used))
         return parts
@@ -215,6 +216,11 @@ class Trial:
         """Whether the step tests numbers for NaN or infinity."""
         return bool(self._operations & {"IsFinite", "IsInf", "IsNan"})
 
+    @property
+    def compared_numbers(self) -> list[float]:
+        """Numbers that the step compares with; none if it runs eagerly."""
+        return find_compared_numbers(self._reference.function.graph) if self._functions else []
+
     @functools.cached_property
     def _operations(self) -> set[str]:
         return set().union(*(keras_compat.operations_of(each) for each in self._functions))
@@ -231,7 +237,7 @@ class Trial:
             self._at_begin = self._state.read()
             kind = self._case.kind
             self._comparison = Comparison(kind, self._state, self._at_begin, self._close)
-        if not view.iterations:
+        if not view.varies_state:
             return self._at_begin
         begin = vary_state(self._state, self._at_begin, self._case, self._functions, view)
         if not self._is_on_any(any(a is not b for a, b in zip(begin, self._at_begin))):

@@ -24,6 +24,7 @@ from tfmulti.verification.views import (
     WAYS,
     View,
     later_views,
+    views_of_numbers,
     views_of_outliers,
 )
 
@@ -69,7 +70,7 @@ class Verdict(NamedTuple):
     Attributes:
         error: The error, or None.
         reason: Why the step could not be verified, or "".
-        runs: Whether it can be traced on several replicas.
+        runs: Whether it can be traced on several replicas, and run on parts of a whole batch.
     """
 
     error: ValueError | None
@@ -87,13 +88,15 @@ def find_out(case: Case, workers: Workers) -> Verdict:
     agree = functools.partial(workers.agree, case.strategy)
     all_fail = functools.partial(workers.all_fail, case.strategy)
     reason, runs = "", False
-    for static in (False, True):
-        case.is_traced_static = static
+    for static, whole in ((False, False), (True, False), (True, True)):
+        if whole and not agree(case.rows.num_many > 0):
+            break
+        case.is_traced_static, case.is_whole = static, whole
         trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
+        runs = (runs or trial is not None) and not whole
         if not agree(trial is not None):
             workers.align(case.strategy)
             continue
-        runs = True
         first = _try_view(trial, PLAIN, case, workers)
         reason = first.reason
         if first.most == _DIFFERS:
@@ -153,7 +156,8 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
             ways, proven = ways + some, proven or seen.least == _SAME
         if seen.least > _UNKNOWN and some == WAYS:
             break
-    for views in (*later_views(ways), *views_of_outliers(trial.tests_numbers)):
+    of_numbers = views_of_numbers(trial.compared_numbers)
+    for views in (*later_views(ways), *views_of_outliers(trial.tests_numbers), *of_numbers):
         for view in views:
             seen = _try_view(trial, view, case, workers)
             if seen.most == _DIFFERS:

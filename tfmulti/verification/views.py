@@ -23,8 +23,11 @@ WAYS = (LABELS, PADDING, WEIGHTS)
 OUTLIERS, SMALL_OUTLIERS, NOT_NUMBERS = "outliers", "small outliers", "numbers that are NaN"
 NAN_LABELS, NAN_INPUTS = "labels that are NaN", "inputs that are NaN"
 SPOILED = (NOT_NUMBERS, NAN_LABELS, NAN_INPUTS)
+# Some labels, or some numbers of the inputs, become one number.
+SOME_LABELS, SOME_INPUTS = "some labels", "some inputs"
+_WHOLE_LABELS = "some labels of whole numbers"
 # What many programs give rows, pixels or words that have no label.
-IGNORED = {f"labels that are {label}": label for label in (-1, -100)}
+_IGNORED = (-1, -100)
 # Many rows of the first batch, as they are: a limit, a rank or a rare row may show only there.
 MANY = "many rows"
 # Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
@@ -49,20 +52,30 @@ class View:
         iterations: The value of step counters; 0 leaves all state unchanged.
         setting: The value of variables that are 0, if `iterations` is set.
         counters: Whether custom integer variables count as counters too.
+        number: What some labels or inputs become, or else small variables and counters; None to
+            leave them.
     """
 
     ways: tuple[str, ...] = ()
     iterations: int = 0
     setting: float = 0.0
     counters: bool = True
+    number: float | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether rows and state are unchanged."""
-        return not self.ways and not self.iterations
+        return not self.ways and not self.varies_state
+
+    @property
+    def varies_state(self) -> bool:
+        """Whether variables have other values."""
+        return bool(self.iterations) or (self.number is not None and not self.ways)
 
     def __str__(self):
         what = [f"other {way}" if way in WAYS else way for way in self.ways]
+        if self.number is not None:
+            what = [f"{' and '.join(what) or 'variables'} at {self.number:g}"]
         if self.iterations:
             what.append(f"optimizer.iterations at {self.iterations}")
             what.append(f"variables that are 0 at {self.setting:g}")
@@ -94,10 +107,22 @@ def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
     now = (View((OUTLIERS,)), View((SMALL_OUTLIERS,)))
     later = [View((way,), _SOON, 1.0) for way in (OUTLIERS, SMALL_OUTLIERS)]
     spoiled = [(View((way,)),) for way in SPOILED] if tests_numbers else []
-    return [now, tuple(later), *spoiled, *((View((way,)),) for way in IGNORED)]
+    return [now, tuple(later), *spoiled]
 
 
-def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
+def views_of_numbers(compared: list[float]) -> list[tuple[View, ...]]:
+    """Returns views in which labels, inputs or variables have one number, each with fallbacks.
+
+    Args:
+        compared: The numbers that the step compares with.
+    """
+    views = [View((_WHOLE_LABELS,), number=label) for label in _IGNORED]
+    for number in compared:
+        views += [View(ways, number=number) for ways in ((SOME_LABELS,), (SOME_INPUTS,), ())]
+    return [(view,) for view in views]
+
+
+def vary_rows(rows, parts: list, view: View) -> tuple[list, tuple[str, ...]]:
     """Returns rows with other labels, padding and sample weights.
 
     Labels, and inputs with one whole number per row, are exchanged between rows, unevenly; if all
@@ -106,22 +131,25 @@ def vary_rows(rows, parts: list, ways: tuple[str, ...]) -> tuple[list, tuple[str
     Args:
         rows: The `Rows` that the parts belong to.
         parts: The tensors of some rows.
-        ways: What to vary, of `WAYS`.
+        view: What to vary.
 
     Returns:
         The rows, and the ways in which they changed.
     """
-    if UNLIKE in ways:
-        return rows.first(rows.unlike), ways
+    if UNLIKE in view.ways:
+        return rows.first(rows.unlike), view.ways
     roles = rows.roles()
     # Ragged and sparse parts stay unchanged: their lengths vary already.
     dense = all(isinstance(part, tf.Tensor) for part in parts)
     arrays = [part.numpy() if isinstance(part, tf.Tensor) else part for part in parts]
     used = []
-    for way in ways:
+    for way in view.ways:
         if way == PADDING and not dense:
             continue
-        varied = _vary_alike(_VARY[way], arrays, roles)
+        vary = _VARY[way]
+        if view.number is not None:
+            vary = functools.partial(vary, number=view.number)
+        varied = _vary_alike(vary, arrays, roles)
         if any(a is not b and not np.array_equal(a, b) for a, b in zip(arrays, varied)):
             used.append(way)
             arrays = varied
@@ -235,16 +263,25 @@ def _spoil(arrays, roles, of_roles):
     return [spoil(array, role) for array, role in zip(arrays, roles)]
 
 
-def _ignore(arrays, roles, label):
-    """Gives some rows, or some numbers of each row, a label that stands for none."""
+def _set_some(arrays, roles, of_role, kinds, number):
+    """Gives some rows, or some numbers of each row, another number."""
 
-    def ignore(array, role):
-        if not isinstance(array, np.ndarray) or array.dtype.kind != "i" or role != 1:
+    def set_some(array, role):
+        is_meant = isinstance(array, np.ndarray) and role == of_role and array.dtype.kind in kinds
+        if not is_meant or not _holds(array.dtype, number):
             return array
         whose = np.resize(_WHOSE, array.size)
-        return np.where(whose.reshape(array.shape) == 2, label, array).astype(array.dtype)
+        return np.where(whose.reshape(array.shape) == 2, number, array).astype(array.dtype)
 
-    return [ignore(array, role) for array, role in zip(arrays, roles)]
+    return [set_some(array, role) for array, role in zip(arrays, roles)]
+
+
+def _holds(dtype, number) -> bool:
+    """Whether numbers of a dtype can have a value."""
+    if dtype.kind == "f":
+        return True
+    is_whole = dtype.kind in "iu" and number == round(number)
+    return is_whole and np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
 
 
 _VARY = {
@@ -256,7 +293,9 @@ _VARY = {
     NOT_NUMBERS: functools.partial(_spoil, of_roles=(0, 1)),
     NAN_LABELS: functools.partial(_spoil, of_roles=(1,)),
     NAN_INPUTS: functools.partial(_spoil, of_roles=(0,)),
-    **{name: functools.partial(_ignore, label=label) for name, label in IGNORED.items()},
+    SOME_LABELS: functools.partial(_set_some, of_role=1, kinds="iuf"),
+    SOME_INPUTS: functools.partial(_set_some, of_role=0, kinds="iuf"),
+    _WHOLE_LABELS: functools.partial(_set_some, of_role=1, kinds="i"),
 }
 
 
@@ -282,6 +321,10 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
         new = None
         if part.is_internal or functions and keras_compat.handle_key(part.handle) not in used:
             pass
+        elif view.number is not None:
+            new = (
+                view.number if _may_equal(part, value, view.number, part.name in counters) else None
+            )
         elif part.kind == OPTIMIZER:
             new = view.iterations if part.name in counters else None
             new = view.setting if part.name in rates and not value.any() else new
@@ -289,6 +332,14 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
             new = _setting(value, view, part.kind)
         varied.append(value if new is None else _filled(value, new))
     return varied
+
+
+def _may_equal(part, value, number, is_counter) -> bool:
+    """Whether a variable is a setting, a phase or a count that could have a number."""
+    if part.kind == OPTIMIZER:
+        return is_counter and number >= 0 and _holds(value.dtype, number)
+    is_setting = part.kind not in (METRIC, TRAINABLE) and not part.is_random_state
+    return is_setting and value.size == 1 and _holds(value.dtype, number)
 
 
 def _setting(value, view, kind):

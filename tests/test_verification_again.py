@@ -1,0 +1,160 @@
+"""A step that changes while it trains is verified again, also with the numbers it compares with."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import verification_later as later
+from replicas import create_strategy
+
+from tfmulti.verification.compared_numbers import find_compared_numbers
+
+ROWS, LABELS = later.sorted_classes()
+
+
+def deviating_where(condition):
+    """A loss that cannot be split where a condition of the model and the labels holds."""
+
+    def loss(model, y, losses, weights, outputs):
+        more = tf.where(condition(model, y), tf.math.reduce_std(outputs), 0.0)
+        return tf.reduce_mean(losses) + tf.reduce_mean(more)
+
+    return loss
+
+
+class Phased(later.Step):
+    """Trains in phases: by a variable that begins at 1, and by a Python attribute."""
+
+    def __init__(self, loss=later.mean):
+        super().__init__(loss, later.dense)
+        self.phase = tf.Variable(1, trainable=False)
+        self.stage = 1
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self.net(x, training=True)
+            errors = tf.square(outputs[:, 0] - tf.cast(tf.maximum(y, 0), tf.float32))
+            loss = self.loss_of(self, y, errors, None, outputs)
+            if self.stage == 2:
+                loss += tf.math.reduce_std(outputs)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def compiled(num_replicas, loss=later.mean, on_difference="replicate", **settings):
+    strategy = create_strategy(num_replicas, on_difference=on_difference)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = Phased(loss)
+        model.compile(keras.optimizers.SGD(0.1), **settings)
+    return model
+
+
+def fit(model, **settings):
+    model.fit(ROWS, LABELS, batch_size=8, shuffle=False, verbose=0, **settings)
+
+
+NUMBERS = {
+    "labels at -999": lambda model, y: tf.equal(-999.0, tf.cast(y, tf.float32)),
+    "labels at -5": lambda model, y: y == -5,
+    "labels at 7": lambda model, y: tf.reduce_any(y == 7),
+    "variables at 2": lambda model, y: model.phase == 2,
+    "variables at 3": lambda model, y: keras.ops.greater_equal(model.phase, 3),
+    "variables at 100": lambda model, y: (
+        (model.optimizer.iterations >= 100) & (model.optimizer.iterations < 200)
+    ),
+    "variables at 501": lambda model, y: (
+        (tf.cast(model.optimizer.iterations, tf.float32) > 500.0)
+        & (model.optimizer.iterations < 900)
+    ),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_happens_at_a_number_of_the_steps_is_told(name):
+    model = compiled(3, deviating_where(NUMBERS[name]), "error")
+    with pytest.raises(ValueError, match=f"nothing has been trained yet.*with .*{name}"):
+        fit(model)
+
+
+def test_a_row_that_is_left_out_by_its_number_is_no_false_alarm():
+    def loss(model, y, losses, weights, outputs):
+        return tf.reduce_mean(losses * tf.cast(y != -5, tf.float32))
+
+    fit(compiled(3, loss, "error"))
+
+
+def test_numbers_on_both_sides_of_a_limit_are_found():
+    @tf.function
+    def step(x, n):
+        low, high = n >= 10, tf.cast(n, tf.float32) > 20.0
+        chosen = tf.reduce_any(x == tf.constant([3.5, -1.0]))
+        return low, high, chosen, 30 > n, x > 0.5
+
+    graph = step.get_concrete_function(tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)).graph
+    assert set(find_compared_numbers(graph)) == {9, 10, 20, 21, 3.5, -1, 29, 30}
+
+
+class SecondStage(keras.callbacks.Callback):
+    """Changes the step when the second epoch begins."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch != 1:
+            return
+        model = self.model
+        model.stage = 2
+        if self.how == "compiled":
+            with model.distribute_strategy.scope():
+                model.compile(model.optimizer)
+        if self.how == "forgotten":
+            model.train_function = None
+        if self.how != "eager":
+            model.make_train_function(force=self.how == "made")
+
+
+WAYS = ["made", "eager", "forgotten", "compiled"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", WAYS)
+def test_a_step_that_a_callback_changes_gives_one_devices_result(how):
+    models = [compiled(number, run_eagerly=how == "eager") for number in (1, 3)]
+    fit(models[0], epochs=3, callbacks=[SecondStage(how)])
+    with pytest.warns(UserWarning, match="Every replica computes `train_step`"):
+        fit(models[1], epochs=3, callbacks=[SecondStage(how)])
+    for one, many in zip(*(model.get_weights() for model in models)):
+        np.testing.assert_allclose(many, one, 1e-5, 1e-6)
+
+
+def test_the_error_says_that_the_step_was_made_again():
+    model = compiled(3, on_difference="error")
+    with pytest.raises(ValueError, match="it was exact before it was made again"):
+        fit(model, epochs=2, callbacks=[SecondStage("made")])
+    # The first epoch, and nothing of the second.
+    assert model.optimizer.iterations == len(ROWS) // 8
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_step_that_changes_between_two_fits_is_verified(make):
+    model = compiled(3, on_difference="error")
+    fit(model)
+    model.stage, model.train_function = 2, None
+    if make:
+        model.make_train_function()
+    with pytest.raises(ValueError, match="must give one device's result"):
+        fit(model)
+
+
+def test_a_step_that_stays_is_verified_once():
+    model = compiled(3)
+    fit(model, epochs=2)
+    seconds = model.distribute_strategy.seconds_verified
+    fit(model, epochs=2, callbacks=[keras.callbacks.TerminateOnNaN()])
+    assert model.distribute_strategy.seconds_verified == seconds
