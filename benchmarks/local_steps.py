@@ -10,7 +10,6 @@ the bytes of other programs too. The loss is that of examples that were not trai
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -135,10 +134,7 @@ def _print(rounds, where):
 
 def main() -> None:
     """Measures all in turn, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mbit", type=float, default=100.0)
-    for name, default in {"units": 512, "steps": 192, "rounds": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = launched.create_parser(__doc__, mbit=100.0, units=512, steps=192, rounds=3)
     given = parser.parse_args()
     with network.link(given.mbit) as link:
         where = "loopback, not limited" if link is None else f"a link of {given.mbit:g} Mbit/s"

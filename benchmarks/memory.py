@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -14,6 +13,8 @@ import sys
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.launched import create_parser
 
 _PROCESS = """
 import json, sys, time
@@ -62,10 +63,7 @@ def measure(blocks: int, units: int, rows: int, checkpointed: bool, xla: bool = 
 
 def main() -> None:
     """Measures both in turn, and prints a table with their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("blocks", 8), ("units", 512), ("rows", 4096), ("rounds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    given = create_parser(__doc__, blocks=8, units=512, rows=4096, rounds=3).parse_args()
     runs = [
         [measure(given.blocks, given.units, given.rows, on) for on in (False, True)]
         for _ in range(given.rounds)

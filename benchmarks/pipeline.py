@@ -10,21 +10,47 @@ has the cores of both.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 import statistics
+import sys
+import threading
+import time
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launched import run_on_workers
-from benchmarks.pipeline_worker import Task
+from benchmarks.launched import create_parser, run_on_workers
 
-_WORKER = ["-m", "benchmarks.pipeline_worker"]
+_WORKER = ["-c", "from benchmarks import pipeline; pipeline.train()"]
 _ROWS = 64
+WARM_UP_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What workers train.
+
+    Attributes:
+        stages: The number of stages, one for each worker.
+        micro_batches: The numbers of micro-batches, one after the other.
+        steps: Steps that are measured of each.
+        rows: Rows of a step over all workers.
+        sleep_s: Seconds that a stage sleeps in a step, a third of them in the forward pass; 0 for
+            stages that compute.
+        layers: Dense layers of each stage.
+        units: Width of the dense layers.
+    """
+
+    stages: int
+    micro_batches: tuple[int, ...]
+    steps: int
+    rows: int
+    sleep_s: float = 0.0
+    layers: int = 1
+    units: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +158,111 @@ def computing_ratios(task: Task, rounds: int) -> list[float]:
     return ratios
 
 
+class _Device:
+    """Stands for a stage's device, which sleeps for one micro-batch at a time."""
+
+    def __init__(self):
+        self._one_at_a_time, self.busy = threading.Lock(), 0.0
+
+    def sleep(self, seconds):
+        with self._one_at_a_time:
+            begin = time.perf_counter()
+            time.sleep(seconds)
+            self.busy += time.perf_counter() - begin
+
+    def take_busy(self) -> float:
+        """Returns the seconds that it has slept since the last call."""
+        busy, self.busy = self.busy, 0.0
+        return busy
+
+
+def _create_sleeping_layer(device: _Device, forward_s: float, backward_s: float, name: str):
+    """Returns a layer that returns what it is given, after so many seconds for each row."""
+    import keras
+    import tensorflow as tf
+
+    def slept(tensor, seconds):
+        def sleep(array):
+            device.sleep(seconds * len(array))
+            return array
+
+        # As operations that compute, it has no place in an order but by what it takes: a stateful
+        # one would be put into the order of the program. It is not left out, since its result is
+        # taken, and not made one with another, since no two take the same.
+        result = tf.numpy_function(sleep, [tensor], tensor.dtype, stateful=False)
+        return tf.ensure_shape(result, tensor.shape)
+
+    @tf.custom_gradient
+    def sleeps(tensor):
+        return slept(tensor, forward_s), lambda upstream: slept(upstream, backward_s)
+
+    class Sleeping(keras.layers.Layer):
+        def call(self, inputs):
+            return sleeps(inputs)
+
+    return Sleeping(name=name)
+
+
+def _create_model(task: Task, micro_batches: int, strategy, device: _Device):
+    import keras
+
+    import tfmulti
+
+    a_row = task.sleep_s / task.rows
+    layers = []
+    with strategy.scope(), tfmulti.sharded_parameters():
+        for stage in range(task.stages):
+            for place in range(task.layers):
+                name = f"stage_{stage}_{place}"
+                layers.append(keras.layers.Dense(task.units, activation="tanh", name=name))
+            if task.sleep_s:
+                # Behind weights, so that the backward pass of the first stage comes through it.
+                name = f"sleep_{stage}"
+                layers.append(_create_sleeping_layer(device, a_row / 3, a_row * 2 / 3, name))
+        model = keras.Sequential([keras.Input((task.units,)), *layers])
+        starts = [f"stage_{stage}_0" for stage in range(1, task.stages)]
+        model = tfmulti.pipeline(model, starts, micro_batches)
+        model.compile(tfmulti.DistributedOptimizer("sgd", shard="parameters"), "mse")
+    return model
+
+
+def _measure_steps(task: Task, micro_batches: int, strategy) -> dict:
+    """Trains, and returns the seconds of each step, and how many of them this worker slept."""
+    import keras
+    import numpy as np
+
+    import tfmulti
+
+    device, ends, busy = _Device(), [], []
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            ends.append(time.perf_counter())
+            busy.append(device.take_busy())
+
+    number = WARM_UP_STEPS + task.steps
+    rows = np.random.default_rng(0).normal(size=(number * task.rows, task.units)).astype("float32")
+    model = _create_model(task, micro_batches, strategy, device)
+    data = tfmulti.distribute_train((rows, rows), strategy, task.rows)
+    model.fit(data, epochs=1, verbose=0, callbacks=[Clock()])
+    seconds = [end - begin for begin, end in zip(ends[:-1], ends[1:])]
+    return {"seconds": seconds[WARM_UP_STEPS - 1 :], "busy": busy[WARM_UP_STEPS:]}
+
+
+def train() -> None:
+    """Trains, as a worker, the task that the command line has; prints a line of JSON."""
+    import tfmulti
+
+    task = Task(**json.loads(sys.argv[1]))
+    strategy = tfmulti.create_strategy("multi_worker", verify="never")
+    print(json.dumps({each: _measure_steps(task, each, strategy) for each in task.micro_batches}))
+
+
 def main() -> None:
     """Measures, and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = create_parser(__doc__, steps=8, rounds=4, layers=4, units=1024, rows=1024, seconds=2.0)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--seconds", type=float, default=2.0)
-    defaults = {"steps": 8, "rounds": 4, "layers": 4, "units": 1024, "rows": 1024}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     measured, sleeping = {}, (tuple(given.micro_batches), given.steps, _ROWS, given.seconds)
     for stages in given.stages:

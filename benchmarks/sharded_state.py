@@ -11,7 +11,6 @@ programs that use it meanwhile are counted too.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import statistics
@@ -20,24 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import sharded_torch
-from benchmarks.launched import run_on_workers
+from benchmarks.launched import create_parser, run_on_workers
 
 _WORKER = """
-import contextlib, json, sys, time
+import contextlib, json, sys
 import keras, numpy as np, tfmulti
-from benchmarks.launched import sent_bytes
+from benchmarks.launched import create_clock, sent_bytes
 from tfmulti.runtime.memory import peak_of
 layers, units, shard = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
-class Clock(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seconds, self.sent = [], []
-    def on_train_batch_begin(self, batch, logs=None):
-        self.begin = time.perf_counter()
-    def on_train_batch_end(self, batch, logs=None):
-        self.seconds.append(time.perf_counter() - self.begin)
-        self.sent.append(sent_bytes())
 before = peak_of()
 sharded = tfmulti.sharded_parameters() if shard == "parameters" else contextlib.nullcontext()
 with strategy.scope(), sharded:
@@ -45,12 +35,12 @@ with strategy.scope(), sharded:
     model = keras.Sequential([keras.Input((units,)), *hidden, keras.layers.Dense(1)])
     model.compile(tfmulti.DistributedOptimizer("adam", shard=shard), "mse")
 x = np.zeros((160, units), "float32")
-clock = Clock()
+clock = create_clock(sent_bytes)
 data = tfmulti.distribute_train((x, x[:, :1]), strategy, 16)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
 peak = peak_of()
 slots = 2 * 4 * model.count_params()
-sent = (clock.sent[8] - clock.sent[2]) / 6
+sent = (clock.after[8] - clock.after[2]) / 6
 print(json.dumps(
     {"bytes": peak, "before": before, "seconds": sorted(clock.seconds)[4], "slots": slots,
      "sent": sent}
@@ -119,10 +109,7 @@ def measure(
 
 def main() -> None:
     """Measures both in turn, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    defaults = {"layers": 12, "units": 2048, "num_workers": 2, "rounds": 3}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = create_parser(__doc__, layers=12, units=2048, num_workers=2, rounds=3)
     parser.add_argument("--communication", choices=("mpi", "ring"), default="mpi")
     given = parser.parse_args()
     size = (given.layers, given.units, given.num_workers)

@@ -10,10 +10,9 @@ import psutil
 import pytest
 
 from tfmulti.bench import report, results, setups
-from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.results import Series, break_down, find_bottleneck, step_seconds, summarize
-from tfmulti.bench.setups import Kind, Setup
+from tfmulti.bench.setups import BenchConfig, Kind, Setup
 
 OWN = """
 import os
@@ -46,7 +45,7 @@ def create(train):
 
 def series_of(kind, replicas, seconds, calls=1, batch_size=10):
     """A series of two steps of so many seconds."""
-    setup = Setup(kind, replicas, batch_size, (), ({},), replicas, (1, 10))
+    setup = Setup(kind, replicas, batch_size, (), ({},), (1, 10))
     answer = {"ends": [0.0, seconds, 2 * seconds], "ended": 2 * seconds, "idle_cpu_seconds": 0.0}
     block = results.describe_block([answer], 2, 1)
     return Series(setup, calls, [block], figures={"input_seconds": 1e-3})
@@ -131,7 +130,7 @@ def script(code, processes=1):
     text = f"import os, sys, time\nfrom tfmulti.bench import worker\n{code}"
     environments = tuple({"NUMBER": str(index)} for index in range(processes))
     command = (sys.executable, "-c", text)
-    return Setup(setups.CONTROL, processes, 1, command, environments, processes)
+    return Setup(setups.CONTROL, processes, 1, command, environments)
 
 
 def test_all_processes_of_a_job_do_an_order(tmp_path):

@@ -17,7 +17,6 @@ from benchmarks import (
     peers,
     pipeline,
     projection,
-    ratios,
     sharded_state,
     sharded_torch,
     socket_copy,
@@ -50,14 +49,14 @@ def test_ratios_and_reasons_for_those_that_are_missing():
         "allreduce": allreduce,
         "config": {"steps_per_execution": 10},
     }
-    values, missing = ratios.compute_ratios(result)
+    values, missing = tables.compute_ratios(result)
     assert values["compute_efficiency_ring"] == pytest.approx(0.8)
     assert values["compute_throughput_over_ddp"] == pytest.approx(1.5)
     assert values["allreduce_over_socket_copy"] == pytest.approx(2.0)
     assert values["one_replica_over_plain"] is None
     assert "one_replica x1" in missing["one_replica_over_plain"]
     assert "not measured" in missing["communication_step_over_ddp"]
-    assert set(values) == set(ratios.RATIOS)
+    assert set(values) == set(tables.RATIOS)
 
 
 def test_projection_of_what_was_measured_has_no_error():
@@ -162,7 +161,9 @@ def test_a_whole_run(tmp_path):
 
 
 def test_the_rounds_of_the_monitors_cancel_a_drift():
-    rounds = [monitors.Round((t + 2.0, t + 3.0), (t + 1.0, t + 4.0)) for t in (0.0, 10.0)]
+    rounds = [
+        {"monitored": [t + 2.0, t + 3.0], "unmonitored": [t + 1.0, t + 4.0]} for t in (0.0, 10.0)
+    ]
     found = monitors.describe(rounds)
     assert (found["ratio"], found["p10"], found["p90"]) == (1.0, 1.0, 1.0)
     assert found["standard_error"] == 0.0

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfmulti.bench import results
-from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.results import Series, describe_block, step_seconds, summarize
-from tfmulti.bench.setups import MPI, RING, Setup, create_setup, create_setups
+from tfmulti.bench.setups import MPI, RING, BenchConfig, Setup, create_setup, create_setups
 
 Print = Callable[[str], None]
 _BLOCK_S = 1.2
