@@ -17,7 +17,7 @@ from tfmulti.doctor import report as found_report
 from tfmulti.doctor.__main__ import DoctorConfig
 from tfmulti.doctor.host import Host
 from tfmulti.doctor.report import Check
-from tfmulti.doctor.tensorflow_process import Output, run
+from tfmulti.runtime import processes
 from tfmulti.runtime.memory import Limits, read_limits
 
 TWO = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
@@ -198,16 +198,11 @@ def test_what_tensorflow_says_of_gpus_is_kept():
     facts = {"seconds": 1.5, "tensorflow": "2.21.0", "keras": "3.15.1", "gpus": []}
     text = f"noise\n{tensorflow_process._MARK}{json.dumps(facts)}\n"
     errors = "I0000 port.cc] oneDNN\nW0000 gpu_device.cc:2343] Cannot dlopen some GPU libraries.\n"
-    report = tensorflow_process.read_report(Output(text, errors, -6, "exit code -6"))
+    done = processes.Finished(-6, text, errors, processes.FAILED)
+    report = tensorflow_process.read_report(done, 1.0)
     assert report.facts == facts
     assert report.words == "Cannot dlopen some GPU libraries."
     assert tensorflow_process.check_import(report).detail.endswith("in 1.5 s")
-
-
-def test_a_program_that_answers_with_an_error_has_its_last_line_as_fault():
-    code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
-    output = run([sys.executable, "-c", code])
-    assert (output.text, output.returncode, output.fault) == ("one\n", 3, "two")
 
 
 # This host.

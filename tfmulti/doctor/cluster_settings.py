@@ -223,7 +223,8 @@ def check_variables(
         cluster: The cluster, or None.
         interfaces: Names of this host's network interfaces; None asks the system.
     """
-    interfaces = _interfaces() if interfaces is None else interfaces
+    if interfaces is None:
+        interfaces = [name for _, name in socket.if_nameindex()]
     checks = []
     for name in sorted(environ):
         if name == "NCCL_SOCKET_IFNAME":
@@ -252,7 +253,7 @@ def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
     """
     name = "NCCL_SOCKET_IFNAME"
     text = f"={value}: {MEANINGS[name]}"
-    if any(_is_chosen(each, value) for each in interfaces) or not interfaces:
+    if any(_is_chosen(each, value) for each in interfaces):
         return Check(name, OK, text)
     hint = f"Name one of this host's: {', '.join(interfaces)}."
     return Check(name, FAILURE, f"{text}; none of this host's has that name", hint)
@@ -293,10 +294,3 @@ def _bypasses(host, entry) -> bool:
         except ValueError:
             return False
     return bool(entry) and (host == entry or host.endswith("." + entry.lstrip(".")))
-
-
-def _interfaces() -> list[str]:
-    try:
-        return [name for _, name in socket.if_nameindex()]
-    except (OSError, AttributeError):
-        return []
