@@ -15,7 +15,7 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launched import create_parser, run_on_workers
+from benchmarks.launched import create_parser, median, run_on_workers, spread
 
 _WORKER = """
 import json, sys, time
@@ -121,11 +121,11 @@ def _table(given, seconds, runs) -> Table:
         more = [(run[way]["bytes"] - run[False]["bytes"]) / 1e6 for run in runs]
         table.add_row(
             "ahead" if way else "as needed",
-            f"{statistics.median(run[way]['seconds'] for run in runs):.3f}",
+            f"{median(runs, way, 'seconds'):.3f}",
             f"{predicted(given.layers, seconds, way):.3f}" if seconds else "",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            f"{statistics.median(run[way]['bytes'] for run in runs) / 1e6:.0f}"
-            + (f" ({min(more):+.0f} to {max(more):+.0f})" if way else ""),
+            spread(ratios),
+            f"{median(runs, way, 'bytes') / 1e6:.0f}"
+            + (f" ({spread(more, '+.0f')})" if way else ""),
         )
     return table
 

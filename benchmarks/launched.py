@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -87,3 +88,21 @@ def run_together(commands: Sequence[Sequence[str]], environ: Mapping[str, str] |
             raise subprocess.CalledProcessError(process.returncode, process.args)
     lines = [line.partition("] ")[2] for text in texts for line in text.splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def median(runs: Sequence[Mapping], way, name: str) -> float:
+    """Returns the median over runs of what was measured in one way.
+
+    >>> median([{"plain": {"bytes": number}} for number in (1, 2, 4)], "plain", "bytes")
+    2
+    """
+    return statistics.median(run[way][name] for run in runs)
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Returns the least and the most of values, once where both are the same.
+
+    >>> spread([1.0, 2.5, 2.0]), spread([1.0, 1.001])
+    ('1.00 to 2.50', '1.00')
+    """
+    return " to ".join(dict.fromkeys(f"{end(values):{form}}" for end in (min, max)))

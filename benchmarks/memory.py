@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launched import create_parser
+from benchmarks.launched import create_parser, median, spread
 
 _PROCESS = """
 import json, sys, time
@@ -71,18 +70,10 @@ def main() -> None:
     title = f"{given.blocks} blocks of four Dense({given.units}), {given.rows} rows"
     table = Table("activations", "peak, MB", "step, s", title=title)
     for on, name in enumerate(("kept", "checkpointed")):
-        peak = statistics.median(run[on]["bytes"] for run in runs) / 1e6
-        table.add_row(
-            name, f"{peak:.0f}", f"{statistics.median(r[on]['seconds'] for r in runs):.2f}"
-        )
-    memory, seconds = (
-        [run[1][name] / run[0][name] for run in runs] for name in ("bytes", "seconds")
-    )
-    table.add_row(
-        "ratio, least to most",
-        f"{min(memory):.2f} to {max(memory):.2f}",
-        f"{min(seconds):.2f} to {max(seconds):.2f}",
-    )
+        peak, seconds = median(runs, on, "bytes"), median(runs, on, "seconds")
+        table.add_row(name, f"{peak / 1e6:.0f}", f"{seconds:.2f}")
+    ratios = ([run[1][name] / run[0][name] for run in runs] for name in ("bytes", "seconds"))
+    table.add_row("ratio, least to most", *map(spread, ratios))
     Console().print(table)
 
 

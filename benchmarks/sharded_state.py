@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import statistics
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import sharded_torch
-from benchmarks.launched import create_parser, run_on_workers
+from benchmarks.launched import create_parser, median, run_on_workers, spread
 
 _WORKER = """
 import contextlib, json, sys
@@ -132,21 +131,18 @@ def _row(way, runs, sent, num_workers) -> list[str]:
     copies = communication, None
     less = [(run[copies]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
     ratios = [run[way]["seconds"] / run[copies]["seconds"] for run in runs]
-    found = {
-        name: statistics.median(run[way][name] for run in runs)
-        for name in ("bytes", "before", "seconds", "slots")
-    }
+    slots = median(runs, way, "slots")
     name = sharded_torch.WAYS[shard].upper() if communication == TORCH else shard or "nothing"
     return [
         f"PyTorch, {TORCH}" if communication == TORCH else f"tfmulti, {communication}",
         name,
-        f"{found['bytes'] / 1e6:.0f}",
-        f"{found['before'] / 1e6:.0f}",
-        f"{min(less):.0f} to {max(less):.0f}",
-        f"{found['seconds']:.2f}",
-        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{median(runs, way, 'bytes') / 1e6:.0f}",
+        f"{median(runs, way, 'before') / 1e6:.0f}",
+        spread(less, ".0f"),
+        f"{median(runs, way, 'seconds'):.2f}",
+        spread(ratios),
         f"{sent / 1e6:.0f}",
-        f"{predicted_bytes(found['slots'], num_workers, shard, communication) / 1e6:.0f}",
+        f"{predicted_bytes(slots, num_workers, shard, communication) / 1e6:.0f}",
     ]
 
 

@@ -10,12 +10,11 @@ Steps are compared in `--rounds` pairs of runs with copies, on the cores of this
 from __future__ import annotations
 
 import json
-import statistics
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launched import create_parser, run_on_workers
+from benchmarks.launched import create_parser, median, run_on_workers, spread
 from benchmarks.pipeline import describe_ratios
 
 _WORKER = """
@@ -114,11 +113,11 @@ def result_table(runs: list[dict], **sizes: int) -> Table:
         less = [(run["copies"]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
         table.add_row(
             way,
-            f"{statistics.median(run[way]['bytes'] for run in runs) / 1e6:.0f}",
-            f"{min(less):.0f} to {max(less):.0f}",
-            f"{statistics.median(run[way]['sent'] for run in runs) / 1e6:.2f}",
+            f"{median(runs, way, 'bytes') / 1e6:.0f}",
+            spread(less, ".0f"),
+            f"{median(runs, way, 'sent') / 1e6:.2f}",
             f"{predicted_bytes(way, **sizes) / 1e6:.2f}",
-            f"{statistics.median(run[way]['seconds'] for run in runs):.3f}",
+            f"{median(runs, way, 'seconds'):.3f}",
         )
     return table
 

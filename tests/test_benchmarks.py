@@ -87,13 +87,6 @@ def test_floor_is_that_of_a_ring():
         assert socket_copy.floor_seconds(int(SIZE) * 4, found) == pytest.approx(seconds)
 
 
-def test_help_answers_without_tensorflow():
-    line = [sys.executable, "-X", "importtime", "-m", "benchmarks", "--help"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--project" in done.stdout
-    assert " tensorflow" not in done.stderr and " torch" not in done.stderr
-
-
 def test_each_file_of_a_peer_is_found_and_nopeers_leaves_them_out():
     names = {path.stem for path in Path(peers.__file__).parent.glob("*.py")} - {"__init__"}
     assert {kind.name for kind in (*peers.TRAINED, *peers.REDUCES)} == names

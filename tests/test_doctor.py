@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
-from show_help import show_help
 
 from tfmulti.cluster import Cluster
 from tfmulti.doctor import __main__, cluster_settings, host, packages, tensorflow_process
 from tfmulti.doctor import report as found_report
-from tfmulti.doctor.__main__ import DoctorConfig
 from tfmulti.doctor.host import Host
 from tfmulti.doctor.report import Check
 from tfmulti.runtime import processes
@@ -50,11 +48,6 @@ def doctor(*arguments, env=None, cwd=None):
         env={**environ, **(env or {})},
         cwd=cwd,
     )
-
-
-def test_help_imports_no_tensorflow_and_shows_every_flag():
-    done = show_help("tfmulti.doctor.__main__")
-    assert all(f"--{name}" in done.stdout for name in DoctorConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -208,46 +201,43 @@ def test_what_tensorflow_says_of_gpus_is_kept():
 # This host.
 
 
-def write(root, **files):
+def limits_of(root, files):
+    """The limits that are read where the file system has these files."""
     for name, text in files.items():
-        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(f"{text}\n")
+    return read_limits(root)
 
 
 def test_limits_of_control_groups_of_version_2(tmp_path):
-    write(tmp_path, proc__self__cgroup="0::/a/b\n")
-    group = tmp_path / "sys/fs/cgroup/a"
-    (group / "b").mkdir(parents=True)
-    (group / "b/cpu.max").write_text("max 100000\n")
-    (group / "cpu.max").write_text("250000 100000\n")
-    (group / "b/memory.max").write_text("8000000000\n")
-    (group / "memory.max").write_text("max\n")
-    assert read_limits(tmp_path) == Limits(cores=2.5, memory=8 * GB)
-
-
-def test_limits_of_a_container_that_sees_its_group_as_the_root(tmp_path):
-    write(tmp_path, proc__self__cgroup="0::/\n")
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
-    assert read_limits(tmp_path) == Limits(cores=0.5, memory=None)
+    files = {
+        "proc/self/cgroup": "0::/a/b",
+        "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        "sys/fs/cgroup/a/cpu.max": "250000 100000",
+        "sys/fs/cgroup/a/b/memory.max": "8000000000",
+        "sys/fs/cgroup/a/memory.max": "max",
+    }
+    assert limits_of(tmp_path, files) == Limits(cores=2.5, memory=8 * GB)
+    # A container sees its group as the root.
+    files = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"}
+    assert limits_of(tmp_path / "container", files) == Limits(cores=0.5, memory=None)
 
 
 def test_limits_of_control_groups_of_version_1(tmp_path):
     # The group's path is the host's, which a container does not see.
-    write(tmp_path, proc__self__cgroup="4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/\n")
-    for name, text in {
-        "cpu/cpu.cfs_quota_us": "150000",
-        "cpu/cpu.cfs_period_us": "100000",
-        "memory/memory.limit_in_bytes": "4000000000",
-    }.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    assert read_limits(tmp_path) == Limits(cores=1.5, memory=4 * GB)
-    (tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert read_limits(tmp_path) == Limits()
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000000000",
+    }
+    assert limits_of(tmp_path, files) == Limits(cores=1.5, memory=4 * GB)
+    files = {
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    assert limits_of(tmp_path, files) == Limits()
     assert read_limits(tmp_path / "nowhere") == Limits()
 
 

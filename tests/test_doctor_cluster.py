@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -102,25 +103,18 @@ def test_addresses_that_cannot_work():
 # Visits.
 
 
-def visit_together(clusters, notes=None, environs=None, **settings):
+def visit_together(clusters, environs=None, **settings):
     """What each of several workers finds, all in this process."""
-    found = {}
 
-    def run(index, cluster):
-        said = notes[index] if notes else peers.describe_worker(cluster, [], {})
-        environ = (environs or [{}] * len(clusters))[index]
-        visits, twice = peers.visit_all(cluster, said, environ=environ, **settings)
-        found[index] = ({visit.index: visit for visit in visits}, twice)
+    def visit(index):
+        threading.current_thread().name = f"visits of {index}"
+        said = peers.describe_worker(clusters[index], [], {})
+        environ = environs[index] if environs else {}
+        visits, twice = peers.visit_all(clusters[index], said, environ=environ, **settings)
+        return {visit.index: visit for visit in visits}, twice
 
-    threads = [
-        threading.Thread(target=run, args=(index, cluster), name=f"visits of {index}")
-        for index, cluster in clusters.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(clusters)) as threads:
+        return dict(zip(clusters, threads.map(visit, clusters)))
 
 
 def test_three_workers_visit_one_another():
@@ -194,25 +188,15 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
 
 def test_two_workers_with_the_same_task_are_told():
     ports = processes.free_ports(2)
-    first = cluster_of(2, 0, ports)
-    second = cluster_of(2, 1, ports)
-    found = {}
+    clusters = [cluster_of(2, index, ports) for index in (0, 1, 1)]
 
-    def run(key, cluster, environ):
-        try:
-            found[key] = peers.check_peers(cluster, True, [], 3.0, environ)[0]
-        except Exception as error:
-            found[key] = error
+    def look(cluster):
+        return peers.check_peers(cluster, True, [], 3.0, {})[0]
 
-    threads = [threading.Thread(target=run, args=(0, first, {}))]
-    threads += [threading.Thread(target=run, args=(key, second, {})) for key in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        _, *found = threads.map(look, clusters)
     # One of the two has the port; whoever has not says so, and the first has seen both or one.
-    texts = [check.detail for key in (1, 2) for check in found[key]]
-    assert any("in use" in text for text in texts)
+    assert any("in use" in check.detail for checks in found for check in checks)
 
 
 def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():

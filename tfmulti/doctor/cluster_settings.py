@@ -55,10 +55,13 @@ def check_addresses(cluster: Cluster | None, environ: Mapping[str, str]) -> list
     ]
 
 
+def _hosts(cluster) -> set[str]:
+    return {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
+
+
 def check_names(cluster: Cluster) -> Check:
     """Resolves the name of every host."""
-    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    names = [host for host in hosts if not is_ip_address(host)]
+    names = [host for host in _hosts(cluster) if not is_ip_address(host)]
     try:
         network.check_hosts(cluster, source=_TF_CONFIG, timeout=_NAMES_S)
     except ClusterError as error:
@@ -83,8 +86,7 @@ def check_own_address(cluster: Cluster) -> Check:
         text = f"{found[0][4][0]} is no address of this host ({socket.gethostname()})"
         hint = "Is the `index` of the `task` right? Behind address translation this is usual."
         return Check(name, WARNING, text, hint)
-    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    if _is_loopback(host) and not all(map(_is_loopback, hosts)):
+    if _is_loopback(host) and not all(map(_is_loopback, _hosts(cluster))):
         text = f"{host} means every worker's own host, and others are elsewhere"
         return Check(name, FAILURE, text, "Write the address at which the others reach this host.")
     return Check(name, OK, f"{found[0][4][0]} is an address of this host")
@@ -278,8 +280,9 @@ def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Che
         return [Check(name, OK, f"{text}; it matters to workers of a cluster only")]
     first = next((each for each in _NO_PROXIES if environ.get(each)), None)
     around = [each.strip() for each in environ[first].split(",")] if first else []
-    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    through = sorted(host for host in hosts if not any(_bypasses(host, each) for each in around))
+    through = sorted(
+        host for host in _hosts(cluster) if not any(_bypasses(host, each) for each in around)
+    )
     if not through:
         return [Check(name, OK, f"{text}; {first} keeps the workers out of it")]
     hint = f"Set no_grpc_proxy={','.join(through)}, or unset the proxy for training."
