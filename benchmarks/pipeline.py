@@ -53,23 +53,6 @@ class Task:
     units: int = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Idle:
-    """What steps of a pipeline have taken.
-
-    Attributes:
-        seconds: Of a step, the median.
-        fraction: What part of it stages were idle: that of the median step, on average of stages.
-        least: The same of the step with the least.
-        most: Of the step with the most.
-    """
-
-    seconds: float
-    fraction: float
-    least: float
-    most: float
-
-
 def predicted_idle(stages: int, micro_batches: int) -> float:
     """Returns what part of a step the stages of a pipeline wait for each other.
 
@@ -79,22 +62,26 @@ def predicted_idle(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def measured_idle(seen: Sequence[dict]) -> Idle:
+def measured_idle(seen: Sequence[dict]) -> dict[str, float]:
     """Returns what part of a step the stages did not sleep.
 
     Args:
         seen: Of each stage `seconds` of its steps, and `busy`, how many of them it slept.
 
+    Returns:
+        `seconds` of a step, the median; and what part of it stages were idle on average: `fraction`
+        of the median step, the `least` and the `most` of a step.
+
     >>> stage = {"seconds": [4.0, 2.0, 1.0], "busy": [1.0, 1.0, 1.0]}
     >>> measured_idle([stage, stage])
-    Idle(seconds=2.0, fraction=0.5, least=0.0, most=0.75)
+    {'seconds': 2.0, 'fraction': 0.5, 'least': 0.0, 'most': 0.75}
     """
     seconds = [max(each) for each in zip(*(stage["seconds"] for stage in seen))]
     busy = [statistics.fmean(each) for each in zip(*(stage["busy"] for stage in seen))]
     fractions = [1.0 - part / whole for part, whole in zip(busy, seconds)]
     median = statistics.median(seconds)
     fraction = 1.0 - statistics.median(busy) / median
-    return Idle(median, fraction, min(fractions), max(fractions))
+    return dict(seconds=median, fraction=fraction, least=min(fractions), most=max(fractions))
 
 
 def run(task: Task) -> dict[int, list[dict]]:
@@ -105,7 +92,7 @@ def run(task: Task) -> dict[int, list[dict]]:
     return {m: [worker[str(m)] for worker in workers] for m in task.micro_batches}
 
 
-def idle_table(measured: dict[tuple[int, int], Idle], seconds: float) -> Table:
+def idle_table(measured: dict[tuple[int, int], dict], seconds: float) -> Table:
     """Returns the table of stages that sleep.
 
     More is what a step takes beyond that of stages which wait for each other alone.
@@ -122,12 +109,12 @@ def idle_table(measured: dict[tuple[int, int], Idle], seconds: float) -> Table:
         table.add_row(
             str(stages),
             str(micro_batches),
-            f"{idle.seconds:.3f}",
-            f"{1e3 * (idle.seconds - seconds / (1.0 - theory)):.0f}",
-            f"{idle.fraction:.3f}",
-            f"{idle.least:.2f} to {idle.most:.2f}",
+            f"{idle['seconds']:.3f}",
+            f"{1e3 * (idle['seconds'] - seconds / (1.0 - theory)):.0f}",
+            f"{idle['fraction']:.3f}",
+            f"{idle['least']:.2f} to {idle['most']:.2f}",
             f"{theory:.3f}",
-            f"{idle.fraction / theory - 1.0:+.1%}",
+            f"{idle['fraction'] / theory - 1.0:+.1%}",
         )
     return table
 
@@ -153,7 +140,7 @@ def computing_ratios(task: Task, rounds: int) -> list[float]:
     for number in range(rounds):
         # Each is the first as often as the other.
         pair = (task, alone) if number % 2 else (alone, task)
-        seconds = {each.stages: measured_idle(run(each)[micro_batches]).seconds for each in pair}
+        seconds = {each.stages: measured_idle(run(each)[micro_batches])["seconds"] for each in pair}
         ratios.append(seconds[task.stages] / seconds[1])
     return ratios
 

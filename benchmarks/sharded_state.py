@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
+import os
+import sys
+import time
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks import sharded_torch
-from benchmarks.launched import create_parser, median, run_on_workers, spread
+from benchmarks.launched import create_parser, median, run_on_workers, sent_bytes, spread
+from tfmulti.runtime.memory import peak_of
 
 _WORKER = """
 import contextlib, json, sys
@@ -46,14 +47,15 @@ print(json.dumps(
 ))
 """
 
-
+_TORCH_WORKER = "from benchmarks import sharded_state; sharded_state.train_with_torch()"
 # Intel's MPI, which the extra `mpi` installs, without shared memory.
 _TCP = {"I_MPI_FABRICS": "ofi", "FI_PROVIDER": "tcp"}
-
 
 SHARDS = (None, "state", "parameters")
 TORCH = "gloo"
 """Communication of PyTorch's workers."""
+TORCH_WAYS = {None: "ddp", "state": "zero", "parameters": "fsdp"}
+"""PyTorch's name of what is sharded: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2."""
 
 
 def predicted_bytes(slots: int, num_workers: int, shard: str | None, communication: str) -> float:
@@ -96,7 +98,7 @@ def measure(
     size = [str(layers), str(units)]
     program = ["-c", _WORKER, *size, *([shard] if shard else [])]
     if communication == TORCH:
-        program = ["-m", "benchmarks.sharded_torch", *size, sharded_torch.WAYS[shard]]
+        program = ["-c", _TORCH_WORKER, *size, TORCH_WAYS[shard]]
     seen = run_on_workers(
         program,
         num_workers,
@@ -106,8 +108,79 @@ def measure(
     return {name: max(each[name] for each in seen) for name in seen[0]}
 
 
+def _join_torch():
+    import torch.distributed as dist
+
+    config = json.loads(os.environ["TF_CONFIG"])
+    workers = config["cluster"]["worker"]
+    rank = config["task"]["index"]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{workers[0]}", world_size=len(workers), rank=rank
+    )
+    return len(workers)
+
+
+def _create_torch_model(layers, units, way, num_workers):
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    # The sharded model is created on no device: no worker has the whole.
+    with torch.device("meta" if way == "fsdp" else "cpu"):
+        hidden = [part for _ in range(layers) for part in (nn.Linear(units, units), nn.Tanh())]
+        model = nn.Sequential(*hidden, nn.Linear(units, 1))
+    if way == "fsdp":
+        mesh = init_device_mesh("cpu", (num_workers,))
+        linear = [part for part in model if isinstance(part, nn.Linear)]
+        for part in [*linear, model]:
+            fully_shard(part, mesh=mesh)
+        model.to_empty(device="cpu")
+        for part in linear:
+            part.reset_parameters()
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if way == "zero":
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def train_with_torch() -> None:
+    """Trains ten steps as a worker of PyTorch, as its command line says; prints what others do.
+
+    It is started by tfmulti's launcher, whose TF_CONFIG tells the ranks.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    layers, units, way = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    num_workers = _join_torch()
+    before = peak_of()
+    model, optimizer = _create_torch_model(layers, units, way, num_workers)
+    x = torch.zeros(16 // num_workers, units)
+    seconds, sent = [], []
+    for _ in range(10):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), x[:, :1]).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+        sent.append(sent_bytes())
+    slots = 2 * 4 * (layers * (units * units + units) + units + 1)
+    found = {"bytes": peak_of(), "before": before, "slots": slots}
+    found |= {"seconds": sorted(seconds)[4], "sent": (sent[8] - sent[2]) / 6}
+    print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     """Measures both in turn, and prints a table."""
+    # The workers of PyTorch import this module too, and their memory is measured.
+    from rich.console import Console
+    from rich.table import Table
+
     parser = create_parser(__doc__, layers=12, units=2048, num_workers=2, rounds=3)
     parser.add_argument("--communication", choices=("mpi", "ring"), default="mpi")
     given = parser.parse_args()
@@ -132,7 +205,7 @@ def _row(way, runs, sent, num_workers) -> list[str]:
     less = [(run[copies]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
     ratios = [run[way]["seconds"] / run[copies]["seconds"] for run in runs]
     slots = median(runs, way, "slots")
-    name = sharded_torch.WAYS[shard].upper() if communication == TORCH else shard or "nothing"
+    name = TORCH_WAYS[shard].upper() if communication == TORCH else shard or "nothing"
     return [
         f"PyTorch, {TORCH}" if communication == TORCH else f"tfmulti, {communication}",
         name,

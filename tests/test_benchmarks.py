@@ -18,7 +18,6 @@ from benchmarks import (
     pipeline,
     projection,
     sharded_state,
-    sharded_torch,
     socket_copy,
     tables,
 )
@@ -167,8 +166,7 @@ def test_stages_are_idle_for_what_they_do_not_sleep_of_the_longest_step():
     short = {"seconds": [1.0, 1.2, 2.0], "busy": [0.9, 0.9, 0.9]}
     long = {"seconds": [1.0, 1.25, 2.0], "busy": [1.1, 1.1, 1.1]}
     idle = pipeline.measured_idle([short, long])
-    assert idle.seconds == 1.25
-    assert (idle.fraction, idle.least, idle.most) == pytest.approx((0.2, 0.0, 0.5))
+    assert idle == pytest.approx({"seconds": 1.25, "fraction": 0.2, "least": 0.0, "most": 0.5})
     theory = {(s, m): pipeline.predicted_idle(s, m) for s in (1, 2, 4) for m in (1, 4)}
     assert theory == {
         (1, 1): 0,
@@ -231,7 +229,7 @@ def test_the_monitors_are_measured_side_by_side(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "monitors.json"}
 
 
-@pytest.mark.parametrize(("shard", "way"), sharded_torch.WAYS.items())
+@pytest.mark.parametrize(("shard", "way"), sharded_state.TORCH_WAYS.items())
 @pytest.mark.skipif(not find_spec("torch"), reason="PyTorch is not installed")
 @pytest.mark.slow
 def test_pytorch_shards_the_same_model(shard, way):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -85,12 +84,6 @@ def test_json_has_every_line_and_a_trap_makes_the_exit_code_1(tmp_path):
     # TensorFlow has been asked all the same.
     assert statuses["import of TensorFlow"] == "ok"
     assert list(tmp_path.iterdir()) == [home]
-
-
-def test_keras_home_holds_keras_json_itself(tmp_path):
-    (tmp_path / "keras.json").write_text("{not json")
-    assert packages.check_pitfalls({"KERAS_HOME": str(tmp_path)})[1].status == "warning"
-    assert packages.check_pitfalls({}, home=tmp_path)[1].status == "ok"
 
 
 def test_a_line_is_never_cut_off(monkeypatch):
@@ -379,22 +372,26 @@ def test_a_proxy_between_workers_warns_and_hides_its_password():
     assert look_at({**environ, "no_proxy": "192.168.0.0/16"}, TWO)["https_proxy"].hint
 
 
-def trapped(environ, cluster=None, num_gpus=0, home="/nowhere", **installed):
-    found = packages.check_pitfalls(environ, cluster, num_gpus, Path(home), installed.get)
+def trapped(environ, cluster=None, num_gpus=0, **installed):
+    found = packages.check_pitfalls(environ, cluster, num_gpus, installed.get)
     return {each.name: each.status for each in found}
 
 
-def test_traps_of_keras(tmp_path):
+def test_traps_of_keras(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert trapped({})["backend of Keras"] == "ok"
     assert trapped({"KERAS_BACKEND": "jax"})["backend of Keras"] == "failure"
     (tmp_path / ".keras").mkdir()
     path = tmp_path / ".keras" / "keras.json"
     path.write_text('{"backend": "torch", "floatx": "float16"}')
-    found = trapped({}, home=tmp_path)
+    found = trapped({})
     assert (found["backend of Keras"], found["keras.json"]) == ("failure", "warning")
-    assert trapped({"KERAS_BACKEND": "tensorflow"}, home=tmp_path)["backend of Keras"] == "ok"
+    assert trapped({"KERAS_BACKEND": "tensorflow"})["backend of Keras"] == "ok"
     path.write_text('{"floatx": "float32", "epsilon": 1e-07, "backend": "tensorflow"}')
-    assert trapped({}, home=tmp_path)["keras.json"] == "ok"
+    assert trapped({})["keras.json"] == "ok"
+    # KERAS_HOME holds the file itself.
+    (tmp_path / "keras.json").write_text("{not json")
+    assert trapped({"KERAS_HOME": str(tmp_path)})["keras.json"] == "warning"
     assert trapped({"TF_USE_LEGACY_KERAS": "1"})["Keras 2"] == "failure"
     assert trapped({}, tf_keras="2.21.0")["Keras 2"] == "ok"
 

@@ -366,11 +366,9 @@ def test_nvidias_python_module_without_a_driver():
     assert hardware.read_driver().is_absent
 
 
-def test_what_is_missing_is_said_and_the_rest_is_read():
-    def load(name):
-        raise ImportError(name)
-
-    found, missing, no_gpu = hardware.find_readers(load, two(), {})
+def test_what_is_missing_is_said_and_the_rest_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    found, missing, no_gpu = hardware.find_readers(two(), {})
     assert [type(reader) for reader in found] == [hardware.Gpus]
     assert all(word in missing for word in ["no module named psutil", "tfmulti[monitor]"])
     assert no_gpu is None
@@ -378,10 +376,10 @@ def test_what_is_missing_is_said_and_the_rest_is_read():
 
 def test_gpus_that_cannot_be_read_have_a_reason(monkeypatch):
     broken = Nvml(fault=NVMLError("Driver Not Loaded"))
-    found, _, no_gpu = hardware.find_readers({"psutil": psutil}.__getitem__, broken, {})
+    found, _, no_gpu = hardware.find_readers(broken, {})
     assert [type(reader) for reader in found] == [hardware.Processor]
     assert no_gpu == "NVML does not start: Driver Not Loaded"
-    hidden = hardware.find_readers(lambda _: psutil, two(), {"CUDA_VISIBLE_DEVICES": ""})
+    hidden = hardware.find_readers(two(), {"CUDA_VISIBLE_DEVICES": ""})
     assert hidden[2] == "NVML shows this process no GPU"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert hardware.find_readers()[2].endswith("pip install nvidia-ml-py")

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
 
 from rich.console import Console
 
@@ -56,19 +55,17 @@ class DoctorConfig:
         check_settings(self)
 
 
-def examine(
-    config: DoctorConfig, timeout_s: float, environ: Mapping[str, str] = os.environ
-) -> tuple[report.Areas, Cluster | None]:
+def examine(config: DoctorConfig, timeout_s: float) -> tuple[report.Areas, Cluster | None]:
     """Runs all checks.
 
     Args:
         config: What to look at.
         timeout_s: Seconds that workers wait for one another.
-        environ: The environment.
 
     Returns:
         The checks, by area; and the cluster, where all its workers have met, else None.
     """
+    environ = os.environ
     cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
     # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import threading
@@ -62,14 +61,11 @@ class Processor:
 
 
 def find_readers(
-    load: Callable[[str], object] = importlib.import_module,
-    nvml=None,
-    environ: Mapping[str, str] = os.environ,
+    nvml=None, environ: Mapping[str, str] = os.environ
 ) -> tuple[list, str | None, str | None]:
     """Returns the readers of this host's devices.
 
     Args:
-        load: Imports a module by its name.
         nvml: The module `pynvml` of nvidia-ml-py, or something like it.
         environ: The variables of the environment.
 
@@ -79,7 +75,9 @@ def find_readers(
     """
     readers, missing = [], None
     try:
-        readers.append(Processor(load("psutil")))
+        import psutil
+
+        readers.append(Processor(psutil))
     except ImportError:
         missing = (
             "Processor and memory are read by psutil. Received: no module named psutil. "
