@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import peers
+from benchmarks import monitors, peers, projection, tables
 from benchmarks.kinds import BenchmarksConfig
 from benchmarks.socket_copy import SOCKET_COPY
+from tfmulti.bench import report, results, schedule
 from tfmulti.bench.setups import create_setup
 from tfmulti.runtime import command_line, files
 from tfmulti.runtime.console import create_console
@@ -28,18 +29,14 @@ def _measure(config, tracebacks) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    from tfmulti.bench import report, results
-
     console = create_console()
     print_fn = lambda line: console.print(line, style="dim")
     if config.monitors:
         return _measure_monitors(config, console, print_fn)
     found = run_benchmarks(config, print_fn)
-    from benchmarks.tables import create_tables
-
-    tables = create_tables(found, config)
-    report.show(tables, console)
-    print_fn(report.write_all(found, tables, config, "python -m benchmarks"))
+    shown = tables.create_tables(found, config)
+    report.show(shown, console)
+    print_fn(report.write_all(found, shown, config, "python -m benchmarks"))
     print_fn(_draw(found, Path(config.workdir) / "bench.png"))
     return 0 if results.has_measured(found) else command_line.ERROR
 
@@ -51,9 +48,6 @@ def run_benchmarks(config: BenchmarksConfig, print_fn: Callable[[str], None]) ->
         config: The run.
         print_fn: Function that takes a line of text for the user.
     """
-    from benchmarks import projection, ratios
-    from tfmulti.bench import schedule
-
     more = [create_setup(SOCKET_COPY, 2, config)]
     if config.peers:
         more = [create_setup(kind, config.numbers[-1], config) for kind in peers.REDUCES] + more
@@ -61,7 +55,7 @@ def run_benchmarks(config: BenchmarksConfig, print_fn: Callable[[str], None]) ->
     if found["allreduce"]:
         copy = found["allreduce"]["transports"].pop(SOCKET_COPY.name, None)
         found["allreduce"]["socket_copy"] = copy
-    found["ratios"], found["missing"] = ratios.compute_ratios(found)
+    found["ratios"], found["missing"] = tables.compute_ratios(found)
     found["projection"] = None
     if config.project:
         found["projection"] = projection.project_result(found, config.project)
@@ -78,9 +72,6 @@ def _draw(found, path) -> str:
 
 
 def _measure_monitors(config, console, print_fn) -> int:
-    from benchmarks import monitors
-    from tfmulti.bench import report
-
     found = monitors.measure(config, print_fn)
     report.show([monitors.create_table(found)], console)
     for key, ratio in found["ratios"].items():

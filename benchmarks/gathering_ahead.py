@@ -10,17 +10,17 @@ shows the order of things. In the second one they do neither.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launched import run_on_workers
+from benchmarks.launched import create_parser, median, run_on_workers, spread
 
 _WORKER = """
 import json, sys, time
 import keras, numpy as np, tensorflow as tf, tfmulti
+from benchmarks.launched import create_clock
 from tfmulti.mpi.all_reduce import MpiAllReduce
 from tfmulti.runtime.memory import peak_of
 layers, units, seconds, is_ahead = json.loads(sys.argv[1])
@@ -50,14 +50,6 @@ class Sleeping(keras.layers.Layer):
 class Mean(keras.layers.Layer):
     def call(self, x):
         return tf.reduce_mean(x, axis=1, keepdims=True)
-class Clock(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seconds = []
-    def on_train_batch_begin(self, batch, logs=None):
-        self.begin = time.perf_counter()
-    def on_train_batch_end(self, batch, logs=None):
-        self.seconds.append(time.perf_counter() - self.begin)
 
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
 strategy.extended.gathers_ahead = is_ahead
@@ -69,7 +61,7 @@ with strategy.scope(), tfmulti.sharded_parameters():
     model = keras.Sequential([keras.Input((units,)), *hidden, Mean()])
     model.compile(tfmulti.DistributedOptimizer("adam", shard="parameters"), "mse")
 x = np.zeros((8 * 256, units), "float32")
-clock = Clock()
+clock = create_clock()
 data = tfmulti.distribute_train((x, x[:, :1]), strategy, 256)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
 print(json.dumps({"seconds": clock.seconds[2:], "bytes": peak_of()}))
@@ -110,9 +102,7 @@ def measure(layers: int, units: int, seconds: float, is_ahead: bool) -> dict:
 
 def main() -> None:
     """Measures pairs of runs, and prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"layers": 6, "units": 1024, "rounds": 3, "seconds": 0.05}.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser = create_parser(__doc__, layers=6, units=1024, rounds=3, seconds=0.05)
     given = parser.parse_args()
     for seconds in (given.seconds, 0.0):
         runs = [
@@ -131,11 +121,11 @@ def _table(given, seconds, runs) -> Table:
         more = [(run[way]["bytes"] - run[False]["bytes"]) / 1e6 for run in runs]
         table.add_row(
             "ahead" if way else "as needed",
-            f"{statistics.median(run[way]['seconds'] for run in runs):.3f}",
+            f"{median(runs, way, 'seconds'):.3f}",
             f"{predicted(given.layers, seconds, way):.3f}" if seconds else "",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            f"{statistics.median(run[way]['bytes'] for run in runs) / 1e6:.0f}"
-            + (f" ({min(more):+.0f} to {max(more):+.0f})" if way else ""),
+            spread(ratios),
+            f"{median(runs, way, 'bytes') / 1e6:.0f}"
+            + (f" ({spread(more, '+.0f')})" if way else ""),
         )
     return table
 

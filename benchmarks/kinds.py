@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from benchmarks import peers
 from tfmulti.bench import setups
-from tfmulti.bench.config import BenchConfig
-from tfmulti.bench.setups import MPI, RING, Kind
+from tfmulti.bench.setups import MPI, RING, BenchConfig, Kind
 from tfmulti.settings import setting
 
 _BY_HAND = functools.partial(

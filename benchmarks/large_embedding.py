@@ -8,7 +8,6 @@ holds no table: what it needs, a process with TensorFlow needs without one.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,6 +18,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.launched import create_parser
 from tfmulti.runtime import memory, processes
 
 OPTIMIZERS = ("sgd", "adagrad")
@@ -73,12 +73,14 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
         RuntimeError: Where a process fails.
     """
     names = ["chief", "worker 0", *(f"ps {index}" for index in range(num_ps))]
-    arguments = [str(value) for value in (rows, columns, steps, optimizer)]
+    command = [sys.executable, "-c", _PROGRAM, *map(str, (rows, columns, steps, optimizer))]
+    started: dict[str, subprocess.Popen] = {}
     with contextlib.ExitStack() as stack:
-        started = {
-            name: stack.enter_context(_start(arguments, config))
-            for name, config in zip(names, processes.tf_configs_with_servers(1, num_ps))
-        }
+        for name, config in zip(names, processes.tf_configs_with_servers(1, num_ps)):
+            env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"}
+            process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+            started[name] = stack.enter_context(process)
+            stack.callback(process.kill)
         peak: dict[str, int] = {}
         while any(each.poll() is None for each in started.values()):
             for name, process in started.items():
@@ -95,28 +97,9 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
     return {**found, "peak": peak}
 
 
-@contextlib.contextmanager
-def _start(arguments, config):
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, *arguments],
-        env={**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def main() -> None:
     """Trains, and prints a table of the processes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    defaults = {"rows": 16_000_000, "columns": 64, "num_ps": 2, "steps": 10}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = create_parser(__doc__, rows=16_000_000, columns=64, num_ps=2, steps=10)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     given = parser.parse_args()
     found = measure(given.rows, given.columns, given.num_ps, given.steps, given.optimizer)

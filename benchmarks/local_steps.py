@@ -10,8 +10,6 @@ the bytes of other programs too. The loss is that of examples that were not trai
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import launched, network
+from benchmarks.launched import spread
 from benchmarks.network import Link
 
 _WORKER = """
@@ -108,37 +107,27 @@ def measure(every: int, units: int, steps: int, link: Link | None) -> dict:
     return found | {"sent": count(each["sent"] for each in seen)}
 
 
-def _spread(values, form) -> str:
-    ends = dict.fromkeys(f"{end(values):{form}}" for end in (min, max))
-    return " to ".join(ends)
-
-
 def _print(rounds, where):
     weights = rounds[0][1]["weights"]
     title = f"Adam, {weights / 4e6:.1f}M weights, {_NUM_WORKERS} workers, {where}"
     columns = ("synchronize_every", "sent in a step, kB", "predicted", "step, ms", "times")
     table = Table(*columns, "loss", "accuracy", title=title)
     for every in EVERY:
-        runs = [found[every] for found in rounds]
-        ratios = [found[every]["seconds"] / found[1]["seconds"] for found in rounds]
+        ratios = [run[every]["seconds"] / run[1]["seconds"] for run in rounds]
         table.add_row(
             str(every),
-            f"{statistics.median(run['sent'] for run in runs) / 1e3:.0f}",
+            f"{launched.median(rounds, every, 'sent') / 1e3:.0f}",
             f"{predicted_bytes(weights, every) / 1e3:.0f}",
-            f"{statistics.median(run['seconds'] for run in runs) * 1e3:.1f}",
-            _spread(ratios, ".2f"),
-            _spread([run["loss"] for run in runs], ".4f"),
-            _spread([run["accuracy"] for run in runs], ".4f"),
+            f"{launched.median(rounds, every, 'seconds') * 1e3:.1f}",
+            spread(ratios),
+            *(spread([run[every][name] for run in rounds], ".4f") for name in ("loss", "accuracy")),
         )
     Console().print(table)
 
 
 def main() -> None:
     """Measures all in turn, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mbit", type=float, default=100.0)
-    for name, default in {"units": 512, "steps": 192, "rounds": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = launched.create_parser(__doc__, mbit=100.0, units=512, steps=192, rounds=3)
     given = parser.parse_args()
     with network.link(given.mbit) as link:
         where = "loopback, not limited" if link is None else f"a link of {given.mbit:g} Mbit/s"

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.launched import create_parser, median, spread
 
 _PROCESS = """
 import json, sys, time
@@ -62,10 +62,7 @@ def measure(blocks: int, units: int, rows: int, checkpointed: bool, xla: bool = 
 
 def main() -> None:
     """Measures both in turn, and prints a table with their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("blocks", 8), ("units", 512), ("rows", 4096), ("rounds", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    given = create_parser(__doc__, blocks=8, units=512, rows=4096, rounds=3).parse_args()
     runs = [
         [measure(given.blocks, given.units, given.rows, on) for on in (False, True)]
         for _ in range(given.rounds)
@@ -73,18 +70,10 @@ def main() -> None:
     title = f"{given.blocks} blocks of four Dense({given.units}), {given.rows} rows"
     table = Table("activations", "peak, MB", "step, s", title=title)
     for on, name in enumerate(("kept", "checkpointed")):
-        peak = statistics.median(run[on]["bytes"] for run in runs) / 1e6
-        table.add_row(
-            name, f"{peak:.0f}", f"{statistics.median(r[on]['seconds'] for r in runs):.2f}"
-        )
-    memory, seconds = (
-        [run[1][name] / run[0][name] for run in runs] for name in ("bytes", "seconds")
-    )
-    table.add_row(
-        "ratio, least to most",
-        f"{min(memory):.2f} to {max(memory):.2f}",
-        f"{min(seconds):.2f} to {max(seconds):.2f}",
-    )
+        peak, seconds = median(runs, on, "bytes"), median(runs, on, "seconds")
+        table.add_row(name, f"{peak / 1e6:.0f}", f"{seconds:.2f}")
+    ratios = ([run[1][name] / run[0][name] for run in runs] for name in ("bytes", "seconds"))
+    table.add_row("ratio, least to most", *map(spread, ratios))
     Console().print(table)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import statistics
 import time
@@ -13,11 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from tfmulti.bench import setups
-from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job
 from tfmulti.bench.report import TextTable
 from tfmulti.bench.results import describe_machine, step_seconds, summarize
-from tfmulti.bench.setups import Setup
+from tfmulti.bench.setups import BenchConfig, Setup
 
 # Long enough for the thread that reads the devices to do so, once a second, in every block.
 _BLOCK_S = 3.0
@@ -27,33 +25,6 @@ CLOCK, PROCESSOR = "clock", "processor"
 KEYS = {CLOCK: "monitored_over_unmonitored", PROCESSOR: "monitored_over_unmonitored_cpu"}
 # A drift of the machine during a round is the same with and without.
 _ORDER = (False, True, True, False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Seconds of a step in the four blocks of a round.
-
-    Attributes:
-        monitored: Of the two blocks with the monitors.
-        unmonitored: Of the two without, the first and the last of the round.
-    """
-
-    monitored: tuple[float, float]
-    unmonitored: tuple[float, float]
-
-    @property
-    def ratio(self) -> float:
-        """A step with the monitors over one without.
-
-        >>> Round(monitored=(1.0, 1.02), unmonitored=(0.99, 1.01)).ratio
-        1.01
-        """
-        return sum(self.monitored) / sum(self.unmonitored)
-
-    @property
-    def noise(self) -> float:
-        """The last block without them over the first: 1 on a quiet machine."""
-        return self.unmonitored[1] / self.unmonitored[0]
 
 
 def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
@@ -86,7 +57,7 @@ def measure(config: BenchConfig, print_fn: Callable[[str], None]) -> dict:
 
 def _measure_setup(workload, setup: Setup, config, print_fn) -> list[dict]:
     folder = Path(config.workdir) / "logs" / "monitors" / setup.name.replace(" ", "_")
-    rounds: dict[str, list[Round]] = {CLOCK: [], PROCESSOR: []}
+    rounds: dict[str, list[dict]] = {CLOCK: [], PROCESSOR: []}
     with contextlib.ExitStack() as stack:
         job = stack.enter_context(Job(setup, folder, config.timeout))
         print_fn(f"{workload}: starting {setup.name}")
@@ -103,9 +74,9 @@ def _measure_setup(workload, setup: Setup, config, print_fn) -> list[dict]:
             print_fn(f"{workload}: {setup.name}, round {number + 1} of {config.rounds}")
             blocks = [(monitored, _train(job, steps, monitored)) for monitored in _ORDER]
             for by, found in rounds.items():
-                found.append(
-                    Round(*(tuple(b[by] for w, b in blocks if w == each) for each in (True, False)))
-                )
+                monitored = [block[by] for is_monitored, block in blocks if is_monitored]
+                unmonitored = [block[by] for is_monitored, block in blocks if not is_monitored]
+                found.append({"monitored": monitored, "unmonitored": unmonitored})
         job.end()
     about = {"workload": workload, "setup": setup.name, "steps": steps}
     return [{**about, "by": by, **describe(found)} for by, found in rounds.items()]
@@ -121,16 +92,20 @@ def _train(job, steps, monitored) -> dict[str, float]:
     return {CLOCK: statistics.median(clock), PROCESSOR: statistics.fmean(processor)}
 
 
-def describe(rounds: Sequence[Round]) -> dict:
+def describe(rounds: Sequence[dict]) -> dict:
     """Returns what rounds come to: the median of their ratios, and how they scatter.
 
-    >>> described = describe([Round((1.01, 1.01), (1.0, 1.0)), Round((1.0, 1.0), (1.0, 1.0))])
-    >>> described["ratio"]
+    Args:
+        rounds: Of each the seconds of a step in the two blocks with the monitors, `"monitored"`,
+            and in those without, `"unmonitored"`, the first and the last of the round.
+
+    >>> quiet = {"monitored": [1.0, 1.0], "unmonitored": [1.0, 1.0]}
+    >>> describe([quiet, {**quiet, "monitored": [1.01, 1.01]}])["ratio"]
     1.005
     """
-    ratios = [each.ratio for each in rounds]
+    ratios = [sum(each["monitored"]) / sum(each["unmonitored"]) for each in rounds]
     p10, p90 = np.percentile(ratios, (10, 90)).tolist()
-    noises = [abs(each.noise - 1.0) for each in rounds]
+    noises = [abs(last / first - 1.0) for first, last in (r["unmonitored"] for r in rounds)]
     spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     return {
         "ratio": statistics.median(ratios),
@@ -138,9 +113,9 @@ def describe(rounds: Sequence[Round]) -> dict:
         "p90": p90,
         "standard_error": spread,
         "noise": statistics.median(noises),
-        "unmonitored": summarize([v for r in rounds for v in r.unmonitored]),
-        "monitored": summarize([v for r in rounds for v in r.monitored]),
-        "rounds": [dataclasses.asdict(each) for each in rounds],
+        "unmonitored": summarize([seconds for each in rounds for seconds in each["unmonitored"]]),
+        "monitored": summarize([seconds for each in rounds for seconds in each["monitored"]]),
+        "rounds": rounds,
     }
 
 

@@ -11,33 +11,23 @@ programs that use it meanwhile are counted too.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
-import statistics
+import json
+import os
+import sys
+import time
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks import sharded_torch
-from benchmarks.launched import run_on_workers
+from benchmarks.launched import create_parser, median, run_on_workers, sent_bytes, spread
+from tfmulti.runtime.memory import peak_of
 
 _WORKER = """
-import contextlib, json, sys, time
+import contextlib, json, sys
 import keras, numpy as np, tfmulti
-from benchmarks.launched import sent_bytes
+from benchmarks.launched import create_clock, sent_bytes
 from tfmulti.runtime.memory import peak_of
 layers, units, shard = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
-class Clock(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seconds, self.sent = [], []
-    def on_train_batch_begin(self, batch, logs=None):
-        self.begin = time.perf_counter()
-    def on_train_batch_end(self, batch, logs=None):
-        self.seconds.append(time.perf_counter() - self.begin)
-        self.sent.append(sent_bytes())
 before = peak_of()
 sharded = tfmulti.sharded_parameters() if shard == "parameters" else contextlib.nullcontext()
 with strategy.scope(), sharded:
@@ -45,26 +35,27 @@ with strategy.scope(), sharded:
     model = keras.Sequential([keras.Input((units,)), *hidden, keras.layers.Dense(1)])
     model.compile(tfmulti.DistributedOptimizer("adam", shard=shard), "mse")
 x = np.zeros((160, units), "float32")
-clock = Clock()
+clock = create_clock(sent_bytes)
 data = tfmulti.distribute_train((x, x[:, :1]), strategy, 16)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
 peak = peak_of()
 slots = 2 * 4 * model.count_params()
-sent = (clock.sent[8] - clock.sent[2]) / 6
+sent = (clock.after[8] - clock.after[2]) / 6
 print(json.dumps(
     {"bytes": peak, "before": before, "seconds": sorted(clock.seconds)[4], "slots": slots,
      "sent": sent}
 ))
 """
 
-
+_TORCH_WORKER = "from benchmarks import sharded_state; sharded_state.train_with_torch()"
 # Intel's MPI, which the extra `mpi` installs, without shared memory.
 _TCP = {"I_MPI_FABRICS": "ofi", "FI_PROVIDER": "tcp"}
-
 
 SHARDS = (None, "state", "parameters")
 TORCH = "gloo"
 """Communication of PyTorch's workers."""
+TORCH_WAYS = {None: "ddp", "state": "zero", "parameters": "fsdp"}
+"""PyTorch's name of what is sharded: DistributedDataParallel, ZeroRedundancyOptimizer, FSDP2."""
 
 
 def predicted_bytes(slots: int, num_workers: int, shard: str | None, communication: str) -> float:
@@ -107,7 +98,7 @@ def measure(
     size = [str(layers), str(units)]
     program = ["-c", _WORKER, *size, *([shard] if shard else [])]
     if communication == TORCH:
-        program = ["-m", "benchmarks.sharded_torch", *size, sharded_torch.WAYS[shard]]
+        program = ["-c", _TORCH_WORKER, *size, TORCH_WAYS[shard]]
     seen = run_on_workers(
         program,
         num_workers,
@@ -117,12 +108,80 @@ def measure(
     return {name: max(each[name] for each in seen) for name in seen[0]}
 
 
+def _join_torch():
+    import torch.distributed as dist
+
+    config = json.loads(os.environ["TF_CONFIG"])
+    workers = config["cluster"]["worker"]
+    rank = config["task"]["index"]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{workers[0]}", world_size=len(workers), rank=rank
+    )
+    return len(workers)
+
+
+def _create_torch_model(layers, units, way, num_workers):
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    # The sharded model is created on no device: no worker has the whole.
+    with torch.device("meta" if way == "fsdp" else "cpu"):
+        hidden = [part for _ in range(layers) for part in (nn.Linear(units, units), nn.Tanh())]
+        model = nn.Sequential(*hidden, nn.Linear(units, 1))
+    if way == "fsdp":
+        mesh = init_device_mesh("cpu", (num_workers,))
+        linear = [part for part in model if isinstance(part, nn.Linear)]
+        for part in [*linear, model]:
+            fully_shard(part, mesh=mesh)
+        model.to_empty(device="cpu")
+        for part in linear:
+            part.reset_parameters()
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if way == "zero":
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def train_with_torch() -> None:
+    """Trains ten steps as a worker of PyTorch, as its command line says; prints what others do.
+
+    It is started by tfmulti's launcher, whose TF_CONFIG tells the ranks.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    layers, units, way = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    num_workers = _join_torch()
+    before = peak_of()
+    model, optimizer = _create_torch_model(layers, units, way, num_workers)
+    x = torch.zeros(16 // num_workers, units)
+    seconds, sent = [], []
+    for _ in range(10):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), x[:, :1]).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+        sent.append(sent_bytes())
+    slots = 2 * 4 * (layers * (units * units + units) + units + 1)
+    found = {"bytes": peak_of(), "before": before, "slots": slots}
+    found |= {"seconds": sorted(seconds)[4], "sent": (sent[8] - sent[2]) / 6}
+    print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     """Measures both in turn, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    defaults = {"layers": 12, "units": 2048, "num_workers": 2, "rounds": 3}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    # The workers of PyTorch import this module too, and their memory is measured.
+    from rich.console import Console
+    from rich.table import Table
+
+    parser = create_parser(__doc__, layers=12, units=2048, num_workers=2, rounds=3)
     parser.add_argument("--communication", choices=("mpi", "ring"), default="mpi")
     given = parser.parse_args()
     size = (given.layers, given.units, given.num_workers)
@@ -145,21 +204,18 @@ def _row(way, runs, sent, num_workers) -> list[str]:
     copies = communication, None
     less = [(run[copies]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
     ratios = [run[way]["seconds"] / run[copies]["seconds"] for run in runs]
-    found = {
-        name: statistics.median(run[way][name] for run in runs)
-        for name in ("bytes", "before", "seconds", "slots")
-    }
-    name = sharded_torch.WAYS[shard].upper() if communication == TORCH else shard or "nothing"
+    slots = median(runs, way, "slots")
+    name = TORCH_WAYS[shard].upper() if communication == TORCH else shard or "nothing"
     return [
         f"PyTorch, {TORCH}" if communication == TORCH else f"tfmulti, {communication}",
         name,
-        f"{found['bytes'] / 1e6:.0f}",
-        f"{found['before'] / 1e6:.0f}",
-        f"{min(less):.0f} to {max(less):.0f}",
-        f"{found['seconds']:.2f}",
-        f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{median(runs, way, 'bytes') / 1e6:.0f}",
+        f"{median(runs, way, 'before') / 1e6:.0f}",
+        spread(less, ".0f"),
+        f"{median(runs, way, 'seconds'):.2f}",
+        spread(ratios),
         f"{sent / 1e6:.0f}",
-        f"{predicted_bytes(found['slots'], num_workers, shard, communication) / 1e6:.0f}",
+        f"{predicted_bytes(slots, num_workers, shard, communication) / 1e6:.0f}",
     ]
 
 

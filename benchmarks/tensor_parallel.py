@@ -9,19 +9,18 @@ Steps are compared in `--rounds` pairs of runs with copies, on the cores of this
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launched import run_on_workers
+from benchmarks.launched import create_parser, median, run_on_workers, spread
 from benchmarks.pipeline import describe_ratios
 
 _WORKER = """
-import contextlib, json, sys, time
+import contextlib, json, sys
 import keras, numpy as np, tfmulti
+from benchmarks.launched import create_clock
 from tfmulti.mpi import all_reduce
 from tfmulti.runtime.memory import peak_of
 task = json.loads(sys.argv[1])
@@ -42,15 +41,6 @@ counted("_add", lambda self, _: 2 * others / (others + 1))
 counted("_send_to", lambda self, _: 1)
 counted("_reduce_to", lambda self, arguments: 0 if is_own(self, arguments) else 1)
 counted("_receive_shaped", lambda self, arguments: others if is_own(self, arguments) else 0)
-class Clock(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.seconds, self.sent = [], []
-    def on_train_batch_begin(self, batch, logs=None):
-        self.begin, self.before = time.perf_counter(), sent[0]
-    def on_train_batch_end(self, batch, logs=None):
-        self.seconds.append(time.perf_counter() - self.begin)
-        self.sent.append(sent[0] - self.before)
 sharded = contextlib.nullcontext() if way == "copies" else tfmulti.sharded_parameters()
 with strategy.scope(), sharded:
     hidden = []
@@ -64,10 +54,11 @@ with strategy.scope(), sharded:
     shard = None if way == "copies" else "parameters"
     model.compile(tfmulti.DistributedOptimizer("adam", shard=shard), "mse")
 x = np.zeros((10 * rows, width), "float32")
-clock = Clock()
+clock = create_clock(lambda: sent[0])
 data = tfmulti.distribute_train((x, x), strategy, rows)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
-seconds, sent = sorted(clock.seconds)[4], sorted(clock.sent)[5]
+seconds = sorted(clock.seconds)[4]
+sent = sorted(after - before for before, after in zip(clock.before, clock.after))[5]
 print(json.dumps({"bytes": peak_of(), "seconds": seconds, "sent": sent}))
 """
 WAYS = ("copies", "sharded", "split")
@@ -122,26 +113,21 @@ def result_table(runs: list[dict], **sizes: int) -> Table:
         less = [(run["copies"]["bytes"] - run[way]["bytes"]) / 1e6 for run in runs]
         table.add_row(
             way,
-            f"{statistics.median(run[way]['bytes'] for run in runs) / 1e6:.0f}",
-            f"{min(less):.0f} to {max(less):.0f}",
-            f"{statistics.median(run[way]['sent'] for run in runs) / 1e6:.2f}",
+            f"{median(runs, way, 'bytes') / 1e6:.0f}",
+            spread(less, ".0f"),
+            f"{median(runs, way, 'sent') / 1e6:.2f}",
             f"{predicted_bytes(way, **sizes) / 1e6:.2f}",
-            f"{statistics.median(run[way]['seconds'] for run in runs):.3f}",
+            f"{median(runs, way, 'seconds'):.3f}",
         )
     return table
 
 
 def main() -> None:
     """Measures all in turn, and prints a table and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    defaults = {"width": 512, "wide": 8192, "layers": 4, "rows": 64}
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=4)
-    given = parser.parse_args()
-    sizes = {name: getattr(given, name) for name in defaults}
+    parser = create_parser(__doc__, width=512, wide=8192, layers=4, rows=64, rounds=4)
+    sizes = vars(parser.parse_args())
     runs = []
-    for number in range(given.rounds):
+    for number in range(sizes.pop("rounds")):
         # Each is the first as often as the last.
         ways = WAYS if number % 2 else tuple(reversed(WAYS))
         runs.append({way: measure(way, **sizes) for way in ways})

@@ -4,20 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
-from show_help import show_help
 
 from tfmulti.cluster import Cluster
 from tfmulti.doctor import __main__, cluster_settings, host, packages, tensorflow_process
 from tfmulti.doctor import report as found_report
-from tfmulti.doctor.__main__ import DoctorConfig
 from tfmulti.doctor.host import Host
 from tfmulti.doctor.report import Check
-from tfmulti.doctor.tensorflow_process import Output, run
+from tfmulti.runtime import processes
 from tfmulti.runtime.memory import Limits, read_limits
 
 TWO = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
@@ -50,11 +47,6 @@ def doctor(*arguments, env=None, cwd=None):
         env={**environ, **(env or {})},
         cwd=cwd,
     )
-
-
-def test_help_imports_no_tensorflow_and_shows_every_flag():
-    done = show_help("tfmulti.doctor.__main__")
-    assert all(f"--{name}" in done.stdout for name in DoctorConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +84,6 @@ def test_json_has_every_line_and_a_trap_makes_the_exit_code_1(tmp_path):
     # TensorFlow has been asked all the same.
     assert statuses["import of TensorFlow"] == "ok"
     assert list(tmp_path.iterdir()) == [home]
-
-
-def test_keras_home_holds_keras_json_itself(tmp_path):
-    (tmp_path / "keras.json").write_text("{not json")
-    assert packages.check_pitfalls({"KERAS_HOME": str(tmp_path)})[1].status == "warning"
-    assert packages.check_pitfalls({}, home=tmp_path)[1].status == "ok"
 
 
 def test_a_line_is_never_cut_off(monkeypatch):
@@ -198,61 +184,53 @@ def test_what_tensorflow_says_of_gpus_is_kept():
     facts = {"seconds": 1.5, "tensorflow": "2.21.0", "keras": "3.15.1", "gpus": []}
     text = f"noise\n{tensorflow_process._MARK}{json.dumps(facts)}\n"
     errors = "I0000 port.cc] oneDNN\nW0000 gpu_device.cc:2343] Cannot dlopen some GPU libraries.\n"
-    report = tensorflow_process.read_report(Output(text, errors, -6, "exit code -6"))
+    done = processes.Finished(-6, text, errors, processes.FAILED)
+    report = tensorflow_process.read_report(done, 1.0)
     assert report.facts == facts
     assert report.words == "Cannot dlopen some GPU libraries."
     assert tensorflow_process.check_import(report).detail.endswith("in 1.5 s")
 
 
-def test_a_program_that_answers_with_an_error_has_its_last_line_as_fault():
-    code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
-    output = run([sys.executable, "-c", code])
-    assert (output.text, output.returncode, output.fault) == ("one\n", 3, "two")
-
-
 # This host.
 
 
-def write(root, **files):
+def limits_of(root, files):
+    """The limits that are read where the file system has these files."""
     for name, text in files.items():
-        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(f"{text}\n")
+    return read_limits(root)
 
 
 def test_limits_of_control_groups_of_version_2(tmp_path):
-    write(tmp_path, proc__self__cgroup="0::/a/b\n")
-    group = tmp_path / "sys/fs/cgroup/a"
-    (group / "b").mkdir(parents=True)
-    (group / "b/cpu.max").write_text("max 100000\n")
-    (group / "cpu.max").write_text("250000 100000\n")
-    (group / "b/memory.max").write_text("8000000000\n")
-    (group / "memory.max").write_text("max\n")
-    assert read_limits(tmp_path) == Limits(cores=2.5, memory=8 * GB)
-
-
-def test_limits_of_a_container_that_sees_its_group_as_the_root(tmp_path):
-    write(tmp_path, proc__self__cgroup="0::/\n")
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/cpu.max").write_text("50000 100000\n")
-    assert read_limits(tmp_path) == Limits(cores=0.5, memory=None)
+    files = {
+        "proc/self/cgroup": "0::/a/b",
+        "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+        "sys/fs/cgroup/a/cpu.max": "250000 100000",
+        "sys/fs/cgroup/a/b/memory.max": "8000000000",
+        "sys/fs/cgroup/a/memory.max": "max",
+    }
+    assert limits_of(tmp_path, files) == Limits(cores=2.5, memory=8 * GB)
+    # A container sees its group as the root.
+    files = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000"}
+    assert limits_of(tmp_path / "container", files) == Limits(cores=0.5, memory=None)
 
 
 def test_limits_of_control_groups_of_version_1(tmp_path):
     # The group's path is the host's, which a container does not see.
-    write(tmp_path, proc__self__cgroup="4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/\n")
-    for name, text in {
-        "cpu/cpu.cfs_quota_us": "150000",
-        "cpu/cpu.cfs_period_us": "100000",
-        "memory/memory.limit_in_bytes": "4000000000",
-    }.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    assert read_limits(tmp_path) == Limits(cores=1.5, memory=4 * GB)
-    (tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert read_limits(tmp_path) == Limits()
+    files = {
+        "proc/self/cgroup": "4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n0::/",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000000000",
+    }
+    assert limits_of(tmp_path, files) == Limits(cores=1.5, memory=4 * GB)
+    files = {
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    }
+    assert limits_of(tmp_path, files) == Limits()
     assert read_limits(tmp_path / "nowhere") == Limits()
 
 
@@ -394,22 +372,26 @@ def test_a_proxy_between_workers_warns_and_hides_its_password():
     assert look_at({**environ, "no_proxy": "192.168.0.0/16"}, TWO)["https_proxy"].hint
 
 
-def trapped(environ, cluster=None, num_gpus=0, home="/nowhere", **installed):
-    found = packages.check_pitfalls(environ, cluster, num_gpus, Path(home), installed.get)
+def trapped(environ, cluster=None, num_gpus=0, **installed):
+    found = packages.check_pitfalls(environ, cluster, num_gpus, installed.get)
     return {each.name: each.status for each in found}
 
 
-def test_traps_of_keras(tmp_path):
+def test_traps_of_keras(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert trapped({})["backend of Keras"] == "ok"
     assert trapped({"KERAS_BACKEND": "jax"})["backend of Keras"] == "failure"
     (tmp_path / ".keras").mkdir()
     path = tmp_path / ".keras" / "keras.json"
     path.write_text('{"backend": "torch", "floatx": "float16"}')
-    found = trapped({}, home=tmp_path)
+    found = trapped({})
     assert (found["backend of Keras"], found["keras.json"]) == ("failure", "warning")
-    assert trapped({"KERAS_BACKEND": "tensorflow"}, home=tmp_path)["backend of Keras"] == "ok"
+    assert trapped({"KERAS_BACKEND": "tensorflow"})["backend of Keras"] == "ok"
     path.write_text('{"floatx": "float32", "epsilon": 1e-07, "backend": "tensorflow"}')
-    assert trapped({}, home=tmp_path)["keras.json"] == "ok"
+    assert trapped({})["keras.json"] == "ok"
+    # KERAS_HOME holds the file itself.
+    (tmp_path / "keras.json").write_text("{not json")
+    assert trapped({"KERAS_HOME": str(tmp_path)})["keras.json"] == "warning"
     assert trapped({"TF_USE_LEGACY_KERAS": "1"})["Keras 2"] == "failure"
     assert trapped({}, tf_keras="2.21.0")["Keras 2"] == "ok"
 

@@ -6,11 +6,12 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tfmulti.cluster import Cluster, environment
-from tfmulti.doctor import cluster_settings, peer_checks, peers
+from tfmulti.doctor import cluster_settings, peers
 from tfmulti.doctor.peers import Visit
 from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.messages import find_token
@@ -65,7 +66,7 @@ def test_no_tf_config_is_no_fault():
     assert (cluster, check.status) == (None, "ok")
     checks = cluster_settings.check_addresses(None, {})
     assert {each.status for each in checks} == {"unknown"}
-    [check], met = peer_checks.check_peers(None, True, [], 1.0, {})
+    [check], met = peers.check_peers(None, True, [], 1.0, {})
     assert (check.status, met) == ("failure", False)
 
 
@@ -102,37 +103,30 @@ def test_addresses_that_cannot_work():
 # Visits.
 
 
-def visit_together(clusters, notes=None, environs=None, **settings):
+def visit_together(clusters, environs=None, **settings):
     """What each of several workers finds, all in this process."""
-    found = {}
 
-    def run(index, cluster):
-        said = notes[index] if notes else peers.describe_worker(cluster, [], {})
-        environ = (environs or [{}] * len(clusters))[index]
-        seen = peers.visit_all(cluster, said, environ=environ, **settings)
-        found[index] = ({visit.index: visit for visit in seen.visits}, seen)
+    def visit(index):
+        threading.current_thread().name = f"visits of {index}"
+        said = peers.describe_worker(clusters[index], [], {})
+        environ = environs[index] if environs else {}
+        visits, twice = peers.visit_all(clusters[index], said, environ=environ, **settings)
+        return {visit.index: visit for visit in visits}, twice
 
-    threads = [
-        threading.Thread(target=run, args=(index, cluster), name=f"visits of {index}")
-        for index, cluster in clusters.items()
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(clusters)) as threads:
+        return dict(zip(clusters, threads.map(visit, clusters)))
 
 
 def test_three_workers_visit_one_another():
     ports = processes.free_ports(3)
     clusters = {index: cluster_of(3, index, ports) for index in range(3)}
     found = visit_together(clusters, **QUICK)
-    for index, (visits, seen) in found.items():
+    for index, (visits, twice) in found.items():
         others = {0, 1, 2} - {index}
-        assert set(visits) == seen.came == others
-        assert not seen.twice
+        assert set(visits) == others
+        assert not twice
         for visit in visits.values():
-            assert visit.fault == ""
+            assert visit.came and visit.fault == ""
             assert 0 < visit.round_trip_s < 1
             assert abs(visit.ahead_s) < 1
             assert visit.bytes_per_s > 1e6
@@ -148,12 +142,12 @@ def test_a_worker_that_does_not_come_is_named():
     began = time.monotonic()
     found = visit_together(clusters, timeout_s=2.0)
     assert time.monotonic() - began < 20
-    visits, seen = found[0]
-    missing = peer_checks.judge_visit(clusters[0], visits[2], seen.came, 2.0)
+    visits, _ = found[0]
+    missing = peers.judge_visit(clusters[0], visits[2], 2.0)
     assert missing.status == "failure"
     assert missing.name == f"worker 2 at 127.0.0.1:{ports[2]}"
     assert "did not answer within 2 s: connection refused" in missing.detail
-    there = peer_checks.judge_visit(clusters[0], visits[1], seen.came, 2.0)
+    there = peers.judge_visit(clusters[0], visits[1], 2.0)
     assert there.status == "ok"
 
 
@@ -161,8 +155,8 @@ def test_a_worker_that_does_not_come_is_named():
 def test_a_name_that_is_not_found_is_told_by_its_cause():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "nobody.invalid:12345"]}
     cluster = Cluster(spec, "worker", 0)
-    visits, seen = visit_together({0: cluster}, timeout_s=5.0)[0]
-    missing = peer_checks.judge_visit(cluster, visits[1], seen.came, 5.0)
+    visits, _ = visit_together({0: cluster}, timeout_s=5.0)[0]
+    missing = peers.judge_visit(cluster, visits[1], 5.0)
     assert missing.status == "failure"
     assert missing.detail.startswith("its name is not found here: ")
     assert "unknown error" not in missing.detail
@@ -171,9 +165,9 @@ def test_a_name_that_is_not_found_is_told_by_its_cause():
 def test_another_program_on_the_port_is_no_worker():
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster = cluster_of(2, 0, [processes.free_ports(1)[0], server.getsockname()[1]])
-        visits, seen = visit_together({0: cluster}, timeout_s=1.0)[0]
+        visits, _ = visit_together({0: cluster}, timeout_s=1.0)[0]
     assert visits[1].notes is None
-    assert peer_checks.judge_visit(cluster, visits[1], seen.came, 1.0).status == "failure"
+    assert peers.judge_visit(cluster, visits[1], 1.0).status == "failure"
 
 
 def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
@@ -183,8 +177,8 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
     began = time.monotonic()
     found = visit_together(clusters, environs=tokens, **QUICK)
     assert time.monotonic() - began < 10
-    for index, (visits, seen) in found.items():
-        check = peer_checks.judge_visit(clusters[index], visits[1 - index], seen.came, 20.0)
+    for index, (visits, _) in found.items():
+        check = peers.judge_visit(clusters[index], visits[1 - index], 20.0)
         assert check.status == "failure"
         assert "TFMULTI_TOKEN" in check.detail
     clusters[1] = cluster_of(3, 1, ports)
@@ -194,25 +188,15 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
 
 def test_two_workers_with_the_same_task_are_told():
     ports = processes.free_ports(2)
-    first = cluster_of(2, 0, ports)
-    second = cluster_of(2, 1, ports)
-    found = {}
+    clusters = [cluster_of(2, index, ports) for index in (0, 1, 1)]
 
-    def run(key, cluster, environ):
-        try:
-            found[key] = peer_checks.check_peers(cluster, True, [], 3.0, environ)[0]
-        except Exception as error:
-            found[key] = error
+    def look(cluster):
+        return peers.check_peers(cluster, True, [], 3.0, {})[0]
 
-    threads = [threading.Thread(target=run, args=(0, first, {}))]
-    threads += [threading.Thread(target=run, args=(key, second, {})) for key in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        _, *found = threads.map(look, clusters)
     # One of the two has the port; whoever has not says so, and the first has seen both or one.
-    texts = [check.detail for key in (1, 2) for check in found[key]]
-    assert any("in use" in text for text in texts)
+    assert any("in use" in check.detail for checks in found for check in checks)
 
 
 def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
@@ -225,8 +209,8 @@ def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
     token = {environment.TOKEN: "secret"}
     found = visit_together({0: cluster, 1: right, 2: wrong}, environs=[token] * 3, timeout_s=2.0)
     for index in range(3):
-        assert found[index][1].twice == {1: {"127.0.0.1"}}
-    [check] = peer_checks.judge_twice(cluster, found[0][1].twice)
+        assert found[index][1] == {1: {"127.0.0.1"}}
+    [check] = peers.judge_twice(cluster, found[0][1])
     assert (check.status, "worker 1 at" in check.detail) == ("failure", True)
 
 
@@ -245,8 +229,8 @@ def test_two_who_cannot_reach_each_other_are_told_although_both_reach_the_first(
     found = visit_together(clusters, timeout_s=2.0)
 
     def judge(index, other):
-        visits, seen = found[index]
-        return peer_checks.judge_visit(clusters[index], visits[other], seen.came, 2.0)
+        visits, _ = found[index]
+        return peers.judge_visit(clusters[index], visits[other], 2.0)
 
     assert judge(0, 1).status == judge(0, 2).status == judge(1, 0).status == "ok"
     assert "did not answer within 2 s: connection refused; yet it came" in judge(1, 2).detail
@@ -293,9 +277,9 @@ def test_slow_far_and_lost_ways_are_judged():
     cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
     notes = {"host": "h", "gpus": []}
 
-    def judge(came=frozenset({1}), **facts):
+    def judge(came=True, **facts):
         usual = {"notes": notes, "round_trip_s": 1e-4, "ahead_s": 0.0, "bytes_per_s": 1e9}
-        return peer_checks.judge_visit(cluster, Visit(1, **{**usual, **facts}), set(came), 5.0)
+        return peers.judge_visit(cluster, Visit(1, came, **{**usual, **facts}), 5.0)
 
     assert judge().status == "ok"
     assert "round trip 0.10 ms, 1 GB/s to it" in judge().detail
@@ -303,33 +287,33 @@ def test_slow_far_and_lost_ways_are_judged():
     assert (
         judge(bytes_per_s=None, fault="its speed could not be measured in time").status == "warning"
     )
-    assert "firewall" in judge(came=()).hint
-    assert judge(came=()).status == "failure"
+    assert "firewall" in judge(came=False).hint
+    assert judge(came=False).status == "failure"
     assert "yet it came to this worker" in judge(notes=None, fault="no answer").detail
 
 
 def test_clocks_that_go_wrong_warn():
     cluster = cluster_of(3, 0)
     right = [Visit(1, ahead_s=1e-4), Visit(2, ahead_s=-2e-3)]
-    check = peer_checks.judge_clocks(cluster, right)
+    check = peers.judge_clocks(cluster, right)
     assert check.status == "ok"
     assert "2.0 ms behind" in check.detail
-    wrong = peer_checks.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
+    wrong = peers.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
     assert (wrong.status, "90000.0 ms ahead of" in wrong.detail) == ("warning", True)
-    assert peer_checks.judge_clocks(cluster, [Visit(1)]).status == "unknown"
+    assert peers.judge_clocks(cluster, [Visit(1)]).status == "unknown"
 
 
 def test_versions_and_gpus_of_the_workers_are_compared():
     cluster = cluster_of(2, 0)
     mine = peers.describe_worker(cluster, [], {})
-    versions, gpus = peer_checks.compare(cluster, {1: mine}, mine)
+    versions, gpus = peers.compare(cluster, {1: mine}, mine)
     assert versions.status == gpus.status == "ok"
     theirs = {**mine, "gpus": ["Tesla T4"], "tensorflow": "2.20.0"}
-    versions, gpus = peer_checks.compare(cluster, {1: theirs}, mine)
+    versions, gpus = peers.compare(cluster, {1: theirs}, mine)
     assert (versions.status, gpus.status) == ("failure", "warning")
     assert 'tensorflow is "2.21' in versions.detail
     assert '"2.20.0" on worker 1' in versions.detail
-    assert peer_checks.compare(cluster, {}, mine)[0].status == "unknown"
+    assert peers.compare(cluster, {}, mine)[0].status == "unknown"
 
 
 SERVERS = {"chief": 1, "worker": 2, "ps": 1}
@@ -352,9 +336,9 @@ def test_servers_and_the_chief_are_visited_too():
     clusters = {i: cluster_with_servers(*task, ports) for i, task in enumerate(tasks)}
     assert [cluster.worker_index for cluster in clusters.values()] == [0, 1, 2, 3]
     found = visit_together(clusters, **QUICK)
-    for index, (visits, seen) in found.items():
-        assert set(visits) == seen.came == {0, 1, 2, 3} - {index}
-        checks = [peer_checks.judge_visit(clusters[index], v, seen.came, 1.0) for v in seen.visits]
+    for index, (visits, _) in found.items():
+        assert {i for i, visit in visits.items() if visit.came} == {0, 1, 2, 3} - {index}
+        checks = [peers.judge_visit(clusters[index], v, 1.0) for v in visits.values()]
         assert {check.status for check in checks} == {"ok"}
         others = [" ".join(map(str, task)) for i, task in enumerate(tasks) if i != index]
         assert [check.name.split(" at ")[0] for check in checks] == others
@@ -365,8 +349,8 @@ def test_servers_and_the_chief_are_visited_too():
 def test_a_server_that_does_not_come_is_named():
     ports = processes.free_ports(4)
     clusters = {0: cluster_with_servers("chief", 0, ports)}
-    [(visits, seen)] = visit_together(clusters, timeout_s=0.5).values()
-    check = peer_checks.judge_visit(clusters[0], visits[3], seen.came, 0.5)
+    [(visits, _)] = visit_together(clusters, timeout_s=0.5).values()
+    check = peers.judge_visit(clusters[0], visits[3], 0.5)
     assert (check.name, check.status) == (f"ps 0 at 127.0.0.1:{ports[3]}", "failure")
 
 
@@ -374,13 +358,13 @@ def test_the_gpus_of_workers_alone_are_compared_where_there_are_servers():
     cluster = cluster_with_servers("ps", 0, processes.free_ports(4))
     mine = peers.describe_worker(cluster, [], {})
     fast, slow = {**mine, "gpus": ["H100"]}, {**mine, "gpus": ["T4"]}
-    versions, gpus = peer_checks.compare(cluster, {0: mine, 1: fast, 2: fast}, mine)
+    versions, gpus = peers.compare(cluster, {0: mine, 1: fast, 2: fast}, mine)
     assert (versions.status, gpus.status) == ("ok", "ok")
     assert versions.detail.startswith("4 tasks have the same of cluster, python")
     assert gpus.detail == "the same on all: H100"
-    [_, gpus] = peer_checks.compare(cluster, {0: mine, 1: fast, 2: slow}, mine)
+    [_, gpus] = peers.compare(cluster, {0: mine, 1: fast, 2: slow}, mine)
     assert (gpus.status, "max_staleness" in gpus.hint) == ("warning", True)
-    [versions, gpus] = peer_checks.compare(cluster, {0: {**mine, "keras": "3.0.0"}}, mine)
+    [versions, gpus] = peers.compare(cluster, {0: {**mine, "keras": "3.0.0"}}, mine)
     assert (versions.status, gpus.status) == ("failure", "unknown")
     assert '"3.0.0" on chief 0' in versions.detail
 

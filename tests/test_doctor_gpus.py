@@ -8,8 +8,8 @@ import pytest
 from nvml_stand_in import A100, RTX_5060_TI, V100, Nvml, a100
 from packaging.requirements import Requirement
 
-from tfmulti.doctor import cuda, gpus
-from tfmulti.doctor.tensorflow_process import Output, Report
+from tfmulti.doctor import gpus
+from tfmulti.doctor.tensorflow_process import Report
 from tfmulti.hardware.gpus import Driver, Gpu, read_driver
 
 WHEELS = [
@@ -180,7 +180,7 @@ def test_pairs_of_gpus_over_the_processors_link_warn():
     ("theirs", "status"), [("13.0", "ok"), ("12.5", "ok"), ("12.2", "warning"), ("11.8", "failure")]
 )
 def test_the_driver_must_know_the_cuda_of_tensorflow(theirs, status):
-    check = cuda.check_driver_cuda(driver(*pair(), cuda=theirs), BUILD)
+    check = gpus.check_driver_cuda(driver(*pair(), cuda=theirs), BUILD)
     assert (check.status, check.detail) == (
         status,
         f"{theirs}, TensorFlow is built for 12.5.1",
@@ -188,7 +188,7 @@ def test_the_driver_must_know_the_cuda_of_tensorflow(theirs, status):
 
 
 def statuses(installed, library=lambda name: None, devices=()):
-    found = cuda.check_cuda(driver(*devices), report(0), installed.get, WHEELS, library)
+    found = gpus.check_cuda(driver(*devices), report(0), installed.get, WHEELS, library)
     return {check.name: check.status for check in found}
 
 
@@ -211,10 +211,10 @@ def test_cuda_cudnn_and_nccl_must_be_those_that_tensorflow_wants():
 
 
 def test_libraries_of_the_system_are_found_where_they_would_be_loaded_from(tmp_path):
-    listed = Output("\tlibnccl.so.2 (libc6,x86-64) => /usr/lib/libnccl.so.2\n", "", 0)
-    assert cuda.find_library("libnccl.so.2", {}, lambda _: listed) == "/usr/lib/libnccl.so.2"
-    assert cuda.find_library("libnccl.so.3", {}, lambda _: listed) is None
+    listed = "\tlibnccl.so.2 (libc6,x86-64) => /usr/lib/libnccl.so.2\n"
+    assert gpus.find_library("libnccl.so.2", {}, lambda: listed) == "/usr/lib/libnccl.so.2"
+    assert gpus.find_library("libnccl.so.3", {}, lambda: listed) is None
     (tmp_path / "libnccl.so.2").touch()
     environ = {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
-    found = cuda.find_library("libnccl.so.2", environ, lambda _: listed)
+    found = gpus.find_library("libnccl.so.2", environ, lambda: listed)
     assert found == str(tmp_path / "libnccl.so.2")

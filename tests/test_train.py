@@ -6,7 +6,6 @@ import sys
 import keras
 import numpy as np
 import pytest
-from show_help import show_help
 
 from tfmulti.runtime import command_line
 from tfmulti.train import __main__ as command
@@ -22,13 +21,6 @@ def run(*arguments, env=None, cwd=None):
         env={**os.environ, **(env or {})},
         cwd=cwd,
     )
-
-
-def test_help_imports_no_tensorflow_and_shows_every_flag_with_its_default():
-    done = show_help("tfmulti.train.__main__")
-    for name in TrainConfig.__dataclass_fields__:
-        assert f"--{name}" in done.stdout
-    assert done.stdout.count("default: ") == len(TrainConfig.__dataclass_fields__) + 2
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ once, builds its model, warms up, and then waits. The driver orders one block of
 other, each from another configuration, forward and then backward, so that drifts of the machine
 affect all of them. Only one configuration runs at a time.
 
-`config` has the flags, and `setups` the configurations. `jobs` starts them and sends orders;
+`setups` has the flags and the configurations. `jobs` starts them and sends orders;
 `worker` and `training` run in their processes. `schedule` alternates between the configurations,
 `results` summarizes their times, and `report` shows them.
 
 What compares the project with others is no part of the package: see `benchmarks/` in a clone.
 """
 
-from tfmulti.bench.config import BenchConfig as BenchConfig
+from tfmulti.bench.setups import BenchConfig as BenchConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tfmulti.bench.config import BenchConfig
+from tfmulti.bench.setups import BenchConfig
 from tfmulti.runtime import command_line
 from tfmulti.runtime.console import create_console
 

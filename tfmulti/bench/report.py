@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.results import OK, shorten
+from tfmulti.bench.setups import BenchConfig
 from tfmulti.runtime import files
 
 FLOAT_BYTES = 4

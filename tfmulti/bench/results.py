@@ -28,9 +28,8 @@ def describe_machine() -> dict:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    information = Path("/proc/cpuinfo")
-    text = information.read_text() if information.exists() else ""
-    model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    information = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"^model name\s*: (.*)$", information, re.MULTILINE)
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": model[1] if model else platform.processor(),
@@ -97,18 +96,15 @@ _FIGURES = ("input_seconds", "fit_tail_seconds", "start_seconds", "first_step_se
 
 
 def describe_block(answers: Sequence[dict], steps: int, steps_per_execution: int) -> dict:
-    """Returns the seconds of each step of a block, of all processes, and what was beside them.
+    """Returns the seconds of each step of a block, of all processes.
 
-    `tail` is from the end of the last step to the end of the call, the longest of all processes;
-    `idle_cpu` are the processor seconds that the processes used since their last block.
+    `tail` is from the end of the last step to the end of the call, the longest of all processes.
     """
     seconds = [s for each in answers for s in step_seconds(each["ends"], steps_per_execution)]
     return {
         "steps": steps,
         "seconds": seconds,
-        "median": statistics.median(seconds) if seconds else None,
         "tail": max(each["ended"] - each["ends"][-1] for each in answers),
-        "idle_cpu": sum(each["idle_cpu_seconds"] for each in answers),
     }
 
 
@@ -203,7 +199,6 @@ def _describe(series) -> dict:
         **dict.fromkeys((*_FIGURES, "verified_seconds")),
         "peak_bytes": [],
         **series.figures,
-        "idle_cpu_seconds": sum(block["idle_cpu"] for block in series.blocks),
         "blocks": series.blocks,
     }
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tfmulti.bench import results
-from tfmulti.bench.config import BenchConfig
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.results import Series, describe_block, step_seconds, summarize
-from tfmulti.bench.setups import MPI, RING, Setup, create_setup, create_setups
+from tfmulti.bench.setups import MPI, RING, BenchConfig, Setup, create_setup, create_setups
 
 Print = Callable[[str], None]
 _BLOCK_S = 1.2
@@ -153,7 +152,7 @@ class Rounds:
                 is_last = number == job.setup.steps_per_execution[-1]
                 if self._workload == _LONG_WORKLOAD and is_last and kind.long_order is not None:
                     order = {**_order(_LONG_STEPS, number), **kind.long_order}
-                    block = self._train(job, series, -1, order)
+                    block = self._train(job, series, order)
                     series.figures["fit_tail_seconds"] = block["tail"]
                     # The same steps as in a round; with several a call it has most of them.
                     series.blocks += [] if kind.long_order else [block]
@@ -173,16 +172,13 @@ class Rounds:
                     continue
                 order = _order(self._steps[id(series)], series.steps_per_execution)
                 with self._failing(job):
-                    series.blocks.append(self._train(job, series, number, order))
+                    series.blocks.append(self._train(job, series, order))
             longest = max(longest, time.perf_counter() - began)
 
-    def _train(self, job, series, number, order) -> dict:
-        began = time.perf_counter()
+    def _train(self, job, series, order) -> dict:
         answers = job.train(**order)
-        wall = time.perf_counter() - began
         series.figures["peak_bytes"] = [answer["peak_bytes"] for answer in answers]
-        block = describe_block(answers, order["steps"], series.steps_per_execution)
-        return {"round": number, "wall": wall, **block}
+        return describe_block(answers, order["steps"], series.steps_per_execution)
 
 
 def _order(steps, steps_per_execution) -> dict:

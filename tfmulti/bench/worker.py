@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
-import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tfmulti.runtime import command_line
+from tfmulti.runtime import command_line, memory
 
 PIPES = "TFMULTI_BENCH_PIPES"
 """The folder of a job's pipes."""
@@ -76,16 +75,12 @@ def serve(index: int, measure: Callable[..., Mapping], **facts) -> None:
         open(folder / f"answers_{index}", "w", buffering=1) as answers,
     ):
         answers.write(json.dumps({"pid": os.getpid(), **facts}) + "\n")
-        idle_since = time.process_time()
         for line in orders:
             order = json.loads(line)
             if order is None:
                 return
-            idle = time.process_time() - idle_since
-            answer = {**measure(**order), "ended": time.perf_counter(), "idle_cpu_seconds": idle}
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            answers.write(json.dumps({**answer, "peak_bytes": peak}) + "\n")
-            idle_since = time.process_time()
+            answer = {**measure(**order), "ended": time.perf_counter()}
+            answers.write(json.dumps({**answer, "peak_bytes": memory.peak_of()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
 
 from rich.console import Console
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import cluster_settings, gpus, host, packages, peer_checks, peers, report
-from tfmulti.doctor.cuda import check_cuda
+from tfmulti.doctor import cluster_settings, gpus, host, packages, peers, report
 from tfmulti.doctor.tensorflow_process import check_import, run_tensorflow
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line
@@ -57,42 +55,22 @@ class DoctorConfig:
         check_settings(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class Examination:
-    """The results of all checks.
-
-    Attributes:
-        areas: The checks, by area.
-        met: The cluster, where all its workers have met; else None.
-        timeout_s: Seconds that they wait for one another.
-    """
-
-    areas: list[tuple[str, list[report.Check]]]
-    met: Cluster | None
-    timeout_s: float
-
-    @property
-    def checks(self) -> list[report.Check]:
-        """All checks."""
-        return [check for _, checks in self.areas for check in checks]
-
-
-def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Examination:
+def examine(config: DoctorConfig, timeout_s: float) -> tuple[report.Areas, Cluster | None]:
     """Runs all checks.
 
     Args:
         config: What to look at.
-        environ: The environment.
+        timeout_s: Seconds that workers wait for one another.
 
-    Raises:
-        ValueError: For a TFMULTI_START_TIMEOUT that is no number of seconds.
+    Returns:
+        The checks, by area; and the cluster, where all its workers have met, else None.
     """
-    timeout_s = find_timeout(config.start_timeout, environ)
+    environ = os.environ
     cluster, tf_config = cluster_settings.read_cluster(config.tf_config)
     # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
     driver = gpus.query_driver()
-    found, met = peer_checks.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
+    found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
     cluster_checks += found
     answer = run_tensorflow(config.tensorflow_timeout)
     num_gpus = len(driver.gpus)
@@ -103,7 +81,7 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
         (
             "CUDA and links",
             [
-                *check_cuda(driver, answer),
+                *gpus.check_cuda(driver, answer),
                 gpus.check_nvlink(driver.gpus),
                 gpus.check_topology(driver),
             ],
@@ -114,7 +92,7 @@ def examine(config: DoctorConfig, environ: Mapping[str, str] = os.environ) -> Ex
         ("Variables", cluster_settings.check_variables(environ, cluster)),
         ("Traps", packages.check_pitfalls(environ, cluster, num_gpus)),
     ]
-    return Examination(areas, cluster if met else None, timeout_s)
+    return areas, cluster if met else None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,29 +109,31 @@ def main(argv: list[str] | None = None) -> int:
         return code
     try:
         config = command_line.read_settings(DoctorConfig, values)
-        found = _look(config)
+        timeout_s = find_timeout(config.start_timeout)
+        areas, met = _look(config, timeout_s)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE
+    checks = [check for _, found in areas for check in found]
     if config.json:
-        written = {"checks": [dataclasses.asdict(check) for check in found.checks]}
+        written = {"checks": [dataclasses.asdict(check) for check in checks]}
         print(json.dumps(written, indent=2), flush=True)
     else:
-        report.show(found.areas, Console())
+        report.show(areas, Console())
         sys.stdout.flush()
-    if found.met:
-        peers.leave_together(found.met, found.timeout_s)
-    failed = any(check.status == report.FAILURE for check in found.checks)
+    if met:
+        peers.leave_together(met, timeout_s)
+    failed = any(check.status == report.FAILURE for check in checks)
     return command_line.ERROR if failed else 0
 
 
-def _look(config):
+def _look(config, timeout_s):
     console = Console(stderr=True)
     waits = contextlib.nullcontext()
     if console.is_terminal and not config.json:
         waits = console.status("Looking; TensorFlow's import takes some seconds ...")
     with waits:
-        return examine(config)
+        return examine(config, timeout_s)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,13 @@ def check_addresses(cluster: Cluster | None, environ: Mapping[str, str]) -> list
     ]
 
 
+def _hosts(cluster) -> set[str]:
+    return {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
+
+
 def check_names(cluster: Cluster) -> Check:
     """Resolves the name of every host."""
-    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    names = [host for host in hosts if not is_ip_address(host)]
+    names = [host for host in _hosts(cluster) if not is_ip_address(host)]
     try:
         network.check_hosts(cluster, source=_TF_CONFIG, timeout=_NAMES_S)
     except ClusterError as error:
@@ -83,8 +86,7 @@ def check_own_address(cluster: Cluster) -> Check:
         text = f"{found[0][4][0]} is no address of this host ({socket.gethostname()})"
         hint = "Is the `index` of the `task` right? Behind address translation this is usual."
         return Check(name, WARNING, text, hint)
-    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    if _is_loopback(host) and not all(map(_is_loopback, hosts)):
+    if _is_loopback(host) and not all(map(_is_loopback, _hosts(cluster))):
         text = f"{host} means every worker's own host, and others are elsewhere"
         return Check(name, FAILURE, text, "Write the address at which the others reach this host.")
     return Check(name, OK, f"{found[0][4][0]} is an address of this host")
@@ -223,7 +225,8 @@ def check_variables(
         cluster: The cluster, or None.
         interfaces: Names of this host's network interfaces; None asks the system.
     """
-    interfaces = _interfaces() if interfaces is None else interfaces
+    if interfaces is None:
+        interfaces = [name for _, name in socket.if_nameindex()]
     checks = []
     for name in sorted(environ):
         if name == "NCCL_SOCKET_IFNAME":
@@ -252,7 +255,7 @@ def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
     """
     name = "NCCL_SOCKET_IFNAME"
     text = f"={value}: {MEANINGS[name]}"
-    if any(_is_chosen(each, value) for each in interfaces) or not interfaces:
+    if any(_is_chosen(each, value) for each in interfaces):
         return Check(name, OK, text)
     hint = f"Name one of this host's: {', '.join(interfaces)}."
     return Check(name, FAILURE, f"{text}; none of this host's has that name", hint)
@@ -277,8 +280,9 @@ def check_proxy(environ: Mapping[str, str], cluster: Cluster | None) -> list[Che
         return [Check(name, OK, f"{text}; it matters to workers of a cluster only")]
     first = next((each for each in _NO_PROXIES if environ.get(each)), None)
     around = [each.strip() for each in environ[first].split(",")] if first else []
-    hosts = {split_address(cluster.spec[kind][index])[0] for kind, index in cluster.tasks}
-    through = sorted(host for host in hosts if not any(_bypasses(host, each) for each in around))
+    through = sorted(
+        host for host in _hosts(cluster) if not any(_bypasses(host, each) for each in around)
+    )
     if not through:
         return [Check(name, OK, f"{text}; {first} keeps the workers out of it")]
     hint = f"Set no_grpc_proxy={','.join(through)}, or unset the proxy for training."
@@ -293,10 +297,3 @@ def _bypasses(host, entry) -> bool:
         except ValueError:
             return False
     return bool(entry) and (host == entry or host.endswith("." + entry.lstrip(".")))
-
-
-def _interfaces() -> list[str]:
-    try:
-        return [name for _, name in socket.if_nameindex()]
-    except (OSError, AttributeError):
-        return []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import resource
 import shutil
 import time
 import uuid
@@ -23,6 +25,7 @@ _LITTLE_SHARED = 512e6
 _FEW_FILES = 1024
 _FILES_PER_WORKER = 16
 _THREADS = "TF_NUM_INTRAOP_THREADS"
+_MEMORY = re.compile(r"^(MemTotal|MemAvailable):\s+(\d+) kB", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,27 +55,23 @@ class Host:
     limits: Limits = Limits()
 
 
-def read_host(root: Path = Path("/")) -> Host:
-    """Reads the resources of this host from Linux's own files.
-
-    Args:
-        root: The root of the file system.
-    """
-    memory = _meminfo(root)
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    shared = root / "dev/shm"
+def read_host() -> Host:
+    """Reads the resources of this host from Linux's own files."""
+    meminfo, shared = Path("/proc/meminfo"), Path("/dev/shm")
+    text = meminfo.read_text() if meminfo.exists() else ""
+    memory = {name: int(kib) * 1024 for name, kib in _MEMORY.findall(text)}
     usage = shutil.disk_usage(shared) if shared.exists() else None
-    files, most_files = _file_limits()
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Host(
         memory=memory.get("MemTotal"),
         available=memory.get("MemAvailable"),
         cores=os.cpu_count(),
-        allowed=allowed,
+        allowed=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         shared=usage and usage.total,
         shared_free=usage and usage.free,
         files=files,
         most_files=most_files,
-        limits=read_limits(root),
+        limits=read_limits(),
     )
 
 
@@ -162,8 +161,6 @@ def check_shared(host: Host) -> Check:
 def check_files(host: Host, num_workers: int) -> Check:
     """Checks the limit of open files, for connections to all workers and data files."""
     name = "open files"
-    if host.files is None:
-        return Check(name, UNKNOWN, "this system does not tell its limit")
     wanted = _FEW_FILES + _FILES_PER_WORKER * (num_workers - 1)
     text = f"{host.files} at most, {host.most_files} after `ulimit -n`"
     if host.files < wanted:
@@ -171,23 +168,6 @@ def check_files(host: Host, num_workers: int) -> Check:
         status = WARNING if host.files >= _FEW_FILES // 4 else FAILURE
         return Check(name, status, f"{text}; {wanted} are wanted", hint)
     return Check(name, OK, text)
-
-
-def _meminfo(root) -> dict[str, int]:
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs if rest.split()}
-
-
-def _file_limits() -> tuple[int | None, int | None]:
-    try:
-        import resource
-    except ImportError:
-        return None, None
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 TEST_BYTES = 64_000_000

@@ -28,6 +28,7 @@ TENSORFLOWS = (
     "tf-nightly-cpu",
 )
 _KERASES = ("keras", "keras-nightly")
+_OURS = ("tfmulti", "tensorflow", "keras")
 _MPIS = ("impi-rt", "mpich", "openmpi")
 _OFTEN_HIDDEN = ("tensorflow", "keras", "numpy", "absl", "rich", "tfmulti")
 
@@ -54,18 +55,16 @@ def requirements_of(name: str, extra: str = "") -> list[Requirement]:
     return [each for each in found if not each.marker or each.marker.evaluate({"extra": extra})]
 
 
-def check_packages(installed: VersionOf = version_of) -> list[Check]:
+def check_packages() -> list[Check]:
     """Checks all packages of this Python."""
     wanted = {requirement.name: requirement for requirement in requirements_of("tfmulti")}
     about = importlib.metadata.metadata("tfmulti") if version_of("tfmulti") else {}
     return [
         check_python(platform.python_version(), about.get("Requires-Python") or ""),
-        check_version("TensorFlow", TENSORFLOWS, wanted.get("tensorflow"), installed),
-        check_version("Keras", _KERASES, wanted.get("keras"), installed),
-        check_needs(
-            {name: requirements_of(name) for name in ("tfmulti", "tensorflow", "keras")}, installed
-        ),
-        check_mpi(installed),
+        check_version("TensorFlow", TENSORFLOWS, wanted.get("tensorflow"), version_of),
+        check_version("Keras", _KERASES, wanted.get("keras"), version_of),
+        check_needs({name: requirements_of(name) for name in _OURS}, version_of),
+        check_mpi(version_of),
         check_hidden(Path.cwd()),
     ]
 
@@ -173,7 +172,6 @@ def check_pitfalls(
     environ: Mapping[str, str],
     cluster: Cluster | None = None,
     num_gpus: int = 0,
-    home: Path | None = None,
     installed: VersionOf = version_of,
 ) -> list[Check]:
     """Looks for the pitfalls.
@@ -182,10 +180,9 @@ def check_pitfalls(
         environ: The environment.
         cluster: The cluster, or None.
         num_gpus: GPUs of this host.
-        home: The home folder; None takes the user's.
         installed: Returns the version of a package, or None.
     """
-    folder = Path(environ.get("KERAS_HOME", (home or Path.home()) / ".keras"))
+    folder = Path(environ.get("KERAS_HOME", Path.home() / ".keras"))
     return [
         check_backend(environ, folder / "keras.json"),
         check_keras_file(folder / "keras.json"),

@@ -1,9 +1,9 @@
-"""Visits all workers of the cluster: each connects to each, and asks for its settings.
+"""Visits all workers of the cluster, and judges whether each can be reached, and they are alike.
 
-There is a rendezvous at the address of every worker, not of the first one only: two workers may
-be unable to connect although both reach the first, or the first may be missing. After each, the
-clients measure their connection to that worker, which the rendezvous before training does not do;
-this module has the messages for that.
+Each connects to each, and asks for its settings. There is a rendezvous at the address of every
+worker, not of the first one only: two workers may be unable to connect although both reach the
+first, or the first may be missing. After each, the clients measure their connection to that worker,
+which the rendezvous before training does not do; this module has the messages for that.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from collections.abc import Mapping, Sequence
 
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
+from tfmulti.cluster.network import split_address
 from tfmulti.doctor.packages import version_of
+from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.hardware.gpus import Gpu
 from tfmulti.rendezvous.client import Client
-from tfmulti.rendezvous.errors import RendezvousError, describe_fault
+from tfmulti.rendezvous.errors import RendezvousError, check_equal, describe_fault, name_worker
 from tfmulti.rendezvous.messages import MessageError, digest_cluster, find_token, read_line
 from tfmulti.rendezvous.server import Server
+from tfmulti.runtime import console
+from tfmulti.runtime.memory import show_size
 
 LOAD_S, ALL_LOADS_S, MEASURING_S = 0.5, 20.0, 60.0
 """Seconds to measure one speed, all speeds of a worker, and all with the waits for a turn."""
@@ -43,11 +47,14 @@ def describe_worker(
     cluster: Cluster, gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ
 ) -> dict:
     """Returns the description of this worker for the others: settings that must agree, and more."""
-    notes: dict = {"cluster": {kind: list(each) for kind, each in cluster.spec.items()}}
-    notes["python"] = ".".join(platform.python_version_tuple()[:2])
-    notes |= {name: version_of(name) or "not installed" for name in _ALIKE}
-    notes["KERAS_BACKEND"] = environ.get("KERAS_BACKEND", "tensorflow")
-    return {**notes, "host": socket.gethostname(), "gpus": [gpu.name for gpu in gpus]}
+    return {
+        "cluster": {kind: list(each) for kind, each in cluster.spec.items()},
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: version_of(name) or "not installed" for name in _ALIKE},
+        "KERAS_BACKEND": environ.get("KERAS_BACKEND", "tensorflow"),
+        "host": socket.gethostname(),
+        "gpus": [gpu.name for gpu in gpus],
+    }
 
 
 @dataclasses.dataclass
@@ -56,6 +63,7 @@ class Visit:
 
     Attributes:
         index: Its position in `cluster.tasks`.
+        came: Whether it has connected to this worker.
         notes: Its description of itself; None if it could not be reached.
         round_trip_s: Seconds from a question to its answer, the shortest of several.
         ahead_s: Seconds that its clock is ahead of this worker's.
@@ -66,6 +74,7 @@ class Visit:
     """
 
     index: int
+    came: bool = False
     notes: dict | None = None
     round_trip_s: float | None = None
     ahead_s: float | None = None
@@ -73,21 +82,6 @@ class Visit:
     fault: str = ""
     refused: bool = False
     has_no_address: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Findings:
-    """What one worker found.
-
-    Attributes:
-        visits: What was found at each other worker.
-        came: The workers that have connected to this one.
-        twice: Position -> machines of the workers that claim the same task.
-    """
-
-    visits: list[Visit]
-    came: set[int]
-    twice: dict[int, set[str]]
 
 
 class _Visitor:
@@ -101,15 +95,16 @@ class _Visitor:
         self._visits = [Visit(index) for index in others]
         self._server = Server(cluster, notes, token, timeout_s, self._answer, MEASURING_S)
 
-    async def visit_all(self) -> Findings:
+    async def visit_all(self) -> tuple[list[Visit], dict[int, set[str]]]:
         serving = self._server.serve()
         outcomes = await asyncio.gather(serving, *(self._visit(found) for found in self._visits))
         twice: dict[int, set[str]] = {}
         for outcome in outcomes:
             if "twice" in outcome:
                 twice.setdefault(outcome["twice"], set()).update(outcome["machines"])
-        came = set(outcomes[0]["settings"]) - {self._cluster.worker_index}
-        return Findings(self._visits, came, twice)
+        for visit in self._visits:
+            visit.came = visit.index in outcomes[0]["settings"]
+        return self._visits, twice
 
     async def _visit(self, found) -> dict:
         async def measure(reader, writer):
@@ -163,23 +158,19 @@ async def _in_thread(writer, function, *arguments):
 
 def _ask(connection, found, load_s):
     with connection.makefile("rb") as reader:
-        _measure_time(connection, reader, found)
+        for _ in range(_PINGS):
+            wall, began = time.time(), time.perf_counter()
+            connection.sendall(_PING)
+            line = reader.readline(64)
+            seconds = time.perf_counter() - began
+            if found.round_trip_s is None or seconds < found.round_trip_s:
+                found.round_trip_s = seconds
+                # The clock is read in the middle of the shortest round trip, as NTP does.
+                found.ahead_s = float(line) - (wall + seconds / 2)
         size = _FIRST_LOAD
         for _ in range(2):
             found.bytes_per_s = size / _send(connection, reader, size)
             size = int(min(max(found.bytes_per_s * load_s, _FIRST_LOAD), _MAX_LOAD))
-
-
-def _measure_time(connection, reader, found):
-    """The clock is read in the middle of the shortest round trip, as NTP does."""
-    for _ in range(_PINGS):
-        wall, began = time.time(), time.perf_counter()
-        connection.sendall(_PING)
-        line = reader.readline(64)
-        seconds = time.perf_counter() - began
-        if found.round_trip_s is None or seconds < found.round_trip_s:
-            found.round_trip_s = seconds
-            found.ahead_s = float(line) - (wall + seconds / 2)
 
 
 def _send(connection, reader, size) -> float:
@@ -213,7 +204,7 @@ def _answer_questions(connection):
 
 def visit_all(
     cluster: Cluster, notes: dict, timeout_s: float, environ: Mapping[str, str] = os.environ
-) -> Findings:
+) -> tuple[list[Visit], dict[int, set[str]]]:
     """Connects to all other workers, and serves them, until all have connected.
 
     Args:
@@ -222,6 +213,10 @@ def visit_all(
         timeout_s: Seconds that all have to connect.
         environ: The environment, with the token.
 
+    Returns:
+        What was found at each other worker; and by position the machines of the workers that claim
+        the same task.
+
     Raises:
         RendezvousError: If it cannot listen at this worker's address.
     """
@@ -229,11 +224,7 @@ def visit_all(
     secret = environ.get(environment.TOKEN)
     token = find_token(cluster, secret or digest_cluster(cluster), {})
     token = dataclasses.replace(token, is_given=bool(secret))
-
-    async def visit():
-        return await _Visitor(cluster, notes, token, timeout_s).visit_all()
-
-    return asyncio.run(visit())
+    return asyncio.run(_Visitor(cluster, notes, token, timeout_s).visit_all())
 
 
 def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> None:
@@ -241,3 +232,162 @@ def leave_together(cluster: Cluster, timeout_s: float, environ=os.environ) -> No
     with contextlib.suppress(RendezvousError):
         token = environ.get(environment.TOKEN) or digest_cluster(cluster)
         rendezvous.join(cluster, timeout_s=timeout_s, token=token)
+
+
+_MAY_DIFFER = ("host", "gpus")
+_LATE_S, _FAR_S = 1.0, 5e-3
+_SLOW_BYTES_PER_S = 50e6
+_SKEW, _GPUS = "clocks of the workers", "GPUs of the workers"
+
+
+def check_peers(
+    cluster: Cluster | None,
+    is_asked: bool,
+    gpus: Sequence[Gpu],
+    timeout_s: float,
+    environ: Mapping[str, str] = os.environ,
+) -> tuple[list[Check], bool]:
+    """Visits the other workers, and judges what was found; unknown where that is not asked for.
+
+    Returns:
+        The checks, and whether all workers have met.
+    """
+    name = "other workers"
+    if cluster is None:
+        status = FAILURE if is_asked else UNKNOWN
+        hint = "Set TF_CONFIG, or start this with tfmulti.launch." if is_asked else ""
+        return [Check(name, status, "no cluster here", hint)], False
+    if cluster.num_workers == 1:
+        return [Check(name, OK, "none: the cluster has one worker")], False
+    if not is_asked:
+        hint = "Run it on every worker at the same time, with --cluster."
+        return [Check(name, UNKNOWN, f"{cluster.num_workers - 1}, not looked at", hint)], False
+    notes = describe_worker(cluster, gpus, environ)
+    try:
+        visits, twice = visit_all(cluster, notes, timeout_s, environ)
+    except RendezvousError as error:
+        hint = "See who holds the port with `ss -ltnp`: an earlier run?"
+        text = f"nobody can come in: {error.__cause__ or error}"
+        return [Check(name, FAILURE, text, hint)], False
+    checks = [judge_visit(cluster, visit, timeout_s) for visit in visits]
+    checks += judge_twice(cluster, twice)
+    said = {visit.index: visit.notes for visit in visits if visit.notes is not None}
+    checks += [judge_clocks(cluster, visits), *compare(cluster, said, notes)]
+    return checks, all(visit.came and visit.notes is not None for visit in visits)
+
+
+def judge_visit(cluster: Cluster, found: Visit, timeout_s: float) -> Check:
+    """Checks one other worker.
+
+    Args:
+        cluster: The cluster.
+        found: What was found there.
+        timeout_s: Seconds that it had.
+    """
+    name = name_worker(cluster, found.index)
+    if found.notes is None:
+        return _missing(name, found, timeout_s)
+    text = f"round trip {found.round_trip_s * 1e3:.2f} ms" if found.round_trip_s else "answers"
+    if found.bytes_per_s:
+        text += f", {show_size(found.bytes_per_s)}/s to it"
+    same = split_address(cluster.address)[0] == split_address(name.rpartition(" ")[2])[0]
+    text += " (on this host)" if same else f" (host {found.notes.get('host')})"
+    if not found.came:
+        hint = "Look at its own doctor: can it reach this worker's port, or is a firewall between?"
+        return Check(name, FAILURE, f"{text}; but it has not come to this worker", hint)
+    if found.fault:
+        hint = "Run the doctor again while nothing else uses the network."
+        return Check(name, WARNING, f"{text}; {found.fault}", hint)
+    slow = found.bytes_per_s is not None and found.bytes_per_s < _SLOW_BYTES_PER_S
+    # Between workers of one host the CPU limits the speed.
+    if (slow and not same) or (found.round_trip_s or 0.0) > _FAR_S:
+        hint = "Gradients travel this way each step: use a faster network, or NCCL_SOCKET_IFNAME."
+        if cluster.has_servers:
+            hint = "Weights and gradients travel between workers and servers: use a faster network."
+        return Check(name, WARNING, f"{text}: slow", hint)
+    return Check(name, OK, text)
+
+
+def _missing(name, found, timeout_s) -> Check:
+    if found.refused:
+        hint = "Give all workers the same TFMULTI_TOKEN, or none, and the same `cluster`."
+        return Check(name, FAILURE, f"refuses this worker: {found.fault}", hint)
+    if found.has_no_address:
+        hint = "Correct the name, write the IP address, or ask who keeps the names (DNS)."
+        return Check(name, FAILURE, f"its name is not found here: {found.fault}", hint)
+    text = f"did not answer within {timeout_s:g} s: {found.fault or 'no answer'}"
+    if found.came:
+        hint = "A firewall on its side? Open its port, for all workers."
+        return Check(name, FAILURE, f"{text}; yet it came to this worker", hint)
+    hint = "Start its doctor too, with --cluster; then compare addresses, and look for a firewall."
+    return Check(name, FAILURE, text, hint)
+
+
+def judge_twice(cluster: Cluster, twice: Mapping[int, set[str]]) -> list[Check]:
+    """Names the tasks that several workers have; none where each has its own."""
+    hint = "Give each worker another `index` in the `task` of its TF_CONFIG."
+    texts = [
+        f"{' and '.join(sorted(machines))} both say they are {name_worker(cluster, index)}"
+        for index, machines in twice.items()
+    ]
+    return [Check("tasks", FAILURE, text, hint) for text in texts]
+
+
+def judge_clocks(cluster: Cluster, visits: Sequence[Visit]) -> Check:
+    """Looks for clocks that differ by more than a second."""
+    known = [found for found in visits if found.ahead_s is not None]
+    if not known:
+        return Check(_SKEW, UNKNOWN, "no other worker could be asked")
+    most = max(known, key=lambda found: abs(found.ahead_s))
+    way = "ahead of" if most.ahead_s > 0 else "behind"
+    who = name_worker(cluster, most.index)
+    text = f"{who} is {abs(most.ahead_s) * 1e3:.1f} ms {way} this one: nobody more"
+    if abs(most.ahead_s) > _LATE_S:
+        hint = "Let NTP or chrony set the clocks: logs and the times of files are in no order."
+        return Check(_SKEW, WARNING, text, hint)
+    return Check(_SKEW, OK, text)
+
+
+def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Check]:
+    """Compares the descriptions of the workers.
+
+    Args:
+        cluster: The cluster.
+        said: What others say, by their position in `cluster.tasks`.
+        notes: What this one says.
+    """
+    versions = "versions of the workers"
+    if not said:
+        text = "no other worker could be asked"
+        return [Check(versions, UNKNOWN, text), Check(_GPUS, UNKNOWN, text)]
+    everyone = {cluster.worker_index: notes, **said}
+    try:
+        alike = [name for name in notes if name not in _MAY_DIFFER]
+        check_equal(
+            cluster,
+            {who: {name: said[name] for name in alike} for who, said in everyone.items()},
+        )
+        noun = "task" if cluster.has_servers else "worker"
+        text = f"{console.count(len(everyone), noun)} have the same of {', '.join(alike)}"
+        checks = [Check(versions, OK, text)]
+    except RendezvousError as error:
+        hint = "Install the same versions on every worker, and start all the same way."
+        checks = [Check(versions, FAILURE, str(error), hint)]
+    return [*checks, _compare_gpus(cluster, everyone)]
+
+
+def _compare_gpus(cluster, everyone) -> Check:
+    # With parameter servers workers alone compute.
+    told = {
+        index: ", ".join(each["gpus"]) or "none"
+        for index, each in sorted(everyone.items())
+        if not cluster.has_servers or cluster.tasks[index][0] == "worker"
+    }
+    if len(set(told.values())) <= 1:
+        text = f"the same on all: {next(iter(told.values()))}" if told else "no worker answers"
+        return Check(_GPUS, OK if told else UNKNOWN, text)
+    text = "; ".join(f"{name_worker(cluster, index)}: {names}" for index, names in told.items())
+    hint = "The slowest GPU sets the pace for all."
+    if cluster.has_servers:
+        hint = "Workers with slower GPUs take fewer steps; with max_staleness=0 all wait for them."
+    return Check(_GPUS, WARNING, text, hint)

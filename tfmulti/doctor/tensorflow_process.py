@@ -1,15 +1,14 @@
-"""Runs calls, other programs and TensorFlow with a timeout, since they may hang or crash."""
+"""Runs calls, and TensorFlow in another process, with a timeout: they may hang or crash."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tfmulti.doctor.report import FAILURE, OK, Check
@@ -45,56 +44,6 @@ def in_time(function: Callable[[], _Result], timeout_s: float) -> _Result:
     if error is not None:
         raise error
     return result
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """The output of a program.
-
-    Attributes:
-        text: Its standard output.
-        errors: Its standard error.
-        returncode: Its exit code; None if it does not exist, or has not ended in time.
-        fault: Why it failed; else empty.
-    """
-
-    text: str = ""
-    errors: str = ""
-    returncode: int | None = None
-    fault: str = ""
-
-
-def run(
-    command: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
-) -> Output:
-    """Runs a program and waits for it; after the timeout ends it and its children.
-
-    Args:
-        command: The program and its arguments.
-        timeout_s: Seconds that it has.
-        env: Variables to set besides those of this process.
-
-    Example:
-    >>> import sys
-    >>> run([sys.executable, "-c", "print(5)"]).text.strip()
-    '5'
-    >>> run(["no-such-program"]).fault
-    'there is no program no-such-program'
-    """
-    if shutil.which(command[0]) is None:
-        return Output(fault=f"there is no program {command[0]}")
-    try:
-        [done] = processes.run_together(command, [env or {}], timeout_s=timeout_s, grace_s=2.0)
-    except OSError as error:
-        return Output(fault=f"{command[0]} cannot be started: {error.strerror}")
-    if done.how == processes.TIMED_OUT:
-        fault = f"no answer in {timeout_s:g} s"
-        return Output(done.stdout, done.stderr, None, fault)
-    fault = ""
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        fault = said[-1] if said else f"exit code {done.returncode}"
-    return Output(done.stdout, done.stderr, done.returncode, fault)
 
 
 _MARK = "tfmulti.doctor: "
@@ -159,17 +108,18 @@ def run_tensorflow(
     """
     # Another check reports a different Keras backend; use TensorFlow here to check the rest.
     env = {"TF_CPP_MIN_LOG_LEVEL": "0", "KERAS_BACKEND": "tensorflow"}
-    return read_report(run(command, timeout_s, env))
+    [done] = processes.run_together(command, [env], timeout_s=timeout_s, grace_s=2.0)
+    return read_report(done, timeout_s)
 
 
-def read_report(output: Output) -> Report:
+def read_report(done: processes.Finished, timeout_s: float) -> Report:
     """Returns the report of the process, or how it failed.
 
-    >>> read_report(Output(fault="exit code -11", returncode=-11)).fault
+    >>> read_report(processes.Finished(-11, "", "", processes.FAILED), 1.0).fault
     'it was ended by SIGSEGV'
     """
-    marked = [line for line in output.text.splitlines() if line.startswith(_MARK)]
-    lines = [line.strip() for line in output.errors.splitlines() if line.strip()]
+    marked = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if marked:
         # GPUs may fail when the process exits, after the report is complete.
         facts = json.loads(marked[-1].removeprefix(_MARK))
@@ -179,11 +129,11 @@ def read_report(output: Output) -> Report:
         return Report(facts, words="; ".join(dict.fromkeys(words)))
     is_error = lines and _PYTHON_ERROR.match(lines[-1])
     words = lines[-1] if is_error else " | ".join(lines[-_LAST_LINES:])
-    if output.returncode is None:
-        return Report(None, output.fault, words)
-    if output.returncode < 0:
-        return Report(None, f"it was ended by {_signal(-output.returncode)}", words)
-    return Report(None, f"it ended with exit code {output.returncode}", words)
+    if done.how == processes.TIMED_OUT:
+        return Report(None, f"no answer in {timeout_s:g} s", words)
+    if done.returncode < 0:
+        return Report(None, f"it was ended by {signal.Signals(-done.returncode).name}", words)
+    return Report(None, f"it ended with exit code {done.returncode}", words)
 
 
 def check_import(report: Report) -> Check:
@@ -207,10 +157,3 @@ def _hint(report) -> str:
     if "ModuleNotFoundError" in report.words or "ImportError" in report.words:
         return "Install what is missing, or recreate the environment: pip install . in the clone."
     return "Try python -c 'import tensorflow, keras'; recreate the environment."
-
-
-def _signal(number) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -283,24 +283,18 @@ class Gpus:
         """
         found: dict[str, float] = {}
         for number, handle in enumerate(self._handles):
-            for name, value in self._read_one(handle).items():
-                found[f"gpu_{number}_{name}"] = value
+            utilization = self._host.query("nvmlDeviceGetUtilizationRates", handle)
+            if utilization is not None:
+                found[f"gpu_{number}_percent"] = float(utilization.gpu)
+            memory = self._host.query("nvmlDeviceGetMemoryInfo", handle)
+            if memory is not None:
+                found[f"gpu_{number}_memory_gb"] = memory.used / _GB
+                found[f"gpu_{number}_memory_percent"] = 100.0 * memory.used / memory.total
+            milliwatts = self._host.query("nvmlDeviceGetPowerUsage", handle)
+            if milliwatts is not None:
+                found[f"gpu_{number}_watts"] = milliwatts * _MILLI
         return found
 
     def close(self) -> None:
         """Ends NVML."""
         self._host.close()
-
-    def _read_one(self, handle) -> dict[str, float]:
-        found = {}
-        utilization = self._host.query("nvmlDeviceGetUtilizationRates", handle)
-        if utilization is not None:
-            found["percent"] = float(utilization.gpu)
-        memory = self._host.query("nvmlDeviceGetMemoryInfo", handle)
-        if memory is not None:
-            found["memory_gb"] = memory.used / _GB
-            found["memory_percent"] = 100.0 * memory.used / memory.total
-        milliwatts = self._host.query("nvmlDeviceGetPowerUsage", handle)
-        if milliwatts is not None:
-            found["watts"] = milliwatts * _MILLI
-        return found

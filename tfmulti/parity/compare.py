@@ -152,13 +152,15 @@ def compare(record: Record, reference: Record, tolerance: float) -> Comparison:
             found.by_variable[path] = max(found.by_variable[path], value)
         if step == 0:
             found.same_start = max(apart.values(), default=0.0) <= tolerance
-        loss = _loss_difference(summary, expected, step)
-        found.largest[LOSS] = max(found.largest[LOSS], loss or 0.0)
-        if found.first_loss is None:
-            found.first_loss = loss
+        loss = 0.0
+        if step in expected.losses:
+            loss = difference(summary.losses.get(step, math.nan), expected.losses[step])
+            found.largest[LOSS] = max(found.largest[LOSS], loss)
+            if found.first_loss is None:
+                found.first_loss = loss
         if found.first is None:
             found.differing = [path for path, value in apart.items() if value > tolerance]
-            names = found.differing or ([LOSS] if (loss or 0.0) > tolerance else [])
+            names = found.differing or ([LOSS] if loss > tolerance else [])
             found.first = (names[0], step) if names else None
     found.largest[WEIGHTS] = max(found.by_variable.values(), default=0.0)
     _compare_epochs(found, summary, expected, tolerance)
@@ -203,12 +205,6 @@ def noise_of(comparison: Comparison, rounding: float) -> tuple[dict[str, float] 
             "random numbers, or other rows, are assigned to a row by its place in the batch",
         )
     return dict(comparison.largest), ""
-
-
-def _loss_difference(summary: Summary, expected: Summary, step: int) -> float | None:
-    if step not in expected.losses:
-        return None
-    return difference(summary.losses.get(step, math.nan), expected.losses[step])
 
 
 def _compare_epochs(found, summary, expected, tolerance):

@@ -105,29 +105,25 @@ def run_experiment(config: ParityConfig, print_fn: Callable[[str], object]) -> R
         reordered = compare(Record(folder / "one" / "reordered"), reference, config.tolerance)
         noise, no_noise = noise_of(reordered, reference.read_summary().rounding)
         layout = (folder / "one" / "layout.txt").read_text()
-        result = Result(layout, noise, no_noise, limits(config.tolerance, noise), [])
+        noises = noise or dict.fromkeys(KINDS, 0.0)
+        limits = {kind: max(config.tolerance, NOISE_FACTOR * noises[kind]) for kind in KINDS}
+        result = Result(layout, noise, no_noise, limits, [])
         for kind, count in config.setups:
             title = f"{count} {kind}"
             print_fn(f"{title} ...")
             run_folder = folder / title
             outcome = _run(config, kind, count, run_folder, title)
-            outcome = outcome or _judge(config, run_folder, (kind, count), reference, result.limits)
+            if outcome is None:
+                numbers = range(count if kind == run.WORKERS else 1)
+                records = [Record(run_folder / str(number)) for number in numbers]
+                outcome = _judge(config, title, records, reference, limits)
             result.outcomes.append(outcome)
             shutil.rmtree(run_folder, ignore_errors=True)
         _explain(config, result, folder / "diagnosis", print_fn)
         return result
 
 
-def limits(tolerance: float, noise: dict[str, float] | None) -> dict[str, float]:
-    """Returns the largest difference that counts as equal, for weights, loss and metrics."""
-    noise = noise or {}
-    return {k: max(tolerance, NOISE_FACTOR * noise.get(k, 0.0)) for k in KINDS}
-
-
-def _judge(config, run_folder, setup, reference, allowed) -> Outcome:
-    kind, count = setup
-    title = f"{count} {kind}"
-    records = [Record(run_folder / str(n)) for n in range(count if kind == run.WORKERS else 1)]
+def _judge(config, title, records, reference, allowed) -> Outcome:
     try:
         found = compare(records[0], reference, config.tolerance)
     except ValueError as error:
@@ -157,7 +153,8 @@ def _explain(config, result, run_folder, print_fn):
     unexplained = [
         (outcome, count)
         for outcome, (_, count) in zip(result.outcomes, config.setups)
-        if outcome.verdict in (DIFFERS, REFUSED) and not _is_explained(outcome)
+        if outcome.verdict in (DIFFERS, REFUSED)
+        and not any(each.cause in (causes.DATA, causes.START) for each in outcome.findings)
     ]
     if unexplained:
         print_fn("looking for the cause ...")
@@ -171,10 +168,6 @@ def _explain(config, result, run_folder, print_fn):
                 outcome.findings.append(causes.find(causes.UNKNOWN, *said))
     for outcome in result.outcomes:
         outcome.findings = causes.in_order(outcome.findings)
-
-
-def _is_explained(outcome) -> bool:
-    return any(finding.cause in (causes.DATA, causes.START) for finding in outcome.findings)
 
 
 def _run(config, kind, count, folder, title) -> Outcome | None:

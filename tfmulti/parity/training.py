@@ -91,10 +91,8 @@ def choose_layout(available: int, config: ParityConfig) -> Layout:
 
 def _uneven(most: int, counts: list[int]) -> int:
     """Returns a number of rows near `most` / 2 or below it that none of `counts` divides."""
-    for rows in range(max(most // 2, 1), 0, -1):
-        if all(rows % count for count in counts):
-            return rows
-    return 0
+    near = range(max(most // 2, 1), 0, -1)
+    return next((rows for rows in near if all(rows % count for count in counts)), 0)
 
 
 _ROUNDINGS = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-23, "float64": 2**-52}
@@ -219,8 +217,7 @@ class Recorder(keras.callbacks.Callback):
 
     def __init__(self, record: Record, summary: Summary, steps_per_epoch: int):
         super().__init__()
-        self._record, self._summary = record, summary
-        self._steps_per_epoch, self._epoch = steps_per_epoch, 0
+        self._record, self._summary, self._steps_per_epoch = record, summary, steps_per_epoch
 
     def on_train_begin(self, logs=None):
         """Writes the initial weights."""
@@ -231,13 +228,9 @@ class Recorder(keras.callbacks.Callback):
         self._summary.rounding = rounding_of(self.model)
         self._keep(0)
 
-    def on_epoch_begin(self, epoch, logs=None):
-        """Notes the epoch."""
-        self._epoch = epoch
-
     def on_train_batch_end(self, batch, logs=None):
         """Writes the weights, and records the loss."""
-        step = self._epoch * self._steps_per_epoch + batch + 1
+        step = len(self._summary.epochs) * self._steps_per_epoch + batch + 1
         self._keep(step)
         if "loss" in (logs or {}):
             self._summary.losses[step] = float(np.mean(logs["loss"]))
