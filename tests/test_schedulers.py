@@ -20,7 +20,6 @@ from tfmulti.cluster import (
     environment,
     from_tf_config,
     gpus,
-    kubernetes,
     mpi,
     resolve_cluster,
     schedulers,
@@ -720,7 +719,7 @@ def test_the_variables_of_a_manifest_make_its_cluster(name, host, others):
     service = template["spec"].get("subdomain", "train")
     [port] = container["ports"]
     assert clusters[1].address == f"{host}-1.{service}:{port['containerPort']}"
-    assert kubernetes.SOURCE == clusters[1].source
+    assert schedulers.KUBERNETES == clusters[1].source
 
 
 @pytest.mark.parametrize(

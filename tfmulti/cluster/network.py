@@ -15,7 +15,7 @@ from collections.abc import Callable
 from absl import logging
 
 from tfmulti.cluster import environment
-from tfmulti.cluster.errors import show, tf_config_error
+from tfmulti.cluster.errors import setting_error, show
 from tfmulti.cluster.task import Cluster
 
 MAX_PORT = 65535
@@ -160,7 +160,7 @@ def check_hosts(
     for host, fault in faults.items():
         if fault is not None:
             place, address = places[host]
-            raise tf_config_error(
+            raise setting_error(
                 place,
                 "must name a host whose address this machine can find",
                 received=f"{show(address)}, {fault}",
@@ -186,7 +186,7 @@ def check_port(cluster: Cluster, *, source: str, bind: Callable[[int], None] = b
         bind(port)
     except OSError as error:
         fault = error.strerror or str(error)
-        raise tf_config_error(
+        raise setting_error(
             _place(cluster, cluster.task_type, cluster.task_index),
             "must have a port on which this process can listen",
             received=f"port {port} of {cluster.describe()}: {fault}",

@@ -7,14 +7,17 @@ https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Neither
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from tfmulti.cluster import gpus, roles
-from tfmulti.cluster.errors import ClusterError, variable_error
+from tfmulti.cluster import gpus
+from tfmulti.cluster.errors import ClusterError, setting_error
 from tfmulti.cluster.task import Cluster
 from tfmulti.cluster.variables import (
+    NO_GPUS,
     expand_hosts,
+    is_worker,
     list_addresses,
     read_first_port,
     read_number,
@@ -29,6 +32,11 @@ _SPECIAL_STEPS = 0xFFFFFFF0
 _FIRST_PORT, _BLOCK, _NUM_BLOCKS, _STEP = 12000, 32, 600, 211
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,6})\))?")
+_variable_error = functools.partial(
+    setting_error,
+    source=SOURCE,
+    advice="Start each task with srun, and leave its SLURM_ variables as they are.",
+)
 
 
 def find_cluster(
@@ -69,22 +77,20 @@ def find_cluster(
     host = read_number(environ, "SLURM_NODEID", SOURCE)
     place = read_number(environ, "SLURM_LOCALID", SOURCE)
     if host >= len(hosts) or place >= tasks[host]:
-        raise variable_error(
+        raise _variable_error(
             "SLURM_NODEID",
             "and SLURM_LOCALID must name a task of the step",
             received=f"SLURM_NODEID={host}, SLURM_LOCALID={place}, {tasks} tasks on {hosts}",
-            source=SOURCE,
-            advice="Start each task with srun, and leave its SLURM_ variables as they are.",
         )
     index = sum(tasks[:host]) + place
     workers = list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
-    visible_gpus = roles.NO_GPUS
-    if roles.is_worker(index, len(workers), num_ps):
+    visible_gpus = NO_GPUS
+    if is_worker(index, len(workers), num_ps):
         names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
         here = [
             each
             for each, name in enumerate(names)
-            if name == hosts[host] and roles.is_worker(each, len(names), num_ps)
+            if name == hosts[host] and is_worker(each, len(names), num_ps)
         ]
         visible_gpus = gpus.share_gpus(environ, here.index(index), len(here), count_gpus)
     return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
@@ -147,12 +153,10 @@ def read_tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         found = _TASKS.fullmatch(part)
         if not found:
-            raise variable_error(
+            raise _variable_error(
                 "SLURM_STEP_TASKS_PER_NODE",
                 'must have numbers, as "2(x3),1"',
                 received=f"SLURM_STEP_TASKS_PER_NODE={text}",
-                source=SOURCE,
-                advice="Start each task with srun, and leave its SLURM_ variables as they are.",
             )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
@@ -165,12 +169,10 @@ def _read_layout(environ) -> tuple[list[str], list[int]]:
     counts = next((environ[name] for name in names if environ.get(name)), "")
     hosts, tasks = expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
     if len(hosts) != len(tasks) or sum(tasks) != read_number(environ, "SLURM_NTASKS", SOURCE):
-        raise variable_error(
+        raise _variable_error(
             "SLURM_STEP_NODELIST",
             "must name a host for each number of SLURM_STEP_TASKS_PER_NODE, SLURM_NTASKS in all",
             received=f"{nodes}, {counts}, SLURM_NTASKS={environ.get('SLURM_NTASKS')}",
-            source=SOURCE,
-            advice="Start each task with srun, and leave its SLURM_ variables as they are.",
         )
     return hosts, tasks
 

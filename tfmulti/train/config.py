@@ -21,7 +21,7 @@ from tfmulti.choices import (
     TRACKERS,
     VERIFY,
 )
-from tfmulti.cluster.roles import check_num_ps
+from tfmulti.cluster.variables import check_num_ps
 from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS
