@@ -77,7 +77,7 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
     with contextlib.ExitStack() as stack:
         started = {
             name: stack.enter_context(_start(arguments, config))
-            for name, config in zip(names, processes.tf_configs_with_servers(1, num_ps))
+            for name, config in zip(names, processes.tf_configs(1, num_ps))
         }
         peak: dict[str, int] = {}
         while any(each.poll() is None for each in started.values()):

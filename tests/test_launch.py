@@ -19,8 +19,8 @@ import pytest
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.launch import __main__ as command
-from tfmulti.launch import job, logs, placement
-from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch import job, logs
+from tfmulti.launch.config import LaunchConfig, read_hosts, tf_configs_here
 from tfmulti.runtime.processes import free_ports
 
 PRELUDE = """
@@ -437,14 +437,14 @@ def test_a_hosts_file_gives_every_host_the_same_cluster(tmp_path):
     path.write_text("# two machines\n10.0.0.1 slots=2\n\n[fd00::2]:5000 slots=2 # more\nthird\n")
     config = LaunchConfig(hosts=str(path))
     expected = [["10.0.0.1:2222", "10.0.0.1:2223"], ["[fd00::2]:5000", "[fd00::2]:5001"]]
-    assert placement.read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
+    assert read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
     found = {}
     for index, variable in enumerate(("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
-        found |= placement.tf_configs_here(config, {variable: str(index)})
+        found |= tf_configs_here(config, {variable: str(index)})
     assert sorted(found) == [0, 1, 2, 3, 4]
     assert len({json.dumps(json.loads(text)["cluster"]) for text in found.values()}) == 1
     config = LaunchConfig(hosts=str(path), host_index=2, base_port=7)
-    assert list(placement.tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
+    assert list(tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_wrong_hosts_file_is_told_with_its_line(tmp_path, text, words):
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
-        placement.tf_configs_here(LaunchConfig(hosts=str(path)), {})
+        tf_configs_here(LaunchConfig(hosts=str(path)), {})
     assert words.format(path=path) in str(caught.value)
 
 

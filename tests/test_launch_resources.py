@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tfmulti.launch import placement
-from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch.config import LaunchConfig, part_of
 from tfmulti.launch.job import Job
 from tfmulti.launch.pmi import ProcessManager
 
@@ -40,7 +39,7 @@ def no_threads_in_environment(monkeypatch):
 
 def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
-    parts = [placement.part_of(cores, place, 2) for place in range(2)]
+    parts = [part_of(cores, place, 2) for place in range(2)]
     threads = [str(len(part)) for part in parts]
     assert shown_by_workers(tmp_path, pin=True) == [
         [part, "0", number, number] for part, number in zip(parts, threads)

@@ -159,7 +159,7 @@ def test_no_cluster_is_refused(monkeypatch):
 
 
 def test_tasks_that_do_not_start_are_named(monkeypatch):
-    config = json.loads(processes.tf_configs_with_servers(1, 1)[0])
+    config = json.loads(processes.tf_configs(1, 1)[0])
     with pytest.raises(RuntimeError, match="nothing from worker 0 .*, ps 0 "):
         tfmulti.create_strategy("parameter_server", tf_config=config, start_timeout=0.2)
 

@@ -52,26 +52,19 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def tf_configs(num_workers: int) -> list[str]:
-    """Returns the TF_CONFIG of each of `num_workers` workers on this machine, as JSON.
+def tf_configs(num_workers: int, num_ps: int = 0) -> list[str]:
+    """Returns the TF_CONFIG of each worker on this machine, as JSON.
+
+    With parameter servers there is a chief before the workers, and the servers follow them.
 
     >>> [json.loads(config)["task"]["index"] for config in tf_configs(2)]
     [0, 1]
-    """
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(num_workers)]}
-    return [
-        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in range(num_workers)
-    ]
-
-
-def tf_configs_with_servers(num_workers: int, num_ps: int) -> list[str]:
-    """Returns the TF_CONFIG of a chief, of workers and of parameter servers, as JSON.
-
-    >>> [json.loads(config)["task"]["type"] for config in tf_configs_with_servers(2, 1)]
+    >>> [json.loads(config)["task"]["type"] for config in tf_configs(2, num_ps=1)]
     ['chief', 'worker', 'worker', 'ps']
     """
-    counts = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    counts = {"worker": num_workers}
+    if num_ps:
+        counts = {"chief": 1, **counts, "ps": num_ps}
     ports = iter(free_ports(sum(counts.values())))
     cluster = {
         kind: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for kind, count in counts.items()
