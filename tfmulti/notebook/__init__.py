@@ -5,7 +5,7 @@ TensorFlow has done in the notebook's kernel. The function is sent to them in a 
 returns in another.
 
 `launching` runs in the notebook and `worker` in the workers; `serialization` transfers functions,
-histories and models between them; `cells` reads and writes the notebook's cells.
+histories and models between them.
 """
 
 from tfmulti.notebook.launching import notebook_launch

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import linecache
 import os
 import re
 import shutil
@@ -18,7 +20,7 @@ from tfmulti.launch import logs
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
 from tfmulti.launch.logs import Log
-from tfmulti.notebook import cells, serialization, worker
+from tfmulti.notebook import serialization, worker
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE = "-1"
@@ -71,6 +73,7 @@ GRACE_S = 5.0
 """Seconds for the workers to end after the cell was interrupted."""
 
 _MESSAGE_LENGTH = 600
+_PIECE = 1 << 16
 _SETTINGS = (
     "all_output",
     "allocator",
@@ -179,19 +182,69 @@ def _write_call(folder, function, arguments, config):
             "Create datasets, models and other TensorFlow objects inside the function; pass NumPy "
             "arrays."
         ) from error
-    typed = cells.sources()
+    typed = _sources_of_cells()
     settings = {
         "path": sys.path,
         "sources": typed,
-        "names": cells.names(typed),
+        "names": _names_of_cells(typed),
         "whole_traceback": config.log_dir is not None,
     }
     (folder / worker.SETTINGS).write_text(json.dumps(settings))
 
 
+def _sources_of_cells() -> dict[str, list[str]]:
+    """Returns the lines of all code that was typed into cells, by its pseudo file name.
+
+    With them a worker can show the lines of an error, and TensorFlow can read functions.
+    """
+    typed = {}
+    for name, entry in list(linecache.cache.items()):
+        # An entry of another length is loaded lazily from a file.
+        if len(entry) == 4 and not os.path.exists(name):
+            typed[name] = entry[2]
+    return typed
+
+
+def _names_of_cells(typed: dict[str, list[str]]) -> dict[str, str]:
+    """Returns the notebook's names of its cells, such as `Cell In[3]`, by their file names."""
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    compiler = getattr(get_shell(), "compile", None)
+    name_of = getattr(compiler, "format_code_name", lambda name: None)
+    found = {name: name_of(name) for name in typed}
+    return {name: " ".join(label) for name, label in found.items() if label}
+
+
+class CellTerminal:
+    """Python's standard output as a file of bytes; a notebook's takes text only."""
+
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def write(self, data: bytes) -> None:
+        """Writes text, except an incomplete character at its end."""
+        sys.stdout.write(self._decoder.decode(data))
+
+    def flush(self) -> None:
+        """Sends it to the cell."""
+        sys.stdout.flush()
+
+
+class CellLog(Log):
+    """The log file of a worker, shown as output of the cell.
+
+    It is shown unchanged, without the worker's name, since Keras's progress bar overwrites lines.
+    """
+
+    def show_new(self) -> None:
+        """Shows new output."""
+        while self.shown and (piece := self._reader.read(_PIECE)):
+            self._terminal.write(piece)
+            self._terminal.flush()
+
+
 def _create_job(folder, config) -> Job:
     visible = dict(enumerate(variables(config.num_workers, list_visible())))
-    kind = Log if config.all_output else cells.CellLog
+    kind = Log if config.all_output else CellLog
     if config.log_dir is None:
         # This folder is kept until the error has been explained.
         values = {**vars(config), "log_dir": str(folder / "logs")}
@@ -202,7 +255,7 @@ def _create_job(folder, config) -> Job:
         # The raised error has that text.
         print_fn=lambda line: None,
         variables=visible,
-        create_log=partial(kind, terminal=cells.CellTerminal()),
+        create_log=partial(kind, terminal=CellTerminal()),
     )
 
 

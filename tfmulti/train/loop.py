@@ -20,7 +20,7 @@ from tfmulti.train.asynchronous import train_async
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras, stage_devices
-from tfmulti.train.run_reporter import RunReporter, digest_weights, summarize_run
+from tfmulti.train.run_reporter import RunReporter, RunSummary, digest_weights
 
 _SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
 
@@ -65,7 +65,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         base_rate = compile_model(model, config, train)
     worker = RunReporter(strategy, config.workdir, print_fn)
     worker.introduce(global_batch_size, stages)
-    numbers = summarize_run(config, train.plan, worker.num_workers, model, base_rate)
+    numbers = RunSummary(config, train.plan, worker.num_workers, model, base_rate)
     worker.show_numbers(numbers)
     throughput = callbacks.Throughput(train, print_fn=worker.print_fn_of_monitors(config))
     began = time.perf_counter()
@@ -114,7 +114,7 @@ def _describe(numbers, worker, throughput, history, seconds) -> dict:
         "num_replicas": getattr(
             worker.strategy, "num_workers", worker.strategy.num_replicas_in_sync
         ),
-        "global_batch_size": numbers.global_batch_size,
+        "global_batch_size": numbers.plan.global_batch_size,
         "per_replica_batch_size": numbers.per_replica_batch_size,
         "learning_rate": numbers.learning_rate,
         "steps": throughput.steps,
