@@ -64,9 +64,6 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
         layers = [keras.layers.Dense(5, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
         layers += [keras.layers.Dropout(0.3)] * dropout
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
-        optimizer = optimizer or (
-            lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-        )
         model.compile(tfmulti.DistributedOptimizer(optimizer()), "mse", metrics=["mae"])
     data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=3)
     told = []

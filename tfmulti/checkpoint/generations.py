@@ -118,20 +118,17 @@ class Writer:
     def write(self, folder: Path, number: int, tensors: dict, state: dict, keep: int) -> None:
         """Starts a write, after the previous one has ended."""
         self.finish()
-        self._thread = threading.Thread(
-            target=self._work,
-            args=(folder, number, tensors, state, keep),
-            name=f"{processes.OWN_THREADS}: checkpoint",
-        )
-        self._thread.start()
 
-    def _work(self, folder, number, tensors, state, keep):
-        try:
-            write(folder, number, tensors, state, keep)
-            self._error = None
-        except CheckpointError as error:
-            self._error = error
-            self._print_fn(f"checkpoint of step {number} not written: {error}")
+        def work():
+            try:
+                write(folder, number, tensors, state, keep)
+                self._error = None
+            except CheckpointError as error:
+                self._error = error
+                self._print_fn(f"checkpoint of step {number} not written: {error}")
+
+        self._thread = threading.Thread(target=work, name=f"{processes.OWN_THREADS}: checkpoint")
+        self._thread.start()
 
     def finish(self) -> CheckpointError | None:
         """Waits for the current write; returns the error of the last one, or None."""

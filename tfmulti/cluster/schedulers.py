@@ -6,7 +6,6 @@ innermost first: `mpiexec` within a Slurm job, srun within a pod.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from absl import logging
 
 from tfmulti.cluster import environment, mpi, slurm, variables
 from tfmulti.cluster.errors import ClusterError, setting_error, show
-from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 from tfmulti.cluster.variables import read_first_port, read_number, single_worker
 
@@ -60,8 +58,7 @@ def find_cluster(
         if not may_start_mpi:
             return None
         _refuse_servers_of_mpi(environ, servers)
-        found = from_tf_config(mpi.tf_config(), source=mpi.SOURCE)
-        return dataclasses.replace(found, source=mpi.SOURCE)
+        return mpi.find_cluster()
     # Slurm's tasks share the GPUs of a host, and servers get none.
     find_in_slurm = functools.partial(slurm.find_cluster, num_ps=servers)
     for find in (find_in_slurm, find_in_kubernetes, find_in_sagemaker):

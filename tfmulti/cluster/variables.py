@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +15,7 @@ from tfmulti.cluster import environment
 from tfmulti.cluster.errors import ClusterError, setting_error
 from tfmulti.cluster.network import MAX_PORT
 from tfmulti.cluster.task import SERVER_TYPE, Cluster
+from tfmulti.runtime import processes
 from tfmulti.settings import check_whole_number
 
 _MAX_DIGITS = 10
@@ -115,8 +115,7 @@ def read_first_port(environ: Mapping[str, str], default: int, num_ports: int, so
 
 def single_worker(source: str) -> Cluster:
     """Returns a cluster of this process alone, with a port that is now free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    [port] = processes.free_ports(1)
     return Cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, source)
 
 

@@ -72,6 +72,7 @@ class Job:
     Attributes:
         outcome: How the last start of all workers ended; None before the first has ended.
         restarts: Restarts so far, of all workers or of one.
+        names: The names of the tasks, by index; empty before the first start.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Job:
         self.config, self.command, self.print_fn = config, command, print_fn
         self.outcome: Outcome | None = None
         self._variables, self._create_log = variables or {}, create_log
+        self.names: dict[int, str] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self.restarts = self._counted = 0
         self._has_progress = False
@@ -101,7 +103,7 @@ class Job:
             ValueError: For a hosts file that cannot be used.
         """
         first_start = tf_configs_here(self.config)
-        self._names = names = {index: task_name(config) for index, config in first_start.items()}
+        self.names = names = {index: task_name(config) for index, config in first_start.items()}
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
         code = None
@@ -175,13 +177,9 @@ class Job:
             for log in self._logs.values():
                 log.show_new()
 
-    def name_of(self, index: int) -> str:
-        """Returns the name of a task."""
-        return self._names[index]
-
     def delay_of_one(self, ended: Ended) -> float | None:
         """Returns the seconds until one worker is restarted alone; None where it is not."""
-        restart, name = self._count_restart(ended), self._names[ended.index]
+        restart, name = self._count_restart(ended), self.names[ended.index]
         if restart is None:
             return None
         self.print_fn(
@@ -226,11 +224,11 @@ class Job:
     def _report_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:
             for each in ended[: ended.index(first)]:
-                name = self._names[each.index]
+                name = self.names[each.index]
                 self.print_fn(f"{name} ended early, with exit code {each.returncode}")
         log = self._logs[first.index]
         log.show_rest()
-        name = self._names[first.index]
+        name = self.names[first.index]
         self.print_fn(f"{name} {first.describe()} (log: {log.path})")
         if first.returncode == -signal.SIGKILL:
             self.print_fn("Unless somebody killed it, this host ran out of memory: see dmesg.")
@@ -284,7 +282,7 @@ class _Watch:
         else:
             self._ended.append(ended)
             if left := [each for each in self._workers if each in self._running]:
-                name, count = self._job.name_of(ended.index), len(left)
+                name, count = self._job.names[ended.index], len(left)
                 self._job.print_fn(f"{name} {ended.describe()}; the job goes on with {count} left")
 
     def _is_lost_worker(self, ended) -> bool:
@@ -314,7 +312,7 @@ class _Watch:
         self._first, self._kill_at = found, now + min(grace, PEERS_GRACE_S)
         self._due.clear()
         if found.returncode == environment.PEER_LOST and self._running and not self._workers:
-            names = ", ".join(map(self._job.name_of, sorted(self._running)))
+            names = ", ".join(self._job.names[index] for index in sorted(self._running))
             self._job.print_fn(f"No worker has failed on its own; still running: {names}")
         self._group.send(signal.SIGTERM)
 

@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import ipaddress
 import math
-import os
 import secrets
 import socket
 import struct
@@ -16,12 +15,17 @@ from collections.abc import Awaitable, Callable
 
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
-from tfmulti.cluster.network import advise_port, is_ip_address, split_address
+from tfmulti.cluster.network import (
+    EVERYWHERE,
+    advise_port,
+    is_ip_address,
+    open_socket,
+    split_address,
+)
 from tfmulti.rendezvous import messages
 from tfmulti.rendezvous.errors import RendezvousError, describe_fault
 from tfmulti.rendezvous.messages import Token
 
-_EVERYWHERE = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
 _BACKLOG = 1024
 
 
@@ -36,7 +40,7 @@ def open_listeners(cluster: Cluster) -> list[socket.socket]:
     """
     host, port = split_address(cluster.address)
     try:
-        return _listen(_interfaces(host), port) or _listen(_EVERYWHERE, port)
+        return _listen(_interfaces(host), port) or _listen(EVERYWHERE, port)
     except OSError as error:
         raise RendezvousError(
             "The first worker must be able to listen at its address for the rendezvous. "
@@ -63,7 +67,8 @@ def _listen(interfaces, port) -> list[socket.socket]:
     try:
         for family, address in interfaces:
             try:
-                listeners.append(_listen_at(family, address, port))
+                listeners.append(open_socket(family, address, port))
+                listeners[-1].listen(_BACKLOG)
             except OSError as error:
                 # An address of another machine, or a kind of address that this one lacks.
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -73,21 +78,6 @@ def _listen(interfaces, port) -> list[socket.socket]:
             listener.close()
         raise
     return listeners
-
-
-def _listen_at(family, address, port) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def cut(writer: asyncio.StreamWriter) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 DONE, FAILED, ENDED, TIMED_OUT = "done", "failed", "ended", "timed out"
@@ -232,6 +233,27 @@ def end_process(exit_code: int) -> NoReturn:
 def is_ending() -> bool:
     """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
     return _is_ending
+
+
+def ask_in_threads(
+    function: Callable, items: Collection, timeout_s: float
+) -> Iterator[tuple[object, object]]:
+    """Calls a function with each item at the same time, and yields (item, result) as they come.
+
+    It ends when the time is over. A call that hangs cannot be ended: nothing waits for its thread,
+    not even the end of the process, which would wait for those of an executor.
+
+    >>> sorted(ask_in_threads(len, ["a", "bcd"], timeout_s=60.0))
+    [('a', 1), ('bcd', 3)]
+    """
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    for item in items:
+        ask = lambda item=item: answers.put((item, function(item)))
+        threading.Thread(target=ask, daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(queue.Empty):
+        for _ in items:
+            yield answers.get(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def wait_for_threads() -> None:

@@ -135,7 +135,7 @@ def resolve_batch_size(
             "`per_replica_batch_size=auto` runs steps in a separate process, which cannot use the "
             "TPU. Received: strategy tpu. Give a number, such as 128."
         )
-    print_fn = print_fn if topology.is_chief(strategy) else _be_quiet
+    print_fn = print_fn if topology.is_chief(strategy) else lambda line: None
     num_replicas = strategy.num_replicas_in_sync
     _, kept = coordination.compare(strategy, _kept_batch_size(config, strategy))
     if kept:
@@ -150,10 +150,6 @@ def resolve_batch_size(
 def _replace(config, global_batch_size):
     numbers = {"per_replica_batch_size": None, "global_batch_size": global_batch_size}
     return dataclasses.replace(config, memory_limit=None, **numbers)
-
-
-def _be_quiet(line):
-    """Prints nothing: the chief prints for all workers."""
 
 
 def _find(config, strategy, print_fn) -> tuple[SizeTrial, int | None]:
@@ -191,7 +187,7 @@ def _kept_batch_size(config, strategy) -> int:
     """Returns the global batch size of the checkpoint to resume from; 0 without one."""
     if config.workdir is None or config.resume != "auto" or not topology.is_chief(strategy):
         return 0
-    latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, _be_quiet)
+    latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, lambda line: None)
     data = latest.state.get("data") if latest else None
     return data["global_batch_size"] if data else 0
 

@@ -139,41 +139,19 @@ class RunReporter:
         named = self.is_chief or environment.PROGRESS in os.environ
         self._print_fn(line if named else f"{self.name}: {line}")
 
-    def introduce(self, global_batch_size: int, stages: list[str] | None = None) -> None:
-        """Prints where the training runs, on the chief.
+    def introduce(self, summary: RunSummary, stages: list[str] | None = None) -> None:
+        """Prints on the chief where the training runs, and its numbers.
 
         Args:
-            global_batch_size: Examples of a step over all replicas.
+            summary: The numbers.
             stages: The device of each stage, where stages are on devices of this process.
         """
         if self.is_chief:
-            replicas = console.count(self.strategy.num_replicas_in_sync, "replica")
+            replicas = count(self.strategy.num_replicas_in_sync, "replica")
             where = f" in stages on {', '.join(stages)}" if stages else ""
-            self.print_fn(
-                f"{self.strategy.why}: {replicas}{where}, global batch size {global_batch_size}"
-            )
-
-    def show_numbers(self, numbers) -> None:
-        """Shows the run summary on the chief: a table on a terminal, else lines.
-
-        Args:
-            numbers: The `RunSummary`.
-        """
-        if self.is_chief:
-            console.show_rows(numbers.rows(), None if console.is_terminal() else self.print_fn)
-
-    def show_progress(self, train) -> keras.callbacks.Callback:
-        """Creates the callback that shows progress: a bar, or plain lines.
-
-        Args:
-            train: The training data.
-        """
-        if not self.is_chief:
-            return callbacks.Events(self.print_fn)
-        self.progress = callbacks.Progress(
-            train, print_fn=None if console.is_terminal() else self.print_fn
-        )
-        return self.progress
+            size = summary.plan.global_batch_size
+            self.print_fn(f"{self.strategy.why}: {replicas}{where}, global batch size {size}")
+            console.show_rows(summary.rows(), self.print_fn)
 
     def create_callbacks(self, train, config) -> list:
         """Creates the callbacks that every worker needs, and those of the chief.
@@ -187,8 +165,12 @@ class RunReporter:
             print_fn = self.print_fn if self.is_chief else None
             chosen.append(callbacks.ShardAuditLog(train, print_fn))
         chosen += self._create_monitors(config)
+        if self.is_chief:
+            shown = None if console.is_terminal() else self.print_fn
+            self.progress = callbacks.Progress(train, print_fn=shown)
+        progress = self.progress or callbacks.Events(self.print_fn)
         if self.workdir is None:
-            return [*chosen, self.show_progress(train)]
+            return [*chosen, progress]
         if self.is_chief:
             self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
@@ -204,11 +186,7 @@ class RunReporter:
             resume=config.resume == "auto",
             print_fn=self.print_fn,
         )
-        return [*chosen, self.saver, self.show_progress(train)]
-
-    def print_fn_of_monitors(self, config):
-        """Returns the print function for job-wide monitor lines on the chief, or None."""
-        return self.print_fn if config.monitor and self.is_chief else None
+        return [*chosen, self.saver, progress]
 
     def _create_monitors(self, config) -> list:
         chosen = []
