@@ -168,7 +168,13 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
         return None
     unlike = [text.find(sign) for sign in _UNLIKE if sign in text]
     if unlike:
-        return PeerError(ERROR, _describe_mismatch(text[min(unlike) :].splitlines()[0]))
+        line = text[min(unlike) :].splitlines()[0]
+        return PeerError(
+            ERROR,
+            "Workers must do the same steps with the same model. "
+            f"Received: {line[:_MAX_LENGTH]} "
+            "Compare the model, the data and the settings of all workers.",
+        )
     if REPORT in text:
         said = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
         reported = _REPORTED.search(text)
@@ -204,11 +210,3 @@ def _reason(text) -> str:
     }
     found = [words for sign, words in reasons.items() if sign in text]
     return f"{found[0] if found else 'its connection has closed'}. Start all workers again."
-
-
-def _describe_mismatch(line) -> str:
-    return (
-        "Workers must do the same steps with the same model. "
-        f"Received: {line[:_MAX_LENGTH]} "
-        "Compare the model, the data and the settings of all workers."
-    )

@@ -6,6 +6,7 @@ innermost first: `mpiexec` within a Slurm job, srun within a pod.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Mapping
@@ -161,7 +162,16 @@ def find_in_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
             source=KUBERNETES,
             advice="Write the same number in `completions`, `parallelism` and there.",
         )
-    job, service = _find_job(environ, index), _find_service(environ)
+    job = _find_job(environ, index)
+    service = environ.get(environment.SERVICE) or environ.get("JOBSET_NAME")
+    if not service:
+        raise setting_error(
+            environment.SERVICE,
+            "must name the headless Service, the `subdomain` of the pods",
+            received=f"no {environment.SERVICE} and no JOBSET_NAME",
+            source=KUBERNETES,
+            advice="Set it in the manifest's `env`: see experiments/kubernetes/indexed-job.yaml.",
+        )
     port = read_first_port(environ, _PORT, 1, KUBERNETES)
     workers = [f"{job}-{each}.{service}:{port}" for each in range(count)]
     return Cluster({"worker": workers}, "worker", index, KUBERNETES, names_come_late=True)
@@ -181,19 +191,6 @@ def _find_job(environ, index) -> str:
             " workers (`replicas: 1`, `completions` for all).",
         )
     return job
-
-
-def _find_service(environ) -> str:
-    service = environ.get(environment.SERVICE) or environ.get("JOBSET_NAME")
-    if not service:
-        raise setting_error(
-            environment.SERVICE,
-            "must name the headless Service, the `subdomain` of the pods",
-            received=f"no {environment.SERVICE} and no JOBSET_NAME",
-            source=KUBERNETES,
-            advice="Set it in the manifest's `env`: see experiments/kubernetes/indexed-job.yaml.",
-        )
-    return service
 
 
 def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
@@ -216,7 +213,9 @@ def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
     name = next((name for name in ("SM_HOSTS", "SM_RESOURCE_CONFIG") if environ.get(name)), None)
     if name is None:
         return None
-    value = _read_json(environ[name])
+    value = None
+    with contextlib.suppress(ValueError):
+        value = json.loads(environ[name])
     if name == "SM_HOSTS":
         hosts, here = value, environ.get("SM_CURRENT_HOST")
     else:
@@ -239,10 +238,3 @@ def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
     return Cluster(
         {"worker": workers}, "worker", hosts.index(here), SAGEMAKER, names_come_late=True
     )
-
-
-def _read_json(text):
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

@@ -233,19 +233,16 @@ class TrainConfig:
                 f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
                 "Leave --communication out."
             )
-        self._check_logical_cpus()
+        on_one = self.strategy in ("one_device", "tpu") and not self.has_stages_on_devices
+        if self.logical_cpus > 1 and on_one:
+            raise ValueError(
+                "`logical_cpus` above 1 needs mirrored, multi_worker or auto, or one_device "
+                "with `pipeline_stages`. "
+                f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
+                "Use --strategy mirrored."
+            )
         self._check_servers()
         techniques.check(self)
-
-    def _check_logical_cpus(self):
-        if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
-            if not self.has_stages_on_devices:
-                raise ValueError(
-                    "`logical_cpus` above 1 needs mirrored, multi_worker or auto, or one_device "
-                    "with `pipeline_stages`. "
-                    f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
-                    "Use --strategy mirrored."
-                )
 
     def _check_servers(self):
         """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
