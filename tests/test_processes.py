@@ -40,7 +40,8 @@ def test_each_worker_has_its_tf_config_and_its_output():
         print(task["task"]["index"], len(set(task["cluster"]["worker"])), os.environ["WORD"])
         print("x" * 200_000, file=sys.stderr)
     """
-    done = processes.run_workers(python(code), 3, env={"WORD": "hello"})
+    environments = [{"WORD": "hello", "TF_CONFIG": each} for each in processes.tf_configs(3)]
+    done = processes.run_together(python(code), environments)
     assert [each.stdout for each in done] == [f"{n} 3 hello\n" for n in range(3)]
     assert {(each.how, each.returncode, len(each.stderr)) for each in done} == {("done", 0, 200001)}
 
@@ -129,7 +130,7 @@ def test_a_program_can_end_with_its_parent():
 
 BEGIN = """
 import atexit, sys, threading, time
-from tfmulti.runtime import command_line
+from tfmulti.runtime import command_line, processes
 atexit.register(print, "exit functions are called")
 """
 WAITS_FOR_EVER = "threading.Thread(target=threading.Event().wait).start()\n"
@@ -154,7 +155,7 @@ def run_to_its_end(code):
         ("command_line.run_and_exit(lambda: 4)", 4),
         ("command_line.run_and_exit(lambda: sys.exit(143))", 143),
         ("command_line.run_and_exit(lambda: sys.exit('words'))", 1),
-        ("command_line.end_process_at_exit(5)", 5),
+        ("processes.end_process_at_exit(5)", 5),
     ],
 )
 def test_the_exit_code_and_exit_functions(end, exit_code):

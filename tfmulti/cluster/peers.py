@@ -65,32 +65,25 @@ class Presence:
 
     Args:
         address: Its host and port.
-        probe_fn: Function of an address, as `probe`.
         clock: Returns seconds.
 
     Attributes:
         has_been_there: Whether it has ever answered.
 
     Example:
-        >>> presence = Presence("127.0.0.1:1", probe_fn=lambda address: GONE)
-        >>> [presence.check() for _ in range(3)]
+        >>> presence = Presence("127.0.0.1:1")
+        >>> [presence.note(GONE) for _ in range(3)]
         [None, None, 'nothing listens there']
     """
 
-    def __init__(
-        self,
-        address: str,
-        probe_fn: Callable[[str], str] = probe,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self.address = address
-        self._probe, self._clock = probe_fn, clock
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic):
+        self.address, self._clock = address, clock
         self._misses, self._silent_since = 0, None
         self.has_been_there = False
 
     def check(self) -> str | None:
         """Looks once more; returns why the task counts as lost, or None."""
-        return self.note(self._probe(self.address))
+        return self.note(probe(self.address))
 
     def note(self, seen: str) -> str | None:
         """Notes what was seen; returns why the task counts as lost, or None."""

@@ -7,7 +7,6 @@ innermost first: `mpiexec` within a Slurm job, srun within a pod.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Mapping
 
@@ -58,27 +57,23 @@ def find_cluster(
     if mpi.size_in_environment(environ):
         if not may_start_mpi:
             return None
-        _refuse_servers_of_mpi(environ, servers)
+        if servers:
+            raise setting_error(
+                environment.NUM_PS,
+                "names servers among the tasks of Slurm, Kubernetes or SageMaker, not of MPI",
+                received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
+                source=mpi.SOURCE,
+                advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
+                " task its TF_CONFIG.",
+            )
         return mpi.find_cluster()
-    # Slurm's tasks share the GPUs of a host, and servers get none.
-    find_in_slurm = functools.partial(slurm.find_cluster, num_ps=servers)
-    for find in (find_in_slurm, find_in_kubernetes, find_in_sagemaker):
-        cluster = find(environ)
-        if cluster is not None:
-            return variables.assign_roles(cluster, servers)
-    return None
-
-
-def _refuse_servers_of_mpi(environ, servers):
-    if servers:
-        raise setting_error(
-            environment.NUM_PS,
-            "names servers among the tasks of Slurm, Kubernetes or SageMaker, not of MPI",
-            received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
-            source=mpi.SOURCE,
-            advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
-            " task its TF_CONFIG.",
-        )
+    cluster = (
+        # Slurm's tasks share the GPUs of a host, and servers get none.
+        slurm.find_cluster(environ, servers)
+        or find_in_kubernetes(environ)
+        or find_in_sagemaker(environ)
+    )
+    return None if cluster is None else variables.assign_roles(cluster, servers)
 
 
 def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:

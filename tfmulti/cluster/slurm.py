@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import gpus
 from tfmulti.cluster.errors import ClusterError, setting_error
@@ -39,18 +39,13 @@ _variable_error = functools.partial(
 )
 
 
-def find_cluster(
-    environ: Mapping[str, str],
-    count_gpus: Callable[[], int] = gpus.count_gpus,
-    num_ps: int = 0,
-) -> Cluster | None:
+def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
     """Returns the cluster of this process's job step, or None outside of Slurm.
 
     A step of one task, and a job of one task without a step, are a cluster of one worker.
 
     Args:
         environ: the environment.
-        count_gpus: returns the number of this host's GPUs.
         num_ps: how many tasks, the last ones, will be parameter servers: these and the first
             one, the chief, are given no GPUs.
 
@@ -92,7 +87,7 @@ def find_cluster(
             for each, name in enumerate(names)
             if name == hosts[host] and is_worker(each, len(names), num_ps)
         ]
-        visible_gpus = gpus.share_gpus(environ, here.index(index), len(here), count_gpus)
+        visible_gpus = gpus.share_gpus(environ, here.index(index), len(here))
     return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
 
 

@@ -211,7 +211,6 @@ def _check_requested(cluster: Cluster, asked: Mapping[str, object], source: str)
             )
 
 
-def tpu_in_environment(environ: Mapping[str, str] | None = None) -> bool:
+def tpu_in_environment() -> bool:
     """Whether the environment says that this machine has a TPU, as Colab's and TPU VMs' do."""
-    environ = os.environ if environ is None else environ
-    return any(environ.get(name) for name in _TPU_VARIABLES)
+    return any(os.environ.get(name) for name in _TPU_VARIABLES)

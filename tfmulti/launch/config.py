@@ -224,24 +224,15 @@ def find_host_index(
     return int(given)
 
 
-def variables_of(
-    config: LaunchConfig, local_index: int, num_here: int, cores=None
-) -> Mapping[str, str]:
+def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mapping[str, str]:
     """Returns the environment variables of a worker that divide the machine.
 
     Args:
         config: The job.
         local_index: The worker's place among those of this machine, from 0.
         num_here: Workers on this machine.
-        cores: The cores to divide; by default all that this process may use.
-
-    Example:
-    >>> config = LaunchConfig(num_workers=2, pin=True, allocator="default")
-    >>> variables_of(config, 1, 2, cores=[0, 1, 2, 3])["TFMULTI_CORES"]
-    '2,3'
     """
-    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    mine = part_of(cores, local_index, num_here)
+    mine = part_of(sorted(os.sched_getaffinity(0)), local_index, num_here)
     chosen = {}
     if config.pin:
         chosen[CORES] = ",".join(str(core) for core in mine)

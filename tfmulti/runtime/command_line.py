@@ -19,10 +19,7 @@ from absl import flags, logging
 
 from tfmulti.runtime.errors import cause_of as cause_of
 from tfmulti.runtime.errors import place_of
-from tfmulti.runtime.processes import OWN_THREADS as OWN_THREADS
 from tfmulti.runtime.processes import end_process as end_process
-from tfmulti.runtime.processes import end_process_at_exit as end_process_at_exit
-from tfmulti.runtime.processes import wait_for_threads as wait_for_threads
 
 ERROR = 1
 BAD_USAGE = 2

@@ -77,24 +77,6 @@ def tf_configs(num_workers: int, num_ps: int = 0) -> list[str]:
     ]
 
 
-def run_workers(
-    command: Sequence[str], num_workers: int, *, env: Mapping[str, str] | None = None, **limits
-) -> list[Finished]:
-    """Runs one command as `num_workers` local workers, each with its TF_CONFIG.
-
-    Args:
-        command: The program and its arguments.
-        num_workers: Number of workers.
-        env: Variables to set besides those of this process.
-        **limits: `timeout_s` and `grace_s`, as for `run_together`.
-
-    Returns:
-        The finished workers, in order.
-    """
-    configs = tf_configs(num_workers)
-    return run_together(command, [{**(env or {}), "TF_CONFIG": each} for each in configs], **limits)
-
-
 def run_together(
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tfmulti import checkpoint, cluster
-from tfmulti.runtime import command_line, console, files
+from tfmulti.runtime import command_line, console, files, processes
 from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
 
@@ -39,7 +39,7 @@ def _end_interrupted(config) -> int:
     print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
     _end_servers(KeyboardInterrupt())
     _end_worker(RuntimeError("interrupted by Ctrl-C"), config)
-    command_line.wait_for_threads()
+    processes.wait_for_threads()
     folder = Path(config.workdir) / checkpoint.FOLDER if config.workdir else None
     saved = checkpoint.saved_in(folder) if folder else {}
     why = "no epoch had ended" if config.workdir else "no --workdir"
