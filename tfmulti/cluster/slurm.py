@@ -11,18 +11,9 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from tfmulti.cluster import gpus
+from tfmulti.cluster import gpus, variables
 from tfmulti.cluster.errors import ClusterError, setting_error
 from tfmulti.cluster.task import Cluster
-from tfmulti.cluster.variables import (
-    NO_GPUS,
-    expand_hosts,
-    is_worker,
-    list_addresses,
-    read_first_port,
-    read_number,
-    single_worker,
-)
 
 SOURCE = "Slurm"
 # Step numbers from here up are no steps: the shell of salloc, the script of sbatch (slurm.h).
@@ -65,12 +56,12 @@ def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
         return None
     if not is_step(environ):
         _check_alone(environ)
-        return single_worker(SOURCE)
+        return variables.single_worker(SOURCE)
     hosts, tasks = _read_layout(environ)
     if sum(tasks) == 1:
-        return single_worker(SOURCE)
-    host = read_number(environ, "SLURM_NODEID", SOURCE)
-    place = read_number(environ, "SLURM_LOCALID", SOURCE)
+        return variables.single_worker(SOURCE)
+    host = variables.read_number(environ, "SLURM_NODEID", SOURCE)
+    place = variables.read_number(environ, "SLURM_LOCALID", SOURCE)
     if host >= len(hosts) or place >= tasks[host]:
         raise _variable_error(
             "SLURM_NODEID",
@@ -78,14 +69,14 @@ def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
             received=f"SLURM_NODEID={host}, SLURM_LOCALID={place}, {tasks} tasks on {hosts}",
         )
     index = sum(tasks[:host]) + place
-    workers = list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
-    visible_gpus = NO_GPUS
-    if is_worker(index, len(workers), num_ps):
+    workers = variables.list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
+    visible_gpus = variables.NO_GPUS
+    if variables.is_worker(index, len(workers), num_ps):
         names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
         here = [
             each
             for each, name in enumerate(names)
-            if name == hosts[host] and is_worker(each, len(names), num_ps)
+            if name == hosts[host] and variables.is_worker(each, len(names), num_ps)
         ]
         visible_gpus = gpus.share_gpus(environ, here.index(index), len(here))
     return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
@@ -128,10 +119,12 @@ def first_port(environ: Mapping[str, str], hosts: Sequence[str], tasks: Sequence
     if reserved and int(reserved[2] or reserved[1]) - int(reserved[1]) + 1 >= most:
         default = int(reserved[1])
     else:
-        job = read_number(environ, "SLURM_JOB_ID", SOURCE)
-        block = (job + _STEP * read_number(environ, "SLURM_STEP_ID", SOURCE)) % _NUM_BLOCKS
+        job = variables.read_number(environ, "SLURM_JOB_ID", SOURCE)
+        block = (
+            job + _STEP * variables.read_number(environ, "SLURM_STEP_ID", SOURCE)
+        ) % _NUM_BLOCKS
         default = _FIRST_PORT + _BLOCK * block
-    return read_first_port(environ, default, most, SOURCE)
+    return variables.read_first_port(environ, default, most, SOURCE)
 
 
 def read_tasks_per_node(text: str) -> list[int]:
@@ -162,8 +155,10 @@ def _read_layout(environ) -> tuple[list[str], list[int]]:
     nodes = next((environ[name] for name in names if environ.get(name)), "")
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = next((environ[name] for name in names if environ.get(name)), "")
-    hosts, tasks = expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
-    if len(hosts) != len(tasks) or sum(tasks) != read_number(environ, "SLURM_NTASKS", SOURCE):
+    hosts, tasks = variables.expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
+    if len(hosts) != len(tasks) or sum(tasks) != variables.read_number(
+        environ, "SLURM_NTASKS", SOURCE
+    ):
         raise _variable_error(
             "SLURM_STEP_NODELIST",
             "must name a host for each number of SLURM_STEP_TASKS_PER_NODE, SLURM_NTASKS in all",

@@ -13,15 +13,8 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 
-from tfmulti.cluster import Cluster
+from tfmulti.cluster import Cluster, network
 from tfmulti.cluster.errors import show
-from tfmulti.cluster.network import (
-    EVERYWHERE,
-    advise_port,
-    is_ip_address,
-    open_socket,
-    split_address,
-)
 from tfmulti.rendezvous import messages
 from tfmulti.rendezvous.errors import RendezvousError, describe_fault
 from tfmulti.rendezvous.messages import Token
@@ -38,14 +31,14 @@ def open_listeners(cluster: Cluster) -> list[socket.socket]:
     Raises:
         RendezvousError: If another process listens there, or the port is not permitted.
     """
-    host, port = split_address(cluster.address)
+    host, port = network.split_address(cluster.address)
     try:
-        return _listen(_interfaces(host), port) or _listen(EVERYWHERE, port)
+        return _listen(_interfaces(host), port) or _listen(network.EVERYWHERE, port)
     except OSError as error:
         raise RendezvousError(
             "The first worker must be able to listen at its address for the rendezvous. "
             f"Received: {cluster.address}: {error.strerror or error}. "
-            f"Find the process with `ss -ltnp`, or {advise_port(cluster)}"
+            f"Find the process with `ss -ltnp`, or {network.advise_port(cluster)}"
         ) from error
 
 
@@ -56,7 +49,7 @@ def _interfaces(host: str) -> list[tuple[int, str]]:
         return []
     interfaces = list(dict.fromkeys((family, address[0]) for family, _, _, _, address in found))
     # Many systems resolve their own name to 127.0.1.1, which other machines cannot reach.
-    if not is_ip_address(host) and host != "localhost":
+    if not network.is_ip_address(host) and host != "localhost":
         if any(ipaddress.ip_address(each.split("%")[0]).is_loopback for _, each in interfaces):
             return []
     return interfaces
@@ -67,7 +60,7 @@ def _listen(interfaces, port) -> list[socket.socket]:
     try:
         for family, address in interfaces:
             try:
-                listeners.append(open_socket(family, address, port))
+                listeners.append(network.open_socket(family, address, port))
                 listeners[-1].listen(_BACKLOG)
             except OSError as error:
                 # An address of another machine, or a kind of address that this one lacks.
