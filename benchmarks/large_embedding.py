@@ -76,7 +76,7 @@ def measure(rows: int, columns: int, num_ps: int, steps: int, optimizer: str) ->
     command = [sys.executable, "-c", _PROGRAM, *map(str, (rows, columns, steps, optimizer))]
     started: dict[str, subprocess.Popen] = {}
     with contextlib.ExitStack() as stack:
-        for name, config in zip(names, processes.tf_configs_with_servers(1, num_ps)):
+        for name, config in zip(names, processes.tf_configs(1, num_ps)):
             env = {**os.environ, "TF_CONFIG": config, "TF_CPP_MIN_LOG_LEVEL": "3"}
             process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
             started[name] = stack.enter_context(process)

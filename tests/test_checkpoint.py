@@ -64,9 +64,6 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
         layers = [keras.layers.Dense(5, "tanh"), keras.layers.BatchNormalization(synchronized=True)]
         layers += [keras.layers.Dropout(0.3)] * dropout
         model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
-        optimizer = optimizer or (
-            lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-        )
         model.compile(tfmulti.DistributedOptimizer(optimizer()), "mse", metrics=["mae"])
     data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=3)
     told = []
@@ -80,6 +77,11 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
         callbacks=[stopper, *(own or []), saver, *more],
     )
     return [weight.copy() for weight in model.get_weights()], history, told
+
+
+def train_until_killed(num_replicas, folder, steps, **settings):
+    with pytest.raises(Killed):
+        train(num_replicas, folder, End(steps, kill), **settings)
 
 
 def assert_same_weights(some, others):
@@ -110,34 +112,23 @@ def whole_fixture(tmp_path_factory):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("num_replicas", "steps"),
+    ("num_replicas", "steps", "every_steps", "resumed_at"),
     [
-        (1, 4),
-        (2, 3),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (2, 11)]
-        ),
+        (1, 4, 1, "step 4"),
+        (2, 3, 1, "step 3"),
+        *((1, steps, 1, f"step {steps}") for steps in (1, 3)),
+        *((2, steps, 1, f"step {steps}") for steps in (1, 2, 4, 11)),
+        # The end of the second epoch, step 6, is later than the fifth step; two are taken again.
+        (2, 8, 5, "step 6, epoch 2"),
     ],
 )
-def test_a_killed_run_ends_as_one_that_was_not(num_replicas, steps, whole, tmp_path):
+def test_a_killed_run_ends_as_one_that_was_not(
+    num_replicas, steps, every_steps, resumed_at, whole, tmp_path
+):
     weights, history, _ = whole(num_replicas)
-    with pytest.raises(Killed):
-        train(num_replicas, tmp_path, End(steps, kill), every_steps=1)
-    resumed, resumed_history, told = train(num_replicas, tmp_path, every_steps=1)
-    assert f"resumed at step {steps}" in told[0]
-    assert_same_weights(weights, resumed)
-    assert_same_history(history, resumed_history)
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_between_checkpoints_takes_the_steps_again(whole, tmp_path):
-    weights, history, _ = whole(2)
-    with pytest.raises(Killed):
-        train(2, tmp_path, End(8, kill), every_steps=5)
-    resumed, resumed_history, told = train(2, tmp_path, every_steps=5)
-    # The end of the second epoch, step 6, is later than the fifth step.
-    assert "resumed at step 6, epoch 2" in told[0]
+    train_until_killed(num_replicas, tmp_path, steps, every_steps=every_steps)
+    resumed, resumed_history, told = train(num_replicas, tmp_path, every_steps=every_steps)
+    assert f"resumed at {resumed_at}" in told[0]
     assert_same_weights(weights, resumed)
     assert_same_history(history, resumed_history)
 
@@ -168,8 +159,7 @@ def test_sigterm_saves_and_exits(num_replicas, whole, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_replicas(whole, tmp_path):
     weights, _, _ = whole(1, dropout=False)
-    with pytest.raises(Killed):
-        train(2, tmp_path, End(4, kill), every_steps=1, dropout=False)
+    train_until_killed(2, tmp_path, 4, every_steps=1, dropout=False)
     resumed, _, _ = train(3, tmp_path, every_steps=1, dropout=False)
     for one, other in zip(weights, resumed, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
@@ -177,8 +167,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(whole, tmp_path):
 
 @pytest.mark.slow
 def test_what_differs_with_another_number_of_replicas_is_told(tmp_path):
-    with pytest.raises(Killed):
-        train(2, tmp_path, End(4, kill), every_steps=1)
+    train_until_killed(2, tmp_path, 4, every_steps=1)
     _, _, told = train(1, tmp_path, every_steps=1)
     assert "resuming with 1 replicas after 2: not the same, due to random streams" in told[1]
 
@@ -254,8 +243,7 @@ class BestOfEach(keras.callbacks.Callback):
 @pytest.mark.slow
 def test_a_callback_may_remember_anything(whole, tmp_path):
     first, second = BestOfEach(), BestOfEach()
-    with pytest.raises(Killed):
-        train(1, tmp_path, End(4, kill), every_steps=1, own=[first])
+    train_until_killed(1, tmp_path, 4, every_steps=1, own=[first])
     train(1, tmp_path, every_steps=1, own=[second])
     unbroken = BestOfEach()
     train(1, tmp_path / "whole", own=[unbroken])
@@ -272,8 +260,7 @@ def test_what_callbacks_do_as_an_epoch_begins_is_done_once(every_steps, tmp_path
         return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
 
     whole, history, _ = train(1, tmp_path / "whole", own=halve())
-    with pytest.raises(Killed):
-        train(1, tmp_path, End(5, kill), every_steps=every_steps, own=halve())
+    train_until_killed(1, tmp_path, 5, every_steps=every_steps, own=halve())
     weights, resumed, told = train(1, tmp_path, every_steps=every_steps, own=halve())
     assert any("resumed at step" in line for line in told)
     assert resumed.history["learning_rate"] == pytest.approx(history.history["learning_rate"])

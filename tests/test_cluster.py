@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tfmulti.cluster import Cluster, ClusterError, from_tf_config, network, resolve_cluster
+from tfmulti.runtime.processes import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 READY_FILES = sorted((REPOSITORY / "tf_config").glob("*/*.json"))
@@ -56,16 +57,6 @@ def listener():
         server.bind(("127.0.0.1", 0))
         server.listen()
         yield server
-
-
-def free_ports(number):
-    servers = [socket.socket() for _ in range(number)]
-    for server in servers:
-        server.bind(("127.0.0.1", 0))
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    return ports
 
 
 CLUSTER = 'TF_CONFIG["cluster"]'
@@ -644,14 +635,3 @@ def test_port_that_is_not_permitted():
     message = message_of(network.check_port, cluster, source="TF_CONFIG", bind=bind)
     assert "port 80 of worker 0 of 1" in message
     assert "from 1024 up" in message
-
-
-def test_import_is_pure_python():
-    code = (
-        "import sys, tfmulti.cluster\n"
-        "print([name for name in ('tensorflow', 'keras', 'numpy') if name in sys.modules])"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert process.stdout.strip() == "[]"

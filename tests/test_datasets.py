@@ -1,5 +1,6 @@
 """What each kind of name gives, and what each mistake in one is answered with."""
 
+import contextlib
 import hashlib
 import http.server
 import os
@@ -88,7 +89,10 @@ def create_builder_class(tfds, class_name, splits, *, keys=("image", "label"), *
     return type(class_name, (tfds.core.GeneratorBasedBuilder,), {**parts, **attributes})
 
 
-def assert_three_parts(error, *texts):
+@contextlib.contextmanager
+def raises_in_three_parts(*texts, kind=ValueError):
+    with pytest.raises(kind) as error:
+        yield error
     message = str(error.value)
     assert "`" in message.split("Received:")[0] or "must" in message.split("Received:")[0]
     assert "Received: " in message
@@ -134,15 +138,13 @@ def test_split_of_digits():
 
 @pytest.mark.parametrize("name", ["digits", "digits/", "/train"])
 def test_split_needs_both_parts(name):
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts(repr(name), "digits/train"):
         load_split(name)
-    assert_three_parts(error, repr(name), "digits/train")
 
 
 def test_unknown_split_of_digits():
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("train or test"):
         load_split("digits/validation")
-    assert_three_parts(error, "train or test")
 
 
 def test_import_is_light():
@@ -207,39 +209,34 @@ def test_function_returns_something_else(user_module, kind):
     value, *texts = BAD_RETURNS[kind]
     source = f"import numpy as np, tensorflow as tf\ndef load():\n    return {value}\n"
     user_module(f"bad_{kind}", source)
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts(f"`bad_{kind}:load` must return", *texts):
         load_dataset(f"bad_{kind}:load")
-    assert_three_parts(error, f"`bad_{kind}:load` must return", *texts)
 
 
 @pytest.mark.parametrize("name", ["my_data:", ":load", "my-data:load", "a/b.py:load", "m:a b", "m"])
 def test_name_of_another_form(name):
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("`--model` must have the form", f"--model={name!r}", ":load"):
         resolve_function(name, "--model")
-    assert_three_parts(error, "`--model` must have the form", f"--model={name!r}", ":load")
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "user_package.missing"])
 def test_module_is_not_there(user_module, tmp_path, name):
     user_module("user_package.__init__", "")
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("`dataset`", name, "PYTHONPATH", str(tmp_path)) as error:
         load_dataset(f"{name}:load")
-    assert_three_parts(error, "`dataset`", name, "PYTHONPATH", str(tmp_path))
     assert error.value.__cause__ is None and error.value.__suppress_context__
 
 
 def test_function_is_not_there(user_module):
     user_module("typo_module", "def load_data():\n    pass\n")
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("`--dataset`", "typo_module:load_dta", "Did you mean 'load_data'?"):
         resolve_function("typo_module:load_dta", "--dataset")
-    assert_three_parts(error, "`--dataset`", "typo_module:load_dta", "Did you mean 'load_data'?")
 
 
 def test_not_callable(user_module):
     user_module("value_module", "DATA = (1, 2)\n")
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("`--model` must name a function", "tuple of (int, int)"):
         resolve_function("value_module:DATA", "--model")
-    assert_three_parts(error, "`--model` must name a function", "tuple of (int, int)")
 
 
 @pytest.mark.parametrize(
@@ -335,27 +332,23 @@ def test_validation_stands_in_for_test(tfds, test_labels):
 
 def test_splits_are_missing(tfds):
     create_builder_class(tfds, "OnlyTrain", {"train": [1, 2]})
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("only_train", "load_split('only_train/train[:90%]')"):
         load_dataset("only_train")
-    assert_three_parts(error, "only_train", "load_split('only_train/train[:90%]')")
     assert len(load_split("only_train/train")[1]) == 2
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("'trian'", "train[:10%]"):
         load_split("only_train/trian")
-    assert_three_parts(error, "'trian'", "train[:10%]")
 
 
 def test_no_supervised_keys(tfds):
     create_builder_class(tfds, "Unsupervised", {"train": [1], "test": [1]}, keys=None)
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("`dataset` must have supervised keys", "package.module:function"):
         load_dataset("unsupervised")
-    assert_three_parts(error, "`dataset` must have supervised keys", "package.module:function")
 
 
 @pytest.mark.parametrize("name", ["mnits", "mnits/train", "MNITS:1.0.0"])
 def test_unknown_name(tfds, no_network, name):
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("`dataset` must", repr(name), "Did you mean 'mnist'"):
         load_dataset(name)
-    assert_three_parts(error, "`dataset` must", repr(name), "Did you mean 'mnist'")
 
 
 def test_unknown_name_near_a_built_in_one(tfds):
@@ -365,9 +358,8 @@ def test_unknown_name_near_a_built_in_one(tfds):
 
 @pytest.mark.parametrize("name", ["mnist/train", "mnist:9.9.9", "mnist/train[10%:]"])
 def test_unknown_config_or_version(tfds, no_network, name):
-    with pytest.raises(ValueError) as error:
+    with raises_in_three_parts("config and version", repr(name), "'mnist' alone", "load_split"):
         load_dataset(name)
-    assert_three_parts(error, "config and version", repr(name), "'mnist' alone", "load_split")
 
 
 @pytest.mark.slow
@@ -443,9 +435,10 @@ def test_download_fails(tfds):
         raise ConnectionError("the line went dead")
 
     create_builder_class(tfds, "Failing", {}, _split_generators=fail)
-    with pytest.raises(RuntimeError) as error:
+    with raises_in_three_parts(
+        "dataset='failing'", "the line went dead", "TFDS_DATA_DIR", kind=RuntimeError
+    ) as error:
         load_dataset("failing")
-    assert_three_parts(error, "dataset='failing'", "the line went dead", "TFDS_DATA_DIR")
     assert isinstance(error.value.__cause__, ConnectionError)
 
 

@@ -23,7 +23,7 @@ from documentation.pages import (
 )
 
 import tfmulti
-from tfmulti.launch import placement
+from tfmulti.launch.config import read_hosts
 
 PAGES = page_names()
 LANGUAGES = {"python", "sh", "diff", "json", "yaml", "text"}
@@ -170,7 +170,7 @@ def test_data_are_data(block):
 def test_files_of_hosts_are_read(block, tmp_path):
     path = tmp_path / block.file
     path.write_text(block.text)
-    assert placement.read_hosts(str(path), base_port=2222)
+    assert read_hosts(str(path), base_port=2222)
 
 
 @pytest.mark.parametrize("block", named(all_blocks("sh")))

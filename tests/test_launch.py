@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,8 +20,9 @@ import pytest
 from tfmulti import rendezvous
 from tfmulti.cluster import Cluster, environment
 from tfmulti.launch import __main__ as command
-from tfmulti.launch import job, logs, placement
-from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch import job, logs
+from tfmulti.launch.config import LaunchConfig, part_of, read_hosts, tf_configs_here
+from tfmulti.launch.pmi import ProcessManager
 from tfmulti.runtime.processes import free_ports
 
 PRELUDE = """
@@ -437,14 +439,14 @@ def test_a_hosts_file_gives_every_host_the_same_cluster(tmp_path):
     path.write_text("# two machines\n10.0.0.1 slots=2\n\n[fd00::2]:5000 slots=2 # more\nthird\n")
     config = LaunchConfig(hosts=str(path))
     expected = [["10.0.0.1:2222", "10.0.0.1:2223"], ["[fd00::2]:5000", "[fd00::2]:5001"]]
-    assert placement.read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
+    assert read_hosts(str(path), 2222) == [*expected, ["third:2222"]]
     found = {}
     for index, variable in enumerate(("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")):
-        found |= placement.tf_configs_here(config, {variable: str(index)})
+        found |= tf_configs_here(config, {variable: str(index)})
     assert sorted(found) == [0, 1, 2, 3, 4]
     assert len({json.dumps(json.loads(text)["cluster"]) for text in found.values()}) == 1
     config = LaunchConfig(hosts=str(path), host_index=2, base_port=7)
-    assert list(placement.tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
+    assert list(tf_configs_here(config, {"SLURM_NODEID": "0"})) == [4]
 
 
 @pytest.mark.parametrize(
@@ -463,7 +465,7 @@ def test_a_wrong_hosts_file_is_told_with_its_line(tmp_path, text, words):
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
-        placement.tf_configs_here(LaunchConfig(hosts=str(path)), {})
+        tf_configs_here(LaunchConfig(hosts=str(path)), {})
     assert words.format(path=path) in str(caught.value)
 
 
@@ -531,18 +533,6 @@ def test_events_of_signals_come_in_order():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# In make test, tests/multi_worker/test_train_on_workers.py has it.
-@pytest.mark.slow
-def test_two_workers_train_to_the_same_weights(run):
-    flags = ["--strategy=multi_worker", "--epochs=1", "--model=mlp"]
-    command = [sys.executable, "-m", "tfmulti.train", *flags]
-    done, stdout, stderr = run("--num_workers=2", "--all_output", "--", *command)
-    assert done == 0, stdout + stderr
-    digests = re.findall(r"\[worker (\d)\] worker \1: weights_sha256=(\w{64})", stdout)
-    assert sorted(index for index, _ in digests) == ["0", "1"]
-    assert len({digest for _, digest in digests}) == 1
-
-
 def train(cluster, *flags):
     return subprocess.Popen(
         [sys.executable, "-m", "tfmulti.train", "--strategy=multi_worker", *flags],
@@ -598,3 +588,92 @@ def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
     assert (line in terminal.getvalue().decode()) == shown
     assert b"[worker 0] before\n" in terminal.getvalue() and b"End of it" in terminal.getvalue()
     assert line in (tmp_path / "log").read_text()
+
+
+SHOW = """
+import json, os, sys
+names = ("MALLOC_MMAP_MAX_", "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+shown = [sorted(os.sched_getaffinity(0)), *(os.environ.get(name) for name in names)]
+index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+open(f"{sys.argv[1]}/{index}.json", "w").write(json.dumps(shown))
+"""
+
+
+def shown_by_workers(tmp_path, **settings):
+    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), **settings)
+    assert job.Job(config, [sys.executable, "-c", SHOW, str(tmp_path)], print).run() == 0
+    return [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2)]
+
+
+@pytest.fixture
+def no_threads(monkeypatch):
+    for name in ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_workers_divide_the_cores_and_keep_their_memory(tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    parts = [part_of(cores, place, 2) for place in range(2)]
+    threads = [str(len(part)) for part in parts]
+    assert shown_by_workers(tmp_path, pin=True) == [
+        [part, "0", number, number] for part, number in zip(parts, threads)
+    ]
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_each_can_be_switched_off(tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    shown = shown_by_workers(tmp_path, threads=0, allocator="default")
+    assert shown == [[cores, None, None, None]] * 2
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_threads_that_the_user_has_set_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert [worker[2:] for worker in shown_by_workers(tmp_path, threads=3)] == [["3", "7"]] * 2
+
+
+def test_mpi_goes_with_workers_of_this_machine():
+    with pytest.raises(ValueError, match="Received: mpi=True, hosts=hosts.txt"):
+        LaunchConfig(hosts="hosts.txt", mpi=True)
+
+
+class Process:
+    """One process of an MPI job, as its library speaks with the process manager."""
+
+    def __init__(self, manager, index):
+        variables = manager.variables(index)
+        host, port = variables["PMI_PORT"].split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.lines = self.socket.makefile("rw")
+        self.number = variables["PMI_ID"]
+
+    def say(self, line):
+        self.lines.write(f"{line}\n")
+        self.lines.flush()
+
+    def hear(self, number=1):
+        return [self.lines.readline().strip() for _ in range(number)]
+
+    def ask(self, line):
+        self.say(line)
+        return self.hear()[0]
+
+
+def test_the_process_manager_lets_processes_find_one_another():
+    with ProcessManager(2) as manager:
+        one, other = (Process(manager, index) for index in range(2))
+        for process in (one, other):
+            process.say(f"cmd=initack pmiid={process.number}")
+            answers = process.hear(4)
+            assert answers[1:3] == ["cmd=set size=2", f"cmd=set rank={process.number}"]
+        assert one.ask("cmd=init pmi_version=1 pmi_subversion=1").endswith("rc=0")
+        assert "(vector,(0,1,2))" in one.ask("cmd=get kvsname=x key=PMI_process_mapping")
+        assert "rc=0" in one.ask("cmd=put kvsname=x key=place value=here")
+        assert "rc=-1" in other.ask("cmd=get kvsname=x key=nothing")
+        assert "rc=-1" in other.ask("cmd=spawn")
+        one.say("cmd=barrier_in")
+        assert other.ask("cmd=barrier_in") == one.hear()[0] == "cmd=barrier_out rc=0"
+        assert "value=here" in other.ask("cmd=get kvsname=x key=place")
+        assert one.ask("cmd=finalize") == "cmd=finalize_ack rc=0"

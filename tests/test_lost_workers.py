@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.peer_errors import find_peer_error
+from tfmulti.cluster.peers import find_peer_error
 
 CLUSTER = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]}, "worker", 1)
 # Shortened from TensorFlow 2.21's own.

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfmulti
 from tfmulti.cluster import ClusterError, resolve_cluster
-from tfmulti.cluster.presence import GONE, SILENT, THERE, Presence, probe
+from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
@@ -159,7 +159,7 @@ def test_no_cluster_is_refused(monkeypatch):
 
 
 def test_tasks_that_do_not_start_are_named(monkeypatch):
-    config = json.loads(processes.tf_configs_with_servers(1, 1)[0])
+    config = json.loads(processes.tf_configs(1, 1)[0])
     with pytest.raises(RuntimeError, match="nothing from worker 0 .*, ps 0 "):
         tfmulti.create_strategy("parameter_server", tf_config=config, start_timeout=0.2)
 
@@ -209,7 +209,7 @@ def test_a_lost_server_is_named(monitor):
 
 
 def test_a_frozen_worker_is_named(monitor, monkeypatch):
-    monkeypatch.setattr("tfmulti.cluster.presence.SILENCE_S", 0.0)
+    monkeypatch.setattr("tfmulti.cluster.peers.SILENCE_S", 0.0)
     monitor.note("worker 1", SILENT)
     with pytest.raises(WorkersLost, match="worker 1 .127.0.0.1:2: it does not answer"):
         monitor.check()

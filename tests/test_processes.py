@@ -1,4 +1,4 @@
-"""Processes that end together, with plain Python in them."""
+"""Processes that end together, with plain Python in them; and how one ends itself."""
 
 import os
 import signal
@@ -40,7 +40,8 @@ def test_each_worker_has_its_tf_config_and_its_output():
         print(task["task"]["index"], len(set(task["cluster"]["worker"])), os.environ["WORD"])
         print("x" * 200_000, file=sys.stderr)
     """
-    done = processes.run_workers(python(code), 3, env={"WORD": "hello"})
+    environments = [{"WORD": "hello", "TF_CONFIG": each} for each in processes.tf_configs(3)]
+    done = processes.run_together(python(code), environments)
     assert [each.stdout for each in done] == [f"{n} 3 hello\n" for n in range(3)]
     assert {(each.how, each.returncode, len(each.stderr)) for each in done} == {("done", 0, 200001)}
 
@@ -125,3 +126,52 @@ def test_a_program_can_end_with_its_parent():
         parent.wait()
     assert_ends(number)
     os.unlink(path)
+
+
+BEGIN = """
+import atexit, sys, threading, time
+from tfmulti.runtime import command_line, processes
+atexit.register(print, "exit functions are called")
+"""
+WAITS_FOR_EVER = "threading.Thread(target=threading.Event().wait).start()\n"
+WRITES = """
+def write():
+    time.sleep(7)
+    print("written")
+threading.Thread(target=write, name="tfmulti: checkpoint").start()
+"""
+
+
+def run_to_its_end(code):
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", BEGIN + code], capture_output=True, text=True)
+    return done, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [
+        ("command_line.end_process(3)", 3),
+        ("command_line.run_and_exit(lambda: 4)", 4),
+        ("command_line.run_and_exit(lambda: sys.exit(143))", 143),
+        ("command_line.run_and_exit(lambda: sys.exit('words'))", 1),
+        ("processes.end_process_at_exit(5)", 5),
+    ],
+)
+def test_the_exit_code_and_exit_functions(end, exit_code):
+    done, _ = run_to_its_end(end)
+    assert done.returncode == exit_code
+    assert done.stdout == "exit functions are called\n"
+
+
+@pytest.mark.slow
+def test_a_thread_that_never_ends_holds_nothing_up():
+    done, seconds = run_to_its_end(WAITS_FOR_EVER + "command_line.end_process(1)")
+    assert done.returncode == 1
+    assert seconds < 15
+
+
+@pytest.mark.slow
+def test_our_own_threads_are_waited_for():
+    done, _ = run_to_its_end(WRITES + "command_line.end_process(0)")
+    assert done.stdout == "written\nexit functions are called\n"

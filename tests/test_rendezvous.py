@@ -348,21 +348,26 @@ def test_another_service_at_the_address_is_told():
         assert "ss -ltnp" in str(error)
 
 
-def test_a_false_host_cannot_say_what_others_said():
-    workers = clusters(2)
+def meet_a_false_host(workers, timeout_s):
+    """Has worker 1 come to a host without the token; returns its error, and what it has said."""
+    heard = []
     with socket.create_server(address_of(workers[0])) as false:
 
         def answer():
-            connection = false.accept()[0]
-            with connection:
+            with false.accept()[0] as connection:
                 connection.sendall(messages.write_greeting("0" * 32))
-                connection.recv(65536)
+                heard.append(connection.recv(65536))
                 connection.sendall(messages.write(b"guess", "server", "", {"settings": {}}))
 
         thread = threading.Thread(target=answer)
         thread.start()
-        [error] = serve(workers[1:], timeout_s=0.5)
+        [error] = serve(workers[1:], timeout_s=timeout_s)
         thread.join()
+    return error, heard[0]
+
+
+def test_a_false_host_cannot_say_what_others_said():
+    error, _ = meet_a_false_host(clusters(2), timeout_s=0.5)
     assert "did not connect: worker 0" in str(error)
 
 
@@ -428,20 +433,9 @@ def test_public_addresses_are_warned_of(caplog):
 
 
 def test_the_secret_is_never_sent_nor_shown():
-    heard = []
     workers = clusters(2)
-    with socket.create_server(address_of(workers[0])) as false:
-
-        def listen():
-            with false.accept()[0] as connection:
-                connection.sendall(messages.write_greeting("0" * 32))
-                heard.append(connection.recv(65536))
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        [error] = serve(workers[1:], timeout_s=0.3)
-        thread.join()
-    assert json.loads(heard[0].partition(b" ")[2])["index"] == 1
-    assert TOKEN.encode() not in heard[0] and TOKEN not in str(error)
+    error, heard = meet_a_false_host(workers, timeout_s=0.3)
+    assert json.loads(heard.partition(b" ")[2])["index"] == 1
+    assert TOKEN.encode() not in heard and TOKEN not in str(error)
     shown = repr(client.Client(workers[1], {}, rendezvous.find_token(workers[1], TOKEN), 1.0).token)
     assert TOKEN not in shown

@@ -20,7 +20,6 @@ from tfmulti.cluster import (
     environment,
     from_tf_config,
     gpus,
-    kubernetes,
     mpi,
     resolve_cluster,
     schedulers,
@@ -339,16 +338,13 @@ def test_the_chief_and_the_servers_of_a_step_take_no_gpus():
     assert [resolve(each, servers=True).visible_gpus for each in tasks] == ["", "0", "1", ""]
 
 
-def test_the_last_pods_of_a_job_are_parameter_servers():
+def test_the_last_pods_of_a_job_and_the_last_host_of_sagemaker_are_parameter_servers():
     pod = {**POD, "TFMULTI_NUM_WORKERS": "4", "TFMULTI_NUM_PS": "1"}
     tasks = [{**pod, "JOB_COMPLETION_INDEX": str(i), "HOSTNAME": f"train-{i}"} for i in range(4)]
     roles, spec = roles_of(tasks)
     assert roles == [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
     assert spec["ps"] == ["train-3.workers:2222"] and spec["chief"] == ["train-0.workers:2222"]
     assert resolve(tasks[3], servers=True).names_come_late
-
-
-def test_the_last_host_of_sagemaker_is_a_parameter_server():
     hosts = ["algo-1", "algo-2", "algo-3"]
     job = {"SM_HOSTS": json.dumps(hosts), "TFMULTI_NUM_PS": "1"}
     roles, _ = roles_of([{**job, "SM_CURRENT_HOST": host} for host in hosts])
@@ -720,7 +716,7 @@ def test_the_variables_of_a_manifest_make_its_cluster(name, host, others):
     service = template["spec"].get("subdomain", "train")
     [port] = container["ports"]
     assert clusters[1].address == f"{host}-1.{service}:{port['containerPort']}"
-    assert kubernetes.SOURCE == clusters[1].source
+    assert schedulers.KUBERNETES == clusters[1].source
 
 
 @pytest.mark.parametrize(

@@ -23,59 +23,38 @@ def run(*arguments, env=None, cwd=None):
     )
 
 
+ONE, LOCAL = "--strategy=one_device", "--synchronize_every=2"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["extra"], ["flags only", "Received: extra"]),
-        (["--stratgy", "mirrored"], ["Unknown command line flag 'stratgy'", "strategy"]),
-        (["--strategy", "horovod"], ["horovod", "mirrored"]),
-        (["--epochs", "0"], ["`epochs` must be at least 1", "epochs=0"]),
-        (["--global_batch_size=8", "--per_replica_batch_size=4"], ["exclude each other"]),
+        ("extra", ["flags only", "Received: extra"]),
+        ("--stratgy mirrored", ["Unknown command line flag 'stratgy'", "strategy"]),
+        ("--strategy horovod", ["horovod", "mirrored"]),
+        ("--epochs 0", ["`epochs` must be at least 1", "epochs=0"]),
+        ("--global_batch_size=8 --per_replica_batch_size=4", ["exclude each other"]),
+        ("--strategy=mirrored --tf_config=x.json", ["`tf_config` can be used with multi_worker"]),
+        ("--strategy=mirrored --communication=ring", ["`communication` can be used with"]),
+        (f"{ONE} --logical_cpus=2", ["`logical_cpus` above 1"]),
+        (f"{ONE} --logical_cpus=2 --pipeline_stages=3", ["stages=3, logical_cpus=2", "cpus 3"]),
+        ("--strategy=mirrored --pipeline_stages=2", ["needs one_device", "strategy='mirrored'"]),
+        (f"{ONE} --pipeline_stages=2 --estimate_memory=2", ["`estimate_memory` is about workers"]),
+        (f"{LOCAL} --pipeline_stages=2", [": synchronize_every=2, pipeline_stages=2."]),
+        (f"{LOCAL} --tensor_parallel=x=row", ["synchronize_every=2, tensor_parallel='x=row'."]),
+        (f"{LOCAL} --compression=bfloat16", ["synchronize_every=2, compression='bfloat16'."]),
         (
-            ["--strategy=mirrored", "--tf_config=x.json"],
-            ["`tf_config` can be used with multi_worker"],
-        ),
-        (["--strategy=mirrored", "--communication=ring"], ["`communication` can be used with"]),
-        (["--strategy=one_device", "--logical_cpus=2"], ["`logical_cpus` above 1"]),
-        (
-            ["--strategy=one_device", "--logical_cpus=2", "--pipeline_stages=3"],
-            ["pipeline_stages=3, logical_cpus=2", "--logical_cpus 3"],
-        ),
-        (
-            ["--strategy=mirrored", "--pipeline_stages=2"],
-            ["`pipeline_stages` needs one_device", "strategy='mirrored'"],
-        ),
-        (
-            ["--strategy=one_device", "--pipeline_stages=2", "--estimate_memory=2"],
-            ["`estimate_memory` is about workers", "pipeline_stages=2"],
-        ),
-        (
-            ["--pipeline_stages=2", "--synchronize_every=3"],
-            ["Received: synchronize_every=3, pipeline_stages=2."],
-        ),
-        (
-            ["--tensor_parallel=x=column", "--synchronize_every=2"],
-            ["Received: synchronize_every=2, tensor_parallel='x=column'."],
-        ),
-        (
-            ["--compression=bfloat16", "--synchronize_every=2"],
-            ["Received: synchronize_every=2, compression='bfloat16'."],
-        ),
-        (
-            ["--shard=parameters", "--compression=bfloat16"],
+            "--shard=parameters --compression=bfloat16",
             ["Received: shard='parameters', compression='bfloat16'. Leave --compression out"],
         ),
-        (
-            ["--pipeline_stages=2", "--compression=bfloat16"],
-            ["Received: pipeline_stages=2, compression='bfloat16'."],
-        ),
-        (["--micro_batches=8"], ["Received: micro_batches=8, and no pipeline_stages."]),
-        (["--tensor_parallel=dense/kernel=diagonal"], ["'diagonal' is none", "vocabulary"]),
-        (["--tensor_parallel=dense(/kernel=row"], ["must be a regular expression"]),
+        ("--pipeline_stages=2 --compression=bfloat16", ["stages=2, compression='bfloat16'."]),
+        ("--micro_batches=8", ["Received: micro_batches=8, and no pipeline_stages."]),
+        ("--tensor_parallel=dense/kernel=diagonal", ["'diagonal' is none", "vocabulary"]),
+        ("--tensor_parallel=dense(/kernel=row", ["must be a regular expression"]),
     ],
 )
 def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
-    assert command.main(["train", *arguments]) == command_line.BAD_USAGE
+    assert command.main(["train", *arguments.split()]) == command_line.BAD_USAGE
     message = capsys.readouterr().err
     assert all(word in message for word in words)
 
@@ -119,14 +98,9 @@ def test_a_cluster_that_cannot_be_read_never_trains_alone(tf_config, word):
 
 
 @pytest.mark.slow
-def test_multi_worker_without_a_cluster_is_refused():
-    env = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tfmulti.train", "--strategy", "multi_worker"],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+def test_multi_worker_without_a_cluster_is_refused(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    done = run("--strategy", "multi_worker")
     assert done.returncode == command_line.ERROR
     assert "`multi_worker` needs a cluster in TF_CONFIG" in done.stderr
     assert "Traceback" not in done.stderr

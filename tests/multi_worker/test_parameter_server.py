@@ -189,7 +189,7 @@ def test_a_job_resumes_after_a_server_was_killed(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["chief", "ps"])
 def test_without_a_launcher_each_task_ends_and_tells_who_is_gone(tmp_path, killed):
-    configs = processes.tf_configs_with_servers(2, 1)
+    configs = processes.tf_configs(2, 1)
     started = {
         name: subprocess.Popen(
             [sys.executable, str(PROGRAM), str(tmp_path), "killed_worker"],

@@ -13,9 +13,11 @@ import keras
 from absl import logging
 
 from tfmulti import keras_compat, topology
-from tfmulti.checkpoint import generations, resuming
+from tfmulti.callbacks.throughput import steps_before
+from tfmulti.checkpoint import generations, state
 from tfmulti.cluster import environment
-from tfmulti.runtime import command_line
+from tfmulti.runtime import processes
+from tfmulti.settings import check_whole_number
 from tfmulti.strategies import coordination
 from tfmulti.strategies.coordination import requests_of
 
@@ -25,7 +27,7 @@ class Preempted(SystemExit):
 
     def __init__(self):
         super().__init__(environment.PREEMPTED)
-        command_line.end_process_at_exit(environment.PREEMPTED)
+        processes.end_process_at_exit(environment.PREEMPTED)
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -76,11 +78,11 @@ class Checkpoint(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
-        resuming.check_arguments(dataset, every_steps, every_minutes, keep)
+        _check_arguments(dataset, every_steps, every_minutes, keep)
         self._folder, self._dataset = Path(folder), dataset
         self.every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
-        self._writer = resuming.Writer(print_fn)
+        self._writer = generations.Writer(print_fn)
         self._epoch = self._step = self._unsaved = 0
         self._resumed, self._callbacks = None, ()
         self.saved: list[int] = []
@@ -92,7 +94,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._requests = requests_of(self._strategy)
         self._requests.reset()
         self._strategy.keeps_whole_sums = True
-        resuming.check_steps(self._dataset, self.params.get("steps"))
+        _check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
         self._previous_handler = None
         if threading.current_thread() is threading.main_thread():
@@ -102,15 +104,13 @@ class Checkpoint(keras.callbacks.Callback):
             # Of an earlier run; with larger numbers they would count as later than this run's.
             generations.remove_all(self._folder)
         if self._resume:
-            self._resumed = resuming.resume(self._folder, self._strategy, self._run, self._print_fn)
+            self._resumed = state.resume(
+                self._folder, self.model, self._dataset, self._callbacks, self._print_fn
+            )
         if self._resumed is not None:
             self._step = self.resumed_step = self._resumed.state["step"]
             self.resumed_position = self._resumed.state["position"]
             keras_compat.set_initial_epoch(self.model, self._resumed.state["epoch"])
-
-    @property
-    def _run(self) -> resuming.Run:
-        return resuming.Run(self.model, self._dataset, self._callbacks)
 
     def set_callbacks(self, callbacks):
         """Receives all callbacks of this `fit`, whose state is saved too."""
@@ -119,7 +119,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _on_sigterm(self, number, frame):
         # A second SIGTERM, or one after an exception has ended `fit`, ends the process.
         signal.signal(signal.SIGTERM, self._previous_handler)
-        if resuming.is_within_fit(frame, self.model):
+        if _is_within_fit(frame, self.model):
             self._requests.ask("stop")
         else:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -127,13 +127,11 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         """Saves the state after the previous epoch and all its callbacks."""
         if self._resumed is not None:
-            self._resumed.finish(self._run)
+            self._resumed.finish(self.model, self._callbacks)
             self._resumed = None
         elif self._unsaved:
             self._save(epoch, begun=True)
-        self._epoch, self._last_batch = epoch, -1
-        if self._dataset is not None:
-            self._last_batch += resuming.steps_done(self._dataset)
+        self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
         self._stop_if_requested()
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -183,13 +181,14 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save(self, epoch, *, begun, within_epoch=False):
         """Copies the state on every worker; writes it on the chief, in the background."""
-        snapshot = resuming.take(
-            self._run, epoch, self._step, self._strategy, begun=begun, within_epoch=within_epoch
+        run = (self.model, self._dataset, self._callbacks)
+        tensors, others = state.take_snapshot(
+            *run, epoch, self._step, begun=begun, within_epoch=within_epoch
         )
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
         if topology.is_chief(self._strategy):
-            self._writer.write(self._folder, self._step, snapshot, self._keep)
+            self._writer.write(self._folder, self._step, tensors, others, self._keep)
         else:
             self._print_fn(f"saved step {self._step}, which the chief writes")
 
@@ -201,3 +200,41 @@ class Checkpoint(keras.callbacks.Callback):
             signal.signal(signal.SIGTERM, self._previous_handler)
         if failed is not None:
             raise failed
+
+
+def _check_arguments(dataset, every_steps, every_minutes, keep) -> None:
+    """Raises ValueError for invalid arguments of `Checkpoint`."""
+    for name, value in (("every_steps", every_steps), ("keep", keep)):
+        check_whole_number(name, value, "Use a larger number.", optional=True)
+    if every_minutes is not None and every_minutes <= 0:
+        raise ValueError(
+            "`every_minutes` must be above 0. "
+            f"Received: every_minutes={every_minutes}. Use for example 10."
+        )
+    if dataset is None and (every_steps or every_minutes):
+        raise ValueError(
+            "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
+            "Received: dataset=None. Give the result of distribute_train."
+        )
+
+
+def _check_steps(dataset, steps: int | None) -> None:
+    """Raises ValueError if the epochs of `fit` differ from those of the data."""
+    if dataset is not None and steps != dataset.plan.steps_per_epoch:
+        raise ValueError(
+            "`fit` must run whole epochs of `dataset`, or the position in it is unknown. "
+            f"Received: {steps} steps, and {dataset.plan.steps_per_epoch} per epoch of the data. "
+            "Give steps_per_epoch to distribute_train instead."
+        )
+
+
+def _is_within_fit(frame, model: keras.Model) -> bool:
+    """Whether a frame of the main thread is within `fit`, or `train_async`, of a model."""
+    while frame is not None:
+        name, names = frame.f_code.co_name, frame.f_locals
+        if name == "fit" and names.get("self") is model:
+            return True
+        if name == "train_async" and names.get("model") is model:
+            return True
+        frame = frame.f_back
+    return False

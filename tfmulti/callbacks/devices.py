@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import keras
@@ -158,17 +158,12 @@ class Devices(keras.callbacks.Callback):
         if missing:
             names = ", ".join(sorted(missing))
             self._print_fn(f"no readings of {names}: give `Devices` to every worker")
-        before, known = self.imbalance, {self._exchange.worker: self.readings}
-        self.imbalance = hardware.describe_imbalance(known | _parse(texts))
+        before, readings = self.imbalance, {self._exchange.worker: self.readings}
+        for worker, text in texts.items():
+            # Another version may publish something else.
+            with contextlib.suppress(ValueError):
+                readings[worker] = json.loads(text)
+        self.imbalance = hardware.describe_imbalance(readings)
         # Once, not after every epoch for as long as it lasts.
         if self.imbalance is not None and before is None:
             self._print_fn(self.imbalance)
-
-
-def _parse(texts: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    readings = {}
-    for worker, text in texts.items():
-        # Another version may publish something else.
-        with contextlib.suppress(ValueError):
-            readings[worker] = json.loads(text)
-    return readings

@@ -7,7 +7,7 @@ determine the order in which a cluster reads them. Here the values are copied fi
 training continues during the write.
 
 Here are the names of what is on disk, without TensorFlow. `generations` writes and reads it;
-`state` copies what a run holds, and `resuming` puts it back.
+`state` copies what a run holds, and puts it back.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import checkpoint
+from tfmulti.runtime import processes
 
 _MANIFEST, _VALUES = "manifest.json", "values"
 _FORMAT = 1
@@ -105,6 +107,35 @@ def _write_files(path, tensors, state):
     for file in path.iterdir():
         _sync(file)
     _sync(path)
+
+
+class Writer:
+    """Writes snapshots in a thread, one at a time, and remembers whether the last one failed."""
+
+    def __init__(self, print_fn: Callable[[str], None]):
+        self._print_fn, self._thread, self._error = print_fn, None, None
+
+    def write(self, folder: Path, number: int, tensors: dict, state: dict, keep: int) -> None:
+        """Starts a write, after the previous one has ended."""
+        self.finish()
+
+        def work():
+            try:
+                write(folder, number, tensors, state, keep)
+                self._error = None
+            except CheckpointError as error:
+                self._error = error
+                self._print_fn(f"checkpoint of step {number} not written: {error}")
+
+        self._thread = threading.Thread(target=work, name=f"{processes.OWN_THREADS}: checkpoint")
+        self._thread.start()
+
+    def finish(self) -> CheckpointError | None:
+        """Waits for the current write; returns the error of the last one, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._error
 
 
 def latest_good(

@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
-from tfmulti.checkpoint.generations import CheckpointError, Generation, load
+from tfmulti import checkpoint, keras_compat, topology
+from tfmulti.checkpoint import generations
 from tfmulti.step import accumulation, local_steps, model_contents, slots
+from tfmulti.strategies import coordination
 
 # The state of callbacks that stop training, lower the rate or keep the best weights.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
 _BEST_WEIGHTS = "best_weights"
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """A copy of a run's state in host memory.
-
-    Attributes:
-        tensors: Values of variables and arrays, by name.
-        state: Everything else, as JSON.
-    """
-
-    tensors: dict[str, np.ndarray]
-    state: dict
-
-
-def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> Snapshot:
-    """Copies weights, optimizers, random states and the state of callbacks.
+def take_snapshot(
+    model: keras.Model,
+    dataset,
+    callbacks: Sequence,
+    epoch: int,
+    step: int,
+    *,
+    begun: bool,
+    within_epoch: bool,
+) -> tuple[dict[str, np.ndarray], dict]:
+    """Copies a run's state to host memory.
 
     Every worker must call it: reading a metric that is summed over replicas is a collective.
 
     Args:
         model: The model.
+        dataset: The result of `distribute_train`, or None.
         callbacks: The callbacks of this `fit`.
-        metrics: Whether to copy the metrics' states, which matter only within an epoch.
+        epoch: The epoch in which training will resume.
+        step: Steps since the run began.
+        begun: Whether the callbacks' `on_epoch_begin` has run for this epoch.
+        within_epoch: Whether steps of this epoch were taken; only then metrics' states matter.
+
+    Returns:
+        The values of variables and arrays, by name; and everything else, as JSON.
     """
     local_steps.average_weights(model)
     accumulation.settle(model, model_contents.optimizers_of(model, nested=True))
     variables = named_variables(model)
-    if metrics:
+    if within_epoch:
         variables |= metric_variables(model)
     tensors, writes = {}, topology.is_chief(model.distribute_strategy)
     for name, variable in variables.items():
@@ -62,8 +67,31 @@ def take_snapshot(model: keras.Model, callbacks: Sequence, *, metrics: bool) -> 
         remembered.append([type(callback).__name__, values])
         for index, weights in enumerate(_best_weights(callback)):
             tensors[f"callback/{number}/{index:06d}"] = weights
-    state = {"callbacks": remembered, "random": _random_states()}
-    return Snapshot(tensors, state | {"optimizers": _what_optimizers_update(model)})
+    history = model.history
+    values = {n: [float(v) for v in values] for n, values in history.history.items()}
+    return tensors, {
+        "callbacks": remembered,
+        "random": _random_states(),
+        "optimizers": _what_optimizers_update(model),
+        "epoch": epoch,
+        "step": step,
+        "begun": begun,
+        "position": _position_of(dataset, within_epoch),
+        "num_replicas": model.distribute_strategy.num_replicas_in_sync,
+        "data": _order_of(dataset),
+        "history": {"epoch": list(history.epoch), "values": values},
+    }
+
+
+def _position_of(dataset, within_epoch) -> list[int] | None:
+    if dataset is None:
+        return None
+    number, done = dataset.position
+    return [number, done] if within_epoch else [number + (done > 0), 0]
+
+
+def _order_of(dataset) -> dict | None:
+    return None if dataset is None else dataset.order
 
 
 def _is_here(variable) -> bool:
@@ -154,30 +182,8 @@ def _random_states() -> dict:
     }
 
 
-def restore(generation: Generation, model: keras.Model, callbacks: Sequence) -> dict:
-    """Restores a run's state, except metrics' states, since Keras resets them.
-
-    Args:
-        generation: The result of `latest_good`.
-        model: A model of the same layers, built, with its optimizers.
-        callbacks: The callbacks of this `fit`, in the same order.
-
-    Returns:
-        The values in the checkpoint, by name.
-
-    Raises:
-        CheckpointError: If the model or an optimizer differs.
-    """
-    _build_optimizers(generation.state, model)
-    variables = named_variables(model)
-    _compare(generation, variables)
-    tensors = load(generation, {n for n, variable in variables.items() if not _is_here(variable)})
-    put_back(generation.state, tensors, model, callbacks)
-    return tensors
-
-
-def put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
-    """Restores again the state that `restore` has read."""
+def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
+    """Restores a run's state, except metrics' states, since Keras resets them."""
     for name, variable in named_variables(model).items():
         if _is_here(variable):
             variable.assign(tensors[name])
@@ -197,7 +203,7 @@ def _compare(generation, variables):
     if differing:
         name = differing[0]
         path = variables[name].path if name in variables else name
-        raise CheckpointError(
+        raise generations.CheckpointError(
             "A checkpoint must be of the same model and optimizer. "
             f"Received: {path} is {kept.get(name, 'not there')} in {generation.path}, "
             f"{mine.get(name, 'not there')} in this run. "
@@ -216,3 +222,102 @@ def _restore_callbacks(remembered, tensors, callbacks):
         weights = [tensors[n].numpy() for n in sorted(tensors) if n.startswith(start)]
         if weights:
             setattr(callback, _BEST_WEIGHTS, weights)
+
+
+class Resumed:
+    """A restored state, except the part that Keras and callbacks change when an epoch begins."""
+
+    def __init__(self, state: dict, tensors: dict[str, tf.Tensor]):
+        self.state, self._tensors = state, tensors
+
+    def finish(self, model: keras.Model, callbacks: Sequence) -> None:
+        """Restores the metrics and the history; called when the first epoch has begun.
+
+        Callbacks may have changed state when the epoch began, such as a schedule that halves the
+        rate. They had done so before the checkpoint too, so that state is restored as well.
+        """
+        keras_compat.set_initial_epoch(model, None)
+        if self.state.get("begun"):
+            _put_back(self.state, self._tensors, model, callbacks)
+        for name, variable in metric_variables(model).items():
+            if name in self._tensors:
+                variable.assign(self._tensors[name])
+        model.history.epoch[:] = self.state["history"]["epoch"]
+        model.history.history.update(self.state["history"]["values"])
+
+
+def resume(
+    folder: Path, model: keras.Model, dataset, callbacks: Sequence, print_fn: Callable[[str], None]
+) -> Resumed | None:
+    """Restores the chief's latest intact checkpoint on every worker; None without one.
+
+    Args:
+        folder: The folder of the checkpoints.
+        model: A model of the same layers, built, with its optimizers.
+        dataset: The result of `distribute_train`, or None.
+        callbacks: The callbacks of this `fit`, in the same order.
+        print_fn: Function of one line of text.
+
+    Raises:
+        CheckpointError: If the model, an optimizer or the data differ.
+    """
+    strategy = model.distribute_strategy
+    with tempfile.TemporaryDirectory() as copies:
+        generation = _from_chief(folder, strategy, Path(copies), print_fn)
+        if generation is None:
+            return None
+        state = generation.state
+        _check_data(state["data"], _order_of(dataset))
+        _build_optimizers(state, model)
+        variables = named_variables(model)
+        _compare(generation, variables)
+        skip = {name for name, variable in variables.items() if not _is_here(variable)}
+        tensors = generations.load(generation, skip)
+    _put_back(state, tensors, model, callbacks)
+    if dataset is not None and state["position"] is not None:
+        dataset.set_position(*state["position"])
+    print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
+    if state["num_replicas"] != strategy.num_replicas_in_sync:
+        _report_differences(model, state["num_replicas"], strategy, print_fn)
+    return Resumed(state, tensors)
+
+
+def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generation | None:
+    chief = topology.is_chief(strategy)
+    found = generations.latest_good(folder, print_fn) if chief else None
+    if topology.num_workers(strategy) == 1:
+        return found
+    for name in generations.FILES:
+        data = (found.path / name).read_bytes() if found is not None else b""
+        data = coordination.broadcast(strategy, data if chief else None)
+        if not data:
+            return None
+        if not chief:
+            copy = copies / checkpoint.name_of(0)
+            copy.mkdir(exist_ok=True)
+            (copy / name).write_bytes(data)
+    return found if chief else generations.latest_good(copies, print_fn)
+
+
+def _report_differences(model, before, strategy, print_fn):
+    causes = []
+    if keras_compat.local_statistics(model):
+        causes.append("unsynchronized batch normalization")
+    if keras_compat.random_layers(model):
+        causes.append("random streams, one for each replica")
+    now = strategy.num_replicas_in_sync
+    if causes:
+        print_fn(
+            f"resuming with {now} replicas after {before}: not the same, due to {', '.join(causes)}"
+        )
+
+
+def _check_data(before, now):
+    differing = [n for n in before or {} if now is not None and before[n] != now[n]]
+    if differing:
+        name = differing[0]
+        raise generations.CheckpointError(
+            "A run must resume with the same data in the same order. "
+            f"Received: {name}={now[name]}, and {before[name]} in the checkpoint. "
+            "Give the same, or start again in another folder."
+        )

@@ -13,44 +13,25 @@ class ClusterError(ValueError):
     """A cluster is described wrongly, or cannot be used; the message says where and why."""
 
 
-def tf_config_error(
+def setting_error(
     field: str, rule: str, *, received: str, source: str, advice: str
 ) -> ClusterError:
-    """Returns (does not raise) the error for one mistake.
+    """Returns (does not raise) the error for one mistake in a `TF_CONFIG` or a variable.
 
     Args:
-        field: what is wrong, as Python would index it: `TF_CONFIG["cluster"]["worker"][1]`.
+        field: what is wrong, as Python would index it: `TF_CONFIG["cluster"]["worker"][1]`; or
+            the name of an environment variable.
         rule: what must hold, as the rest of a sentence that begins with `field`.
         received: what was found there.
-        source: where this `TF_CONFIG` came from.
+        source: where this `TF_CONFIG` came from, or whose variable it is, such as `"Slurm"`.
         advice: what to write instead, one or more sentences.
 
     Example:
-        >>> print(tf_config_error('TF_CONFIG["task"]', "must be an object", received="3",
-        ...                       source="the file a.json", advice="Write one."))
+        >>> print(setting_error('TF_CONFIG["task"]', "must be an object", received="3",
+        ...                     source="the file a.json", advice="Write one."))
         `TF_CONFIG["task"]` must be an object. Received: 3 (from the file a.json). Write one.
     """
     return ClusterError(f"`{field}` {rule}. Received: {received} (from {source}). {advice}")
-
-
-def variable_error(
-    name: str, rule: str, *, received: str, source: str, advice: str
-) -> ClusterError:
-    """Returns (does not raise) the error for an environment variable of a scheduler.
-
-    Args:
-        name: the variable.
-        rule: what must hold, as the rest of a sentence that begins with the name.
-        received: what was found.
-        source: whose variable it is, such as `"Slurm"`.
-        advice: what to do instead, one or more sentences.
-
-    Example:
-        >>> print(variable_error("SLURM_PROCID", "must be a number", received="SLURM_PROCID=x",
-        ...                      source="Slurm", advice="Use srun."))
-        `SLURM_PROCID` must be a number. Received: SLURM_PROCID=x (from Slurm). Use srun.
-    """
-    return tf_config_error(name, rule, received=received, source=source, advice=advice)
 
 
 def show(value: object) -> str:

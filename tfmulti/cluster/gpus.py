@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tfmulti.cluster.errors import variable_error
+from tfmulti.cluster.errors import setting_error
 
 _DEVICE = re.compile(r"nvidia[0-9]+")
 
@@ -58,7 +58,7 @@ def share_gpus(
         if given is not None and on_node != str(len(visible)):
             # Somebody has divided them already.
             return None
-        raise variable_error(
+        raise setting_error(
             "CUDA_VISIBLE_DEVICES",
             "must have a GPU for each task of the host",
             received=f"{len(visible)} GPUs, {num_tasks} tasks on this host",

@@ -6,11 +6,14 @@ through MPI itself. mpi4py is imported when it is needed, and then starts MPI.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import json
 import os
 import socket
 from collections.abc import Mapping
+
+from tfmulti.cluster.parsing import from_tf_config
+from tfmulti.cluster.task import Cluster
 
 SOURCE = "MPI"
 # The number of processes: of MPICH, Intel MPI and this package's launcher; of Open MPI.
@@ -57,8 +60,8 @@ def world():
 
 
 @functools.cache
-def tf_config() -> str:
-    """Returns the TF_CONFIG of this process in the job that MPI has started; all must call it.
+def find_cluster() -> Cluster:
+    """Returns the cluster of the job that MPI has started; all its processes must call it.
 
     Raises:
         RuntimeError: Where MPI cannot be started.
@@ -70,8 +73,8 @@ def tf_config() -> str:
         addresses = here.allgather(address)
     one_host = len({host for host, _ in addresses}) == 1
     workers = [f"{'127.0.0.1' if one_host else host}:{port}" for host, port in addresses]
-    task = {"type": "worker", "index": here.rank}
-    return json.dumps({"cluster": {"worker": workers}, "task": task})
+    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": here.rank}}
+    return dataclasses.replace(from_tf_config(config, source=SOURCE), source=SOURCE)
 
 
 def communicator(num_workers: int, index: int):

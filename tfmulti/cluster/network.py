@@ -5,20 +5,19 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import queue
 import re
 import socket
-import threading
-import time
 from collections.abc import Callable
 
 from absl import logging
 
 from tfmulti.cluster import environment
-from tfmulti.cluster.errors import show, tf_config_error
+from tfmulti.cluster.errors import setting_error, show
 from tfmulti.cluster.task import Cluster
+from tfmulti.runtime import processes
 
 MAX_PORT = 65535
+EVERYWHERE = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
 _HOST_NAME = re.compile(r"[\w.-]+")
 _EXAMPLE = 'Write the host and the port at which the others reach this task, as "10.0.0.1:12345".'
 
@@ -109,6 +108,25 @@ def resolve_host(host: str) -> object:
     return socket.getaddrinfo(host, None)
 
 
+def open_socket(family: int, address: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to a port; connections of earlier runs do not prevent it.
+
+    Raises:
+        OSError: if the port, or the address, is not available.
+    """
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # On Windows the same option would steal the port.
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind((address, port))
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
 def bind_port(port: int) -> None:
     """Binds a port on every interface, as gRPC will, and closes it.
 
@@ -118,14 +136,9 @@ def bind_port(port: int) -> None:
     Raises:
         OSError: if the port is not available.
     """
-    for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+    for family, address in EVERYWHERE:
         try:
-            with socket.socket(family, socket.SOCK_STREAM) as listener:
-                if os.name == "posix":  # On Windows the same option would steal the port.
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind((everywhere, port))
+            open_socket(family, address, port).close()
         except OSError as error:
             # A machine without IPv6 (or IPv4) has other errors, and gRPC takes what there is.
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
@@ -156,11 +169,20 @@ def check_hosts(
         place = _place(cluster, task_type, index)
         places.setdefault(split_address(address)[0], (place, address))
     names = [host for host in places if not is_ip_address(host)]
-    faults = _find_faults(names, timeout, resolve)
+
+    def find_fault(host: str) -> str | None:
+        try:
+            resolve(host)
+        except (OSError, ValueError) as error:  # A label that is too long is a UnicodeError.
+            return str(error)
+        return None
+
+    faults: dict[str, str | None] = dict.fromkeys(names, f"no answer in {timeout:g} s")
+    faults.update(processes.ask_in_threads(find_fault, names, timeout))
     for host, fault in faults.items():
         if fault is not None:
             place, address = places[host]
-            raise tf_config_error(
+            raise setting_error(
                 place,
                 "must name a host whose address this machine can find",
                 received=f"{show(address)}, {fault}",
@@ -186,7 +208,7 @@ def check_port(cluster: Cluster, *, source: str, bind: Callable[[int], None] = b
         bind(port)
     except OSError as error:
         fault = error.strerror or str(error)
-        raise tf_config_error(
+        raise setting_error(
             _place(cluster, cluster.task_type, cluster.task_index),
             "must have a port on which this process can listen",
             received=f"port {port} of {cluster.describe()}: {fault}",
@@ -252,30 +274,3 @@ def warn_of_public_addresses(cluster: Cluster) -> None:
             "Received: the public addresses %s. Use private ones, or a firewall against strangers.",
             ", ".join(public),
         )
-
-
-def _find_faults(
-    names: list[str], timeout: float, resolve: Callable[[str], object]
-) -> dict[str, str | None]:
-    answers: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
-
-    def look_up(host: str) -> None:
-        try:
-            resolve(host)
-        except (OSError, ValueError) as error:  # A label that is too long is a UnicodeError.
-            answers.put((host, str(error)))
-        else:
-            answers.put((host, None))
-
-    for host in names:
-        # A lookup cannot be ended, and an executor's threads are waited for at exit.
-        threading.Thread(target=look_up, args=(host,), daemon=True).start()
-    faults: dict[str, str | None] = dict.fromkeys(names, f"no answer in {timeout:g} s")
-    deadline = time.monotonic() + timeout
-    for _ in names:
-        try:
-            host, fault = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        faults[host] = fault
-    return faults

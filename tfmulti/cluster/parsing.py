@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tfmulti.cluster.errors import ClusterError, show, suggest, tf_config_error
+from tfmulti.cluster.errors import ClusterError, setting_error, show, suggest
 from tfmulti.cluster.network import address_fault, split_address
 from tfmulti.cluster.task import SERVER_TYPE, TRAINING_TYPES, Cluster
 
@@ -52,7 +52,7 @@ def from_tf_config(
         ... }).tasks
         (('chief', 0), ('worker', 0))
     """
-    fail = partial(tf_config_error, source=source)
+    fail = partial(setting_error, source=source)
     fields = _load_json(config, fail) if isinstance(config, str) else config
     _check_object(fields, "TF_CONFIG", f"Write {_EXAMPLE}.", fail)
     if "sparseCluster" in fields:

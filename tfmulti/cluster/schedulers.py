@@ -1,28 +1,31 @@
 """Finds the scheduler that has started this process, if there is no TF_CONFIG.
 
-There is a module for each. The first one that has started this process is used, the innermost
-first: `mpiexec` within a Slurm job, srun within a pod.
+MPI and Slurm have a module each. The first one that has started this process is used, the
+innermost first: `mpiexec` within a Slurm job, srun within a pod.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import contextlib
+import json
 from collections.abc import Mapping
 
 from absl import logging
 
-from tfmulti.cluster import environment, kubernetes, mpi, roles, sagemaker, slurm
-from tfmulti.cluster.errors import ClusterError, variable_error
-from tfmulti.cluster.parsing import from_tf_config
+from tfmulti.cluster import environment, mpi, slurm, variables
+from tfmulti.cluster.errors import ClusterError, setting_error, show
 from tfmulti.cluster.task import Cluster
+from tfmulti.cluster.variables import read_first_port, read_number, single_worker
 
+KUBERNETES, SAGEMAKER = "Kubernetes", "SageMaker"
+_INDEX = "JOB_COMPLETION_INDEX"
+_PORT = 2222
 # The number of this host among several; the first variable that is set counts.
 HOST_INDEX_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
     "SLURM_NODEID",
-    kubernetes.INDEX,
+    _INDEX,
 )
 
 
@@ -32,7 +35,7 @@ def find_cluster(
     """Returns the cluster that a scheduler's variables describe, or None without any.
 
     In this order: MPI, Slurm, Kubernetes, SageMaker. `Cluster.source` names which. All tasks are
-    workers, or the first one is the chief and the last ones are parameter servers: see `roles`.
+    workers, or the first one is the chief and the last ones are parameter servers: see `variables`.
 
     Args:
         environ: the environment.
@@ -50,32 +53,27 @@ def find_cluster(
         >>> find_cluster({}) is None
         True
     """
-    servers = roles.read_num_ps(environ) if num_ps is None else num_ps
+    servers = variables.read_num_ps(environ) if num_ps is None else num_ps
     if mpi.size_in_environment(environ):
         if not may_start_mpi:
             return None
-        _refuse_servers_of_mpi(environ, servers)
-        found = from_tf_config(mpi.tf_config(), source=mpi.SOURCE)
-        return dataclasses.replace(found, source=mpi.SOURCE)
-    # Slurm's tasks share the GPUs of a host, and servers get none.
-    find_in_slurm = functools.partial(slurm.find_cluster, num_ps=servers)
-    for find in (find_in_slurm, kubernetes.find_cluster, sagemaker.find_cluster):
-        cluster = find(environ)
-        if cluster is not None:
-            return roles.assign_roles(cluster, servers)
-    return None
-
-
-def _refuse_servers_of_mpi(environ, servers):
-    if servers:
-        raise variable_error(
-            environment.NUM_PS,
-            "names servers among the tasks of Slurm, Kubernetes or SageMaker, not of MPI",
-            received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
-            source=mpi.SOURCE,
-            advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
-            " task its TF_CONFIG.",
-        )
+        if servers:
+            raise setting_error(
+                environment.NUM_PS,
+                "names servers among the tasks of Slurm, Kubernetes or SageMaker, not of MPI",
+                received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
+                source=mpi.SOURCE,
+                advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
+                " task its TF_CONFIG.",
+            )
+        return mpi.find_cluster()
+    cluster = (
+        # Slurm's tasks share the GPUs of a host, and servers get none.
+        slurm.find_cluster(environ, servers)
+        or find_in_kubernetes(environ)
+        or find_in_sagemaker(environ)
+    )
+    return None if cluster is None else variables.assign_roles(cluster, servers)
 
 
 def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
@@ -111,3 +109,127 @@ def find_host_index(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """
     name = next((name for name in HOST_INDEX_VARIABLES if environ.get(name)), None)
     return None if name is None else (name, environ[name])
+
+
+def find_in_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
+    """Returns the cluster of this pod's Job, or None outside of an indexed Job.
+
+    Kubernetes gives each pod JOB_COMPLETION_INDEX and the host name `<job>-<index>`, which a
+    headless Service publishes as `<job>-<index>.<service>`. The manifest has the number of pods
+    and the name of the Service. See
+    https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/ and
+    https://jobset.sigs.k8s.io/docs/concepts/.
+
+    Args:
+        environ: the environment: JOB_COMPLETION_INDEX and HOSTNAME, which Kubernetes sets;
+            TFMULTI_NUM_WORKERS (the Job's `completions`) and TFMULTI_SERVICE (its pods'
+            `subdomain`; in a JobSet JOBSET_NAME serves as well), which the manifest sets.
+
+    Raises:
+        ClusterError: where the manifest does not set them, or they contradict one another.
+
+    Example:
+        >>> find_in_kubernetes({
+        ...     "JOB_COMPLETION_INDEX": "1", "HOSTNAME": "train-1",
+        ...     "TFMULTI_NUM_WORKERS": "2", "TFMULTI_SERVICE": "workers",
+        ... }).spec["worker"]
+        ('train-0.workers:2222', 'train-1.workers:2222')
+    """
+    if _INDEX not in environ:
+        return None
+    index = read_number(environ, _INDEX, KUBERNETES)
+    if environment.NUM_WORKERS not in environ:
+        raise setting_error(
+            environment.NUM_WORKERS,
+            "must be set in the pods of an indexed Job, to the Job's `completions`",
+            received=f"{_INDEX}={index}, and no {environment.NUM_WORKERS}",
+            source=KUBERNETES,
+            advice="Set it in the manifest's `env`; to 1 for pods that train each alone.",
+        )
+    count = read_number(environ, environment.NUM_WORKERS, KUBERNETES, at_least=1)
+    if count == 1:
+        return single_worker(KUBERNETES)
+    if index >= count:
+        raise setting_error(
+            environment.NUM_WORKERS,
+            "must be the Job's `completions`, one for each index",
+            received=f"{environment.NUM_WORKERS}={count}, {_INDEX}={index}",
+            source=KUBERNETES,
+            advice="Write the same number in `completions`, `parallelism` and there.",
+        )
+    job = _find_job(environ, index)
+    service = environ.get(environment.SERVICE) or environ.get("JOBSET_NAME")
+    if not service:
+        raise setting_error(
+            environment.SERVICE,
+            "must name the headless Service, the `subdomain` of the pods",
+            received=f"no {environment.SERVICE} and no JOBSET_NAME",
+            source=KUBERNETES,
+            advice="Set it in the manifest's `env`: see experiments/kubernetes/indexed-job.yaml.",
+        )
+    port = read_first_port(environ, _PORT, 1, KUBERNETES)
+    workers = [f"{job}-{each}.{service}:{port}" for each in range(count)]
+    return Cluster({"worker": workers}, "worker", index, KUBERNETES, names_come_late=True)
+
+
+def _find_job(environ, index) -> str:
+    host = environ.get("HOSTNAME", "").split(".")[0]
+    job, dash, number = host.rpartition("-")
+    several = environ.get("JOBSET_NAME") and job.rpartition("-")[2] != "0"
+    if not job or not dash or number != str(index) or several:
+        raise setting_error(
+            "HOSTNAME",
+            "must be the pod's name as Kubernetes gives it, <job>-<index>, in the first Job",
+            received=f"HOSTNAME={host}, {_INDEX}={index}",
+            source=KUBERNETES,
+            advice="Let the pod template name no `hostname`; in a JobSet make one Job of all"
+            " workers (`replicas: 1`, `completions` for all).",
+        )
+    return job
+
+
+def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
+    """Returns the cluster of a SageMaker training job, or None elsewhere.
+
+    It has one worker on each host. See
+    https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+
+    Args:
+        environ: the environment: SM_HOSTS and SM_CURRENT_HOST, or SM_RESOURCE_CONFIG.
+
+    Raises:
+        ClusterError: where they cannot be read, or this host is not among all.
+
+    Example:
+        >>> hosts = '["algo-1","algo-2"]'
+        >>> find_in_sagemaker({"SM_HOSTS": hosts, "SM_CURRENT_HOST": "algo-2"}).address
+        'algo-2:2222'
+    """
+    name = next((name for name in ("SM_HOSTS", "SM_RESOURCE_CONFIG") if environ.get(name)), None)
+    if name is None:
+        return None
+    value = None
+    with contextlib.suppress(ValueError):
+        value = json.loads(environ[name])
+    if name == "SM_HOSTS":
+        hosts, here = value, environ.get("SM_CURRENT_HOST")
+    else:
+        fields = value if isinstance(value, dict) else {}
+        hosts, here = fields.get("hosts"), fields.get("current_host")
+    strings = isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)
+    if not strings or here not in hosts:
+        raise setting_error(
+            name,
+            "must list all hosts as JSON, the current one among them",
+            received=f"{name}={show(environ[name])}, current host {show(here)}",
+            source=SAGEMAKER,
+            advice="SageMaker sets it so: leave it as it is, or unset all of SM_HOSTS,"
+            " SM_CURRENT_HOST and SM_RESOURCE_CONFIG.",
+        )
+    if len(hosts) == 1:
+        return single_worker(SAGEMAKER)
+    port = read_first_port(environ, _PORT, 1, SAGEMAKER)
+    workers = [f"{host}:{port}" for host in hosts]
+    return Cluster(
+        {"worker": workers}, "worker", hosts.index(here), SAGEMAKER, names_come_late=True
+    )

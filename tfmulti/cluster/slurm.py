@@ -7,19 +7,13 @@ https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES". Neither
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from tfmulti.cluster import gpus, roles
-from tfmulti.cluster.errors import ClusterError, variable_error
+from tfmulti.cluster import gpus, variables
+from tfmulti.cluster.errors import ClusterError, setting_error
 from tfmulti.cluster.task import Cluster
-from tfmulti.cluster.variables import (
-    expand_hosts,
-    list_addresses,
-    read_first_port,
-    read_number,
-    single_worker,
-)
 
 SOURCE = "Slurm"
 # Step numbers from here up are no steps: the shell of salloc, the script of sbatch (slurm.h).
@@ -29,20 +23,20 @@ _SPECIAL_STEPS = 0xFFFFFFF0
 _FIRST_PORT, _BLOCK, _NUM_BLOCKS, _STEP = 12000, 32, 600, 211
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _TASKS = re.compile(r"([0-9]{1,5})(?:\(x([0-9]{1,6})\))?")
+_variable_error = functools.partial(
+    setting_error,
+    source=SOURCE,
+    advice="Start each task with srun, and leave its SLURM_ variables as they are.",
+)
 
 
-def find_cluster(
-    environ: Mapping[str, str],
-    count_gpus: Callable[[], int] = gpus.count_gpus,
-    num_ps: int = 0,
-) -> Cluster | None:
+def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
     """Returns the cluster of this process's job step, or None outside of Slurm.
 
     A step of one task, and a job of one task without a step, are a cluster of one worker.
 
     Args:
         environ: the environment.
-        count_gpus: returns the number of this host's GPUs.
         num_ps: how many tasks, the last ones, will be parameter servers: these and the first
             one, the chief, are given no GPUs.
 
@@ -62,31 +56,29 @@ def find_cluster(
         return None
     if not is_step(environ):
         _check_alone(environ)
-        return single_worker(SOURCE)
+        return variables.single_worker(SOURCE)
     hosts, tasks = _read_layout(environ)
     if sum(tasks) == 1:
-        return single_worker(SOURCE)
-    host = read_number(environ, "SLURM_NODEID", SOURCE)
-    place = read_number(environ, "SLURM_LOCALID", SOURCE)
+        return variables.single_worker(SOURCE)
+    host = variables.read_number(environ, "SLURM_NODEID", SOURCE)
+    place = variables.read_number(environ, "SLURM_LOCALID", SOURCE)
     if host >= len(hosts) or place >= tasks[host]:
-        raise variable_error(
+        raise _variable_error(
             "SLURM_NODEID",
             "and SLURM_LOCALID must name a task of the step",
             received=f"SLURM_NODEID={host}, SLURM_LOCALID={place}, {tasks} tasks on {hosts}",
-            source=SOURCE,
-            advice="Start each task with srun, and leave its SLURM_ variables as they are.",
         )
     index = sum(tasks[:host]) + place
-    workers = list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
-    visible_gpus = roles.NO_GPUS
-    if roles.is_worker(index, len(workers), num_ps):
+    workers = variables.list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
+    visible_gpus = variables.NO_GPUS
+    if variables.is_worker(index, len(workers), num_ps):
         names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
         here = [
             each
             for each, name in enumerate(names)
-            if name == hosts[host] and roles.is_worker(each, len(names), num_ps)
+            if name == hosts[host] and variables.is_worker(each, len(names), num_ps)
         ]
-        visible_gpus = gpus.share_gpus(environ, here.index(index), len(here), count_gpus)
+        visible_gpus = gpus.share_gpus(environ, here.index(index), len(here))
     return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
 
 
@@ -127,10 +119,12 @@ def first_port(environ: Mapping[str, str], hosts: Sequence[str], tasks: Sequence
     if reserved and int(reserved[2] or reserved[1]) - int(reserved[1]) + 1 >= most:
         default = int(reserved[1])
     else:
-        job = read_number(environ, "SLURM_JOB_ID", SOURCE)
-        block = (job + _STEP * read_number(environ, "SLURM_STEP_ID", SOURCE)) % _NUM_BLOCKS
+        job = variables.read_number(environ, "SLURM_JOB_ID", SOURCE)
+        block = (
+            job + _STEP * variables.read_number(environ, "SLURM_STEP_ID", SOURCE)
+        ) % _NUM_BLOCKS
         default = _FIRST_PORT + _BLOCK * block
-    return read_first_port(environ, default, most, SOURCE)
+    return variables.read_first_port(environ, default, most, SOURCE)
 
 
 def read_tasks_per_node(text: str) -> list[int]:
@@ -147,12 +141,10 @@ def read_tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         found = _TASKS.fullmatch(part)
         if not found:
-            raise variable_error(
+            raise _variable_error(
                 "SLURM_STEP_TASKS_PER_NODE",
                 'must have numbers, as "2(x3),1"',
                 received=f"SLURM_STEP_TASKS_PER_NODE={text}",
-                source=SOURCE,
-                advice="Start each task with srun, and leave its SLURM_ variables as they are.",
             )
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
@@ -163,14 +155,14 @@ def _read_layout(environ) -> tuple[list[str], list[int]]:
     nodes = next((environ[name] for name in names if environ.get(name)), "")
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = next((environ[name] for name in names if environ.get(name)), "")
-    hosts, tasks = expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
-    if len(hosts) != len(tasks) or sum(tasks) != read_number(environ, "SLURM_NTASKS", SOURCE):
-        raise variable_error(
+    hosts, tasks = variables.expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
+    if len(hosts) != len(tasks) or sum(tasks) != variables.read_number(
+        environ, "SLURM_NTASKS", SOURCE
+    ):
+        raise _variable_error(
             "SLURM_STEP_NODELIST",
             "must name a host for each number of SLURM_STEP_TASKS_PER_NODE, SLURM_NTASKS in all",
             received=f"{nodes}, {counts}, SLURM_NTASKS={environ.get('SLURM_NTASKS')}",
-            source=SOURCE,
-            advice="Start each task with srun, and leave its SLURM_ variables as they are.",
         )
     return hosts, tasks
 

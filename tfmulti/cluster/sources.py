@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmulti.cluster import environment, network, schedulers
-from tfmulti.cluster.errors import (
-    ClusterError,
-    show,
-    suggest,
-    tf_config_error,
-    variable_error,
-)
+from tfmulti.cluster.errors import ClusterError, setting_error, show, suggest
 from tfmulti.cluster.parsing import ENVIRONMENT, from_tf_config, parse_index
 from tfmulti.cluster.task import SERVER_TYPE, TRAINING_TYPES, Cluster
 
@@ -108,7 +102,7 @@ def resolve_cluster(
 def _check_servers(cluster, allowed, num_ps):
     found = len(cluster.spec.get(SERVER_TYPE, ()))
     if found and not allowed:
-        raise variable_error(
+        raise setting_error(
             environment.NUM_PS,
             "must not be set: multi_worker trains without parameter servers",
             received=f"{found} servers",
@@ -182,7 +176,7 @@ def _requested_task(
     kind = environ.get("TASK_TYPE", "worker") if task_type is None else task_type
     if kind not in TRAINING_TYPES:
         name = "TASK_TYPE" if task_type is None else "task_type"
-        raise tf_config_error(
+        raise setting_error(
             name,
             'must be "chief" or "worker", to choose the TF_CONFIG file of this task',
             received=f"{name}={show(kind)}",
@@ -192,7 +186,7 @@ def _requested_task(
     given = environ.get("TASK_INDEX") if task_index is None else task_index
     index = parse_index(given)
     if index is None:
-        raise tf_config_error(
+        raise setting_error(
             "TASK_INDEX" if task_index is None else "task_index",
             "must be an integer from 0 up, to choose the TF_CONFIG file of this task",
             received="no `task_index` and no TASK_INDEX" if given is None else show(given),
@@ -208,7 +202,7 @@ def _check_requested(cluster: Cluster, asked: Mapping[str, object], source: str)
     for key, value in asked.items():
         # Two files with the same task inside would start one worker twice and another never.
         if value is not None and value != task[key]:
-            raise tf_config_error(
+            raise setting_error(
                 f'TF_CONFIG["task"]["{key}"]',
                 f"must agree with the task that was asked for, task_{key}={show(value)}",
                 received=show(task[key]),
@@ -217,7 +211,6 @@ def _check_requested(cluster: Cluster, asked: Mapping[str, object], source: str)
             )
 
 
-def tpu_in_environment(environ: Mapping[str, str] | None = None) -> bool:
+def tpu_in_environment() -> bool:
     """Whether the environment says that this machine has a TPU, as Colab's and TPU VMs' do."""
-    environ = os.environ if environ is None else environ
-    return any(environ.get(name) for name in _TPU_VARIABLES)
+    return any(os.environ.get(name) for name in _TPU_VARIABLES)

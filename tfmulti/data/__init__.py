@@ -73,14 +73,10 @@ def distribute_train(
         remainder=remainder,
         steps=steps_per_epoch,
     )
-    _leave_out_warning_of_default()
-    return EpochDataset(source, plan, strategy, audit=audit)
-
-
-def _leave_out_warning_of_default() -> None:
-    """Keras warns of `shuffle=True`, its own default, for every tf.data.Dataset given to `fit`."""
+    # Keras warns of `shuffle=True`, its own default, for every tf.data.Dataset given to `fit`.
     message = "`shuffle=True` was passed, but will be ignored since the data `x` was provided as a"
     warnings.filterwarnings("ignore", message + " tf.data.Dataset", UserWarning)
+    return EpochDataset(source, plan, strategy, audit=audit)
 
 
 def distribute_eval(

@@ -6,17 +6,15 @@ import difflib
 import importlib
 import os
 import pathlib
-import queue
 import re
 import ssl
 import sys
 import textwrap
-import threading
-import time
 from urllib import parse, request
 
 import numpy as np
 
+from tfmulti.runtime import processes
 from tfmulti.sharding import epoch_order
 
 
@@ -183,36 +181,30 @@ def unreachable(urls, timeout):
     tensorflow-datasets itself tries for more than three minutes.
     """
     hosts = {parse.urlsplit(url).hostname: url for url in urls if url.startswith("http")}
-    answers = queue.Queue()
-    deadline = time.monotonic() + timeout
     probes = list(hosts.items())[:8]
-    for probe in probes:
-        threading.Thread(target=_probe, args=(*probe, timeout, answers), daemon=True).start()
-    fault = None
-    for host, _ in probes:
-        try:
-            fault = answers.get(timeout=max(0, deadline - time.monotonic()))
-        except queue.Empty:
-            return fault or f"{host} does not answer within {timeout:g} s"
+    fault, answered = None, 0
+    for _, fault in processes.ask_in_threads(lambda each: _probe(*each, timeout), probes, timeout):
         if fault is None:
-            break
+            return None
+        answered += 1
+    if answered < len(probes):
+        fault = fault or f"{probes[answered][0]} does not answer within {timeout:g} s"
     return fault
 
 
-def _probe(host, url, timeout, answers):
-    """Puts into `answers` why a host cannot be reached, through the proxy if there is one."""
+def _probe(host, url, timeout):
+    """Returns why a host cannot be reached, through the proxy if there is one; or None."""
     try:
         # A new opener, because the shared one keeps the proxies of its first use.
         opener = request.build_opener()
         opener.open(request.Request(url, method="HEAD"), timeout=timeout).close()
-        fault = None
     except Exception as error:
         fault = getattr(error, "reason", error)
         answered = getattr(error, "code", 502) not in (502, 503, 504)
         # The downloader may have another list of certificate authorities.
-        if answered or isinstance(fault, ssl.SSLCertVerificationError):
-            fault = None
-    answers.put(fault and f"{host}: {fault}")
+        if not answered and not isinstance(fault, ssl.SSLCertVerificationError):
+            return f"{host}: {fault}"
+    return None
 
 
 def read_split(builder, split):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -11,16 +12,6 @@ from tfmulti import keras_compat, topology
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.step import Counted, iterators
-
-
-def can_measure() -> bool:
-    """Whether a step may read the clock: not if only deterministic operations are allowed."""
-    try:
-        with tf.init_scope(), tf.device("CPU:0"):
-            tf.timestamp()
-    except tf.errors.FailedPreconditionError:
-        return False
-    return True
 
 
 class Waiting:
@@ -168,8 +159,12 @@ class EpochDataset(tf.data.Dataset):
 
     def measure_waiting(self) -> None:
         """Makes the steps of the next `fit` measure how long they wait for their rows."""
-        if self._position.waiting is None and can_measure():
-            self._position.waiting = Waiting()
+        if self._position.waiting is None:
+            # A step may not read the clock if only deterministic operations are allowed.
+            refused = tf.errors.FailedPreconditionError
+            with contextlib.suppress(refused), tf.init_scope(), tf.device("CPU:0"):
+                tf.timestamp()
+                self._position.waiting = Waiting()
 
     @property
     def seconds_waited(self) -> float | None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat
+from tfmulti.data.datasets import load_split
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, replica_slice
 
 
@@ -161,7 +162,7 @@ def create_source(data, shuffle_buffer: int):
             number of examples is unknown.
     """
     if isinstance(data, str):
-        data = _load_named(data)
+        data = load_split(data)
     if isinstance(data, tf.data.Dataset):
         num_examples = int(data.cardinality())
         if num_examples < 0:
@@ -209,12 +210,6 @@ def _refuse_batches(dataset):
             "example. Unless you intend this, pass it before .batch().",
             firsts.pop(),
         )
-
-
-def _load_named(name):
-    from tfmulti.data.datasets import load_split
-
-    return load_split(name)
 
 
 def _as_array(value) -> np.ndarray:

@@ -6,7 +6,7 @@ Each worker finds the cluster in `TF_CONFIG`, a secret in `TFMULTI_TOKEN`, and t
 of `tfmulti.cluster.environment`. A worker that fails cannot rejoin the others, so all are stopped
 and restarted, with new ports.
 
-`config` and `placement` define what to start and where; `supervisor` is the small process that
-runs each worker; `group` starts all workers once; `logs` reads their output and finds the one that
-failed first; `job` restarts them.
+`config` defines what to start and where; `supervisor` is the small process that runs each worker;
+`group` starts all workers once; `logs` reads their output and finds the one that failed first;
+`job` watches and restarts them.
 """

@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> int:
         the number of the signal where one ended it).
     """
     argv = sys.argv if argv is None else argv
-    own, _, command = _split(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, command = argv[:at], argv[at + 1 :]
     values = command_line.define_flags(LaunchConfig)
     code = command_line.parse(values, own, USAGE)
     if code is not None:
@@ -41,11 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
         return command_line.ERROR
-
-
-def _split(argv):
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at : at + 1], argv[at + 1 :]
 
 
 if __name__ == "__main__":

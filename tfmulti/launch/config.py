@@ -1,12 +1,33 @@
-"""The settings of a job, checked before anything starts."""
+"""The settings of a job, and what they give each worker: its task, and its part of the machine."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
 
+from tfmulti.cluster import schedulers
+from tfmulti.cluster.network import address_fault, split_address
+from tfmulti.runtime import processes
 from tfmulti.settings import check_settings, setting
 
 ALLOCATORS = ("keep", "default")
+_SLOTS = re.compile(r"slots=([1-9][0-9]{0,4})")
+
+CORES = "TFMULTI_CORES"
+"""The cores to which the supervisor pins its worker, such as `0,1`."""
+
+# With these, glibc uses no mmap and returns no memory: large gradients reuse existing pages. glibc
+# reads them when a process starts.
+_KEEP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+_THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,3 +111,146 @@ class LaunchConfig:
                 "`host_index` can be used with hosts only. "
                 f"Received: host_index={self.host_index}, hosts=None. Leave --host_index out."
             )
+
+
+def tf_configs_here(
+    config: LaunchConfig, environ: Mapping[str, str] = os.environ
+) -> dict[int, str]:
+    """Returns the TF_CONFIG of each worker that this launcher starts, by the worker's index.
+
+    On this machine it chooses free ports at each call; those of a hosts file are fixed.
+
+    Raises:
+        ValueError: For a hosts file that cannot be read, or that has no line for this host.
+    """
+    if config.hosts is None:
+        return dict(enumerate(processes.tf_configs(config.num_workers, config.num_ps)))
+    hosts = read_hosts(config.hosts, config.base_port)
+    here = find_host_index(config, len(hosts), environ)
+    cluster = {"worker": [address for addresses in hosts for address in addresses]}
+    first = sum(len(addresses) for addresses in hosts[:here])
+    return {
+        index: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+        for index in range(first, first + len(hosts[here]))
+    }
+
+
+def task_name(tf_config: str) -> str:
+    """Returns the name of a task, as `worker 1`; a chief has no number.
+
+    >>> task_name('{"task": {"type": "chief", "index": 0}}')
+    'chief'
+    """
+    task = json.loads(tf_config)["task"]
+    return task["type"] if task["type"] == "chief" else f"{task['type']} {task['index']}"
+
+
+def read_hosts(path: str, base_port: int) -> list[list[str]]:
+    """Reads a hosts file.
+
+    Args:
+        path: A file with one `host[:port] [slots=N]` per line. `#` begins a comment.
+        base_port: The port of the first worker on a host that names none; the next worker on
+            the same host has the next port.
+
+    Returns:
+        For each host, the addresses of its workers.
+
+    Raises:
+        ValueError: For a file or a line that cannot be read; it names the line.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`hosts` must be a file of text. Received: {path}: {error}. Correct the path."
+        ) from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if words:
+            hosts.append(_read_host(words, base_port, f"{path}, line {number}: {line.strip()}"))
+    addresses = [address for each in hosts for address in each]
+    twice = sorted({address for address in addresses if addresses.count(address) > 1})
+    if twice or not hosts:
+        raise ValueError(
+            "`hosts` must name at least one host, and each address once. "
+            f"Received: {path} with {', '.join(twice) or 'no host'}. "
+            "Write one line per host, with slots=N for several workers."
+        )
+    return hosts
+
+
+def _read_host(words, base_port, where) -> list[str]:
+    host, slots = words[0], 1
+    found = _SLOTS.fullmatch(words[1]) if len(words) == 2 else None
+    if len(words) > 1 and not found:
+        fault = "must be `host[:port] [slots=N]`"
+    else:
+        slots = int(found[1]) if found else slots
+        has_port = re.search(r":[0-9]+$", host) and (host.count(":") == 1 or "]:" in host)
+        address = host if has_port else f"{host}:{base_port}"
+        fault = (address_fault(address) or (None,))[0]
+        if not fault:
+            bare, first = address.rpartition(":")[0], split_address(address)[1]
+            fault = (address_fault(f"{bare}:{first + slots - 1}") or (None,))[0]
+    if fault:
+        raise ValueError(
+            f"A line of `hosts` {fault}. Received: {where}. "
+            "Write for example: 10.0.0.1:2222 slots=2"
+        )
+    return [f"{bare}:{first + slot}" for slot in range(slots)]
+
+
+def find_host_index(
+    config: LaunchConfig, num_hosts: int, environ: Mapping[str, str] = os.environ
+) -> int:
+    """Returns this host's place in the file: as given, else from the scheduler's variables.
+
+    Raises:
+        ValueError: If it is unknown, or the file has no such line.
+    """
+    name, given = "host_index", config.host_index
+    if given is None:
+        name, given = schedulers.find_host_index(environ) or (name, None)
+    if given is None and num_hosts == 1:
+        return 0
+    if given is None or not str(given).isdecimal() or int(given) >= num_hosts:
+        raise ValueError(
+            f"`{name}` must say which line of `hosts` this is, from 0 to {num_hosts - 1}. "
+            f"Received: {name}={given}. Use --host_index, or one of the variables "
+            f"{', '.join(schedulers.HOST_INDEX_VARIABLES)}."
+        )
+    return int(given)
+
+
+def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mapping[str, str]:
+    """Returns the environment variables of a worker that divide the machine.
+
+    Args:
+        config: The job.
+        local_index: The worker's place among those of this machine, from 0.
+        num_here: Workers on this machine.
+    """
+    mine = part_of(sorted(os.sched_getaffinity(0)), local_index, num_here)
+    chosen = {}
+    if config.pin:
+        chosen[CORES] = ",".join(str(core) for core in mine)
+    threads = len(mine) if config.threads is None else config.threads
+    if threads:
+        chosen |= {name: str(threads) for name in _THREADS if name not in os.environ}
+    if config.allocator == "keep":
+        chosen |= _KEEP
+    return chosen
+
+
+def part_of(cores: list[int], local_index: int, num_here: int) -> list[int]:
+    """Returns a worker's cores; the counts differ by at most one. Few cores are shared.
+
+    >>> [part_of([0, 1, 2], place, 2) for place in range(2)], part_of([0], 1, 2)
+    ([[0], [1, 2]], [0])
+    """
+    if len(cores) < num_here:
+        return [cores[local_index % len(cores)]]
+    begin, end = (len(cores) * each // num_here for each in (local_index, local_index + 1))
+    return cores[begin:end]

@@ -50,9 +50,6 @@ class Group:
         self._events, self._heading = events, heading
         self._workers: list[_Worker] = []
 
-    def __len__(self):
-        return len(self._environments)
-
     def __enter__(self):
         try:
             for index, variables in self._environments.items():

@@ -1,4 +1,9 @@
-"""A job: starts all workers together, and restarts them after failures that may not recur."""
+"""A job: starts all workers together, and restarts them after failures that may not recur.
+
+With parameter servers a failed worker is restarted alone. A worker holds no state: the others
+continue, and it joins them again. A server holds a part of the model, and the chief controls the
+run: if one of them fails, all are stopped, and the job may start again from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from tfmulti.cluster import environment
-from tfmulti.launch import logs, placement, servers
-from tfmulti.launch.config import LaunchConfig
+from tfmulti.launch import logs
+from tfmulti.launch.config import LaunchConfig, task_name, tf_configs_here, variables_of
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Ended, Log, open_logs
 from tfmulti.launch.pmi import ProcessManager
@@ -35,6 +40,8 @@ _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Errors of the program or the user: a restart would not help.
 _PERMANENT = (1, 2)
+# The first task where there are parameter servers.
+_CHIEF = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Job:
 
     Attributes:
         outcome: How the last start of all workers ended; None before the first has ended.
+        restarts: Restarts so far, of all workers or of one.
+        names: The names of the tasks, by index; empty before the first start.
     """
 
     def __init__(
@@ -78,8 +87,9 @@ class Job:
         self.config, self.command, self.print_fn = config, command, print_fn
         self.outcome: Outcome | None = None
         self._variables, self._create_log = variables or {}, create_log
+        self.names: dict[int, str] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
-        self._restarts = self._counted = 0
+        self.restarts = self._counted = 0
         self._has_progress = False
 
     def run(self) -> int:
@@ -92,10 +102,8 @@ class Job:
         Raises:
             ValueError: For a hosts file that cannot be used.
         """
-        first_start = placement.tf_configs_here(self.config)
-        self._names = names = {
-            index: placement.task_name(config) for index, config in first_start.items()
-        }
+        first_start = tf_configs_here(self.config)
+        self.names = names = {index: task_name(config) for index, config in first_start.items()}
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
         code = None
@@ -129,11 +137,11 @@ class Job:
             signalled = self._rest(delay)
             if signalled is not None:
                 return 128 + signalled
-            configs = placement.tf_configs_here(self.config)
+            configs = tf_configs_here(self.config)
 
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
-        common = {environment.RESTARTS: str(self._restarts), "PYTHONUNBUFFERED": "1"}
+        common = {environment.RESTARTS: str(self.restarts), "PYTHONUNBUFFERED": "1"}
         # The worker's output must not be lost among the log lines of TensorFlow's services.
         common["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")
         if token:
@@ -143,51 +151,21 @@ class Job:
         environments = {
             index: {
                 **common,
-                **placement.variables(self.config, local_index, len(configs)),
+                **variables_of(self.config, local_index, len(configs)),
                 **self._variables.get(index, {}),
                 "TF_CONFIG": tf_config,
                 environment.PROGRESS: str(progress / f"worker_{index}"),
             }
             for local_index, (index, tf_config) in enumerate(configs.items())
         }
-        heading = f"--- restart {self._restarts} ---" if self._restarts else ""
+        heading = f"--- restart {self.restarts} ---" if self.restarts else ""
         with contextlib.ExitStack() as stack:
             if self.config.mpi:
                 manager = stack.enter_context(ProcessManager(len(configs)))
                 for index, variables in environments.items():
                     variables |= manager.variables(index)
             group = Group(self.command, environments, self._logs, self._events, heading)
-            stack.enter_context(group)
-            if self.config.num_ps:
-                return servers.watch(self, group)
-            return self._watch(group)
-
-    def _watch(self, group) -> Outcome:
-        ended: list[Ended] = []
-        first, signalled, failed_at, kill_at = None, None, None, None
-        while len(ended) < len(group):
-            event = self.next_event(_POLL_S)
-            if isinstance(event, Ended):
-                ended.append(event)
-            elif event is not None:
-                # A second signal means: do not wait.
-                wait_s = self.config.grace if signalled is None else 0.0
-                signalled = signalled or int(event)
-                kill_at = time.monotonic() + wait_s
-                group.send(signal.SIGTERM if event == signal.SIGHUP else event)
-            now = time.monotonic()
-            if kill_at is None and (found := logs.first_failure(ended)):
-                failed_at = now if failed_at is None else failed_at
-                waits = found.returncode == environment.PEER_LOST and now - failed_at < CAUSE_S
-                if not waits:
-                    first, kill_at = found, now + min(self.config.grace, PEERS_GRACE_S)
-                    self._report_hanging(found, ended)
-                    group.send(signal.SIGTERM)
-            if kill_at is not None and now >= kill_at:
-                group.kill()
-        self.next_event(0.0)
-        first = None if signalled else first or logs.first_failure(ended)
-        return Outcome(ended, first, signalled)
+            return _Watch(self, stack.enter_context(group), self._logs).run()
 
     def next_event(self, wait_s):
         """Returns the next event, or None; shows new output of the workers while it waits."""
@@ -199,63 +177,40 @@ class Job:
             for log in self._logs.values():
                 log.show_new()
 
-    @property
-    def restarts(self) -> int:
-        """Restarts so far, of all workers or of one."""
-        return self._restarts
-
-    @property
-    def permanent(self) -> tuple[int, ...]:
-        """Exit codes after which a worker is not restarted alone."""
-        return _PERMANENT
-
-    @property
-    def cause_s(self) -> float:
-        """Seconds to wait for the cause if tasks report that they have lost another."""
-        return CAUSE_S
-
-    def name_of(self, index: int) -> str:
-        """Returns the name of a task."""
-        return self._names[index]
-
-    def outcome_of(self, ended, first, signalled) -> Outcome:
-        """Returns the outcome of a start."""
-        return Outcome(ended, first, signalled)
-
     def delay_of_one(self, ended: Ended) -> float | None:
         """Returns the seconds until one worker is restarted alone; None where it is not."""
-        preempted = ended.exit_code == environment.PREEMPTED
-        if not preempted:
-            if self._counted >= self.config.max_restarts:
-                return None
-            self._counted += 1
-        self._restarts += 1
-        why = "preempted, not counted" if preempted else f"of {self.config.max_restarts}"
-        count = self._restarts if preempted else self._counted
-        name = self._names[ended.index]
+        restart, name = self._count_restart(ended), self.names[ended.index]
+        if restart is None:
+            return None
         self.print_fn(
-            f"{name} {ended.describe()}. Restart {count} ({why}) of {name} in {FIRST_DELAY_S:g} s; "
+            f"{name} {ended.describe()}. {restart} of {name} in {FIRST_DELAY_S:g} s; "
             "the others go on"
         )
         return FIRST_DELAY_S
 
     def _delay_of_restart(self, first) -> float | None:
         """Returns the seconds until the restart; None where there is none. Counts it."""
-        preempted = first.exit_code == environment.PREEMPTED
-        if not preempted:
-            if first.returncode in _PERMANENT and not self._has_progress:
-                if self.config.max_restarts:
-                    self.print_fn("Not restarted: it failed before the first training step.")
-                return None
-            if self._counted >= self.config.max_restarts:
-                return None
-            self._counted += 1
-        delay = min(FIRST_DELAY_S * 2.0**self._restarts, _LONGEST_DELAY_S)
-        self._restarts += 1
-        why = "preempted, not counted" if preempted else f"of {self.config.max_restarts}"
-        count = self._restarts if preempted else self._counted
-        self.print_fn(f"Restart {count} ({why}) of all workers in {delay:g} s")
+        if first.returncode in _PERMANENT and not self._has_progress:
+            if self.config.max_restarts:
+                self.print_fn("Not restarted: it failed before the first training step.")
+            return None
+        delay = min(FIRST_DELAY_S * 2.0**self.restarts, _LONGEST_DELAY_S)
+        restart = self._count_restart(first)
+        if restart is None:
+            return None
+        self.print_fn(f"{restart} of all workers in {delay:g} s")
         return delay
+
+    def _count_restart(self, ended) -> str | None:
+        """Counts a restart, and returns its number as text; None where no more are allowed."""
+        most = self.config.max_restarts
+        if ended.exit_code == environment.PREEMPTED:
+            self.restarts += 1
+            return f"Restart {self.restarts} (preempted, not counted)"
+        if self._counted >= most:
+            return None
+        self.restarts, self._counted = self.restarts + 1, self._counted + 1
+        return f"Restart {self._counted} (of {most})"
 
     def _rest(self, seconds) -> int | None:
         """Waits; returns the signal that was received, or None."""
@@ -266,26 +221,111 @@ class Job:
                 return event
         return None
 
-    def _report_hanging(self, first, ended):
-        """Names the workers that still run if all others report a lost peer."""
-        if first.returncode != environment.PEER_LOST:
-            return
-        running = sorted(set(self._logs) - {each.index for each in ended})
-        if running:
-            names = ", ".join(self._names[index] for index in running)
-            self.print_fn(f"No worker has failed on its own; still running: {names}")
-
     def _report_failure(self, first, ended):
         if first.returncode == environment.PEER_LOST:
             for each in ended[: ended.index(first)]:
-                name = self._names[each.index]
+                name = self.names[each.index]
                 self.print_fn(f"{name} ended early, with exit code {each.returncode}")
         log = self._logs[first.index]
         log.show_rest()
-        name = self._names[first.index]
+        name = self.names[first.index]
         self.print_fn(f"{name} {first.describe()} (log: {log.path})")
         if first.returncode == -signal.SIGKILL:
             self.print_fn("Unless somebody killed it, this host ran out of memory: see dmesg.")
         words = logs.log_tail(log.since_start())
         if words:
             self.print_fn("\n".join(f"[{name}] {line}" for line in words.splitlines()))
+
+
+class _Watch:
+    """Watches one start until all tasks have ended; `run` returns the outcome."""
+
+    def __init__(self, job: Job, group: Group, indices: Collection[int]):
+        self._job, self._group, self._running = job, group, set(indices)
+        # Those that may be restarted alone: without servers no worker can rejoin the others.
+        self._workers = range(1, 1 + job.config.num_workers) if job.config.num_ps else range(0)
+        self._ended: list[Ended] = []
+        self._first = self._signalled = self._kill_at = self._failed_at = None
+        self._due: dict[int, float] = {}
+
+    def run(self) -> Outcome:
+        while self._running or self._due:
+            event = self._job.next_event(_POLL_S)
+            if isinstance(event, Ended):
+                self._note(event)
+            elif event is not None:
+                self._pass_on(event)
+            if self._kill_at is None:
+                self._judge()
+            self._start_due()
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._group.kill()
+        self._job.next_event(0.0)
+        good = self._signalled or self._chief_is_done()
+        first = None if good else self._first or logs.first_failure(self._ended)
+        return Outcome(self._ended, first, self._signalled)
+
+    def _pass_on(self, number):
+        # A second signal means: do not wait.
+        wait_s = self._job.config.grace if self._signalled is None else 0.0
+        self._signalled = self._signalled or int(number)
+        self._kill_at = time.monotonic() + wait_s
+        self._due.clear()
+        self._group.send(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _note(self, ended):
+        self._running.discard(ended.index)
+        if self._kill_at is not None or not self._is_lost_worker(ended):
+            self._ended.append(ended)
+        elif (delay := self._job.delay_of_one(ended)) is not None:
+            self._due[ended.index] = time.monotonic() + delay
+        else:
+            self._ended.append(ended)
+            if left := [each for each in self._workers if each in self._running]:
+                name, count = self._job.names[ended.index], len(left)
+                self._job.print_fn(f"{name} {ended.describe()}; the job goes on with {count} left")
+
+    def _is_lost_worker(self, ended) -> bool:
+        """Whether it is a worker that was killed, not one that ended because of the others."""
+        codes = (0, environment.PEER_LOST, *_PERMANENT)
+        return ended.index in self._workers and ended.returncode not in codes
+
+    def _chief_is_done(self) -> bool:
+        """Whether a chief of parameter servers has ended well, and with it the job."""
+        done = any(each.index == _CHIEF and not each.returncode for each in self._ended)
+        return bool(self._workers) and done
+
+    def _judge(self):
+        """Stops the others once the chief has ended, or a task that all need has failed."""
+        now, grace = time.monotonic(), self._job.config.grace
+        if self._chief_is_done():
+            self._due.clear()
+            self._kill_at = now + grace
+            return
+        lost = [each for each in self._ended if each.returncode and not self._may_continue(each)]
+        found = logs.first_failure(lost)
+        if found is None:
+            return
+        self._failed_at = self._failed_at or now
+        if found.returncode == environment.PEER_LOST and now - self._failed_at < CAUSE_S:
+            return
+        self._first, self._kill_at = found, now + min(grace, PEERS_GRACE_S)
+        self._due.clear()
+        if found.returncode == environment.PEER_LOST and self._running and not self._workers:
+            names = ", ".join(self._job.names[index] for index in sorted(self._running))
+            self._job.print_fn(f"No worker has failed on its own; still running: {names}")
+        self._group.send(signal.SIGTERM)
+
+    def _may_continue(self, ended) -> bool:
+        # A worker exits with 0 when the chief has reported the end of training.
+        well = {each.index for each in self._ended if not each.returncode}
+        going = self._running | set(self._due) | well
+        return self._is_lost_worker(ended) and any(each in going for each in self._workers)
+
+    def _start_due(self):
+        for index in [each for each, when in self._due.items() if time.monotonic() >= when]:
+            del self._due[index]
+            number = str(self._job.restarts)
+            self._running.add(index)
+            more = {environment.RESTARTS: number}
+            self._group.start_again(index, f"--- restart {number} ---", more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import shutil
 import site
@@ -12,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from tfmulti.cluster import resolve_cluster
-from tfmulti.notebook import cells, serialization
+from tfmulti.notebook import serialization
 from tfmulti.runtime import command_line
 
 SETTINGS = "settings.json"
@@ -43,7 +44,8 @@ def _run(folder) -> int:
     own = folder_of(folder, cluster.worker_index)
     own.mkdir()
     settings = json.loads((folder / SETTINGS).read_text())
-    cells.add_sources(settings["sources"])
+    for name, lines in settings["sources"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     try:
         if serialization.names_tensorflow(folder):
             # Before the function does. It is quiet even where the notebook has set the variable.

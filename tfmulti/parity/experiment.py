@@ -176,10 +176,10 @@ def _run(config, kind, count, folder, title) -> Outcome | None:
     task = {"kind": kind, "count": count, "config": dataclasses.asdict(config)}
     (folder / "task.json").write_text(json.dumps(task))
     command = [sys.executable, "-m", run.__name__, str(folder)]
+    environments = [_ENVIRONMENT]
     if kind == run.WORKERS:
-        finished = processes.run_workers(command, count, env=_ENVIRONMENT, timeout_s=config.timeout)
-    else:
-        finished = processes.run_together(command, [_ENVIRONMENT], timeout_s=config.timeout)
+        environments = [{**_ENVIRONMENT, "TF_CONFIG": each} for each in processes.tf_configs(count)]
+    finished = processes.run_together(command, environments, timeout_s=config.timeout)
     if all(done.how == processes.DONE for done in finished):
         return None
     return _describe_failure(config, finished, folder, title)

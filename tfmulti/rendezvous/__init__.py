@@ -17,6 +17,7 @@ worker tries to reach each other one.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import importlib.metadata
 import json
 import math
@@ -147,18 +148,14 @@ def _run(create):
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(create())
-    result: list = []
+    result: concurrent.futures.Future = concurrent.futures.Future()
 
     def run():
         try:
-            result.append((asyncio.run(create()), None))
+            result.set_result(asyncio.run(create()))
         except BaseException as error:
-            result.append((None, error))
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    value, error = result[0]
-    if error is not None:
-        raise error
-    return value
+    # An executor's thread would be waited for at exit.
+    threading.Thread(target=run, daemon=True).start()
+    return result.result()

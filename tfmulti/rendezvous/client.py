@@ -84,15 +84,19 @@ class Client:
             greeting_s = min(LINE_S, deadline - clock())
             line = await asyncio.wait_for(messages.read_line(reader), greeting_s)
             random = messages.read_greeting(line)
-            writer.write(self._introduce(random, deadline - clock()))
-            line = await asyncio.wait_for(
-                messages.read_line(reader), deadline - clock() + _MARGIN_S
-            )
+            content = {
+                "index": self.cluster.worker_index,
+                "instance": self._instance,
+                "left_s": deadline - clock(),
+                "settings": self.settings,
+            }
+            writer.write(messages.write(self.token.secret, "client", random, content))
+            outcome_s = deadline - clock() + _MARGIN_S
+            line = await asyncio.wait_for(messages.read_line(reader), outcome_s)
             refusal = messages.read_refusal(line)
             if refusal is not None:
                 raise self._refused_error(refusal)
-            context = random + self._instance
-            outcome = messages.read(line, self.token.secret, "server", context)
+            outcome = messages.read(line, self.token.secret, "server", random + self._instance)
             if self._talk is not None:
                 await self._talk(reader, writer)
             return outcome
@@ -103,15 +107,6 @@ class Client:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-
-    def _introduce(self, random, left_s) -> bytes:
-        content = {
-            "index": self.cluster.worker_index,
-            "instance": self._instance,
-            "left_s": left_s,
-            "settings": self.settings,
-        }
-        return messages.write(self.token.secret, "client", random, content)
 
     def _refused_error(self, refusal) -> RendezvousError:
         host = name_worker(self.cluster, self._host)

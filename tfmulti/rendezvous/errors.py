@@ -26,11 +26,6 @@ def name_worker(cluster: Cluster, index: int) -> str:
     return f"{kind} {number} at {cluster.spec[kind][number]}"
 
 
-def name_workers(cluster: Cluster, indices: Iterable[int]) -> str:
-    """Returns several workers' tasks and addresses, separated by commas."""
-    return ", ".join(name_worker(cluster, index) for index in sorted(indices))
-
-
 def missing_error(
     cluster: Cluster, missing: Iterable[int], seconds: float, remarks: Iterable[str] = ()
 ) -> RendezvousError:
@@ -42,12 +37,12 @@ def missing_error(
         seconds: How long this worker has waited for them.
         remarks: Further observations, each a clause.
     """
-    missing = list(missing)
+    names = [name_worker(cluster, index) for index in sorted(missing)]
     seen = "".join(f"; {remark}" for remark in remarks)
     return RendezvousError(
         f"All {cluster.num_workers} workers must start within the time limit of each other. "
-        f"Received: after {seconds:.1f} s {len(missing)} did not connect: "
-        f"{name_workers(cluster, missing)}{seen}. "
+        f"Received: after {seconds:.1f} s {len(names)} did not connect: "
+        f"{', '.join(names)}{seen}. "
         "Start them, or read in their logs why they ended; check that the addresses are the same "
         f"in {where_configured(cluster)}, and that no firewall blocks the ports. "
         "A larger start_timeout (seconds) waits longer."

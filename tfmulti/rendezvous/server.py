@@ -8,20 +8,17 @@ import dataclasses
 import errno
 import ipaddress
 import math
-import os
 import secrets
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 
-from tfmulti.cluster import Cluster
+from tfmulti.cluster import Cluster, network
 from tfmulti.cluster.errors import show
-from tfmulti.cluster.network import advise_port, is_ip_address, split_address
 from tfmulti.rendezvous import messages
 from tfmulti.rendezvous.errors import RendezvousError, describe_fault
 from tfmulti.rendezvous.messages import Token
 
-_EVERYWHERE = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
 _BACKLOG = 1024
 
 
@@ -34,14 +31,14 @@ def open_listeners(cluster: Cluster) -> list[socket.socket]:
     Raises:
         RendezvousError: If another process listens there, or the port is not permitted.
     """
-    host, port = split_address(cluster.address)
+    host, port = network.split_address(cluster.address)
     try:
-        return _listen(_interfaces(host), port) or _listen(_EVERYWHERE, port)
+        return _listen(_interfaces(host), port) or _listen(network.EVERYWHERE, port)
     except OSError as error:
         raise RendezvousError(
             "The first worker must be able to listen at its address for the rendezvous. "
             f"Received: {cluster.address}: {error.strerror or error}. "
-            f"Find the process with `ss -ltnp`, or {advise_port(cluster)}"
+            f"Find the process with `ss -ltnp`, or {network.advise_port(cluster)}"
         ) from error
 
 
@@ -52,7 +49,7 @@ def _interfaces(host: str) -> list[tuple[int, str]]:
         return []
     interfaces = list(dict.fromkeys((family, address[0]) for family, _, _, _, address in found))
     # Many systems resolve their own name to 127.0.1.1, which other machines cannot reach.
-    if not is_ip_address(host) and host != "localhost":
+    if not network.is_ip_address(host) and host != "localhost":
         if any(ipaddress.ip_address(each.split("%")[0]).is_loopback for _, each in interfaces):
             return []
     return interfaces
@@ -63,7 +60,8 @@ def _listen(interfaces, port) -> list[socket.socket]:
     try:
         for family, address in interfaces:
             try:
-                listeners.append(_listen_at(family, address, port))
+                listeners.append(network.open_socket(family, address, port))
+                listeners[-1].listen(_BACKLOG)
             except OSError as error:
                 # An address of another machine, or a kind of address that this one lacks.
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -73,21 +71,6 @@ def _listen(interfaces, port) -> list[socket.socket]:
             listener.close()
         raise
     return listeners
-
-
-def _listen_at(family, address, port) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def cut(writer: asyncio.StreamWriter) -> None:

@@ -19,10 +19,7 @@ from absl import flags, logging
 
 from tfmulti.runtime.errors import cause_of as cause_of
 from tfmulti.runtime.errors import place_of
-from tfmulti.runtime.processes import OWN_THREADS as OWN_THREADS
 from tfmulti.runtime.processes import end_process as end_process
-from tfmulti.runtime.processes import end_process_at_exit as end_process_at_exit
-from tfmulti.runtime.processes import wait_for_threads as wait_for_threads
 
 ERROR = 1
 BAD_USAGE = 2
@@ -42,17 +39,6 @@ def define_flags(settings: type) -> flags.FlagValues:
     for field in dataclasses.fields(settings):
         _define(values, field)
     return values
-
-
-def define_traceback(values: flags.FlagValues) -> None:
-    """Adds `--traceback`."""
-    flags.DEFINE_bool("traceback", False, "Show an error with all its frames.", flag_values=values)
-
-
-def define_verbose(values: flags.FlagValues) -> None:
-    """Adds `--verbose`."""
-    text = "Show what TensorFlow and its libraries log."
-    flags.DEFINE_bool("verbose", False, text, flag_values=values)
 
 
 def read_settings(settings: type, values: flags.FlagValues):
@@ -111,7 +97,8 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
     if any(argument in ("--help", "-h", "-help") for argument in argv[1:]):
         print(f"{usage}\n")
         for name in sorted(values):
-            print(_describe(values[name]))
+            default = "none" if values[name].default is None else values[name].default
+            print(f"  --{name}: {values[name].help}\n      default: {default}")
         return 0
     try:
         rest = values(argv)
@@ -148,21 +135,23 @@ def _suggest(word, known, before="") -> str:
     return f" Did you mean {before}{close[0]}?" if close else ""
 
 
-def read_command_line(settings: type, argv: list[str], usage: str, *define_more):
+def read_command_line(settings: type, argv: list[str], usage: str, *, has_verbose: bool = False):
     """Returns the settings of a command line, as a dataclass whose fields are its flags.
 
     Args:
-        settings: The dataclass.
+        settings: The dataclass. The flag `--traceback` is added.
         argv: See `parse`.
         usage: See `parse`.
-        *define_more: Functions that add flags, as `define_traceback`.
+        has_verbose: Whether to add the flag `--verbose` too.
 
     Returns:
         `(settings, values, None)`; `(None, values, exit code)` if the program should end.
     """
     values = define_flags(settings)
-    for define in define_more:
-        define(values)
+    flags.DEFINE_bool("traceback", False, "Show an error with all its frames.", flag_values=values)
+    if has_verbose:
+        text = "Show what TensorFlow and its libraries log."
+        flags.DEFINE_bool("verbose", False, text, flag_values=values)
     code = parse(values, argv, usage)
     if code is None:
         try:
@@ -186,7 +175,7 @@ def run(settings: type, usage: str, program: Callable, argv: list[str] | None) -
         The exit code: the program's, 1 for an error, 2 for a wrong command line.
     """
     argv = sys.argv if argv is None else argv
-    config, values, code = read_command_line(settings, argv, usage, define_traceback)
+    config, values, code = read_command_line(settings, argv, usage)
     if code is not None:
         return code
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ERROR))
@@ -195,11 +184,6 @@ def run(settings: type, usage: str, program: Callable, argv: list[str] | None) -
     except Exception as error:
         show_error(error, values.traceback)
         return ERROR
-
-
-def _describe(flag) -> str:
-    default = "none" if flag.default is None else flag.default
-    return f"  --{flag.name}: {flag.help}\n      default: {default}"
 
 
 def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:

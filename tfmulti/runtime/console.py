@@ -35,16 +35,13 @@ def create_console():
 
 
 def show_rows(
-    rows: Mapping[str, object],
-    print_fn: Callable[[str], None] | None = None,
-    title: str | None = None,
+    rows: Mapping[str, object], print_fn: Callable[[str], None], title: str | None = None
 ) -> None:
-    """Shows names with their values.
+    """Shows names with their values: a table where standard output is a terminal, else lines.
 
     Args:
         rows: The values by name.
-        print_fn: Function of one line of text; None for a table on standard output, as wide as the
-            terminal.
+        print_fn: Function of one line of text.
         title: The title above them.
 
     Example:
@@ -52,7 +49,7 @@ def show_rows(
       steps:      3
       batch size: 64
     """
-    if print_fn is None:
+    if is_terminal():
         _print_table(rows, title)
         return
     if title is not None:
@@ -60,11 +57,6 @@ def show_rows(
     width = max(map(len, rows)) + 1
     for name, value in rows.items():
         print_fn(f"  {f'{name}:':{width}} {value}")
-
-
-def show_result(rows: Mapping[str, object], title: str) -> None:
-    """Prints rows: a table where standard output is a terminal, else lines."""
-    show_rows(rows, None if is_terminal() else lambda line: print(line, flush=True), title)
 
 
 def _print_table(rows, title):

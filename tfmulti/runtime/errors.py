@@ -26,6 +26,7 @@ _ARGUMENT = re.compile(r"^  • (\w+)=(.*)$", re.MULTILINE)
 _NO_MEMORY = ("OOM when allocating", "out of memory", "OUT_OF_MEMORY", "CUDNN_STATUS_ALLOC_FAILED")
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_SAYS_NOTHING = ("None", "False", "True", "<class 'inspect._empty'>")
 _SOURCE_LENGTH = 80
 _LINE_LENGTH = 1000
 
@@ -107,9 +108,8 @@ def _reorder(text) -> str:
     in_call = _IN_CALL.search(text)
     if in_call is None:
         return text
-    received = [
-        f"{name}={value}" for name, value in _ARGUMENT.findall(text) if _is_informative(value)
-    ]
+    arguments = _ARGUMENT.findall(text)
+    received = [f"{name}={value}" for name, value in arguments if value not in _SAYS_NOTHING]
     heard = f", which received {', '.join(received)}" if received else ""
     cause = in_call[2].split("Error encountered:\n\n")[-1]
     return f"{_reorder(cause.strip())}\n  in {in_call[1]}(){heard}"
@@ -128,10 +128,6 @@ def _reorder_graph_error(text) -> str:
 
 def _cut(line) -> str:
     return line if len(line) <= _LINE_LENGTH else line[:_LINE_LENGTH] + " ..."
-
-
-def _is_informative(value) -> bool:
-    return value not in ("None", "False", "True", "<class 'inspect._empty'>")
 
 
 def _with_causes(error) -> Iterator[BaseException]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -79,8 +80,6 @@ def check_folder(path: str | os.PathLike[str]) -> None:
             "Name another folder, free disk space, or change its permissions."
         ) from error
     finally:
-        try:
-            probe.unlink(missing_ok=True)
-        except OSError:
-            # The earlier error is the reason.
-            pass
+        # The earlier error is the reason.
+        with contextlib.suppress(OSError):
+            probe.unlink()

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 DONE, FAILED, ENDED, TIMED_OUT = "done", "failed", "ended", "timed out"
@@ -52,26 +53,19 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def tf_configs(num_workers: int) -> list[str]:
-    """Returns the TF_CONFIG of each of `num_workers` workers on this machine, as JSON.
+def tf_configs(num_workers: int, num_ps: int = 0) -> list[str]:
+    """Returns the TF_CONFIG of each worker on this machine, as JSON.
+
+    With parameter servers there is a chief before the workers, and the servers follow them.
 
     >>> [json.loads(config)["task"]["index"] for config in tf_configs(2)]
     [0, 1]
-    """
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(num_workers)]}
-    return [
-        json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in range(num_workers)
-    ]
-
-
-def tf_configs_with_servers(num_workers: int, num_ps: int) -> list[str]:
-    """Returns the TF_CONFIG of a chief, of workers and of parameter servers, as JSON.
-
-    >>> [json.loads(config)["task"]["type"] for config in tf_configs_with_servers(2, 1)]
+    >>> [json.loads(config)["task"]["type"] for config in tf_configs(2, num_ps=1)]
     ['chief', 'worker', 'worker', 'ps']
     """
-    counts = {"chief": 1, "worker": num_workers, "ps": num_ps}
+    counts = {"worker": num_workers}
+    if num_ps:
+        counts = {"chief": 1, **counts, "ps": num_ps}
     ports = iter(free_ports(sum(counts.values())))
     cluster = {
         kind: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for kind, count in counts.items()
@@ -81,24 +75,6 @@ def tf_configs_with_servers(num_workers: int, num_ps: int) -> list[str]:
         for kind, count in counts.items()
         for index in range(count)
     ]
-
-
-def run_workers(
-    command: Sequence[str], num_workers: int, *, env: Mapping[str, str] | None = None, **limits
-) -> list[Finished]:
-    """Runs one command as `num_workers` local workers, each with its TF_CONFIG.
-
-    Args:
-        command: The program and its arguments.
-        num_workers: Number of workers.
-        env: Variables to set besides those of this process.
-        **limits: `timeout_s` and `grace_s`, as for `run_together`.
-
-    Returns:
-        The finished workers, in order.
-    """
-    configs = tf_configs(num_workers)
-    return run_together(command, [{**(env or {}), "TF_CONFIG": each} for each in configs], **limits)
 
 
 def run_together(
@@ -239,6 +215,27 @@ def end_process(exit_code: int) -> NoReturn:
 def is_ending() -> bool:
     """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
     return _is_ending
+
+
+def ask_in_threads(
+    function: Callable, items: Collection, timeout_s: float
+) -> Iterator[tuple[object, object]]:
+    """Calls a function with each item at the same time, and yields (item, result) as they come.
+
+    It ends when the time is over. A call that hangs cannot be ended: nothing waits for its thread,
+    not even the end of the process, which would wait for those of an executor.
+
+    >>> sorted(ask_in_threads(len, ["a", "bcd"], timeout_s=60.0))
+    [('a', 1), ('bcd', 3)]
+    """
+    answers: queue.SimpleQueue = queue.SimpleQueue()
+    for item in items:
+        ask = lambda item=item: answers.put((item, function(item)))
+        threading.Thread(target=ask, daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(queue.Empty):
+        for _ in items:
+            yield answers.get(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def wait_for_threads() -> None:

@@ -14,8 +14,8 @@ from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, step
 from tfmulti.choices import COMMUNICATIONS, ON_DIFFERENCE, REPLICATE, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
-from tfmulti.cluster.roles import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
+from tfmulti.cluster.variables import check_num_ps
 from tfmulti.parallel import activations, partitioned
 from tfmulti.settings import check_choice
 from tfmulti.step import (

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfmulti import keras_compat, rendezvous
-from tfmulti.cluster import environment, mpi, network, peer_errors
+from tfmulti.cluster import environment, mpi, network, peers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line
@@ -176,18 +176,18 @@ def report_to_others(error: BaseException, cluster: Cluster) -> None:
     """Reports this worker's error to all workers, so that they need not wait for a timeout."""
     cause = " ".join(command_line.cause_of(error).split())
     task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
-    keras_compat.report_error(f"{peer_errors.REPORT}{cause}"[:_REPORT_LENGTH], task)
+    keras_compat.report_error(f"{peers.REPORT}{cause}"[:_REPORT_LENGTH], task)
 
 
-def end_worker(error: BaseException, cluster: Cluster | None) -> peer_errors.PeerError | None:
+def end_worker(error: BaseException, cluster: Cluster | None) -> peers.PeerError | None:
     """Finds out whether another worker caused an error; if not, reports it to the others.
 
     Returns:
         The peer error, with its text and exit code, or None for a local error.
     """
-    peer_error = peer_errors.find_peer_error(error, cluster)
+    peer_error = peers.find_peer_error(error, cluster)
     if cluster is not None and cluster.num_workers > 1:
-        if peer_error is None or peer_error.exit_code == peer_errors.ERROR:
+        if peer_error is None or peer_error.exit_code == peers.ERROR:
             report_to_others(error, cluster)
             if cluster.is_chief:
                 # The service ends with the chief. Workers that wait in MPI poll it for errors.
@@ -210,7 +210,7 @@ def watch_uncaught(cluster: Cluster) -> None:
         if hasattr(sys, "ps1") and peer_error is None:
             # An interactive session continues.
             return
-        own = peer_errors.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED
+        own = peers.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED
         command_line.end_process(own if peer_error is None else peer_error.exit_code)
 
     sys.excepthook = hook

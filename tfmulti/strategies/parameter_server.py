@@ -20,15 +20,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.cluster import Cluster, environment, kubernetes, network, sagemaker, slurm
-from tfmulti.cluster.presence import Presence, is_reachable
+from tfmulti.cluster import Cluster, environment, network, schedulers, slurm
+from tfmulti.cluster.peers import Presence, is_reachable
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import partitioned
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
-_WITHOUT_ROLES = (kubernetes.SOURCE, sagemaker.SOURCE, slurm.SOURCE)
+_WITHOUT_ROLES = (schedulers.KUBERNETES, schedulers.SAGEMAKER, slurm.SOURCE)
 _POLL_S = 1.0
 _LAST_S = 30.0
 _GOODBYE_S = 5.0

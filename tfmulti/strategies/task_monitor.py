@@ -7,7 +7,7 @@ import threading
 import time
 
 from tfmulti.cluster import Cluster
-from tfmulti.cluster.presence import MISSES, NO_ANSWER, Presence, probe
+from tfmulti.cluster.peers import MISSES, NO_ANSWER, Presence, probe
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.rendezvous import find_timeout
 from tfmulti.strategies.parameter_server import (
@@ -110,7 +110,7 @@ class TaskMonitor:
                 end_stuck_chief(error)
 
     def note(self, name: str, seen: str) -> None:
-        """Records the state of a task, as `presence.probe` returns it."""
+        """Records the state of a task, as `peers.probe` returns it."""
         why = self._tasks[name].note(seen)
         if why is None:
             self._lost.pop(name, None)

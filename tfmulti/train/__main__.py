@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tfmulti import checkpoint, cluster
-from tfmulti.runtime import command_line, console, files
+from tfmulti.runtime import command_line, console, files, processes
 from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
 
@@ -21,8 +21,9 @@ USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device
 def main(argv: list[str] | None = None) -> int:
     """Parses the flags, trains, and shows a table. Returns the exit code."""
     argv = sys.argv if argv is None else argv
-    more = (command_line.define_traceback, command_line.define_verbose)
-    config, values, code = command_line.read_command_line(TrainConfig, argv, USAGE, *more)
+    config, values, code = command_line.read_command_line(
+        TrainConfig, argv, USAGE, has_verbose=True
+    )
     if code is not None:
         return code
     try:
@@ -37,25 +38,16 @@ def _end_interrupted(config) -> int:
     """Prints what was saved, and reports to the other workers why this one ends."""
     print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
     _end_servers(KeyboardInterrupt())
-    task = _find_worker(config)
-    if task is not None:
-        from tfmulti.strategies.multi_worker import end_worker
-
-        end_worker(RuntimeError("interrupted by Ctrl-C"), task)
-    command_line.wait_for_threads()
+    _end_worker(RuntimeError("interrupted by Ctrl-C"), config)
+    processes.wait_for_threads()
     folder = Path(config.workdir) / checkpoint.FOLDER if config.workdir else None
     saved = checkpoint.saved_in(folder) if folder else {}
+    why = "no epoch had ended" if config.workdir else "no --workdir"
+    text = f"Nothing was saved: {why}."
     if saved:
         text = f"Saved: step {max(saved)}, in {folder}. The same command resumes from there."
-    else:
-        text = "Nothing was saved: " + (
-            "no epoch had ended." if config.workdir else "no --workdir."
-        )
     print(text, file=sys.stderr)
     return command_line.INTERRUPTED
-
-
-_WITH_CLUSTER = ("auto", "multi_worker", "parameter_server")
 
 
 def _find_task(config, **settings):
@@ -80,12 +72,19 @@ def _refuse_servers(config):
         )
 
 
-def _find_worker(config):
-    """Returns this worker of `multi_worker` once TensorFlow is there, else None."""
+def _end_worker(error, config):
+    """Reports an error to the other workers of `multi_worker`, once TensorFlow is there.
+
+    Returns the `PeerError` by which this one ends, or None.
+    """
     if "tensorflow" not in sys.modules or config.strategy not in ("auto", "multi_worker"):
         return None
     task = _find_task(config, check_network=False)
-    return None if task is None or task.has_servers else task
+    if task is None or task.has_servers:
+        return None
+    from tfmulti.strategies.multi_worker import end_worker
+
+    return end_worker(error, task)
 
 
 def _end_servers(error) -> int | None:
@@ -103,18 +102,14 @@ def _end(error, config, with_traceback) -> int:
     if code is not None:
         command_line.show_error(error, with_traceback)
         return code
-    peer, task = None, _find_worker(config)
-    if task is not None:
-        from tfmulti.strategies.multi_worker import end_worker
-
-        peer = end_worker(error, task)
+    peer = _end_worker(error, config)
     command_line.show_error(error, with_traceback, None if peer is None else peer.text)
     return command_line.ERROR if peer is None else peer.exit_code
 
 
 def _train(config: TrainConfig, verbose: bool) -> int:
     task = None
-    if config.strategy in _WITH_CLUSTER:
+    if config.strategy in ("auto", "multi_worker", "parameter_server"):
         task = _find_task(config)
     else:
         _refuse_servers(config)
@@ -130,10 +125,14 @@ def _train(config: TrainConfig, verbose: bool) -> int:
         return 0
     from tfmulti.train.loop import train_and_evaluate
 
-    result = train_and_evaluate(config, print_fn=lambda line: print(line, flush=True))
+    result = train_and_evaluate(config, print_fn=_print_line)
     if task is None or task.is_chief:
         _show(result, config.workdir)
     return 0
+
+
+def _print_line(line):
+    print(line, flush=True)
 
 
 def _show(result, workdir):
@@ -152,7 +151,7 @@ def _show(result, workdir):
         "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
         "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
     }
-    console.show_result(rows, "tfmulti.train")
+    console.show_rows(rows, _print_line, "tfmulti.train")
 
 
 if __name__ == "__main__":

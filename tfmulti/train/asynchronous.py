@@ -194,21 +194,14 @@ def _check(model, callbacks, max_staleness, epochs):
 
 
 def _dataset(distribute, data, strategy, batch_size, **options) -> EpochDataset:
-    if isinstance(data, EpochDataset):
-        _check_dataset(data)
-        return data
-    if batch_size is None:
-        raise ValueError(
-            "`batch_size` must be given with data that no strategy has distributed. "
-            f"Received: batch_size=None, data of type {type(data).__name__}. "
-            "Use for example batch_size=64."
-        )
-    made = distribute(data, strategy, batch_size, **options)
-    _check_dataset(made)
-    return made
-
-
-def _check_dataset(data):
+    if not isinstance(data, EpochDataset):
+        if batch_size is None:
+            raise ValueError(
+                "`batch_size` must be given with data that no strategy has distributed. "
+                f"Received: batch_size=None, data of type {type(data).__name__}. "
+                "Use for example batch_size=64."
+            )
+        data = distribute(data, strategy, batch_size, **options)
     strange = [s for s in tf.nest.flatten(data.element_spec) if not isinstance(s, tf.TensorSpec)]
     if strange:
         raise ValueError(
@@ -221,6 +214,7 @@ def _check_dataset(data):
             "With parameter servers the last batch of `data` is short, or left out. Received: "
             "remainder='pad'. Use remainder='uneven' or 'drop'."
         )
+    return data
 
 
 def _two_rows(element_spec):

@@ -1,4 +1,8 @@
-"""`--per_replica_batch_size auto`: the largest batch that fits, the same on all workers."""
+"""`--per_replica_batch_size auto`: the largest batch that fits, the same on all workers.
+
+Real training steps are run in a separate process, which may run out of memory: this module as a
+program, `python -m tfmulti.train.batch_size REQUEST`.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,30 @@ from tfmulti import checkpoint, devices, topology
 from tfmulti.checkpoint import generations
 from tfmulti.choices import AUTO
 from tfmulti.cluster import environment
-from tfmulti.runtime import memory
-from tfmulti.strategies import coordination
+from tfmulti.data import distribute_train
+from tfmulti.data.datasets import load_dataset
+from tfmulti.runtime import command_line, errors, memory, processes
+from tfmulti.strategies import coordination, create_strategy
 from tfmulti.train.config import TrainConfig
+from tfmulti.train.models import compile_model, create_model, prepare_keras
 
 LARGEST = 8192
 _FIRST = 8
 # Memory for validation, checkpoints and the first batches of an epoch, besides the steps.
 _HEADROOM = 0.9
 _ROUNDS = 3
+_POLL_S = 0.02
+_LAST_LINES = 5
+STEPS = 3
+MIN_STEPS_PER_EPOCH = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The result of a batch size search.
+class SizeTrial:
+    """The result of a trial of some sizes, or of the whole search.
 
     Attributes:
-        size: The largest number of examples of one replica that fits.
+        size: The largest number of examples of one replica that fitted; 0 for none.
         peak: The peak memory of a worker, or of its fullest GPU, with that size, in bytes.
         too_large: The smallest size that did not fit; None if all fitted.
         cap: The largest size with which an epoch has enough steps.
@@ -46,7 +57,7 @@ class Found:
     cap: int
 
 
-def search(attempt: Callable[[list[int]], SizeTrial]) -> Found:
+def search(attempt: Callable[[list[int]], SizeTrial]) -> SizeTrial:
     """Finds the largest size that fits: by powers of two, then by bisection.
 
     Args:
@@ -86,7 +97,7 @@ def search(attempt: Callable[[list[int]], SizeTrial]) -> Found:
             best = tried
         else:
             too_large = middle
-    return Found(best.size, best.peak, too_large, best.cap)
+    return dataclasses.replace(best, too_large=too_large)
 
 
 def _between(fits, too_large) -> int | None:
@@ -124,7 +135,7 @@ def resolve_batch_size(
             "`per_replica_batch_size=auto` runs steps in a separate process, which cannot use the "
             "TPU. Received: strategy tpu. Give a number, such as 128."
         )
-    print_fn = print_fn if topology.is_chief(strategy) else _be_quiet
+    print_fn = print_fn if topology.is_chief(strategy) else lambda line: None
     num_replicas = strategy.num_replicas_in_sync
     _, kept = coordination.compare(strategy, _kept_batch_size(config, strategy))
     if kept:
@@ -141,11 +152,7 @@ def _replace(config, global_batch_size):
     return dataclasses.replace(config, memory_limit=None, **numbers)
 
 
-def _be_quiet(line):
-    """Prints nothing: the chief prints for all workers."""
-
-
-def _find(config, strategy, print_fn) -> tuple[Found, int | None]:
+def _find(config, strategy, print_fn) -> tuple[SizeTrial, int | None]:
     limit = find_limit(config, strategy)
     room = "a GPU's memory" if limit is None else memory.show_size(limit)
     print_fn(f"per_replica_batch_size=auto: running real steps; the limit of a worker is {room}")
@@ -180,7 +187,7 @@ def _kept_batch_size(config, strategy) -> int:
     """Returns the global batch size of the checkpoint to resume from; 0 without one."""
     if config.workdir is None or config.resume != "auto" or not topology.is_chief(strategy):
         return 0
-    latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, _be_quiet)
+    latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, lambda line: None)
     data = latest.state.get("data") if latest else None
     return data["global_batch_size"] if data else 0
 
@@ -193,27 +200,6 @@ def _explain(size, found, limit) -> str:
     if size == found.cap:
         return f"{room}; more would leave fewer than 8 steps in an epoch"
     return f"{room}; {found.too_large} did not fit" if found.too_large else room
-
-
-_POLL_S = 0.02
-_LAST_LINES = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class SizeTrial:
-    """The result of a trial of some sizes.
-
-    Attributes:
-        size: The largest that fitted; 0 for none.
-        peak: The peak memory with it, in bytes.
-        too_large: The size that did not fit, or None.
-        cap: The largest size with which an epoch has enough steps.
-    """
-
-    size: int
-    peak: int
-    too_large: int | None
-    cap: int
 
 
 def try_in_child_process(
@@ -262,17 +248,13 @@ def try_in_child_process(
 
 def _messages(request, limit, log) -> Iterator[dict]:
     """Starts the process, and yields its messages; the process has ended when this returns."""
+    command = [sys.executable, "-m", "tfmulti.train.batch_size"]
     reading, writing = os.pipe()
     environ = {k: v for k, v in os.environ.items() if k != environment.PROGRESS}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tfmulti.train.batch_size_trial",
-                json.dumps({**request, "pipe": writing}),
-            ],
+            [*command, json.dumps({**request, "pipe": writing})],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -310,3 +292,82 @@ def _error(words) -> RuntimeError:
         "`per_replica_batch_size=auto` runs some training steps, which must not fail. "
         f"Received: {words.rstrip('.')}. Give a number to see the whole error."
     )
+
+
+def try_sizes(
+    config: TrainConfig,
+    sizes: list[int],
+    num_replicas: int,
+    num_local: int,
+    report: Callable[..., None],
+) -> None:
+    """Trains a few steps at each batch size, the smallest first, with one model.
+
+    Args:
+        config: The run.
+        sizes: Examples of one replica, ascending.
+        num_replicas: Replicas of the job, over which the examples of an epoch are split.
+        num_local: Replicas of this worker; the trial has as many.
+        report: Called with `begins`, a size, and then with `size`, `peak` (peak memory in bytes)
+            and `cap`, the largest size with which an epoch has enough steps.
+    """
+    config = dataclasses.replace(config, steps_per_execution=1)
+    cpus = 0 if num_local == 1 or devices.has_gpu() else num_local
+    cpus = config.logical_cpus if config.has_stages_on_devices else cpus
+    kind = "one_device" if num_local == 1 else "mirrored"
+    strategy = create_strategy(kind, logical_cpus=cpus, verify="never")
+    prepare_keras(config)
+    split, _ = load_dataset(config.dataset)
+
+    def take(size):
+        return distribute_train(
+            split,
+            strategy,
+            size * num_local,
+            seed=config.seed,
+            remainder=config.remainder,
+            steps_per_epoch=STEPS,
+        )
+
+    train = take(1)
+    cap = max(1, train.plan.num_examples // (num_replicas * MIN_STEPS_PER_EPOCH))
+    with strategy.scope():
+        model = create_model(config.model, split)
+        compile_model(model, config, train)
+    for size in sizes:
+        size = min(size, cap)
+        report(begins=size)
+        model.fit(take(size), epochs=1, shuffle=False, verbose=0)
+        report(size=size, peak=_peak(), cap=cap)
+        if size == cap:
+            return
+
+
+def _peak() -> int:
+    if not devices.has_gpu():
+        return memory.peak_of()
+    return max(tf.config.experimental.get_memory_info(gpu)["peak"] for gpu in devices.list_gpus())
+
+
+def main() -> int:
+    """Runs the sizes of the command line, and reports the results through a pipe."""
+    processes.end_with_parent()
+    request = json.loads(sys.argv[1])
+    with os.fdopen(request.pop("pipe"), "w") as pipe:
+
+        def report(**message):
+            print(json.dumps(message), file=pipe, flush=True)
+
+        try:
+            try_sizes(TrainConfig(**request.pop("config")), report=report, **request)
+        except Exception as error:
+            if errors.is_out_of_memory(error):
+                report(no_memory=errors.cause_of(error))
+            else:
+                place = errors.place_of(error)
+                report(error=errors.cause_of(error) + (f" (at {place})" if place else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run_and_exit(main)

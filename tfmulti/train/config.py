@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfmulti.choices import (
-    AUTO,
-    COMMUNICATIONS,
-    COMPRESSIONS,
-    DEFAULT_GLOBAL_BATCH_SIZE,
-    DTYPE_POLICIES,
-    ON_DIFFERENCE,
-    ON_NONFINITE,
-    OPTIMIZERS,
-    REPLICATE,
-    RESUME,
-    SCALING_RULES,
-    SHARDS,
-    STRATEGIES,
-    TRACKERS,
-    VERIFY,
-)
-from tfmulti.cluster.roles import check_num_ps
+from tfmulti import choices
+from tfmulti.cluster.variables import check_num_ps
 from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS
@@ -54,7 +38,7 @@ class TrainConfig:
     3
     """
 
-    strategy: str = setting("auto", "Where to train.", STRATEGIES)
+    strategy: str = setting("auto", "Where to train.", choices.STRATEGIES)
     tf_config: str | None = setting(
         None, "File or folder with the cluster; by default the variable TF_CONFIG."
     )
@@ -67,7 +51,7 @@ class TrainConfig:
         "Examples per step of one replica, instead of --global_batch_size; auto takes as many as "
         "fit in memory.",
         at_least=1,
-        word=AUTO,
+        word=choices.AUTO,
     )
     memory_limit: str | None = setting(
         None,
@@ -82,7 +66,7 @@ class TrainConfig:
     )
     global_batch_size: int | None = setting(
         None,
-        f"Examples per step over all replicas. By default {DEFAULT_GLOBAL_BATCH_SIZE}.",
+        f"Examples per step over all replicas. By default {choices.DEFAULT_GLOBAL_BATCH_SIZE}.",
         at_least=1,
     )
     epochs: int = setting(20, "Passes over the data.", at_least=1)
@@ -90,33 +74,35 @@ class TrainConfig:
         None, "Steps per epoch; by default one pass over the data.", at_least=1
     )
     optimizer: str | None = setting(
-        None, "Optimizer; momentum is SGD with momentum 0.9. By default adam.", OPTIMIZERS
+        None, "Optimizer; momentum is SGD with momentum 0.9. By default adam.", choices.OPTIMIZERS
     )
     learning_rate: float | None = setting(
         None, "Rate for the base batch size. By default the optimizer's own.", at_least=0.0
     )
     learning_rate_scaling: str = setting(
-        "none", "How the rate grows with the global batch size.", SCALING_RULES
+        "none", "How the rate grows with the global batch size.", choices.SCALING_RULES
     )
     base_batch_size: int = setting(
         256, "Batch size for which the learning rate was tuned.", at_least=1
     )
     warmup_epochs: float = setting(0.0, "Epochs of gradual warm-up.", at_least=0.0)
-    dtype_policy: str = setting("float32", "Keras dtype policy.", DTYPE_POLICIES)
+    dtype_policy: str = setting("float32", "Keras dtype policy.", choices.DTYPE_POLICIES)
     gradient_accumulation_steps: int = setting(
         1, "Steps whose gradients make one update.", at_least=1
     )
     steps_per_execution: int = setting(1, "Steps per call of the compiled function.", at_least=1)
     remainder: str = setting("uneven", "What to do with the last, short batch.", REMAINDERS)
-    communication: str = setting("auto", "How workers reduce gradients.", COMMUNICATIONS)
+    communication: str = setting("auto", "How workers reduce gradients.", choices.COMMUNICATIONS)
     bucket_bytes: int | None = setting(
         None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
     )
     compression: str | None = setting(
-        None, "Send gradients in half the bytes, rounded.", COMPRESSIONS
+        None, "Send gradients in half the bytes, rounded.", choices.COMPRESSIONS
     )
     shard: str | None = setting(
-        None, "Keep the optimizer's slots, or large weights too, on one worker each.", SHARDS
+        None,
+        "Keep the optimizer's slots, or large weights too, on one worker each.",
+        choices.SHARDS,
     )
     pipeline_stages: int | None = setting(
         None,
@@ -155,9 +141,11 @@ class TrainConfig:
     )
     seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
     on_nonfinite: str = setting(
-        "stop", "What to do if a gradient is infinite or not a number.", ON_NONFINITE
+        "stop", "What to do if a gradient is infinite or not a number.", choices.ON_NONFINITE
     )
-    resume: str = setting("auto", "Whether to resume from the checkpoints in --workdir.", RESUME)
+    resume: str = setting(
+        "auto", "Whether to resume from the checkpoints in --workdir.", choices.RESUME
+    )
     checkpoint_steps: int | None = setting(
         None, "Steps between checkpoints within an epoch.", at_least=1
     )
@@ -168,7 +156,9 @@ class TrainConfig:
     monitor: bool = setting(
         False, "Report throughput, CPU, memory and GPUs of every worker after every epoch."
     )
-    track: str = setting("none", "Log every epoch to Weights & Biases or to MLflow.", TRACKERS)
+    track: str = setting(
+        "none", "Log every epoch to Weights & Biases or to MLflow.", choices.TRACKERS
+    )
     workdir: str | None = setting(
         None, "Folder for model.keras, history.csv, result.json and logs/."
     )
@@ -176,13 +166,13 @@ class TrainConfig:
         "auto",
         "Whether to check with a few rows, before the first step, that many replicas give the "
         "result of one device; auto checks models with custom parts only.",
-        VERIFY,
+        choices.VERIFY,
     )
     on_difference: str = setting(
-        REPLICATE,
+        choices.REPLICATE,
         "What to do where this check finds another result: replicate computes the whole batch on "
         "every replica, with the result and the speed of one device; error stops.",
-        ON_DIFFERENCE,
+        choices.ON_DIFFERENCE,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
     num_ps: int | None = setting(
@@ -206,7 +196,7 @@ class TrainConfig:
                 f"global_batch_size={self.global_batch_size}, "
                 f"per_replica_batch_size={self.per_replica_batch_size}. Give one of them."
             )
-        if self.estimate_memory is not None and self.per_replica_batch_size == AUTO:
+        if self.estimate_memory is not None and self.per_replica_batch_size == choices.AUTO:
             raise ValueError(
                 "`estimate_memory` needs the number of examples. Received: estimate_memory="
                 f"{self.estimate_memory}, per_replica_batch_size='auto'. "
@@ -214,7 +204,7 @@ class TrainConfig:
             )
         if self.memory_limit is not None:
             parse_size(self.memory_limit)
-            if self.per_replica_batch_size != AUTO:
+            if self.per_replica_batch_size != choices.AUTO:
                 raise ValueError(
                     "`memory_limit` needs per_replica_batch_size=auto. Received: "
                     f"memory_limit={self.memory_limit!r}, "
@@ -233,19 +223,16 @@ class TrainConfig:
                 f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
                 "Leave --communication out."
             )
-        self._check_logical_cpus()
+        on_one = self.strategy in ("one_device", "tpu") and not self.has_stages_on_devices
+        if self.logical_cpus > 1 and on_one:
+            raise ValueError(
+                "`logical_cpus` above 1 needs mirrored, multi_worker or auto, or one_device "
+                "with `pipeline_stages`. "
+                f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
+                "Use --strategy mirrored."
+            )
         self._check_servers()
         techniques.check(self)
-
-    def _check_logical_cpus(self):
-        if self.logical_cpus > 1 and self.strategy in ("one_device", "tpu"):
-            if not self.has_stages_on_devices:
-                raise ValueError(
-                    "`logical_cpus` above 1 needs mirrored, multi_worker or auto, or one_device "
-                    "with `pipeline_stages`. "
-                    f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
-                    "Use --strategy mirrored."
-                )
 
     def _check_servers(self):
         """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
@@ -300,11 +287,11 @@ class TrainConfig:
         >>> TrainConfig(per_replica_batch_size=32).resolve_global_batch_size(4)
         128
         """
-        if self.per_replica_batch_size == AUTO:
+        if self.per_replica_batch_size == choices.AUTO:
             raise ValueError(
                 "`per_replica_batch_size` must be a number here. Received: 'auto'. "
                 "Use train_and_evaluate, which finds it."
             )
         if self.per_replica_batch_size:
             return self.per_replica_batch_size * num_replicas
-        return self.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+        return self.global_batch_size or choices.DEFAULT_GLOBAL_BATCH_SIZE

@@ -96,17 +96,6 @@ def scale_learning_rate(
     >>> round(scale_learning_rate(0.1, 1024, base_batch_size=256, rule="sqrt"), 6)
     0.2
     """
-    _check(global_batch_size, base_batch_size, rule, warmup_epochs, steps_per_epoch)
-    ratio = global_batch_size / base_batch_size
-    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-    if not warmup_epochs and not callable(learning_rate):
-        return learning_rate * factor
-    warmup_steps = math.ceil(warmup_epochs * (steps_per_epoch or 0))
-    start_factor = 1.0 if factor > 1.0 else 0.0
-    return ScaledSchedule(learning_rate, factor, warmup_steps, start_factor)
-
-
-def _check(global_batch_size, base_batch_size, rule, warmup_epochs, steps_per_epoch):
     check_choice("rule", rule, SCALING_RULES, "Use 'linear' for large batches of SGD.")
     if global_batch_size < 1 or base_batch_size < 1:
         raise ValueError(
@@ -120,3 +109,10 @@ def _check(global_batch_size, base_batch_size, rule, warmup_epochs, steps_per_ep
             f"warmup_epochs={warmup_epochs}, steps_per_epoch={steps_per_epoch}. "
             "Use int(dataset.cardinality()) of what distribute_train returned."
         )
+    ratio = global_batch_size / base_batch_size
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+    if not warmup_epochs and not callable(learning_rate):
+        return learning_rate * factor
+    warmup_steps = math.ceil(warmup_epochs * (steps_per_epoch or 0))
+    start_factor = 1.0 if factor > 1.0 else 0.0
+    return ScaledSchedule(learning_rate, factor, warmup_steps, start_factor)

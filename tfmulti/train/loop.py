@@ -20,7 +20,7 @@ from tfmulti.train.asynchronous import train_async
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras, stage_devices
-from tfmulti.train.run_reporter import RunReporter, digest_weights, summarize_run
+from tfmulti.train.run_reporter import RunReporter, RunSummary, digest_weights
 
 _SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
 
@@ -64,10 +64,10 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         model = create_model(config.model, train_split)
         base_rate = compile_model(model, config, train)
     worker = RunReporter(strategy, config.workdir, print_fn)
-    worker.introduce(global_batch_size, stages)
-    numbers = summarize_run(config, train.plan, worker.num_workers, model, base_rate)
-    worker.show_numbers(numbers)
-    throughput = callbacks.Throughput(train, print_fn=worker.print_fn_of_monitors(config))
+    numbers = RunSummary(config, train.plan, worker.num_workers, model, base_rate)
+    worker.introduce(numbers, stages)
+    tells = config.monitor and worker.is_chief
+    throughput = callbacks.Throughput(train, print_fn=worker.print_fn if tells else None)
     began = time.perf_counter()
     chosen = [throughput, *worker.create_callbacks(train, config)]
     try:
@@ -97,12 +97,9 @@ def _create_strategy(config):
     names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
     names += ("heartbeat_timeout", "verify", "on_difference", "num_ps")
     settings = {name: getattr(config, name) for name in names}
-    return create_strategy(config.strategy, must_agree=_settings_of_all(config), **settings)
-
-
-def _settings_of_all(config) -> dict:
-    settings = dataclasses.asdict(config)
-    return {f"--{k}": v for k, v in settings.items() if k not in _SETTINGS_OF_ONE_WORKER}
+    flags = dataclasses.asdict(config).items()
+    of_all = {f"--{name}": v for name, v in flags if name not in _SETTINGS_OF_ONE_WORKER}
+    return create_strategy(config.strategy, must_agree=of_all, **settings)
 
 
 def _describe(numbers, worker, throughput, history, seconds) -> dict:
@@ -114,7 +111,7 @@ def _describe(numbers, worker, throughput, history, seconds) -> dict:
         "num_replicas": getattr(
             worker.strategy, "num_workers", worker.strategy.num_replicas_in_sync
         ),
-        "global_batch_size": numbers.global_batch_size,
+        "global_batch_size": numbers.plan.global_batch_size,
         "per_replica_batch_size": numbers.per_replica_batch_size,
         "learning_rate": numbers.learning_rate,
         "steps": throughput.steps,

@@ -139,7 +139,8 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     with strategy.scope():
         model = create_model(config.model, split)
         if not model.built:
-            model(tf.nest.map_structure(_one_row, train.element_spec[0]))
+            one_row = lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype)
+            model(tf.nest.map_structure(one_row, train.element_spec[0]))
         compile_model(model, dataclasses.replace(config, shard=None), train)
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         optimizer.build(model.trainable_variables)
@@ -252,10 +253,6 @@ def _run_a_small_step():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     model.fit(np.zeros((1, 1)), np.zeros((1, 1)), verbose=0)
-
-
-def _one_row(spec):
-    return tf.zeros([1, *spec.shape[1:]], spec.dtype)
 
 
 def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor | None]]:

@@ -177,7 +177,8 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
     if config.tensor_parallel:
         tensor_parallel(model, config.layout)
     if model.compiled:
-        given = [name for name in _OPTIMIZER_FLAGS if getattr(config, name) != _default(name)]
+        fields = TrainConfig.__dataclass_fields__
+        given = [n for n in _OPTIMIZER_FLAGS if getattr(config, n) != fields[n].default]
         if given:
             raise ValueError(
                 f"`{given[0]}` sets the optimizer of a model that is not compiled. Received: "
@@ -222,10 +223,6 @@ def stage_devices(config: TrainConfig) -> list[str] | None:
             f"--num_workers {number} --mpi with --strategy multi_worker."
         )
     return known[:number]
-
-
-def _default(name):
-    return TrainConfig.__dataclass_fields__[name].default
 
 
 def _base_rate(config) -> float:

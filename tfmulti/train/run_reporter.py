@@ -22,104 +22,8 @@ from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
 
-@dataclasses.dataclass(frozen=True)
 class RunSummary:
     """The effective settings of a run, once devices, data and flags are known.
-
-    Attributes:
-        num_workers: Workers of the job.
-        num_replicas: Replicas over all workers.
-        global_batch_size: Examples of a step over all replicas; tf.distribute's `batch_size`.
-        per_worker_batch_size: Largest number of examples of a step on one worker; the
-            `batch_size` of PyTorch, Horovod and Lightning with one process per worker.
-        per_replica_batch_size: Largest number of examples of a step on one replica.
-        gradient_accumulation_steps: Steps whose gradients make one update.
-        base_batch_size: Batch size for which the base rate was tuned.
-        base_learning_rate: The rate before scaling; None if the model has its own schedule.
-        learning_rate: The rate after scaling and warm-up; None likewise.
-        learning_rate_scaling: The rule that scaled it.
-        optimizer: The optimizer's name.
-        warmup_epochs: Epochs of gradual warm-up.
-        num_examples: Examples of the training split.
-        steps_per_epoch: Steps of an epoch.
-        epochs: Epochs.
-        shard: What is sharded over workers; None for nothing.
-        weight_bytes: Bytes of the model's weights that this worker has.
-        updated_bytes: Most bytes of trainable weights for which one worker has the optimizer's
-            slots.
-    """
-
-    num_workers: int
-    num_replicas: int
-    global_batch_size: int
-    per_worker_batch_size: int
-    per_replica_batch_size: int
-    gradient_accumulation_steps: int
-    base_batch_size: int
-    base_learning_rate: float | None
-    learning_rate: float | None
-    learning_rate_scaling: str
-    optimizer: str
-    warmup_epochs: float
-    num_examples: int
-    steps_per_epoch: int
-    epochs: int
-    weight_bytes: int
-    updated_bytes: int
-    shard: str | None
-
-    def rows(self) -> dict[str, str]:
-        """Returns the block to show: name -> text, both conventions of batch sizes named."""
-        most = "at most " if self.global_batch_size % self.num_replicas else ""
-        replicas = count(self.num_replicas // self.num_workers, "replica")
-        workers = count(self.num_workers, "worker")
-        all_steps = self.steps_per_epoch * self.epochs
-        return {
-            "batch per replica": f"{most}{self.per_replica_batch_size:,}"
-            " (batch_size in PyTorch, Horovod, Lightning)",
-            "batch per worker": f"{most}{self.per_worker_batch_size:,}, {replicas}",
-            "global batch": f"{self.global_batch_size:,}, {workers}"
-            " (batch_size in Keras and tf.distribute)",
-            **self._update_row(),
-            "learning rate": self._show_rate(),
-            "warm-up": count(self.warmup_epochs, "epoch") if self.warmup_epochs else "none",
-            "steps": f"{all_steps:,}: {count(self.epochs, 'epoch')} of {self.steps_per_epoch:,}, "
-            f"{self.num_examples:,} examples",
-            **self._memory_row(),
-        }
-
-    def _memory_row(self):
-        if not self.weight_bytes:
-            # The first batch will create them.
-            return {}
-        weights = show_size(self.weight_bytes)
-        slots = "all" if self.shard is None else show_size(self.updated_bytes)
-        where = "this worker" if self.shard == "parameters" else "each replica"
-        return {"memory": f"{weights} of weights on {where}, optimizer slots for {slots}"}
-
-    def _update_row(self):
-        number = self.gradient_accumulation_steps
-        if number == 1:
-            return {}
-        return {"batch per update": f"{self.global_batch_size * number:,} ({number} steps)"}
-
-    def _show_rate(self) -> str:
-        if self.learning_rate is None:
-            return f"{self.optimizer}, by the model's own schedule"
-        if self.base_learning_rate is None:
-            return f"{self.learning_rate:.4g} ({self.optimizer}), as the model was compiled"
-        if self.learning_rate_scaling == "none":
-            return f"{self.learning_rate:.4g} ({self.optimizer}), not scaled"
-        return (
-            f"{self.learning_rate:.4g} ({self.optimizer}): {self.base_learning_rate:.4g} for a "
-            f"base batch of {self.base_batch_size:,}, {self.learning_rate_scaling} rule"
-        )
-
-
-def summarize_run(
-    config: TrainConfig, plan, num_workers: int, model, base_learning_rate: float | None
-) -> RunSummary:
-    """Returns the summary of a run.
 
     Args:
         config: The run.
@@ -127,58 +31,95 @@ def summarize_run(
         num_workers: Workers of the job.
         model: The compiled model.
         base_learning_rate: The rate before scaling; None if the model was compiled already.
+
+    Attributes:
+        plan: As given.
+        per_worker_batch_size: Largest number of examples of a step on one worker; the
+            `batch_size` of PyTorch, Horovod and Lightning with one process per worker.
+        per_replica_batch_size: Largest number of examples of a step on one replica.
+        base_learning_rate: As given.
+        learning_rate: The rate after scaling and warm-up; None if the model has its own schedule.
     """
-    per_replica = -(-plan.global_batch_size // plan.num_replicas)
-    local = plan.num_replicas // num_workers
-    return RunSummary(
-        num_workers=num_workers,
-        num_replicas=plan.num_replicas,
-        global_batch_size=plan.global_batch_size,
-        per_worker_batch_size=min(per_replica * local, plan.global_batch_size),
-        per_replica_batch_size=per_replica,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        base_batch_size=config.base_batch_size,
-        base_learning_rate=base_learning_rate,
-        learning_rate=_final_rate(config, plan, model, base_learning_rate),
-        learning_rate_scaling=config.learning_rate_scaling,
-        optimizer="none" if model.optimizer is None else _inner(model.optimizer).name,
-        warmup_epochs=config.warmup_epochs,
-        num_examples=plan.num_examples,
-        steps_per_epoch=plan.steps_per_epoch,
-        epochs=config.epochs,
-        weight_bytes=sum(map(owners.held_bytes, model.variables)),
-        updated_bytes=_updated_bytes(config, num_workers, model),
-        shard=config.sharded if num_workers > 1 else None,
-    )
 
+    def __init__(
+        self, config: TrainConfig, plan, num_workers: int, model, base_learning_rate: float | None
+    ):
+        self._config, self.plan, self._num_workers = config, plan, num_workers
+        self._model = model
+        self._optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        self.per_replica_batch_size = -(-plan.global_batch_size // plan.num_replicas)
+        local = plan.num_replicas // num_workers * self.per_replica_batch_size
+        self.per_worker_batch_size = min(local, plan.global_batch_size)
+        self.base_learning_rate = base_learning_rate
+        self.learning_rate = self._final_rate()
 
-def _updated_bytes(config, num_workers, model) -> int:
-    """Returns the bytes of the weights that a worker updates, the largest of what each has."""
-    variables = model.trainable_variables
-    if config.pipeline_stages or config.tensor_parallel:
-        return sum(map(owners.held_bytes, variables))
-    if not config.sharded:
-        return sum(map(owners.bytes_of, variables))
-    by_rows = config.sharded == "state"
-    return split_weights.most_updated(model.optimizer, variables, num_workers, by_rows)
-
-
-def _final_rate(config, plan, model, base) -> float | None:
-    if base is not None:
-        return scale_learning_rate(
-            base,
-            plan.global_batch_size * config.gradient_accumulation_steps,
-            base_batch_size=config.base_batch_size,
-            rule=config.learning_rate_scaling,
+    def rows(self) -> dict[str, str]:
+        """Returns the block to show: name -> text, both conventions of batch sizes named."""
+        config, plan = self._config, self.plan
+        most = "at most " if plan.global_batch_size % plan.num_replicas else ""
+        replicas = count(plan.num_replicas // self._num_workers, "replica")
+        rows = {
+            "batch per replica": f"{most}{self.per_replica_batch_size:,}"
+            " (batch_size in PyTorch, Horovod, Lightning)",
+            "batch per worker": f"{most}{self.per_worker_batch_size:,}, {replicas}",
+            "global batch": f"{plan.global_batch_size:,}, {count(self._num_workers, 'worker')}"
+            " (batch_size in Keras and tf.distribute)",
+        }
+        number = config.gradient_accumulation_steps
+        if number > 1:
+            rows["batch per update"] = f"{plan.global_batch_size * number:,} ({number} steps)"
+        rows["learning rate"] = self._show_rate()
+        rows["warm-up"] = count(config.warmup_epochs, "epoch") if config.warmup_epochs else "none"
+        rows["steps"] = (
+            f"{plan.steps_per_epoch * config.epochs:,}: {count(config.epochs, 'epoch')} of "
+            f"{plan.steps_per_epoch:,}, {plan.num_examples:,} examples"
         )
-    if model.optimizer is None:
-        return None
-    rate = _inner(model.optimizer).get_config().get("learning_rate")
-    return rate if isinstance(rate, float) else None
+        weight_bytes = sum(map(owners.held_bytes, self._model.variables))
+        if weight_bytes:  # Else the first batch will create them.
+            rows["memory"] = self._show_memory(weight_bytes)
+        return rows
 
+    def _show_memory(self, weight_bytes) -> str:
+        shard = self._config.sharded if self._num_workers > 1 else None
+        slots = "all" if shard is None else show_size(self._updated_bytes())
+        where = "this worker" if shard == "parameters" else "each replica"
+        return f"{show_size(weight_bytes)} of weights on {where}, optimizer slots for {slots}"
 
-def _inner(optimizer):
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    def _updated_bytes(self) -> int:
+        """Returns the bytes of the weights that a worker updates, the largest of what each has."""
+        variables = self._model.trainable_variables
+        if self._config.pipeline_stages or self._config.tensor_parallel:
+            return sum(map(owners.held_bytes, variables))
+        by_rows = self._config.sharded == "state"
+        optimizer = self._model.optimizer
+        return split_weights.most_updated(optimizer, variables, self._num_workers, by_rows)
+
+    def _show_rate(self) -> str:
+        name = "none" if self._optimizer is None else self._optimizer.name
+        if self.learning_rate is None:
+            return f"{name}, by the model's own schedule"
+        rate = f"{self.learning_rate:.4g} ({name})"
+        if self.base_learning_rate is None:
+            return f"{rate}, as the model was compiled"
+        if self._config.learning_rate_scaling == "none":
+            return f"{rate}, not scaled"
+        return (
+            f"{rate}: {self.base_learning_rate:.4g} for a base batch of "
+            f"{self._config.base_batch_size:,}, {self._config.learning_rate_scaling} rule"
+        )
+
+    def _final_rate(self) -> float | None:
+        if self.base_learning_rate is not None:
+            return scale_learning_rate(
+                self.base_learning_rate,
+                self.plan.global_batch_size * self._config.gradient_accumulation_steps,
+                base_batch_size=self._config.base_batch_size,
+                rule=self._config.learning_rate_scaling,
+            )
+        if self._optimizer is None:
+            return None
+        rate = self._optimizer.get_config().get("learning_rate")
+        return rate if isinstance(rate, float) else None
 
 
 class RunReporter:
@@ -198,41 +139,19 @@ class RunReporter:
         named = self.is_chief or environment.PROGRESS in os.environ
         self._print_fn(line if named else f"{self.name}: {line}")
 
-    def introduce(self, global_batch_size: int, stages: list[str] | None = None) -> None:
-        """Prints where the training runs, on the chief.
+    def introduce(self, summary: RunSummary, stages: list[str] | None = None) -> None:
+        """Prints on the chief where the training runs, and its numbers.
 
         Args:
-            global_batch_size: Examples of a step over all replicas.
+            summary: The numbers.
             stages: The device of each stage, where stages are on devices of this process.
         """
         if self.is_chief:
-            replicas = console.count(self.strategy.num_replicas_in_sync, "replica")
+            replicas = count(self.strategy.num_replicas_in_sync, "replica")
             where = f" in stages on {', '.join(stages)}" if stages else ""
-            self.print_fn(
-                f"{self.strategy.why}: {replicas}{where}, global batch size {global_batch_size}"
-            )
-
-    def show_numbers(self, numbers) -> None:
-        """Shows the run summary on the chief: a table on a terminal, else lines.
-
-        Args:
-            numbers: The `Numbers` of the run.
-        """
-        if self.is_chief:
-            console.show_rows(numbers.rows(), None if console.is_terminal() else self.print_fn)
-
-    def show_progress(self, train) -> keras.callbacks.Callback:
-        """Creates the callback that shows progress: a bar, or plain lines.
-
-        Args:
-            train: The training data.
-        """
-        if not self.is_chief:
-            return callbacks.Events(self.print_fn)
-        self.progress = callbacks.Progress(
-            train, print_fn=None if console.is_terminal() else self.print_fn
-        )
-        return self.progress
+            size = summary.plan.global_batch_size
+            self.print_fn(f"{self.strategy.why}: {replicas}{where}, global batch size {size}")
+            console.show_rows(summary.rows(), self.print_fn)
 
     def create_callbacks(self, train, config) -> list:
         """Creates the callbacks that every worker needs, and those of the chief.
@@ -246,8 +165,12 @@ class RunReporter:
             print_fn = self.print_fn if self.is_chief else None
             chosen.append(callbacks.ShardAuditLog(train, print_fn))
         chosen += self._create_monitors(config)
+        if self.is_chief:
+            shown = None if console.is_terminal() else self.print_fn
+            self.progress = callbacks.Progress(train, print_fn=shown)
+        progress = self.progress or callbacks.Events(self.print_fn)
         if self.workdir is None:
-            return [*chosen, self.show_progress(train)]
+            return [*chosen, progress]
         if self.is_chief:
             self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
@@ -263,11 +186,7 @@ class RunReporter:
             resume=config.resume == "auto",
             print_fn=self.print_fn,
         )
-        return [*chosen, self.saver, self.show_progress(train)]
-
-    def print_fn_of_monitors(self, config):
-        """Returns the print function for job-wide monitor lines on the chief, or None."""
-        return self.print_fn if config.monitor and self.is_chief else None
+        return [*chosen, self.saver, progress]
 
     def _create_monitors(self, config) -> list:
         chosen = []

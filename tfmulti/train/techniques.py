@@ -15,12 +15,20 @@ def check(config: TrainConfig) -> None:
     """Raises ValueError for flags of techniques that are invalid, or exclude each other."""
     if config.pipeline_stages:
         _check_stages(config)
-    else:
-        _check_no_stages(config)
+    elif config.micro_batches != config.__dataclass_fields__["micro_batches"].default:
+        raise ValueError(
+            "`micro_batches` are the parts in which rows pass through the stages of a pipeline. "
+            f"Received: micro_batches={config.micro_batches}, and no pipeline_stages. "
+            "Use --pipeline_stages 2, say, or leave --micro_batches out."
+        )
     if config.tensor_parallel is not None:
         _check_layout(config)
-    if config.compression is not None:
-        _check_compression(config)
+    if config.compression is not None and config.sharded == "parameters":
+        name, value = _sharding_flag(config)
+        raise ValueError(
+            f"Gradients are sent in full precision with `{name}`. Received: {name}={value!r}, "
+            f"compression={config.compression!r}. Leave --compression out."
+        )
     if config.synchronize_every > 1:
         _check_local_steps(config)
 
@@ -42,16 +50,6 @@ def check_workers(config: TrainConfig, num_workers: int) -> None:
         f"{stages} --mpi -- python -m tfmulti.train, or use --strategy one_device for stages on "
         f"the GPUs of this process, or on --logical_cpus {stages}."
     )
-
-
-def _check_no_stages(config):
-    default = config.__dataclass_fields__["micro_batches"].default
-    if config.micro_batches != default:
-        raise ValueError(
-            "`micro_batches` are the parts in which rows pass through the stages of a pipeline. "
-            f"Received: micro_batches={config.micro_batches}, and no pipeline_stages. "
-            "Use --pipeline_stages 2, say, or leave --micro_batches out."
-        )
 
 
 def _check_stages(config):
@@ -112,15 +110,6 @@ def _check_layout(config):
                 "`tensor_parallel` keeps parts of weights and slots on each worker. "
                 f"{given}, {name}={value!r}. Leave --{name} out."
             )
-
-
-def _check_compression(config):
-    if config.sharded == "parameters":
-        name, value = _sharding_flag(config)
-        raise ValueError(
-            f"Gradients are sent in full precision with `{name}`. Received: {name}={value!r}, "
-            f"compression={config.compression!r}. Leave --compression out."
-        )
 
 
 def _check_local_steps(config):

@@ -1,15 +1,105 @@
-"""Errors of TensorFlow that another worker has caused, rewritten to name that worker.
+"""Other tasks: whether they are running, and errors of TensorFlow that they have caused.
 
-TensorFlow's own text is about heartbeats or sockets, and has the task somewhere in the middle.
+The port of a process that is frozen, or whose network is cut, still accepts connections, and those
+who wait for it get no error. A gRPC server sends its settings to each new connection immediately,
+however busy its program is (RFC 9113, section 3.4).
+
+TensorFlow's own text of an error is about heartbeats or sockets, and has the task somewhere in the
+middle: here it is rewritten to name that worker.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import socket
+import time
+from collections.abc import Callable
 
 from tfmulti.cluster import environment
+from tfmulti.cluster.network import split_address
 from tfmulti.cluster.task import Cluster
+
+MISSES = 3
+"""After so many connections in a row that were refused, a task has gone."""
+
+SILENCE_S = 10.0
+"""After so many seconds without an answer a task counts as lost."""
+
+_CONNECT_S = 2.0
+# The length, the type and the flags of a frame, and its stream.
+_FRAME_BYTES = 9
+NO_ANSWER = "it does not answer (frozen or cut off)"
+THERE, SILENT, GONE = "there", "silent", "gone"
+
+
+def is_reachable(address: str) -> bool:
+    """Whether a task listens at an address, and answers."""
+    return probe(address) == THERE
+
+
+def probe(address: str, timeout_s: float = _CONNECT_S) -> str:
+    """Returns `THERE` for a task that answers, `SILENT` for one that does not, else `GONE`.
+
+    Args:
+        address: Its host and port.
+        timeout_s: Seconds to wait for a connection, and for an answer.
+    """
+    try:
+        connection = socket.create_connection(split_address(address), timeout=timeout_s)
+    except TimeoutError:
+        return SILENT
+    except OSError:
+        return GONE
+    with connection:
+        try:
+            return THERE if connection.recv(_FRAME_BYTES) else GONE
+        except TimeoutError:
+            return SILENT
+        except OSError:
+            return GONE
+
+
+class Presence:
+    """The state of a task over successive checks.
+
+    Args:
+        address: Its host and port.
+        clock: Returns seconds.
+
+    Attributes:
+        has_been_there: Whether it has ever answered.
+
+    Example:
+        >>> presence = Presence("127.0.0.1:1")
+        >>> [presence.note(GONE) for _ in range(3)]
+        [None, None, 'nothing listens there']
+    """
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic):
+        self.address, self._clock = address, clock
+        self._misses, self._silent_since = 0, None
+        self.has_been_there = False
+
+    def check(self) -> str | None:
+        """Looks once more; returns why the task counts as lost, or None."""
+        return self.note(probe(self.address))
+
+    def note(self, seen: str) -> str | None:
+        """Notes what was seen; returns why the task counts as lost, or None."""
+        now = self._clock()
+        self._misses = self._misses + 1 if seen == GONE else 0
+        if seen != SILENT:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = now
+        self.has_been_there |= seen == THERE
+        if self._misses >= MISSES:
+            return "nothing listens there"
+        if self._silent_since is not None and now - self._silent_since >= SILENCE_S:
+            return NO_ANSWER
+        return None
+
 
 ERROR = 1
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
@@ -71,7 +161,13 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
         return None
     unlike = [text.find(sign) for sign in _UNLIKE if sign in text]
     if unlike:
-        return PeerError(ERROR, _describe_mismatch(text[min(unlike) :].splitlines()[0]))
+        line = text[min(unlike) :].splitlines()[0]
+        return PeerError(
+            ERROR,
+            "Workers must do the same steps with the same model. "
+            f"Received: {line[:_MAX_LENGTH]} "
+            "Compare the model, the data and the settings of all workers.",
+        )
     if REPORT in text:
         said = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
         reported = _REPORTED.search(text)
@@ -107,11 +203,3 @@ def _reason(text) -> str:
     }
     found = [words for sign, words in reasons.items() if sign in text]
     return f"{found[0] if found else 'its connection has closed'}. Start all workers again."
-
-
-def _describe_mismatch(line) -> str:
-    return (
-        "Workers must do the same steps with the same model. "
-        f"Received: {line[:_MAX_LENGTH]} "
-        "Compare the model, the data and the settings of all workers."
-    )
