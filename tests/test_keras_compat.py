@@ -1,6 +1,7 @@
 """Each canary fails when upstream no longer needs a replacement: then remove the replacement."""
 
 import contextlib
+import gc
 import inspect
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.framework import ops
 
 import tfmulti
 from tfmulti import keras_compat
@@ -1164,3 +1166,18 @@ def test_workers_gather_numbers_of_every_dtype(dtype):
     found = keras_compat.coordination.gather_by_shape(original)(None, rows, None)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, tf.concat([rows, rows], 0))
+
+
+def test_canary_tensorflow_keeps_the_gradients_of_what_is_traced():
+    @tf.custom_gradient
+    def double(x):
+        return 2.0 * x, lambda upstream: 2.0 * upstream
+
+    kept = set(ops.gradient_registry.list())
+    tf.function(double).get_concrete_function(tf.TensorSpec([]))
+    gc.collect()
+    assert set(ops.gradient_registry.list()) - kept
+    kept = set(ops.gradient_registry.list())
+    with keras_compat.separate_traces():
+        tf.function(double).get_concrete_function(tf.TensorSpec([]))
+    assert set(ops.gradient_registry.list()) == kept

@@ -1,5 +1,7 @@
 """A step that changes while it trains is verified again, also with the numbers it compares with."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -43,8 +45,8 @@ class Phased(later.Step):
         return {"loss": loss}
 
 
-def compiled(num_replicas, loss=later.mean, on_difference="replicate", **settings):
-    strategy = create_strategy(num_replicas, on_difference=on_difference)
+def compiled(num_replicas, loss=later.mean, on_difference="replicate", verify="always", **settings):
+    strategy = create_strategy(num_replicas, on_difference=on_difference, verify=verify)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = Phased(loss)
@@ -158,3 +160,14 @@ def test_a_step_that_stays_is_verified_once():
     seconds = model.distribute_strategy.seconds_verified
     fit(model, epochs=2, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert model.distribute_strategy.seconds_verified == seconds
+
+
+def test_the_traces_of_the_comparison_are_let_go():
+    def kept_graphs(verify):
+        gc.collect()
+        before = sum(type(each).__name__ == "FuncGraph" for each in gc.get_objects())
+        fit(compiled(2, verify=verify))
+        gc.collect()
+        return sum(type(each).__name__ == "FuncGraph" for each in gc.get_objects()) - before
+
+    assert kept_graphs("always") <= kept_graphs("never")

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
+from tensorflow.python.framework import ops
 
 from tfmulti.keras_compat.replacement import replace
 from tfmulti.runtime.scoped import Scoped
@@ -140,14 +141,20 @@ def separate_traces():
 
     Otherwise TensorFlow would reuse them in training, although they are for another number of
     replicas and contain tensors of a step that is over.
+
+    TensorFlow keeps the gradient of every `tf.custom_gradient` and every all-reduce that is traced,
+    and with it the graph, as long as the process lives. Those of these traces are let go.
     """
     global _mark
     replace(function_context, "make_function_context", _marked, _separates)
     previous, _mark = _mark, next(_numbers)
+    kept = set(ops.gradient_registry.list())
     try:
         yield
     finally:
         _mark = previous
+        for name in set(ops.gradient_registry.list()) - kept:
+            del ops.gradient_registry._registry[name]
 
 
 def in_separate_traces() -> bool:

@@ -25,6 +25,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute import parameter_server_strategy_v2 as servers_strategy
 from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.framework import ops, registry
 
 from tfmulti.keras_compat import table_runs, table_steps
 
@@ -70,6 +71,8 @@ READ = (
     (keras.Variable, "_maybe_autocast", ("value",)),
     (keras.Variable, "_direct_assign", ("value",)),
     (distributed_values, "MirroredVariable", None),
+    (ops, "gradient_registry", None),
+    (registry.Registry, "_registry", None),
     (pywrap_tfe, "TFE_Py_TapeSetShouldRecordBackprop", None),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),
     (mwms.CollectiveAllReduceExtended, "_batch_reduce_to", ("reduce_op", "options")),
