@@ -149,7 +149,7 @@ def test_noise_is_measured_only_where_the_order_of_rows_means_nothing():
         ("hidden_normalization", causes.STATISTICS, "block/hidden"),
         ("own_normalization", causes.STATISTICS, "Centered 'centered' ("),
         ("functional_normalization", causes.STATISTICS, "functional"),
-        ("contrastive_loss", causes.BATCH_LOSS, "contrastive"),
+        ("own_contrastive_loss", causes.BATCH_LOSS, "compute_loss"),
         ("sum_add_loss", causes.SUM_ADD_LOSS, "penalty"),
         ("batch_add_loss", causes.BATCH_ADD_LOSS, "spread"),
         ("scaled_step", causes.SCALED, "parity_faults.py:"),
@@ -174,6 +174,7 @@ def test_a_fault_is_named(model, cause, where):
         "clean_step",
         "amplified_rounding",
         "sum_loss",
+        "contrastive_loss",
         "hidden_optimizer",
     ],
 )
