@@ -199,11 +199,12 @@ def _verify(model, peek, iterator):
     if _KINDS[name] == TRAIN:
         sharded_parameters.forget_values(model)
     feed = _feed(functools.cache(peek), iterator)
-    marks.FEED.set(model, None)
+    if name == "fit":
+        # Of an earlier `fit` that has failed.
+        marks.FEED.set(model, None)
     verification.verify_once(model, _KINDS[name], feed, _WORKERS)
     if name == "fit":
         marks.FEED.set(model, feed)
-    if name == "fit":
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
     if name == "fit" and validates:
