@@ -77,7 +77,7 @@ def build_from_one_replica(
             before_pass(strategy, iterator)
         peek = functools.partial(_peek, iterator) if iterator is not None else lambda: data_batch
         try:
-            _build_from_any(functools.partial(build_from, model), iterator, peek)
+            _build_from_any(functools.partial(build_from, model), strategy, iterator, peek)
         except (ValueError, RuntimeError):
             refuse(model)
             # A model that runs eagerly builds itself in its first step.
@@ -89,7 +89,7 @@ def build_from_one_replica(
     return build
 
 
-def _build_from_any(build_from, epoch_iterator, peek):
+def _build_from_any(build_from, strategy, epoch_iterator, peek):
     """Calls a function of a batch, and again with the rows of a whole one if that fails.
 
     The first one may have guessed sizes, or too few rows for a layer that needs groups of them.
@@ -102,7 +102,20 @@ def _build_from_any(build_from, epoch_iterator, peek):
         build_from(peek() if batch is None else batch)
     except (ValueError, RuntimeError):
         sizes = batch_sizes_of(epoch_iterator) or [(None,)]
-        build_from(tf.nest.map_structure(lambda part: part[: sizes[0][0]], peek()))
+        build_from(_rows_of_all_replicas(strategy, peek(), sizes[0][0]))
+
+
+def _rows_of_all_replicas(strategy, batch, most):
+    """Returns as many rows as the whole batch has; other workers' rows are this worker's again."""
+
+    def whole(value):
+        if not isinstance(value, tf.distribute.DistributedValues):
+            return value[:most]
+        parts = strategy.experimental_local_results(value)
+        with tf.device("CPU:0"):
+            return tf.concat(parts * (strategy.num_replicas_in_sync // len(parts)), axis=0)
+
+    return tf.nest.map_structure(whole, batch, expand_composites=False)
 
 
 def _batch_to_build_from(epoch_iterator):

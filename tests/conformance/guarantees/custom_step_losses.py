@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 
 from conformance.guarantee import TOLD
+from conformance.guarantees import common
 from conformance.guarantees.custom_steps import CustomStep, compiled, guarantee
 
 BATCH_SIZE = 16
@@ -71,6 +73,37 @@ class ComputesLoss(CustomStep):
         return 0.01 * tf.reduce_sum(tf.square(y - y_pred))
 
 
+class Phased(Summed):
+    """Cannot be split from the second epoch on."""
+
+    phase = 1
+
+    def loss_of(self, y, output):
+        loss = tf.reduce_mean(tf.square(output - y))
+        return loss + tf.math.reduce_std(output) if self.phase == 2 else loss
+
+
+class SecondPhase(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.phase = 2
+            self.model.make_train_function(force=True)
+
+
+class WithoutMissing(Summed):
+    """A mean over the targets that are known."""
+
+    def loss_of(self, y, output):
+        known = tf.cast(y != -999.0, y.dtype)
+        return tf.reduce_sum(tf.square(output - y) * known) / tf.reduce_sum(known)
+
+
+def missing_later(num_rows):
+    x, y = common.numbers(num_rows)
+    y[20::3] = -999.0
+    return x, y
+
+
 class Contrastive(CustomStep):
     """Two views of each row; the other rows of the batch are the negatives: SimCLR."""
 
@@ -113,6 +146,18 @@ GUARANTEES = [
     guarantee("own step, compute_average_loss of all", compiled(AveragedOverAll)),
     guarantee("own step, scale_regularization_loss", compiled(Regularized)),
     guarantee("own step, a number for each row", compiled(Vector)),
+    guarantee(
+        "own step, another phase from a callback",
+        compiled(Phased),
+        on_difference="replicate",
+        fit={"callbacks": [SecondPhase()]},
+    ),
+    guarantee(
+        "own step, leaves out targets of -999",
+        compiled(WithoutMissing),
+        must=TOLD,
+        data=missing_later,
+    ),
     guarantee("own compute_loss, a sum", compiled(ComputesLoss), must=TOLD),
     guarantee("own step, contrastive", compiled(Contrastive), must=TOLD),
     guarantee("own step, correlation over the batch", compiled(BarlowTwins), must=TOLD),

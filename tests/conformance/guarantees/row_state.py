@@ -108,6 +108,15 @@ def masked_synchronized():
     return (lambda: layers.Embedding(9, 5, mask_zero=True), synchronized, lambda: layers.LSTM(4))
 
 
+class Grouped(layers.Layer):
+    """Ghost batch normalization: its number of rows must be a multiple of eight."""
+
+    def call(self, x):
+        groups = ops.reshape(x, [-1, 8, x.shape[-1]])
+        groups -= ops.mean(groups, axis=1, keepdims=True)
+        return ops.reshape(groups, [-1, x.shape[-1]])
+
+
 def renormalized():
     return layers.BatchNormalization(renorm=True)
 
@@ -132,6 +141,13 @@ GUARANTEES = [
         else []
     ),
     guarantee("centres over the batch", (common.hidden, Centred), must=TOLD),
+    guarantee(
+        "normalizes groups of eight rows",
+        (Grouped,),
+        num_rows=32,
+        ordered=True,
+        on_difference="replicate",
+    ),
     guarantee("counts its rows", (common.hidden, Counted), must=TOLD),
     guarantee("codebook of a vector quantizer", (common.hidden, Codebook), must=TOLD),
     guarantee("a queue of rows", (common.hidden, Queue), must=TOLD, ordered=True),
