@@ -131,7 +131,6 @@ TOLD = {
         dict(make=cases.Adversarial),
         "a gradient with respect to inputs that mixes rows, in train_step",
     ),
-    "a metric": (dict(make=dense, metrics=[lambda: cases.found]), "compares rows, in found"),
     "a number for a metric": (
         dict(make=cases.Total),
         "number computed from local rows, in train_step",

@@ -79,10 +79,14 @@ def _learn(fn, data, replica_batch, kind):
         return logs_lib.make_global(logs, replica_batch, differing)[0]
     begin = before[len(metrics) :]
     changes = [_weighed(state - old, replica_batch) for state, old in zip(states, begin)]
+    values = [_weighed(state, replica_batch) for state in states]
     requests = getattr(tf.distribute.get_strategy(), "requests", None)
-    logs, changes = logs_lib.make_global(logs, replica_batch, differing, requests, changes)
-    for state, old, change in zip(states, begin, changes):
-        state.assign(old + change)
+    beside = [*changes, *values]
+    logs, beside = logs_lib.make_global(logs, replica_batch, differing, requests, beside)
+    for state, old, change, value in zip(states, begin, beside, beside[len(states) :]):
+        # A number that replaces a far larger one, as a first loss does 1e9, is lost in the change.
+        is_replaced = tf.abs(value) < 0.5 * tf.abs(old)
+        state.assign(tf.where(is_replaced, value, old + change))
     return logs
 
 

@@ -24,7 +24,6 @@ from tfmulti.strategies import coordination
 from tfmulti.verification import Workers
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
 from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
-from tfmulti.verification.state import Numbers
 
 _latest: weakref.ref | None = None
 
@@ -142,7 +141,7 @@ _KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batc
 _EVEN = ("drop", "repeat_first")
 # Rows of ragged or sparse data with which `predict` is verified.
 _MAX_ROWS = 64
-_WORKERS = Workers(
+WORKERS = Workers(
     coordination.compare,
     coordination.broadcast,
     coordination.align_collectives,
@@ -166,7 +165,7 @@ def build_by_step(model: keras.Model, batch) -> bool:
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(model.distribute_strategy)
     kind = _KINDS.get(marks.CALL.get(model)[0])
-    return kind is not None and verification.build_by_step(model, kind, batch, _WORKERS)
+    return kind is not None and verification.build_by_step(model, kind, batch, WORKERS)
 
 
 def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
@@ -202,59 +201,13 @@ def _verify(model, peek, iterator):
     if name == "fit":
         # Of an earlier `fit` that has failed.
         marks.FEED.set(model, None)
-    verification.verify_once(model, _KINDS[name], feed, _WORKERS)
+    verification.verify_once(model, _KINDS[name], feed, WORKERS)
     if name == "fit":
         marks.FEED.set(model, feed)
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
     if name == "fit" and validates:
-        verification.verify_once(model, TEST, feed, _WORKERS, early=True)
-
-
-def verify_again(model: keras.Model, kind: str) -> None:
-    """Verifies a step again if its function is made anew, with other Python attributes perhaps.
-
-    Args:
-        model: The model.
-        kind: `"train"` or `"test"`.
-    """
-    if verification.note_made(model, kind):
-        return
-    verification.forget(model, kind)
-    feed = marks.FEED.get(model)
-    if kind == TRAIN and feed is not None:
-        verification.verify_once(model, TRAIN, feed, _WORKERS)
-
-
-class VerifyAgain(keras.callbacks.Callback):
-    """Verifies an eager step again where a callback has changed a number that the model holds."""
-
-    def __init__(self):
-        super().__init__()
-        self._numbers: Numbers | None = None
-
-    def on_train_begin(self, logs=None):
-        """Notes the numbers that the step was verified with."""
-        verification.note_made(self.model, TRAIN)
-        if self.model.run_eagerly or tf.config.functions_run_eagerly():
-            self._numbers = Numbers(self.model)
-
-    def on_epoch_begin(self, epoch, logs=None):
-        """Compares the numbers; a collective of all workers."""
-        if self._numbers is None:
-            return
-        strategy = self.model.distribute_strategy
-        # All workers must take part, also one whose model is not changed.
-        if coordination.compare(strategy, int(bool(self._numbers.changed())))[1]:
-            verification.forget(self.model, TRAIN)
-            verification.verify_once(self.model, TRAIN, marks.FEED.get(self.model), _WORKERS)
-            # A step that all replicas compute from the whole batch has another function.
-            self.model.make_train_function()
-            self._numbers = Numbers(self.model)
-
-    def on_train_end(self, logs=None):
-        """Lets go of the data."""
-        marks.FEED.set(self.model, None)
+        verification.verify_once(model, TEST, feed, WORKERS, early=True)
 
 
 def _warn_of_local_normalization(model):
@@ -324,7 +277,7 @@ def before_call(model: keras.Model, name: str, data) -> None:
                 batches=keras_compat.batch_sizes_of_dataset(data),
                 in_chunks=_is_in_chunks(data),
             )
-            verification.verify_once(model, PREDICT, feed, _WORKERS)
+            verification.verify_once(model, PREDICT, feed, WORKERS)
 
 
 def adopt_optimizers(model: keras.Model, name: str) -> None:

@@ -28,7 +28,13 @@ from tfmulti.step import (
     whole_batch,
 )
 from tfmulti.step.optimizer import distribute_loaded
-from tfmulti.strategies import checks, coordination, predict_on_batch, stock_callbacks
+from tfmulti.strategies import (
+    checks,
+    coordination,
+    predict_on_batch,
+    stock_callbacks,
+    verify_again,
+)
 from tfmulti.strategies.base import (
     MirroredStrategy,
     OneDeviceStrategy,
@@ -216,7 +222,7 @@ def _repair_keras():
         average_loss=losses.average_loss,
         before_batch=_before_batch,
         before_call=_before_call,
-        before_making=checks.verify_again,
+        before_making=verify_again.verify_again,
         before_pass=coordination.before_pass,
         before_saving=checks.before_saving,
         build_table=partitioned.build,

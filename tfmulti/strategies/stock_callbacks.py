@@ -18,7 +18,7 @@ import keras
 from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
 from tfmulti.step import sharded_state, slots
-from tfmulti.strategies import checks
+from tfmulti.strategies.verify_again import VerifyAgain
 
 # The attribute that holds the output path of each stock callback.
 _PLACES = (
@@ -91,7 +91,7 @@ def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], .
     # Before the user's, of which one may save the model when training ends.
     gathers = [GatherState()] if topology.num_workers(strategy) > 1 else []
     # After the user's, of which one may change the step when an epoch begins.
-    again = [checks.VerifyAgain()] if keras_compat.is_ours(strategy) else []
+    again = [VerifyAgain()] if keras_compat.is_ours(strategy) else []
     return [*heartbeat, *gathers], again
 
 

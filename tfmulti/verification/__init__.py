@@ -22,7 +22,7 @@ from tfmulti.choices import REPLICATE
 from tfmulti.step import replicated
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
-from tfmulti.verification.case import Case, Feed
+from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, num_micro_batches
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.state import Numbers, restored
@@ -64,9 +64,11 @@ def verify_once(
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
-        error, reason, runs = find_out(case, workers)
+        error, reason, runs, settings = find_out(case, workers)
         may = hasattr(error, "finding") or not runs
         differs, is_exact, why = _replicate(case, error, may, workers)
+    if kind == TRAIN:
+        marks.SETTINGS.set(model, settings)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
@@ -94,7 +96,7 @@ def note_made(model: keras.Model, kind: str) -> bool:
     """
     done = marks.VERIFIED.get(model)
     if done is None or kind not in done[2]:
-        return done is None
+        return False
     done[2].remove(kind)
     return True
 
@@ -181,7 +183,7 @@ def _replicate(case, error, may, workers) -> tuple[bool, bool, str]:
     if found != 1:
         return differs, False, why
     replicated.replicate(case.model, case.kind)
-    other, reason, _ = find_out(case, workers)
+    other, reason, *_ = find_out(case, workers)
     is_exact = not workers.compare(case.strategy, int(bool(other or reason)))[1]
     if not is_exact:
         replicated.distribute_again(case.model, case.kind)

@@ -13,13 +13,18 @@ _EQUALITIES = ("Equal", "NotEqual")
 _ABOVE, _FROM = (0, 1), (-1, 0)
 _ORDERINGS = {"Greater": _ABOVE, "LessEqual": _ABOVE, "GreaterEqual": _FROM, "Less": _FROM}
 _MIRRORED = {"Greater": _FROM, "LessEqual": _FROM, "GreaterEqual": _ABOVE, "Less": _ABOVE}
+# Operations that choose by a whole number: an entry of a table, a branch, bits.
+_CHOOSING = (
+    *("GatherV2", "OneHot", "Case", "StatelessCase"),
+    *("BitwiseAnd", "BitwiseOr"),
+)
 # Each number costs a few more steps. A longer constant is a table rather than a list of cases.
 _MOST = 8
 _MOST_AT_ONCE = 4
 
 
 def find_compared_numbers(graph) -> list[float]:
-    """Returns numbers with which a step compares rows or variables, the first ones first.
+    """Returns numbers with which a step compares rows or variables, or by which it chooses.
 
     A step that leaves out labels of -999, or changes at a phase of 2 or after 1,000 steps, holds
     this number in its graph. For whole numbers that are limits, the numbers on both sides of the
@@ -33,11 +38,28 @@ def find_compared_numbers(graph) -> list[float]:
     for each in graph.get_operations():
         if each.type in _EQUALITIES:
             found.update(dict.fromkeys(_equal_to(each)))
+        elif each.type in _CHOOSING and place_of(each):
+            found.update(dict.fromkeys(_choices(each)))
         elif each.type in _ORDERINGS and place_of(each):
             found.update(dict.fromkeys(_around(each)))
         if len(found) >= _MOST:
             break
     return list(found)[:_MOST]
+
+
+def _choices(operation) -> list[float]:
+    """Returns the numbers by which an operation chooses, the last ones first."""
+    if operation.type in ("BitwiseAnd", "BitwiseOr"):
+        return [0.0, *(number for tensor in operation.inputs for number in _constants(tensor))]
+    if operation.type == "OneHot":
+        number = tf.get_static_value(operation.inputs[1])
+    elif operation.type == "GatherV2":
+        # A table of numbers; a matrix holds embeddings.
+        table = operation.inputs[0]
+        number = table.shape[0] if table.shape.rank == 1 else None
+    else:
+        number = len(operation.get_attr("branches"))
+    return [float(each) for each in reversed(range(min(number or 0, _MOST)))]
 
 
 def _equal_to(operation) -> list[float]:

@@ -45,7 +45,7 @@ class Comparison:
             noise: For each step, how far rounding moves values; None for what is far beyond it.
         """
         before, differences = begin, []
-        moved, loose = [0.0] * len(begin), [np.False_] * len(begin)
+        moved, loose = [0.0] * len(begin), {}
         for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
             marks = None if noise is None else noise[step]
             differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
@@ -65,8 +65,12 @@ class Comparison:
             if noise is not None and part.kind == TRAINABLE:
                 slots = [j for j in self._state.slots_of(i) if values[j].shape == values[i].shape]
                 moments = {parts[j].name: values[j] for j in slots}
-                loose[i] |= without_gradient(moments, self._close)
+                loose[i] = loose.get(i, np.False_) | without_gradient(moments, self._close)
+                loose.update({j: loose[i] for j in slots})
                 allowed = np.where(loose[i], moved[i], allowed + rounding)
+            elif noise is not None and i in loose:
+                # The slots of such a weight are rounding, too.
+                allowed = np.where(loose[i], np.inf, allowed)
             pair = compare(others[i], values[i], moved[i], allowed, self._close)
             if pair is not None:
                 what = f"{part.kind} {part.name}"

@@ -238,6 +238,7 @@ def _may_hold(thing) -> bool:
 _NUMBERS = (bool, int, float, np.number)
 # Keras sets these itself.
 _OF_KERAS = ("built", "stop_training")
+_MADE_BY_KERAS = ("history", "train_function", "test_function", "predict_function")
 
 
 class Numbers:
@@ -268,6 +269,18 @@ class Numbers:
         """Gives them the values that they had."""
         for _, thing, name, value in self._held:
             vars(thing)[name] = value
+
+
+def attributes_of(model: keras.Model) -> dict[str, object]:
+    """Returns what a model and its objects hold, by path: numbers and text, or which object."""
+    simple = (*_NUMBERS, str, bytes)
+    found = {}
+    for path, thing in walk(model):
+        held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+        for name, value in held.items():
+            if not str(name).startswith("_") and name not in (*_OF_KERAS, *_MADE_BY_KERAS):
+                found[f"{path}/{name}"] = value if isinstance(value, simple) else id(value)
+    return found
 
 
 _CONTAINERS = (list, dict, set, collections.deque)

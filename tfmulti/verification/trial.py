@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.verification import messages
@@ -35,6 +36,7 @@ from tfmulti.verification.runs import Distributed, trace_both
 from tfmulti.verification.state import (
     OPTIMIZER,
     OTHER,
+    OWN,
     TRAINABLE,
     WEIGHT,
     Containers,
@@ -47,6 +49,8 @@ from tfmulti.verification.views import MANY, PLAIN, SPOILED, View, vary_rows, va
 _NUM_NOISY = 2
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
+# A variable of more numbers than this is no setting.
+_MOST_SETTINGS = 64
 _RANDOM_NUMBERS = "random: it draws different random numbers on each replica"
 _NOTHING_TO_VARY = "there is nothing to vary"
 _NO_NUMBERS = "the result on one device is not finite"
@@ -68,6 +72,7 @@ class Trial:
         origin: Where the first difference begins, after one was found.
         synthetic_values: The synthetic values of the latest view, in words.
         counts: The number of rows of each part, for each step of the latest view.
+        settings: Handles and values of small variables that the step reads and leaves.
         outside: Names of variables that the step changes and that have no copy for each replica.
         attributes: Names of Python numbers that a step changes which runs eagerly.
         containers: Names of lists and other containers that such a step changes.
@@ -83,6 +88,7 @@ class Trial:
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
         self.outside: list[str] = []
+        self.settings: list[tuple[tf.Tensor, np.ndarray]] = []
         self.synthetic_values = ""
         self.counts = case.sizes()
         self._seconds = 0.0
@@ -121,6 +127,7 @@ class Trial:
                 return []
             if view.is_plain:
                 self._is_known = finite_values(expected[0])
+                self.settings = self._unchanged(begin, expected[0][1])
                 self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
             if self.outside:
                 return []
@@ -213,8 +220,9 @@ class Trial:
 
     @property
     def tests_numbers(self) -> bool:
-        """Whether the step tests numbers for NaN or infinity."""
-        return bool(self._operations & {"IsFinite", "IsInf", "IsNan"})
+        """Whether the step tests numbers for NaN or infinity, as one that runs eagerly may."""
+        is_eager = self._case.eager
+        return is_eager or bool(self._operations & {"IsFinite", "IsInf", "IsNan"})
 
     @property
     def compared_numbers(self) -> list[float]:
@@ -274,6 +282,20 @@ class Trial:
             and not part.is_random_state
             and not part.is_internal
             and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
+        ]
+
+    def _unchanged(self, begin, end) -> list[tuple[tf.Tensor, np.ndarray]]:
+        """Returns the handles and values of small variables that the step reads and leaves."""
+        functions = self._functions
+        used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
+        return [
+            (part.handle, begin[i])
+            for i, part in enumerate(self._state.parts)
+            if part.kind in (WEIGHT, OWN, OTHER)
+            and not (part.is_internal or part.is_random_state)
+            and begin[i].size <= _MOST_SETTINGS
+            and begin[i].tobytes() == end[i].tobytes()
+            and (not functions or keras_compat.handle_key(part.handle) in used)
         ]
 
     def _distribute(self, begin, examples) -> list:

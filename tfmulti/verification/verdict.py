@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -71,11 +72,13 @@ class Verdict(NamedTuple):
         error: The error, or None.
         reason: Why the step could not be verified, or "".
         runs: Whether it can be traced on several replicas, and run on parts of a whole batch.
+        settings: Handles and values of small variables that it reads and leaves.
     """
 
     error: ValueError | None
     reason: str = ""
     runs: bool = True
+    settings: Sequence[tuple[tf.Tensor, np.ndarray]] = ()
 
 
 def find_out(case: Case, workers: Workers) -> Verdict:
@@ -108,11 +111,11 @@ def find_out(case: Case, workers: Workers) -> Verdict:
             if drift is not None:
                 return Verdict(drift)
             if case.is_replicated:
-                return Verdict(None)
+                return Verdict(None, settings=trial.settings)
             _warn_of(trial, case)
             error, proven = _look_further(trial, case, workers)
             is_known = error or proven or first.least == _SAME
-            return Verdict(error, "" if is_known else reason)
+            return Verdict(error, "" if is_known else reason, settings=trial.settings)
     return Verdict(None, reason or "another worker could not run it", runs)
 
 

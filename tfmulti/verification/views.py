@@ -107,6 +107,9 @@ def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
     now = (View((OUTLIERS,)), View((SMALL_OUTLIERS,)))
     later = [View((way,), _SOON, 1.0) for way in (OUTLIERS, SMALL_OUTLIERS)]
     spoiled = [(View((way,)),) for way in SPOILED] if tests_numbers else []
+    if tests_numbers:
+        infinite = [View((way,), number=np.inf) for way in (SOME_LABELS, SOME_INPUTS)]
+        spoiled += [(view,) for view in infinite]
     return [now, tuple(later), *spoiled]
 
 
@@ -117,6 +120,8 @@ def views_of_numbers(compared: list[float]) -> list[tuple[View, ...]]:
         compared: The numbers that the step compares with.
     """
     views = [View((_WHOLE_LABELS,), number=label) for label in _IGNORED]
+    # Masks and weights among the inputs may all be 1 in the first rows.
+    views.append(View((SOME_INPUTS,), number=0))
     for number in compared:
         views += [View(ways, number=number) for ways in ((SOME_LABELS,), (SOME_INPUTS,), ())]
     return [(view,) for view in views]
