@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti.step import replicated
+from tfmulti.step.rows import count_rows
 from tfmulti.verification import custom_parts, sizes
 from tfmulti.verification.rows import Rows
 
@@ -116,7 +117,7 @@ class Case(Batches):
         number = self.strategy.num_replicas_in_sync * self.num_micro_batches
         counts = self.rows.counts
         if self.is_whole:
-            return [[self.rows.num_many] * len(counts)] * 2
+            return [[int(count_rows(part)) for part in self.rows.whole]] * 2
         if self.rows.are_unequal:
             others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
             unlike = [each for each in others if not self.shares_alike(each)]
@@ -134,7 +135,7 @@ class Case(Batches):
     def examples(self) -> list[list]:
         """Returns the rows of each of the steps to run."""
         if self.is_whole:
-            return [self.rows.many] * 2
+            return [self.rows.whole] * 2
         return [self.rows.first(size) for size in self.sizes()]
 
     def unlike_sizes(self) -> list[int]:

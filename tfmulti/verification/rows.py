@@ -25,6 +25,7 @@ class Rows:
         unlike: Numbers of rows of which replicas have unlike shares, where later batches may
             have such; else empty.
         many: Many rows of the first batch; empty if a few are all.
+        all_parts: The first batch, if its parts have different numbers of rows; else empty.
     """
 
     def __init__(self, batch):
@@ -36,6 +37,7 @@ class Rows:
             self.parts = tf.nest.flatten(rows.fill_if_empty(self.parts), expand_composites=False)
         self.unlike: list[int] = []
         self.many: list = []
+        self.all_parts: list = []
 
     def pack(self, parts):
         """Returns parts in the batch's structure."""
@@ -82,6 +84,16 @@ class Rows:
         if self.are_unequal or number <= few:
             return []
         return self.parts if number == have and not padded else self.spread([number], padded=padded)
+
+    @property
+    def whole(self) -> list:
+        """As many rows as a batch has, as far as they are kept."""
+        return self.many or self.all_parts
+
+    def keep_all(self) -> None:
+        """Keeps all rows of a batch of parts with different numbers of rows, if they are small."""
+        if self.are_unequal and sum(map(_num_bytes, self.parts)) <= MAX_BYTES:
+            self.all_parts = self.parts
 
     @property
     def num_many(self) -> int:

@@ -92,7 +92,7 @@ def find_out(case: Case, workers: Workers) -> Verdict:
     all_fail = functools.partial(workers.all_fail, case.strategy)
     reason, runs = "", False
     for static, whole in ((False, False), (True, False), (True, True)):
-        if whole and not agree(case.rows.num_many > 0):
+        if whole and not agree(bool(case.rows.whole)):
             break
         case.is_traced_static, case.is_whole = static, whole
         trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
