@@ -70,3 +70,25 @@ def test_dropout_differs_between_replicas_and_is_reproducible():
 
 
 SGD = keras.optimizers.SGD
+
+
+class LastMean(keras.layers.Layer):
+    """Keeps the mean of its latest inputs, which begins far away."""
+
+    def build(self, shape):
+        start = keras.initializers.Constant(1e7)
+        self.last = self.add_weight(shape=(), initializer=start, trainable=False)
+
+    def call(self, x):
+        self.last.assign(keras.ops.mean(x))
+        return x
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_state_that_replaces_a_far_larger_number_keeps_its_digits(num_replicas):
+    x = np.random.RandomState(0).rand(9, 4).astype("float32")
+    with create_strategy(num_replicas).scope():
+        model = keras.Sequential([LastMean(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], batch_size=9, verbose=0)
+    assert float(model.layers[0].last) == pytest.approx(x.mean(), rel=1e-6)

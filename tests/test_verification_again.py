@@ -1,6 +1,8 @@
 """A step that changes while it trains is verified again, also with the numbers it compares with."""
 
 import gc
+import types
+import warnings
 
 import keras
 import numpy as np
@@ -9,6 +11,7 @@ import tensorflow as tf
 import verification_later as later
 from replicas import create_strategy
 
+from tfmulti import verification
 from tfmulti.verification.compared_numbers import find_compared_numbers
 
 ROWS, LABELS = later.sorted_classes()
@@ -30,7 +33,8 @@ class Phased(later.Step):
     def __init__(self, loss=later.mean):
         super().__init__(loss, later.dense)
         self.phase = tf.Variable(1, trainable=False)
-        self.stage = 1
+        self.share = tf.Variable(1.0, trainable=False)
+        self.stage, self.kind = 1, "easy"
 
     def train_step(self, data):
         x, y = data
@@ -38,8 +42,9 @@ class Phased(later.Step):
             outputs = self.net(x, training=True)
             errors = tf.square(outputs[:, 0] - tf.cast(tf.maximum(y, 0), tf.float32))
             loss = self.loss_of(self, y, errors, None, outputs)
-            if self.stage == 2:
+            if self.stage == 2 or self.kind == "hard":
                 loss += tf.math.reduce_std(outputs)
+            loss += (1.0 - self.share) * tf.math.reduce_std(outputs)
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
@@ -68,6 +73,11 @@ NUMBERS = {
     "labels at -999": lambda model, y: tf.equal(-999.0, tf.cast(y, tf.float32)),
     "labels at -5": lambda model, y: y == -5,
     "labels at 7": lambda model, y: tf.reduce_any(y == 7),
+    "labels at 3": lambda model, y: tf.gather([0.0, 0.0, 0.0, 1.0], y) > 0.0,
+    "variables at 7": lambda model, y: tf.one_hot(model.phase, 8)[7] > 0.0,
+    "labels at 4": lambda model, y: (
+        tf.bitwise.bitwise_and(tf.maximum(y, 0), tf.constant(4, y.dtype)) > 0
+    ),
     "variables at 2": lambda model, y: model.phase == 2,
     "variables at 3": lambda model, y: keras.ops.greater_equal(model.phase, 3),
     "variables at 100": lambda model, y: (
@@ -117,28 +127,95 @@ class SecondStage(keras.callbacks.Callback):
         if epoch != 1:
             return
         model = self.model
-        model.stage = 2
+        if self.how == "a variable":
+            model.share.assign(0.5)
+        elif self.how == "a text":
+            model.kind = "hard"
+        else:
+            model.stage = 2
         if self.how == "compiled":
             with model.distribute_strategy.scope():
                 model.compile(model.optimizer)
         if self.how == "forgotten":
             model.train_function = None
-        if self.how != "eager":
+        if self.how in ("made", "forgotten", "compiled"):
             model.make_train_function(force=self.how == "made")
 
 
-WAYS = ["made", "eager", "forgotten", "compiled"]
+WAYS = ["made", "a variable", "eager", "forgotten", "compiled", "a text"]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", WAYS)
 def test_a_step_that_a_callback_changes_gives_one_devices_result(how):
-    models = [compiled(number, run_eagerly=how == "eager") for number in (1, 3)]
+    models = [compiled(number, run_eagerly=how in ("eager", "a text")) for number in (1, 3)]
     fit(models[0], epochs=3, callbacks=[SecondStage(how)])
     with pytest.warns(UserWarning, match="Every replica computes `train_step`"):
         fit(models[1], epochs=3, callbacks=[SecondStage(how)])
     for one, many in zip(*(model.get_weights() for model in models)):
         np.testing.assert_allclose(many, one, 1e-5, 1e-6)
+
+
+class OwnLoss(keras.callbacks.Callback):
+    """Makes a model of Keras's own parts one with a loss that cannot be split."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+
+            def compute_loss(model, x=None, y=None, y_pred=None, *_, **__):
+                return tf.math.reduce_std(y_pred)
+
+            self.model.compute_loss = types.MethodType(compute_loss, self.model)
+            self.model.make_train_function(force=True)
+
+
+def test_a_stock_model_that_a_callback_changes_is_verified():
+    weights = []
+    for number in (1, 3):
+        keras.utils.set_random_seed(0)
+        with create_strategy(number, on_difference="replicate").scope():
+            model = keras.Sequential([keras.layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(ROWS, ROWS[:, :3], batch_size=8, epochs=2, verbose=0, callbacks=[OwnLoss()])
+        told = any("Every replica computes" in str(each.message) for each in caught)
+        assert told == (number > 1)
+        weights.append(model.get_weights())
+    np.testing.assert_allclose(weights[1][0], weights[0][0], 1e-5, 1e-6)
+
+
+def test_what_changes_with_every_epoch_is_not_verified_every_time(monkeypatch):
+    class Fading(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.phase.assign(10 + epoch)
+
+    verified = []
+    find_out = verification.find_out
+    monkeypatch.setattr(verification, "find_out", lambda *a: verified.append(a) or find_out(*a))
+    # The step reads this variable, and is exact whatever its value.
+    model = compiled(2, deviating_where(lambda model, y: model.phase < 0), verify="auto")
+    fit(model, epochs=1)
+    before = len(verified)
+    fit(model, epochs=9, callbacks=[Fading()])
+    assert len(verified) - before == 5
+
+
+def test_masks_that_are_all_1_in_the_first_rows_are_varied():
+    class Masked(Phased):
+        def train_step(self, data):
+            self.observed = tf.clip_by_value(data[0][:, 0], 0.0, 1.0)
+            return super().train_step(data)
+
+    def loss(model, y, losses, weights, outputs):
+        return tf.reduce_sum(losses * model.observed) / (tf.reduce_sum(model.observed) + 1e-6)
+
+    strategy = create_strategy(3, verify="always")
+    with strategy.scope():
+        model = Masked(loss)
+        model.compile(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="with some inputs at 0"):
+        model.fit(np.ones_like(ROWS), LABELS, batch_size=8, verbose=0)
 
 
 def test_the_error_says_that_the_step_was_made_again():

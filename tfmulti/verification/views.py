@@ -340,7 +340,9 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
 
 
 def _may_equal(part, value, number, is_counter) -> bool:
-    """Whether a variable is a setting, a phase or a count that could have a number."""
+    """Whether a variable is a phase or a count, of whole numbers, that could have a number."""
+    if value.dtype.kind not in "iu":
+        return False
     if part.kind == OPTIMIZER:
         return is_counter and number >= 0 and _holds(value.dtype, number)
     is_setting = part.kind not in (METRIC, TRAINABLE) and not part.is_random_state
