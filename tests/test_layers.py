@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from conformance.guarantees.layers import Masks
 from replicas import create_strategy
 
@@ -92,3 +93,49 @@ def test_a_state_that_replaces_a_far_larger_number_keeps_its_digits(num_replicas
         model.compile("sgd", "mse")
     model.fit(x, x[:, :1], batch_size=9, verbose=0)
     assert float(model.layers[0].last) == pytest.approx(x.mean(), rel=1e-6)
+
+
+class Joined(keras.Model):
+    """Makes layers in its `call`, as `keras.layers.concatenate` does."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.joined, self.left, self.right = joined, keras.layers.Dense(2), keras.layers.Dense(2)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.last(self.joined([self.left(x), self.right(x)]))
+
+
+class JoinedInAStep(Joined):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def train_joined(kind, num_replicas, joined):
+    keras.utils.set_random_seed(0)
+    x = np.random.RandomState(0).rand(20, 3).astype("float32")
+    with create_strategy(num_replicas).scope():
+        model = kind(joined)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.fit(x, x[:, :1], batch_size=10, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("kind", [Joined, JoinedInAStep])
+def test_layers_that_a_call_makes_anew(kind):
+    for joined in (keras.layers.concatenate, lambda parts: keras.layers.Dot(1)(parts)):
+        one, many = (train_joined(kind, number, joined) for number in (1, 3))
+        for expected, found in zip(one, many):
+            np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
+
+
+@pytest.mark.slow
+def test_weights_that_a_call_makes_anew_are_an_error():
+    with pytest.raises(Exception, match="dense_2"):
+        train_joined(JoinedInAStep, 2, lambda parts: keras.layers.Dense(2)(parts[0]))

@@ -185,6 +185,7 @@ def test_a_stock_model_that_a_callback_changes_is_verified():
     np.testing.assert_allclose(weights[1][0], weights[0][0], 1e-5, 1e-6)
 
 
+@pytest.mark.slow
 def test_what_changes_with_every_epoch_is_not_verified_every_time(monkeypatch):
     class Fading(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -245,6 +246,7 @@ def test_a_step_that_stays_is_verified_once():
     assert model.distribute_strategy.seconds_verified == seconds
 
 
+@pytest.mark.slow
 def test_the_traces_of_the_comparison_are_let_go():
     def kept_graphs(verify):
         gc.collect()

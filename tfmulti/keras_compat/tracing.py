@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 
@@ -11,13 +12,16 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from tensorflow.python.distribute import values as distributed_values
 
+# More layers of a class than this that the model does not hold are made by the step, at each trace.
+_MOST_OF_A_CLASS = 30
+
 
 class NotBuilt(Exception):
     """A trace has reached a layer, an optimizer or a metric that has no variables yet."""
 
 
 @contextlib.contextmanager
-def noting_unbuilt(optimizers, model=None):
+def noting_unbuilt(optimizers, model=None, noted=None):
     """Ends a trace with `NotBuilt` at the first object that it would build.
 
     Layers, optimizers, losses and metrics create their variables in their first call. Creating
@@ -26,12 +30,16 @@ def noting_unbuilt(optimizers, model=None):
     Args:
         optimizers: The optimizers that the step can use.
         model: The model whose losses and metrics the step can use, or None.
+        noted: How many layers of each class earlier traces have ended at; a `Counter` to keep
+            between the traces of a step. One that makes layers in its `call`, as
+            `keras.layers.concatenate` does, would never end otherwise: each trace has new ones.
 
     Yields:
         A list to which a function is added that builds the object; call it in the strategy's scope,
         outside of the trace.
     """
     builders: list = []
+    noted = collections.Counter() if noted is None else noted
     original = keras.layers.Layer._maybe_build
     unbuilt = [
         *(
@@ -44,9 +52,11 @@ def noting_unbuilt(optimizers, model=None):
 
     @functools.wraps(original)
     def maybe_build(layer, call_spec):
-        if layer.built or not tf.inside_function() or _is_symbolic(call_spec):
+        is_ready = layer.built or noted[type(layer)] >= _MOST_OF_A_CLASS
+        if is_ready or not tf.inside_function() or _is_symbolic(call_spec):
             return original(layer, call_spec)
-        builders.append(_call_symbolically(layer, layer, **call_spec.user_arguments_dict))
+        build = _call_symbolically(layer, layer, **call_spec.user_arguments_dict)
+        builders.append(functools.partial(_build_and_note, layer, build, model, noted))
         raise NotBuilt(layer.name)
 
     def restore(owner, name):
@@ -72,6 +82,15 @@ def noting_unbuilt(optimizers, model=None):
         keras.layers.Layer._maybe_build = original
         for owner, name, _ in unbuilt:
             restore(owner, name)
+
+
+def _build_and_note(layer, build, model, noted):
+    build()
+    if not layer.variables:
+        # The next one of its class can be built in the trace.
+        noted[type(layer)] = _MOST_OF_A_CLASS
+    elif model is None or not any(layer is each for each in model._flatten_layers()):
+        noted[type(layer)] += 1
 
 
 def is_built(model: keras.Model) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import random
@@ -242,9 +243,10 @@ def _trace_built(case, function, example, is_done=lambda: False):
     """Traces a function; first builds, in the scope, everything that the trace would build."""
     specs = rows_lib.specs_of(example, case.is_traced_static)
     function = tf.autograph.experimental.do_not_convert(function)
+    noted: collections.Counter = collections.Counter()
     while not is_done():
         optimizers = model_contents.optimizers_of(case.model, nested=True)
-        noting = keras_compat.noting_unbuilt(optimizers, case.model)
+        noting = keras_compat.noting_unbuilt(optimizers, case.model, noted)
         with same_random_numbers(), noting as unbuilt:
             # A step may draw from Python's or NumPy's generators during the trace.
             random.seed(0)
