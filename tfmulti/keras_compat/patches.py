@@ -77,7 +77,7 @@ def build_from_one_replica(
             before_pass(strategy, iterator)
         peek = functools.partial(_peek, iterator) if iterator is not None else lambda: data_batch
         try:
-            _build_from_any(functools.partial(build_from, model), strategy, iterator, peek)
+            _build_from_any(build_from, model, iterator, peek, refuse)
         except (ValueError, RuntimeError):
             refuse(model)
             # A model that runs eagerly builds itself in its first step.
@@ -89,20 +89,22 @@ def build_from_one_replica(
     return build
 
 
-def _build_from_any(build_from, strategy, epoch_iterator, peek):
+def _build_from_any(build_from, model, epoch_iterator, peek, refuse):
     """Calls a function of a batch, and again with the rows of a whole one if that fails.
 
     The first one may have guessed sizes, or too few rows for a layer that needs groups of them.
     """
     if epoch_iterator is None:
-        build_from(peek())
+        build_from(model, peek())
         return
     try:
         batch = _batch_to_build_from(epoch_iterator)
-        build_from(peek() if batch is None else batch)
+        build_from(model, peek() if batch is None else batch)
     except (ValueError, RuntimeError):
+        refuse(model)
         sizes = batch_sizes_of(epoch_iterator) or [(None,)]
-        build_from(_rows_of_all_replicas(strategy, peek(), sizes[0][0]))
+        rows = _rows_of_all_replicas(model._distribute_strategy, peek(), sizes[0][0])
+        build_from(model, rows)
 
 
 def _rows_of_all_replicas(strategy, batch, most):

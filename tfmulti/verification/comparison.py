@@ -11,10 +11,14 @@ from tfmulti.verification.differences import (
     largest_change,
     without_gradient,
 )
-from tfmulti.verification.state import COMPARED, TRAINABLE, State
+from tfmulti.verification.state import COMPARED, OPTIMIZER, TRAINABLE, State
 
 # Reported numbers are sums over few rows, and more accurate than gradients.
 _OUTPUT = 0.1
+# More than any difference of what is nothing but rounding; finite, since infinite noise is none.
+_ANY = 1e30
+# How many times the last place of the largest number rounding may move another one.
+_EPSILONS = 8
 
 
 class Comparison:
@@ -57,6 +61,7 @@ class Comparison:
     def _compare_states(self, values, others, before, moved, loose, step, noise):
         parts = self._state.parts
         found, rounding = [], 0.0 if noise is None else self._rounding(values, before)
+        scales = {} if noise is None else self._scales_of_slots(values)
         for i in self._compared:
             part = parts[i]
             allowed = 0.0 if noise is None else noise.get(i, 0.0)
@@ -68,9 +73,9 @@ class Comparison:
                 loose[i] = loose.get(i, np.False_) | without_gradient(moments, self._close)
                 loose.update({j: loose[i] for j in slots})
                 allowed = np.where(loose[i], moved[i], allowed + rounding)
-            elif noise is not None and i in loose:
-                # The slots of such a weight are rounding, too.
-                allowed = np.where(loose[i], np.inf, allowed)
+            elif noise is not None and part.kind == OPTIMIZER:
+                # A gradient that is 0 but for rounding shows in the slots first.
+                allowed = np.where(loose.get(i, False), _ANY, allowed + scales[_slot(part)])
             pair = compare(others[i], values[i], moved[i], allowed, self._close)
             if pair is not None:
                 what = f"{part.kind} {part.name}"
@@ -78,14 +83,22 @@ class Comparison:
         found.sort(key=lambda each: COMPARED.index(each[0].kind))
         return [difference for _, difference in found]
 
+    def _scales_of_slots(self, values) -> dict[str, float]:
+        """Returns what rounding is beside the largest number of all slots of a name."""
+        scales: dict[str, float] = {}
+        for part, value in zip(self._state.parts, values):
+            if part.kind == OPTIMIZER:
+                name, largest = _slot(part), largest_change(value) * _EPSILONS * _eps(value)
+                scales[name] = max(scales.get(name, 0.0), largest)
+        return scales
+
     def _rounding(self, values, before) -> float:
         """Returns how far rounding moves a weight of which terms as large as outliers cancel."""
         weights = [i for i, part in enumerate(self._state.parts) if part.kind == TRAINABLE]
         if not self.is_synthetic or not weights:
             return 0.0
         changes = [largest_change(values[i], before[i]) for i in weights]
-        is_double = values[weights[0]].dtype == np.float64
-        return max(changes) * float(np.finfo(np.float64 if is_double else np.float32).eps)
+        return max(changes) * _eps(values[weights[0]])
 
     def _compare_outputs(self, expected, found, kind, step, noise):
         differences = []
@@ -100,6 +113,14 @@ class Comparison:
             if pair is not None:
                 differences.append(Difference(what, *pair, step=step + 1))
         return differences
+
+
+def _slot(part) -> str:
+    return part.name.rsplit("_", 1)[-1]
+
+
+def _eps(value) -> float:
+    return float(np.finfo(np.float64 if value.dtype == np.float64 else np.float32).eps)
 
 
 def add_noise(noise: list[dict], expected, found) -> None:
