@@ -221,7 +221,7 @@ def test_masks_that_are_all_1_in_the_first_rows_are_varied():
 
 def test_the_error_says_that_the_step_was_made_again():
     model = compiled(3, on_difference="error")
-    with pytest.raises(ValueError, match="it was exact before it was made again"):
+    with pytest.raises(ValueError, match="it was exact before it was changed"):
         fit(model, epochs=2, callbacks=[SecondStage("made")])
     # The first epoch, and nothing of the second.
     assert model.optimizer.iterations == len(ROWS) // 8

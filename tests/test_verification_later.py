@@ -291,3 +291,15 @@ def test_state_is_put_back_bit_for_bit():
     begin = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: seen.append(values()))
     model.fit(*later.sorted_classes(), batch_size=8, verbose=0, callbacks=[begin])
     assert strategy.seconds_verified > 0 and seen == [before]
+
+
+def test_a_number_is_given_to_rows_that_can_have_it():
+    x, y = np.ones((7, 2), "float32"), np.arange(7)
+    rows = Rows((x, y))
+    for number, changed in ((np.inf, []), (0.5, []), (-5.0, [3, 6])):
+        view = views.View((views.SOME_LABELS,), number=number)
+        _, labels = views.vary_rows(rows, rows.parts, view)[0]
+        assert [i for i in range(7) if int(labels[i]) != i] == changed
+        view = views.View((views.SOME_INPUTS,), number=number)
+        inputs, _ = views.vary_rows(rows, rows.parts, view)[0]
+        assert number in inputs.numpy()

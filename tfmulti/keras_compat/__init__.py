@@ -81,6 +81,7 @@ from tfmulti.keras_compat.names import variant_tensor as variant_tensor
 from tfmulti.keras_compat.patches import MAX_BYTES as MAX_BYTES
 from tfmulti.keras_compat.patches import MAX_ROWS as MAX_ROWS
 from tfmulti.keras_compat.patches import around_call_of as around_call_of
+from tfmulti.keras_compat.patches import gather_local as gather_local
 from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
 from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
 from tfmulti.keras_compat.patches import without_tuning as without_tuning

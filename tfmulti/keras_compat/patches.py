@@ -109,15 +109,36 @@ def _build_from_any(build_from, model, epoch_iterator, peek, refuse):
 
 def _rows_of_all_replicas(strategy, batch, most):
     """Returns as many rows as the whole batch has; other workers' rows are this worker's again."""
+    is_shared = any(_is_distributed(each) for each in tf.nest.flatten(batch))
+    num_workers = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
-    def whole(value):
-        if not isinstance(value, tf.distribute.DistributedValues):
-            return value[:most]
+    def whole(part):
+        if not isinstance(part, tf.Tensor | tf.RaggedTensor | np.ndarray):
+            return part
+        return tf.concat([part] * num_workers, axis=0) if is_shared else part[:most]
+
+    with tf.device("CPU:0"):
+        rows = gather_local(strategy, batch)
+        return tf.nest.map_structure(whole, rows, expand_composites=False)
+
+
+def gather_local(strategy: tf.distribute.Strategy, batch):
+    """Returns the rows of all local replicas as one batch."""
+
+    def join(value):
+        if not _is_distributed(value):
+            return value
         parts = strategy.experimental_local_results(value)
+        if isinstance(parts[0], tf.SparseTensor):
+            return tf.sparse.concat(0, list(parts))
         with tf.device("CPU:0"):
-            return tf.concat(parts * (strategy.num_replicas_in_sync // len(parts)), axis=0)
+            return tf.concat(list(parts), axis=0)
 
-    return tf.nest.map_structure(whole, batch, expand_composites=False)
+    return tf.nest.map_structure(join, batch, expand_composites=False)
+
+
+def _is_distributed(value) -> bool:
+    return isinstance(value, tf.distribute.DistributedValues)
 
 
 def _batch_to_build_from(epoch_iterator):

@@ -187,7 +187,7 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     whole_batch.prepare_metrics(model)
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
         x = keras.utils.unpack_x_y_sample_weight(peek())[0]
-        sparse_gradients.note_positions(model, verification.rows_lib.gather_local(strategy, x))
+        sparse_gradients.note_positions(model, keras_compat.gather_local(strategy, x))
     _verify(model, peek, iterator)
 
 

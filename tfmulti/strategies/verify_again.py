@@ -21,11 +21,15 @@ def verify_again(model: keras.Model, kind: str) -> None:
         model: The model.
         kind: `"train"` or `"test"`.
     """
-    if verification.note_made(model, kind):
-        return
-    verification.forget(model, kind)
+    if not verification.note_made(model, kind):
+        verification.forget(model, kind)
+        if kind == TRAIN:
+            _verify_within_fit(model)
+
+
+def _verify_within_fit(model):
     feed = marks.FEED.get(model)
-    if kind == TRAIN and feed is not None:
+    if feed is not None:
         verification.verify_once(model, TRAIN, feed, checks.WORKERS)
 
 
@@ -49,7 +53,8 @@ class VerifyAgain(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Compares the values; a collective of all workers, where a step has such values."""
-        if self._attributes is None and not marks.SETTINGS.get(self.model):
+        has_values = self._attributes is not None or marks.SETTINGS.get(self.model)
+        if marks.FEED.get(self.model) is None or not has_values:
             return
         # All workers must take part, also one whose model is not changed.
         if not coordination.compare(self.model.distribute_strategy, int(self._has_changed()))[1]:
@@ -58,7 +63,7 @@ class VerifyAgain(keras.callbacks.Callback):
         # What changes with every epoch, as a weight of the loss, is not verified every time.
         if self._changes <= _ALWAYS or self._changes.bit_count() == 1:
             verification.forget(self.model, TRAIN)
-            verification.verify_once(self.model, TRAIN, marks.FEED.get(self.model), checks.WORKERS)
+            _verify_within_fit(self.model)
             # A step that all replicas compute from the whole batch has another function.
             self.model.make_train_function()
         if self._attributes is not None:

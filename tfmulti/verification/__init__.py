@@ -50,7 +50,7 @@ def verify_once(
     if not _is_wanted(strategy, model, kind, feed):
         return
     drawn = feed.peek()
-    batch = rows_lib.gather_local(strategy, drawn)
+    batch = keras_compat.gather_local(strategy, drawn)
     if not rows_lib.can_be_cut(batch):
         _warn(kind, "a part of the batch has no rows")
         return
@@ -120,7 +120,7 @@ def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> boo
     Returns:
         Whether it built the model.
     """
-    batch = rows_lib.gather_local(model.distribute_strategy, batch)
+    batch = keras_compat.gather_local(model.distribute_strategy, batch)
     dense = all(isinstance(p, tf.Tensor) for p in tf.nest.flatten(batch) if p is not None)
     own = keras_compat.has_custom_step(model, kind)
     if not rows_lib.can_be_cut(batch) or (dense and not own):

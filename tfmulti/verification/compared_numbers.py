@@ -14,10 +14,8 @@ _ABOVE, _FROM = (0, 1), (-1, 0)
 _ORDERINGS = {"Greater": _ABOVE, "LessEqual": _ABOVE, "GreaterEqual": _FROM, "Less": _FROM}
 _MIRRORED = {"Greater": _FROM, "LessEqual": _FROM, "GreaterEqual": _ABOVE, "Less": _ABOVE}
 # Operations that choose by a whole number: an entry of a table, a branch, bits.
-_CHOOSING = (
-    *("GatherV2", "OneHot", "Case", "StatelessCase"),
-    *("BitwiseAnd", "BitwiseOr"),
-)
+_BITS = ("BitwiseAnd", "BitwiseOr")
+_CHOOSING = ("GatherV2", "OneHot", "Case", "StatelessCase", *_BITS)
 # Each number costs a few more steps. A longer constant is a table rather than a list of cases.
 _MOST = 8
 _MOST_AT_ONCE = 4
@@ -49,7 +47,7 @@ def find_compared_numbers(graph) -> list[float]:
 
 def _choices(operation) -> list[float]:
     """Returns the numbers by which an operation chooses, the last ones first."""
-    if operation.type in ("BitwiseAnd", "BitwiseOr"):
+    if operation.type in _BITS:
         return [0.0, *(number for tensor in operation.inputs for number in _constants(tensor))]
     if operation.type == "OneHot":
         number = tf.get_static_value(operation.inputs[1])

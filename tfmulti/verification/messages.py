@@ -108,7 +108,7 @@ def describe(
 def _so_far(case) -> str:
     """Says what has been done before the step that was verified."""
     if case.kind == TRAIN and marks.FEED.get(case.model) is not None:
-        return "it was exact before it was made again"
+        return "it was exact before it was changed"
     return f"nothing has been {'trained' if case.kind == TRAIN else 'computed'} yet"
 
 

@@ -141,21 +141,6 @@ def can_be_cut(batch) -> bool:
     return bool(parts) and all(isinstance(p, kinds) and len(p.shape) for p in parts)
 
 
-def gather_local(strategy: tf.distribute.Strategy, batch):
-    """Returns the rows of all local replicas as one batch."""
-
-    def join(value):
-        if not isinstance(value, tf.distribute.DistributedValues):
-            return value
-        parts = strategy.experimental_local_results(value)
-        if isinstance(parts[0], tf.SparseTensor):
-            return tf.sparse.concat(0, list(parts))
-        with tf.device("CPU:0"):
-            return tf.concat(list(parts), axis=0)
-
-    return tf.nest.map_structure(join, batch, expand_composites=False)
-
-
 def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:
     """Gives every worker the chief's rows, and returns what the chief knows; it is a collective.
 

@@ -114,7 +114,7 @@ def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
 
 
 def views_of_numbers(compared: list[float]) -> list[tuple[View, ...]]:
-    """Returns views in which labels, inputs or variables have one number, each with fallbacks.
+    """Returns views in which some labels, some inputs or the variables have one number.
 
     Args:
         compared: The numbers that the step compares with.
@@ -285,7 +285,7 @@ def _holds(dtype, number) -> bool:
     """Whether numbers of a dtype can have a value."""
     if dtype.kind == "f":
         return True
-    is_whole = dtype.kind in "iu" and number == round(number)
+    is_whole = dtype.kind in "iu" and float(number).is_integer()
     return is_whole and np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
 
 
@@ -327,9 +327,8 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
         if part.is_internal or functions and keras_compat.handle_key(part.handle) not in used:
             pass
         elif view.number is not None:
-            new = (
-                view.number if _may_equal(part, value, view.number, part.name in counters) else None
-            )
+            may = _may_equal(part, value, view.number, part.name in counters)
+            new = view.number if may else None
         elif part.kind == OPTIMIZER:
             new = view.iterations if part.name in counters else None
             new = view.setting if part.name in rates and not value.any() else new
