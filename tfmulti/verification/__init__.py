@@ -200,8 +200,7 @@ def _choose_rows(case, drawn, workers, early):
         rows.counts = [_count_of_all(strategy, count, workers) for count in rows.counts]
     few = case.most_rows()
     rows.many = rows.choose_many(max(few), _most_at_once(case), padded=case.padded)
-    if not several:
-        rows.keep_all()
+    rows.keep_all()
     rows.parts = rows.spread(few, padded=case.padded)
     if several:
         known = rows.counts, case.batches, case.in_chunks

@@ -25,7 +25,7 @@ class Rows:
         unlike: Numbers of rows of which replicas have unlike shares, where later batches may
             have such; else empty.
         many: Many rows of the first batch; empty if a few are all.
-        all_parts: The first batch, if its parts have different numbers of rows; else empty.
+        all_parts: As many rows as the first batch has, if they are not many; else empty.
     """
 
     def __init__(self, batch):
@@ -91,9 +91,9 @@ class Rows:
         return self.many or self.all_parts
 
     def keep_all(self) -> None:
-        """Keeps all rows of a batch of parts with different numbers of rows, if they are small."""
-        if self.are_unequal and sum(map(_num_bytes, self.parts)) <= MAX_BYTES:
-            self.all_parts = self.parts
+        """Keeps as many rows as a batch of all workers has, if they are not many and small."""
+        if not self.many and sum(map(_num_bytes, self.parts)) <= MAX_BYTES:
+            self.all_parts = self.first(self.counts)
 
     @property
     def num_many(self) -> int:
@@ -145,24 +145,23 @@ def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:
     """Gives every worker the chief's rows, and returns what the chief knows; it is a collective.
 
     Args:
-        chosen: Rows; its `parts` and `many` become the chief's.
+        chosen: Rows; its `parts`, `many` and `all_parts` become the chief's.
         known: What this worker knows of the data.
         strategy: The strategy.
         broadcast: Function of the strategy and the chief's bytes, which are None elsewhere.
     """
     data = None
     if topology.is_chief(strategy):
-        flat = [
-            tf.nest.flatten(each, expand_composites=True) for each in (chosen.parts, chosen.many)
-        ]
+        lists = chosen.parts, chosen.many, chosen.all_parts
+        flat = [tf.nest.flatten(each, expand_composites=True) for each in lists]
         data = pickle.dumps(([[tensor.numpy() for tensor in each] for each in flat], known))
-    (parts, many), known = pickle.loads(broadcast(strategy, data))
+    lists, known = pickle.loads(broadcast(strategy, data))
     structure = chosen.parts
-    chosen.parts, chosen.many = (
+    chosen.parts, chosen.many, chosen.all_parts = (
         tf.nest.pack_sequence_as(structure, list(map(tf.constant, each)), expand_composites=True)
         if each
         else []
-        for each in (parts, many)
+        for each in lists
     )
     return known
 
