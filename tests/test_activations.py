@@ -163,7 +163,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "when"),
     [

@@ -289,6 +289,7 @@ def test_a_run_without_a_dataset_is_saved_between_epochs(tmp_path):
     assert_same_weights(expected, fit(tmp_path / "killed"))
 
 
+@pytest.mark.slow
 def test_minutes_are_the_chiefs(tmp_path):
     now = iter(range(0, 100_000, 61))
     saver_settings = {"every_minutes": 5.0, "clock": lambda: float(next(now))}

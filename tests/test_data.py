@@ -65,6 +65,7 @@ def expected_steps(num_examples, batch, seed, epochs):
     return [order[i : i + batch] for order in orders for i in range(0, num_examples, batch)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_fit_sees_the_order_of_seed_and_epoch(num_replicas):
     strategy = create_strategy(num_replicas)

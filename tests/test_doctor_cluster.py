@@ -199,6 +199,7 @@ def test_two_workers_with_the_same_task_are_told():
     assert any("in use" in check.detail for checks in found for check in checks)
 
 
+@pytest.mark.slow
 def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
     cluster = cluster_of(3, 0)
     # The third worker has the task of the second, and an address of its own, as on another host.
@@ -214,6 +215,7 @@ def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
     assert (check.status, "worker 1 at" in check.detail) == ("failure", True)
 
 
+@pytest.mark.slow
 def test_two_who_cannot_reach_each_other_are_told_although_both_reach_the_first(monkeypatch):
     ports = processes.free_ports(3)
     clusters = {index: cluster_of(3, index, ports) for index in range(3)}
@@ -330,6 +332,7 @@ def cluster_with_servers(kind, index, ports):
     return cluster
 
 
+@pytest.mark.slow
 def test_servers_and_the_chief_are_visited_too():
     ports = processes.free_ports(4)
     tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]

@@ -246,6 +246,7 @@ class Retrieval(keras.Model):
         return {"value": tf.reduce_mean(loss)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "loss_of",
     [
@@ -275,6 +276,7 @@ def test_losses_of_gathered_rows_in_a_step(loss_of, num_rows):
     np.testing.assert_allclose(two[1], one[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_keras_sum_of_gathered_rows_in_an_eager_step_is_told():
     """No graph shows there that the rows are those of the whole batch."""
     with create_strategy(2).scope():

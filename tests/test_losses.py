@@ -56,7 +56,7 @@ def dense():
     return keras.Sequential([keras.layers.Dense(1, kernel_regularizer=penalty)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight"])
 def test_reductions_give_one_devices_result(reduction):
     loss = keras.losses.MeanSquaredError(reduction=reduction)
@@ -232,6 +232,7 @@ def test_a_mean_that_is_added():
     assert_one_devices_result(adding(tf.reduce_mean), rows()[:2], loss="mse")
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_added_is_refused():
     with pytest.raises(ValueError, match="add_loss that sums over the batch, in Adds"):
         train(2, adding(tf.reduce_sum), rows()[:2], loss="mse")

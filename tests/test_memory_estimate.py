@@ -155,6 +155,7 @@ def test_a_batch_size_that_is_to_be_found_is_refused():
         TrainConfig(per_replica_batch_size="auto", estimate_memory=2)
 
 
+@pytest.mark.slow
 def test_loops_are_said_to_be_left_out(capsys):
     memory_estimate.show(config(model="test_memory_estimate:recurrent", estimate_memory=1))
     shown = capsys.readouterr().out

@@ -167,7 +167,7 @@ def test_mpiexec_needs_no_tf_config(mpiexec):
     assert len(digests) == 2 and len(set(digests)) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "failing", "expected"),
     [("kill", 1, "is lost"), ("raise", 1, "its own mistake"), ("raise", 0, "its own mistake")],

@@ -77,6 +77,7 @@ def test_a_cluster_that_comes_too_late_is_said_in_three_parts():
     assert "restart the process (in a notebook: the kernel)" in message
 
 
+@pytest.mark.slow
 def test_the_quick_start(tmp_path):
     notebook = nbformat.read(QUICKSTART, 4)
     assert not any(cell.get("outputs") for cell in notebook.cells)

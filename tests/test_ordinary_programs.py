@@ -196,7 +196,7 @@ class Noise(keras.layers.Layer):
         return keras.random.dropout(x, 1e-12) if training else x
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["auto", "never"])
 def test_random_numbers_without_a_seed(verify):
     def run(strategy):
@@ -301,6 +301,7 @@ def test_callbacks_that_take_gradients_and_read_numbers(within):
     assert_same(run)
 
 
+@pytest.mark.slow
 def test_an_eager_step_that_cannot_be_traced():
     class Eager(Embedding):
         def train_step(self, data):
@@ -315,6 +316,7 @@ def test_an_eager_step_that_cannot_be_traced():
     assert_same(run)
 
 
+@pytest.mark.slow
 def test_one_strategy_after_another_draws_without_a_seed():
     def layers():
         return keras.Sequential([Noise(), keras.layers.Dense(1)])
@@ -506,6 +508,7 @@ class Attends(keras.Model):
         return {"own": loss}
 
 
+@pytest.mark.slow
 def test_a_model_that_is_built_by_its_own_step_starts_with_plain_keras_weights():
     def run(strategy):
         model = compiled(strategy, Attends)

@@ -1,5 +1,6 @@
 """Steps that differ in parts: every replica computes them from the whole batch, as one device."""
 
+import functools
 import warnings
 
 import keras
@@ -258,7 +259,7 @@ FEEDS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", FEEDS)
 def test_any_feed_gives_one_devices_result(feed):
     expected = train(1, make=Deciding, feed=FEEDS[feed])
@@ -303,8 +304,11 @@ def test_the_warning_says_what_differs_and_how_to_be_faster():
     assert "so are the time and the memory that a step takes. Received, in parts: own: " in told
     assert "Likely cause: " in told and "To be faster: " in told
     assert told.endswith('Set `on_difference="error"` in create_strategy to stop instead.')
+    # Every replica decides by all rows now: a warning of local decisions would be wrong.
+    assert not any("decides by a number" in str(w.message) for w in caught)
 
 
+@pytest.mark.slow
 def test_it_lasts_until_the_next_compile():
     strategy = create_strategy(2, on_difference="replicate")
     model = compiled(strategy, centred, loss=SOFTMAX)
@@ -353,6 +357,7 @@ def test_replicas_never_hold_different_weights():
         model.fit(*rows(), batch_size=16, verbose=0)
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_local_batch_statistics_that_are_one_devices():
     model = compiled(create_strategy(2, on_difference="replicate"), Deciding)
     with warnings.catch_warnings(record=True) as caught:
@@ -482,6 +487,7 @@ def known_rows():
     return tf.data.Dataset.from_tensor_slices((x, x)).batch(6, drop_remainder=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "data"), [(OfTwoParts, two_parts), (OfKnownRows, known_rows)], ids=["parts", "known"]
 )
@@ -520,7 +526,7 @@ class OfGroups(keras.layers.Layer):
         return tf.reshape(groups, tf.shape(x))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["sequential", "own call"])
 @pytest.mark.parametrize(("num_replicas", "is_split"), [(3, False), (2, True)])
 def test_a_layer_with_groups_of_rows(num_replicas, is_split, kind):
@@ -543,6 +549,25 @@ def test_a_layer_with_groups_of_rows(num_replicas, is_split, kind):
     assert_same(found, expected)
     assert not any("not verified" in text for text in told)
     assert any("Every replica computes" in text for text in told) != is_split
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("on_difference", ["error", "replicate"])
+def test_a_step_that_no_part_of_a_batch_can_run_is_told_of_in_its_own_words(on_difference):
+    with create_strategy(3, on_difference=on_difference).scope():
+        model = keras.Sequential([keras.layers.Dense(5), OfGroups(8), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    fit = functools.partial(model.fit, *rows(), batch_size=16, verbose=0)
+    own = (
+        r"Received.*: ValueError in OfGroups.call\(\): Dimension size must be evenly divisible by "
+    )
+    if on_difference == "error":
+        with pytest.raises(ValueError, match=f"must run on a part of a batch.*{own}.* Let it run"):
+            fit()
+        assert model.optimizer.iterations == 0
+    else:
+        with pytest.warns(UserWarning, match=f"it cannot run.*{own}.*To be faster: let the step"):
+            fit()
 
 
 class Chain(keras.Model):

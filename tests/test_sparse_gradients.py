@@ -153,7 +153,7 @@ def distinct_tokens():
     return tokens, [keras.Input((LENGTH,), dtype="int64"), Distinct(), layers.Flatten()]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("create", [sparse_inputs, distinct_tokens])
 def test_rows_that_occur_once_count_once(create, eager):

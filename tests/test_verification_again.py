@@ -90,7 +90,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_what_happens_at_a_number_of_the_steps_is_told(name):
     model = compiled(3, deviating_where(NUMBERS[name]), "error")
@@ -145,7 +145,7 @@ class SecondStage(keras.callbacks.Callback):
 WAYS = ["made", "a variable", "eager", "forgotten", "compiled", "a text"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", WAYS)
 def test_a_step_that_a_callback_changes_gives_one_devices_result(how):
     models = [compiled(number, run_eagerly=how in ("eager", "a text")) for number in (1, 3)]
@@ -169,6 +169,7 @@ class OwnLoss(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
+@pytest.mark.slow
 def test_a_stock_model_that_a_callback_changes_is_verified():
     weights = []
     for number in (1, 3):
@@ -202,6 +203,7 @@ def test_what_changes_with_every_epoch_is_not_verified_every_time(monkeypatch):
     assert len(verified) - before == 5
 
 
+@pytest.mark.slow
 def test_masks_that_are_all_1_in_the_first_rows_are_varied():
     class Masked(Phased):
         def train_step(self, data):
@@ -219,6 +221,7 @@ def test_masks_that_are_all_1_in_the_first_rows_are_varied():
         model.fit(np.ones_like(ROWS), LABELS, batch_size=8, verbose=0)
 
 
+@pytest.mark.slow
 def test_the_error_says_that_the_step_was_made_again():
     model = compiled(3, on_difference="error")
     with pytest.raises(ValueError, match="it was exact before it was changed"):
@@ -227,6 +230,7 @@ def test_the_error_says_that_the_step_was_made_again():
     assert model.optimizer.iterations == len(ROWS) // 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [True, False])
 def test_a_step_that_changes_between_two_fits_is_verified(make):
     model = compiled(3, on_difference="error")

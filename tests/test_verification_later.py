@@ -74,7 +74,7 @@ TOLD = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TOLD)
 def test_told_where_it_would_differ_later(name):
     # Of a dataset the first batch is seen alone: one class, no padding.
@@ -97,6 +97,7 @@ def test_the_error_says_what_was_made_up():
         fit(**TOLD["padding"], as_dataset=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -159,7 +160,7 @@ FINE = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FINE)
 @pytest.mark.filterwarnings("error:.*decides by a number")
 def test_no_false_alarm(name):
@@ -178,7 +179,7 @@ def test_a_variable_made_outside_of_the_scope_is_refused_by_name(eager, monkeypa
     assert not variable.numpy()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_state_of_ones_own_is_no_random_number(eager):
     case = dict(data=later.sorted_classes, optimizer=keras.optimizers.SGD, run_eagerly=eager)

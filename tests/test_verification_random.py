@@ -101,6 +101,7 @@ def test_random_rows_and_losses_raise_nothing():
         assert all(np.array_equal(first, other) for other in others)
 
 
+@pytest.mark.slow
 def test_the_same_block_of_numbers_on_every_replica_is_reported():
     def noise(x):
         return x + 0.5 * tf.random.stateless_normal(tf.shape(x), [1, 2])
@@ -300,7 +301,7 @@ MEETING = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas, num_rows", [(2, 32), (3, 29)])
 @pytest.mark.parametrize("name", MEETING)
 def test_own_noise_that_meets_a_reduced_value_is_reported(name, num_replicas, num_rows):
@@ -315,6 +316,7 @@ def test_own_noise_in_a_branch_is_reported():
     assert "combines random numbers" in texts[0]
 
 
+@pytest.mark.slow
 def test_the_same_noise_everywhere_meets_a_reduced_value_exactly():
     kept = []
     for num_replicas in (1, 3):
@@ -324,7 +326,7 @@ def test_the_same_noise_everywhere_meets_a_reduced_value_exactly():
     np.testing.assert_allclose(kept[0], kept[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas, num_rows", [(2, 32), (3, 29)])
 @pytest.mark.parametrize(
     "make",

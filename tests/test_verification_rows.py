@@ -43,7 +43,7 @@ def is_exact(data, num_replicas, make=cases.TwoParts):
         np.testing.assert_allclose(many[1][name], one[1][name], rtol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "num_replicas, data, make",
     [
@@ -94,6 +94,7 @@ def test_a_part_of_which_a_replica_gets_no_row_is_told_or_warned_of():
         trained({"x": last_of_one().map(lambda *batch: batch)}, 2, gathered)
 
 
+@pytest.mark.slow
 def test_random_numbers_of_unequal_parts_raise_no_alarm():
     def noisy():
         return cases.TwoParts(lambda rows: rows, layers.Dropout(0.5), cases.Noise())
@@ -101,6 +102,7 @@ def test_random_numbers_of_unequal_parts_raise_no_alarm():
     trained({"x": cases.two_parts(12, 4)}, 2, noisy)
 
 
+@pytest.mark.slow
 def test_evaluate_and_train_on_batch_of_unequal_parts_are_told():
     with tfmulti.create_strategy(
         "mirrored", devices=["CPU:0", "CPU:1"], on_difference="error"
@@ -126,7 +128,7 @@ def dataset(num_rows, batch_size, **arguments):
     return {"x": data.batch(batch_size, **arguments)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "num_replicas, data",
     [(3, arrays(40, 16)), (2, dataset(18, 8)), (2, dataset(17, 8, drop_remainder=True))],
@@ -135,6 +137,7 @@ def test_no_replica_is_empty_where_none_will_be(num_replicas, data):
     is_exact(data, num_replicas, cases.Matches)
 
 
+@pytest.mark.slow
 def test_no_replica_is_empty_in_distributed_data_either():
     keras.utils.set_random_seed(3)
     strategy = tfmulti.create_strategy(
@@ -152,6 +155,7 @@ def test_no_replica_is_empty_in_distributed_data_either():
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("data", [dataset(17, 8), dict(x=dataset(18, 8)["x"].map(lambda *b: b))])
 def test_a_replica_that_may_be_empty_is_told_with_that_reason(data):
     with pytest.raises(ValueError, match="in a batch with fewer rows than replicas") as told:

@@ -257,7 +257,7 @@ def fit_arrays(num_replicas, weighted=False, **compiled):
     return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [3, 2])
 @pytest.mark.parametrize("name", [*COMBINE, *DO_NOT])
 def test_losses_of_rows_that_need_other_rows_get_them(name, num_replicas, gathered):
@@ -278,7 +278,7 @@ def own_error(y_true, y_pred):
     return tf.reduce_mean(tf.abs(y_true - tf.nn.softmax(y_pred)), axis=-1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("metric", [by_rank, beside_the_next, shares, own_error])
 def test_metric_functions_of_rows_that_need_other_rows_get_them(metric, weighted, gathered):
@@ -354,7 +354,7 @@ METRICS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 def test_metrics_of_the_whole_batch_are_one_devices(metric, num_replicas, num_rows):

@@ -31,7 +31,8 @@ def fast_fixture(over_the_ring):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
-    names = (*SLOW, "settings", "two optimizers", "skips", "swapped to evaluate")
+    names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
+    names += ("swapped to evaluate",)
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, at_once=6, options=options)
 
@@ -69,13 +70,14 @@ def test_each_worker_holds_its_weights_and_their_slots(fast):
         assert slots <= sum(own) < 1.1 * slots
 
 
-def test_a_compiled_model_is_loaded_and_cloned_with_a_sharded_optimizer(fast):
-    for seen in (each["loaded"] for each in fast):
+@pytest.mark.slow
+def test_a_compiled_model_is_loaded_and_cloned_with_a_sharded_optimizer(slow):
+    for seen in (each["loaded"] for each in slow):
         assert max(seen["apart"]) <= CLOSE["adamw"]
         assert seen["steps"] == [6, 6, 3, 3]
-    (copies, slots), *_ = fast[0]["loaded"]["held"]
+    (copies, slots), *_ = slow[0]["loaded"]["held"]
     for way in (1, 3):
-        weights, own = zip(*(each["loaded"]["held"][way] for each in fast))
+        weights, own = zip(*(each["loaded"]["held"][way] for each in slow))
         assert copies <= sum(weights) < 1.1 * copies
         assert slots <= sum(own) < 1.1 * slots
 
@@ -89,8 +91,9 @@ def assert_swapped(seen, name):
                 np.testing.assert_allclose(other[key], values, rtol=2e-6)
 
 
-def test_a_callback_swaps_weights_and_their_averages(fast):
-    assert_swapped(fast, "swapped")
+@pytest.mark.slow
+def test_a_callback_swaps_weights_and_their_averages(slow):
+    assert_swapped(slow, "swapped")
 
 
 def test_what_cannot_be_is_told(fast):

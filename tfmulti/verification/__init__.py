@@ -26,8 +26,8 @@ from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, num_micro_batches
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.state import Numbers, restored
+from tfmulti.verification.verdict import Verdict, find_out
 from tfmulti.verification.verdict import Workers as Workers
-from tfmulti.verification.verdict import find_out
 
 
 def verify_once(
@@ -64,24 +64,33 @@ def verify_once(
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
     with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
-        error, reason, runs, settings = find_out(case, workers)
-        may = hasattr(error, "finding") or not runs
-        differs, is_exact, why = _replicate(case, error, may, workers)
+        found = find_out(case, workers)
+        differs, whole, why = _replicate(case, found, workers)
+        cannot = not (_replicates(strategy) or workers.agree(strategy, found.runs))
     if kind == TRAIN:
-        marks.SETTINGS.set(model, settings)
+        marks.SETTINGS.set(model, found.settings)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
-    if differs and not is_exact:
-        # Another attempt shall verify, and raise, again.
-        marks.VERIFIED.get(model)[1].discard(key)
-        raise messages.with_reason(error or ValueError(messages.elsewhere(kind)), why)
+    if whole is not None:
+        warnings.warn(messages.describe_replicated(case, found.error, found.reason), stacklevel=2)
+    elif differs or found.reason:
+        # Another attempt shall verify again; a warning is given once.
+        if differs or early or cannot:
+            marks.VERIFIED.get(model)[1].discard(key)
+        _raise_or_warn(case, found, differs, cannot, why, early)
+    for text in (whole or found).warnings:
+        warnings.warn(text, stacklevel=2)
+
+
+def _raise_or_warn(case, found, differs, cannot, why, early):
     if differs:
-        warnings.warn(messages.describe_replicated(case, error, reason), stacklevel=2)
-    elif reason and early:
-        marks.VERIFIED.get(model)[1].discard(key)
-    elif reason:
-        _warn(kind, reason)
+        error = found.error or ValueError(messages.elsewhere(case.kind))
+        raise messages.with_reason(error, why)
+    if cannot and not early:
+        raise messages.describe_cannot_run(case, found.reason)
+    if not early:
+        _warn(case.kind, found.reason)
 
 
 def note_made(model: keras.Model, kind: str) -> bool:
@@ -140,7 +149,7 @@ def _build(case, workers) -> Exception | None:
         None, or the error of a step that no replica can run.
     """
     first, strategy = None, case.strategy
-    replicates = (False, True) if strategy.on_difference == REPLICATE else (False,)
+    replicates = (False, True) if _replicates(strategy) else (False,)
     with restored(Numbers(case.model)):
         for whole, number in itertools.product(replicates, ("any", "few", "all")):
             case.is_traced_static, error = number != "any", None
@@ -160,35 +169,40 @@ def _build(case, workers) -> Exception | None:
     return first or RuntimeError(messages.elsewhere(case.kind))
 
 
-def _replicate(case, error, may, workers) -> tuple[bool, bool, str]:
+def _replicate(case, found, workers) -> tuple[bool, Verdict | None, str]:
     """Has every replica compute a step from all rows, if it differs or cannot run in parts.
 
     Args:
         case: The step.
-        error: What this worker has found, or None.
-        may: Whether that may come from the division of the rows.
+        found: What this worker has found of the step in parts.
         workers: Collective functions of the workers.
 
     Returns:
-        Whether the step differs on any worker; whether all replicas now compute it from all rows;
-        and why they cannot, or "".
+        Whether the step differs on any worker; the verdict on the step that all replicas now
+        compute from all rows, or None; and why they cannot, or "".
     """
-    wanted = case.strategy.on_difference == REPLICATE
+    error, wanted = found.error, _replicates(case.strategy)
+    # Only these may come from the division of the rows.
+    may = hasattr(error, "finding") or not found.runs
     can = replicated.can_be_replicated(case.model)
     why = messages.NEEDS_PARTS if wanted and may and not can else ""
     may = may and wanted and can
     cannot = error is not None and not may
-    found = workers.compare(case.strategy, int(may) + 2 * int(cannot))[1]
+    seen = workers.compare(case.strategy, int(may) + 2 * int(cannot))[1]
     differs = workers.compare(case.strategy, int(error is not None))[1] > 0
-    if found != 1:
-        return differs, False, why
+    if seen != 1:
+        return differs, None, why
     replicated.replicate(case.model, case.kind)
-    other, reason, *_ = find_out(case, workers)
-    is_exact = not workers.compare(case.strategy, int(bool(other or reason)))[1]
-    if not is_exact:
-        replicated.distribute_again(case.model, case.kind)
-        why = messages.why_not_exact(other, reason)
-    return differs or is_exact, is_exact, why
+    whole = find_out(case, workers)
+    is_exact = not workers.compare(case.strategy, int(bool(whole.error or whole.reason)))[1]
+    if is_exact:
+        return True, whole, ""
+    replicated.distribute_again(case.model, case.kind)
+    return differs, None, messages.why_not_exact(whole.error, whole.reason)
+
+
+def _replicates(strategy) -> bool:
+    return strategy.on_difference == REPLICATE
 
 
 def _choose_rows(case, drawn, workers, early):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -136,8 +137,13 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
         "that of one device; so are the time and the memory that a step takes."
     )
     stop = 'Set `on_difference="error"` in create_strategy to stop instead.'
+    if error is None and reason:
+        return (
+            f"{rule} Received, in parts: {reason}. To be faster: let the step run "
+            f"on a part of the batch, of any number of rows. {stop}"
+        )
     if error is None:
-        return f"{rule} Received, in parts: {reason or 'a difference on another worker'}. {stop}"
+        return f"{rule} Received, in parts: a difference on another worker. {stop}"
     finding = error.finding
     return (
         f"{rule} Received, in parts: {error.received}. Likely cause: {finding.cause}, in "
@@ -174,6 +180,21 @@ def with_reason(error: ValueError, why: str) -> ValueError:
     told = ValueError(f"{error} It is not replicated either: {why.removesuffix('.')}.")
     told.__dict__.update(error.__dict__)
     return told
+
+
+def describe_cannot_run(case: Case, reason: str) -> ValueError:
+    """Returns the error for a step that no part of a batch can run, nor parts of the first batch.
+
+    Args:
+        case: The step.
+        reason: Its own error, in words.
+    """
+    number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
+    return ValueError(
+        f"`{method}` must run on a part of a batch, since {number} replicas share each batch. "
+        f"Received: {reason}. Let it run on any number of rows, or leave out "
+        'on_difference="error": every replica then computes the whole batch.'
+    )
 
 
 def describe_unlike(case: Case) -> str:
@@ -354,8 +375,18 @@ def describe_failure(case: Case, error: Exception) -> str:
     )
 
 
+_ARGUMENTS = "Arguments received by"
+_MARKS = re.compile(r"\x1b\[[0-9;]*m|\{\{function_node .*?\}\}")
+
+
 def shorten(error: Exception) -> str:
-    """Returns the type of an error and its own words, without TensorFlow's stack of the graph."""
-    paragraphs = str(error).split("[[{{node")[0].split("\n\n")
-    words = " ".join(([""] + [p for p in paragraphs if p.strip()])[-1].split())
-    return f"{type(error).__name__}: {words[:600]}"
+    """Returns the type of an error and its own words, and the method that Keras says it came from.
+
+    TensorFlow's stack of the graph and Keras's list of arguments are left out.
+    """
+    text = re.split(r" for '\{\{node|\[\[\{\{node", _MARKS.sub("", str(error)))[0]
+    paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+    came = re.match(r"Exception encountered when calling (.*)\.$", paragraphs[0])
+    own = [each for each in paragraphs if each and not each.startswith(_ARGUMENTS)]
+    where = f" in {came[1]}" if came and len(own) > 1 else ""
+    return f"{type(error).__name__}{where}: {(own or [''])[-1][:600].removesuffix('.')}"

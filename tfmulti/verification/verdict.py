@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from tfmulti.verification.views import (
     views_of_outliers,
 )
 
+_ELSEWHERE = "another worker could not run it"
 # Results of one comparison; workers reduce them by minimum and maximum.
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
 
@@ -73,12 +73,14 @@ class Verdict(NamedTuple):
         reason: Why the step could not be verified, or "".
         runs: Whether it can be traced on several replicas, and run on parts of a whole batch.
         settings: Handles and values of small variables that it reads and leaves.
+        warnings: What a comparison of results need not show, in words.
     """
 
     error: ValueError | None
     reason: str = ""
     runs: bool = True
     settings: Sequence[tuple[tf.Tensor, np.ndarray]] = ()
+    warnings: Sequence[str] = ()
 
 
 def find_out(case: Case, workers: Workers) -> Verdict:
@@ -105,18 +107,21 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if first.most == _DIFFERS:
             return Verdict(first.error)
         if first.least == _UNKNOWN:
-            break
+            return Verdict(None, reason or _ELSEWHERE)
         if first.least > _UNKNOWN:
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return Verdict(drift)
             if case.is_replicated:
-                return Verdict(None, settings=trial.settings)
-            _warn_of(trial, case)
-            error, proven = _look_further(trial, case, workers)
-            is_known = error or proven or first.least == _SAME
-            return Verdict(error, "" if is_known else reason, settings=trial.settings)
-    return Verdict(None, reason or "another worker could not run it", runs)
+                told = _lists_of_replicas(trial, case)
+                return Verdict(None, settings=trial.settings, warnings=told)
+            later, error = _look_further(trial, case, workers)
+            if later == _DIFFERS:
+                return Verdict(error, settings=trial.settings)
+            reason = "" if _SAME in (first.least, later) else reason
+            told = _decisions_of_replicas(trial, case, workers)
+            return Verdict(None, reason, settings=trial.settings, warnings=told)
+    return Verdict(None, reason or _ELSEWHERE, runs)
 
 
 def _find_drift(trial, case, workers) -> ValueError | None:
@@ -133,28 +138,40 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     return messages.describe_drift(case, name) if drifts else None
 
 
-def _warn_of(trial, case):
-    """Warns of what a comparison of results need not show."""
-    step, several = trial.distributed, topology.num_local_replicas(case.strategy) > 1
-    texts = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
-    texts += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
-    texts += [messages.SHUFFLES] if step.shuffles else []
-    if trial.containers and several:
-        texts += [messages.describe_containers(case, trial.containers)]
-    for text in texts:
-        warnings.warn(text, stacklevel=4)
+def _decisions_of_replicas(trial, case, workers) -> list[str]:
+    """Returns warnings of what a comparison of results need not show."""
+    step = trial.distributed
+    told = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
+    told += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
+    told += [messages.SHUFFLES] if step.shuffles else []
+    # With the first batch the step is exact; with later ones it may not be.
+    if case.rows.unlike and not (case.static or case.is_traced_static):
+        if _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS:
+            told.append(messages.describe_unlike(case))
+    return told + _lists_of_replicas(trial, case)
 
 
-def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
-    """Returns the error or None, and whether a comparison showed equal results."""
+def _lists_of_replicas(trial, case) -> list[str]:
+    if not trial.containers or topology.num_local_replicas(case.strategy) == 1:
+        return []
+    return [messages.describe_containers(case, trial.containers)]
+
+
+def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
+    """Compares many rows, and rows and state that are made up.
+
+    Returns:
+        Whether results differ on any worker, are equal somewhere, or could not be compared; and
+        this worker's error, or None.
+    """
     seen = _try_view(trial, View((MANY,)), case, workers)
     if seen.most == _DIFFERS:
-        return seen.error, True
+        return _DIFFERS, seen.error
     ways, proven = (), seen.least == _SAME
     for some in (WAYS, *((way,) for way in WAYS)):
         seen = _try_view(trial, View(some), case, workers)
         if seen.most == _DIFFERS:
-            return seen.error, True
+            return _DIFFERS, seen.error
         if seen.least > _UNKNOWN:
             ways, proven = ways + some, proven or seen.least == _SAME
         if seen.least > _UNKNOWN and some == WAYS:
@@ -164,19 +181,11 @@ def _look_further(trial, case, workers) -> tuple[ValueError | None, bool]:
         for view in views:
             seen = _try_view(trial, view, case, workers)
             if seen.most == _DIFFERS:
-                return seen.error, True
+                return _DIFFERS, seen.error
             proven = proven or seen.least == _SAME
             if seen.least > _UNKNOWN:
                 break
-    _warn_of_unlike(trial, case, workers)
-    return None, proven
-
-
-def _warn_of_unlike(trial, case, workers):
-    """Warns of a step that is exact with the first batch, and may not be with later ones."""
-    if case.rows.unlike and not (case.static or case.is_traced_static):
-        if _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS:
-            warnings.warn(messages.describe_unlike(case), stacklevel=5)
+    return (_SAME if proven else _UNKNOWN), None
 
 
 def _try_view(trial, view, case, workers) -> _Seen:
