@@ -13,7 +13,7 @@ from keras import ops
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.verification import messages
+from tfmulti.verification import notices
 
 NUM_ROWS, BATCH_SIZE = 21, 8  # The last batch has five rows.
 LENGTHS = [1 + i % 5 for i in range(NUM_ROWS)]
@@ -461,12 +461,12 @@ def test_verification_leaves_no_warnings_of_tensorflow(caplog):
 
 
 def test_a_line_tells_of_long_verification(capsys):
-    with messages.announced("train", seconds=0.0):
+    with notices.announced("train", seconds=0.0):
         for timer in threading.enumerate():
             if isinstance(timer, threading.Timer):
                 timer.join()
     assert "verifying `train_step`" in capsys.readouterr().err
-    with messages.announced("train"):
+    with notices.announced("train"):
         pass
     assert not capsys.readouterr().err
 

@@ -33,7 +33,8 @@ class Phased(later.Step):
     def __init__(self, loss=later.mean):
         super().__init__(loss, later.dense)
         self.phase = tf.Variable(1, trainable=False)
-        self.share = tf.Variable(1.0, trainable=False)
+        # Of two numbers: a single one would be tried at other values.
+        self.share = tf.Variable([1.0, 1.0], trainable=False)
         self.stage, self.kind = 1, "easy"
 
     def train_step(self, data):
@@ -44,7 +45,7 @@ class Phased(later.Step):
             loss = self.loss_of(self, y, errors, None, outputs)
             if self.stage == 2 or self.kind == "hard":
                 loss += tf.math.reduce_std(outputs)
-            loss += (1.0 - self.share) * tf.math.reduce_std(outputs)
+            loss += (1.0 - self.share[0]) * tf.math.reduce_std(outputs)
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
@@ -128,7 +129,7 @@ class SecondStage(keras.callbacks.Callback):
             return
         model = self.model
         if self.how == "a variable":
-            model.share.assign(0.5)
+            model.share.assign([0.5, 1.0])
         elif self.how == "a text":
             model.kind = "hard"
         else:

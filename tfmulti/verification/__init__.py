@@ -24,6 +24,7 @@ from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, num_micro_batches
+from tfmulti.verification.notices import announced, quiet_tensorflow
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.state import Numbers, restored
 from tfmulti.verification.verdict import Verdict, find_out
@@ -63,7 +64,7 @@ def verify_once(
         return
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
-    with restored(Numbers(model)), messages.quiet_tensorflow(), messages.announced(kind):
+    with restored(Numbers(model)), quiet_tensorflow(), announced(kind):
         found = find_out(case, workers)
         differs, whole, why = _replicate(case, found, workers)
         cannot = not (_replicates(strategy) or workers.agree(strategy, found.runs))
@@ -78,9 +79,14 @@ def verify_once(
         # Another attempt shall verify again; a warning is given once.
         if differs or early or cannot:
             marks.VERIFIED.get(model)[1].discard(key)
+        _warn_of_all(found.warnings if differs else ())
         _raise_or_warn(case, found, differs, cannot, why, early)
-    for text in (whole or found).warnings:
-        warnings.warn(text, stacklevel=2)
+    _warn_of_all((whole or found).warnings)
+
+
+def _warn_of_all(texts):
+    for text in texts:
+        warnings.warn(text, stacklevel=3)
 
 
 def _raise_or_warn(case, found, differs, cannot, why, early):

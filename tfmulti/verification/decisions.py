@@ -75,7 +75,7 @@ def _decides(operation, depends) -> bool:
         return False
     one, other = inputs
     return any(
-        depends[a.op] and depends[b.op] and _is_of_batch(a.shape, b.shape)
+        len(depends[_source(a)]) == len(depends[_source(b)]) == 1 and _is_of_batch(a.shape, b.shape)
         for a, b in ((one, other), (other, one))
     )
 
@@ -88,7 +88,11 @@ def _is_of_batch(shape, others) -> bool:
 
 
 def _dependencies(operations, rows_of_replicas) -> dict:
-    """Returns for each operation the replicas on whose rows its outputs depend."""
+    """Returns for each operation the replicas on whose rows its outputs depend.
+
+    What is made from the rows of all of them is the same on all; together with the rows of one it
+    depends on that one: a loss of new weights, which all rows have changed.
+    """
     everything = frozenset(range(max(len(rows_of_replicas), 2)))
     rows = {
         tensor.op: frozenset([replica])
@@ -100,13 +104,13 @@ def _dependencies(operations, rows_of_replicas) -> dict:
     assigned: dict = {}
     # Operations come after those that they read.
     for each in operations:
-        known = [depends.get(tensor.op, frozenset()) for tensor in each.inputs]
+        known = [depends.get(_source(tensor), frozenset()) for tensor in each.inputs]
         if each.type == "ReadVariableOp":
             known.append(assigned.get(each.inputs[0].ref(), frozenset()))
         elif each.type.startswith("Assign") and each.inputs[0].dtype == tf.resource:
             handle = each.inputs[0].ref()
             before = assigned.get(handle, ()) if each.type != "AssignVariableOp" else ()
-            assigned[handle] = frozenset().union(*known, before)
+            assigned[handle] = _together(everything, *known, before)
         if each in rows:
             depends[each] = rows[each]
         elif each.type in OF_SHAPES:
@@ -114,8 +118,20 @@ def _dependencies(operations, rows_of_replicas) -> dict:
         elif is_reduction(each):
             depends[each] = everything
         else:
-            depends[each] = frozenset().union(*known)
+            depends[each] = _together(everything, *known)
     return depends
+
+
+def _source(tensor):
+    """Returns the operation that made a tensor: custom gradients pass several on at once."""
+    while tensor.op.type == "IdentityN":
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor.op
+
+
+def _together(everything, *replicas) -> frozenset:
+    some = frozenset().union(*(each for each in replicas if each != everything))
+    return some or frozenset().union(*replicas)
 
 
 def is_reduction(operation) -> bool:

@@ -1,16 +1,10 @@
-"""Messages of verification: an error with its likely cause, or one line if it is slow."""
+"""Messages of verification: an error or a warning, with its likely cause and advice."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-import sys
-import threading
-from collections.abc import Iterator
 
 import numpy as np
-import tensorflow as tf
 
 from tfmulti import marks
 from tfmulti.verification import causes, custom_parts, explanation
@@ -18,45 +12,6 @@ from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.differences import Difference
 from tfmulti.verification.explanation import MOST_NAMED
 from tfmulti.verification.origin import Origin
-
-_SECONDS = 5.0
-
-
-@contextlib.contextmanager
-def quiet_tensorflow() -> Iterator[None]:
-    """Suppresses TensorFlow's warnings of steps that run eagerly and are traced several times."""
-
-    def is_error(record):
-        return record.levelno > logging.WARNING
-
-    logger = tf.get_logger()
-    logger.addFilter(is_error)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_error)
-
-
-@contextlib.contextmanager
-def announced(kind: str, seconds: float = _SECONDS) -> Iterator[None]:
-    """Prints a line to stderr if what runs within takes long.
-
-    Args:
-        kind: `"train"`, `"test"` or `"predict"`.
-        seconds: How long nothing is printed.
-    """
-    line = (
-        f"tfmulti: verifying `{kind}_step` on a few rows before the first step; "
-        'create_strategy(verify="never") skips it.\n'
-    )
-    timer = threading.Timer(seconds, lambda: sys.stderr.write(line))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
 
 SHUFFLES = (
     "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
@@ -279,6 +234,23 @@ def describe_outside(case: Case, names: list[str]) -> ValueError:
         f"Received: the variable{many} {', '.join(names[:MOST_NAMED])}, created outside it, "
         f"which {number} replicas would each change. "
         "Create the objects that hold them within `with strategy.scope():`."
+    )
+
+
+def describe_shared(case: Case, places: list[str]) -> ValueError:
+    """Returns the error for a table, a queue or an iterator that a step changes.
+
+    Args:
+        case: The verified step.
+        places: The operations with file and line; not empty.
+    """
+    number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
+    return ValueError(
+        f"What `{method}` changes must be variables, of which {number} replicas have copies; a "
+        "table, a queue or an iterator exists once, and each replica would change it. Received: "
+        f"{', '.join(places[:MOST_NAMED])}. Keep the numbers in a variable, "
+        "self.add_weight(..., trainable=False), updated from tfmulti.gather_batch(rows); give rows "
+        "of a second dataset to fit together with the first, as tf.data.Dataset.zip((one, other))."
     )
 
 

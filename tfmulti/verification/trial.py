@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.verification import messages
+from tfmulti.verification import changes, messages
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.compared_numbers import find_compared_numbers
 from tfmulti.verification.comparison import Comparison, add_noise
@@ -20,10 +20,9 @@ from tfmulti.verification.custom_parts import coarsest_dtype
 from tfmulti.verification.differences import (
     CLOSE,
     Difference,
-    compare,
-    largest_change,
     move_last_place,
 )
+from tfmulti.verification.later_state import reads_a_number, vary_state
 from tfmulti.verification.origin import Origin, find_origin
 from tfmulti.verification.outcomes import (
     FailsHere,
@@ -33,25 +32,25 @@ from tfmulti.verification.outcomes import (
     finite_values,
 )
 from tfmulti.verification.runs import Distributed, trace_both
+from tfmulti.verification.shared_objects import find_shared_objects
 from tfmulti.verification.state import (
     OPTIMIZER,
-    OTHER,
-    OWN,
     TRAINABLE,
-    WEIGHT,
     Containers,
     Numbers,
     State,
     restored,
 )
-from tfmulti.verification.views import MANY, PLAIN, SPOILED, View, vary_rows, vary_state
+from tfmulti.verification.views import MANY, NUM_MOMENTS, PLAIN, SPOILED, View, vary_rows
 
 _NUM_NOISY = 2
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
-# A variable of more numbers than this is no setting.
-_MOST_SETTINGS = 64
-_RANDOM_NUMBERS = "random: it draws different random numbers on each replica"
+_LEAST_MOMENTS = 4
+_RANDOM_NUMBERS = (
+    "random: from the same state and rows it gives another result each time, by random numbers "
+    "that cannot be fixed or by state that is in no variable, such as a list or a global number"
+)
 _NOTHING_TO_VARY = "there is nothing to vary"
 _NO_NUMBERS = "the result on one device is not finite"
 _NOTHING_CHANGES = "no weight changes in its first steps, for example with a learning rate of 0"
@@ -74,6 +73,7 @@ class Trial:
         counts: The number of rows of each part, for each step of the latest view.
         settings: Handles and values of small variables that the step reads and leaves.
         outside: Names of variables that the step changes and that have no copy for each replica.
+        shared: Where the step changes a table, a queue or an iterator; then nothing is run.
         attributes: Names of Python numbers that a step changes which runs eagerly.
         containers: Names of lists and other containers that such a step changes.
     """
@@ -85,6 +85,7 @@ class Trial:
         self._functions = (
             [] if case.eager else [self.distributed.function, self._reference.function]
         )
+        self.shared = [] if case.eager else self._find_shared()
         self.growth: dict[str, float] = {}
         self.origin: Origin | None = None
         self.outside: list[str] = []
@@ -117,6 +118,8 @@ class Trial:
             NotVerified: If the result on one device is not reproducible, no weight changes, or
                 the variation has no effect or gives no finite result.
         """
+        if self.shared:
+            return []
         examples = self._examples if view.is_plain else [self._varied(view)]
         original = self._originally()
         try:
@@ -127,8 +130,11 @@ class Trial:
                 return []
             if view.is_plain:
                 self._is_known = finite_values(expected[0])
-                self.settings = self._unchanged(begin, expected[0][1])
-                self.outside = self._changed_outside(begin, expected[-1][1], found[-1][1])
+                self.settings = changes.unchanged_settings(
+                    self._state.parts, self._functions, begin, expected[0][1]
+                )
+                ends = expected[-1][1], found[-1][1]
+                self.outside = changes.changed_outside(self._state.parts, begin, ends)
             if self.outside:
                 return []
             if not self._is_on_any(self._compare(begin, expected, found, None)):
@@ -147,6 +153,10 @@ class Trial:
             return differences
         finally:
             self._state.write(original)
+
+    def _find_shared(self) -> list[str]:
+        number = topology.num_local_replicas(self._case.strategy)
+        return find_shared_objects(self.distributed.function.graph, number)
 
     def _varied(self, view) -> list:
         """Returns the rows of a view: one step suffices, and halves the reads of state."""
@@ -197,26 +207,11 @@ class Trial:
             for salt in step.salts():
                 with step.drawing_apart(salt):
                     values = self._steps(step, begin, self._examples[:1])[0][1]
-                drifted = drifted or self._drifted(begin, values, digest)
+                name = changes.find_drift(self._state.parts, begin, values, digest, self._close)
+                drifted = drifted or name
         finally:
             self._state.write(original)
         return drifted, int.from_bytes(digest.digest()[:3], "little")
-
-    def _drifted(self, begin, values, digest) -> str:
-        """Returns the name of a variable that replicas hold differently; notes the first ones'."""
-        drifted = ""
-        for part, before, value in zip(self._state.parts, begin, values):
-            if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
-                continue
-            first = part.first
-            if begin[first].tobytes() != before.tobytes():
-                continue
-            change = largest_change(values[first], begin[first])
-            if compare(values[first], value, change, 0.0, self._close) is not None:
-                drifted = drifted or part.name
-            if part.replica == 0 and not part.is_owned:
-                digest.update(value.tobytes())
-        return drifted
 
     @property
     def tests_numbers(self) -> bool:
@@ -228,6 +223,13 @@ class Trial:
     def compared_numbers(self) -> list[float]:
         """Numbers that the step compares with; none if it runs eagerly."""
         return find_compared_numbers(self._reference.function.graph) if self._functions else []
+
+    @property
+    def num_moments(self) -> int:
+        """How many moments of the training to try, so that all take about a second."""
+        if not self._functions or not reads_a_number(self._reference.function.graph):
+            return 0
+        return int(max(_LEAST_MOMENTS, min(NUM_MOMENTS, _MOST_SECONDS / 4 / self._seconds)))
 
     @functools.cached_property
     def _operations(self) -> set[str]:
@@ -271,32 +273,6 @@ class Trial:
         if not self._agree(usable):
             raise NotVerified(reason)
         return expected
-
-    def _changed_outside(self, begin, *ends) -> list[str]:
-        """Returns changed variables that exist once: every replica would change the same one."""
-        return [
-            part.name
-            for i, part in enumerate(self._state.parts)
-            if part.replica is None
-            and part.kind in (WEIGHT, OTHER)
-            and not part.is_random_state
-            and not part.is_internal
-            and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
-        ]
-
-    def _unchanged(self, begin, end) -> list[tuple[tf.Tensor, np.ndarray]]:
-        """Returns the handles and values of small variables that the step reads and leaves."""
-        functions = self._functions
-        used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
-        return [
-            (part.handle, begin[i])
-            for i, part in enumerate(self._state.parts)
-            if part.kind in (WEIGHT, OWN, OTHER)
-            and not (part.is_internal or part.is_random_state)
-            and begin[i].size <= _MOST_SETTINGS
-            and begin[i].tobytes() == end[i].tobytes()
-            and (not functions or keras_compat.handle_key(part.handle) in used)
-        ]
 
     def _distribute(self, begin, examples) -> list:
         """Runs the steps on all replicas, and notes the Python numbers that they change."""

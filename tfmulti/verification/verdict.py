@@ -24,6 +24,7 @@ from tfmulti.verification.views import (
     WAYS,
     View,
     later_views,
+    views_of_moments,
     views_of_numbers,
     views_of_outliers,
 )
@@ -116,10 +117,11 @@ def find_out(case: Case, workers: Workers) -> Verdict:
                 told = _lists_of_replicas(trial, case)
                 return Verdict(None, settings=trial.settings, warnings=told)
             later, error = _look_further(trial, case, workers)
+            told = _found_in_graph(trial, case)
             if later == _DIFFERS:
-                return Verdict(error, settings=trial.settings)
+                return Verdict(error, settings=trial.settings, warnings=told)
             reason = "" if _SAME in (first.least, later) else reason
-            told = _decisions_of_replicas(trial, case, workers)
+            told += _unlike_later(trial, case, workers)
             return Verdict(None, reason, settings=trial.settings, warnings=told)
     return Verdict(None, reason or _ELSEWHERE, runs)
 
@@ -138,17 +140,21 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     return messages.describe_drift(case, name) if drifts else None
 
 
-def _decisions_of_replicas(trial, case, workers) -> list[str]:
+def _found_in_graph(trial, case) -> list[str]:
     """Returns warnings of what a comparison of results need not show."""
     step = trial.distributed
     told = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
     told += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
     told += [messages.SHUFFLES] if step.shuffles else []
-    # With the first batch the step is exact; with later ones it may not be.
-    if case.rows.unlike and not (case.static or case.is_traced_static):
-        if _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS:
-            told.append(messages.describe_unlike(case))
     return told + _lists_of_replicas(trial, case)
+
+
+def _unlike_later(trial, case, workers) -> list[str]:
+    """Returns a warning if a step is exact with the first batch, and may not be with later ones."""
+    if not case.rows.unlike or case.static or case.is_traced_static:
+        return []
+    differs = _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS
+    return [messages.describe_unlike(case)] * differs
 
 
 def _lists_of_replicas(trial, case) -> list[str]:
@@ -176,8 +182,13 @@ def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
             ways, proven = ways + some, proven or seen.least == _SAME
         if seen.least > _UNKNOWN and some == WAYS:
             break
-    of_numbers = views_of_numbers(trial.compared_numbers)
-    for views in (*later_views(ways), *views_of_outliers(trial.tests_numbers), *of_numbers):
+    moments, _ = workers.compare(case.strategy, trial.num_moments)
+    for views in (
+        *later_views(ways),
+        *views_of_outliers(trial.tests_numbers),
+        *views_of_numbers(trial.compared_numbers),
+        *views_of_moments(moments),
+    ):
         for view in views:
             seen = _try_view(trial, view, case, workers)
             if seen.most == _DIFFERS:
@@ -191,7 +202,9 @@ def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
 def _try_view(trial, view, case, workers) -> _Seen:
     found, reason, kind = _found(trial, view, case.model)
     error = None
-    if trial.outside:
+    if trial.shared:
+        error, kind = messages.describe_shared(case, trial.shared), _DIFFERS
+    elif trial.outside:
         error, kind = messages.describe_outside(case, trial.outside), _DIFFERS
     elif trial.attributes:
         error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
-import keras
 import numpy as np
 import tensorflow as tf
-
-from tfmulti import keras_compat
-from tfmulti.step import model_contents
-from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE
 
 LABELS, PADDING, WEIGHTS = "labels", "padding", "sample weights"
 WAYS = (LABELS, PADDING, WEIGHTS)
@@ -39,8 +35,12 @@ _SOON, _LATE = 8399, 1_441_439
 _WHOSE = (0, 0, 1, 2, 1, 0, 2)
 _KEPT = (1.0, 0.5, 0.25, 0.75)
 _FACTORS = (1.0, 0.0, 2.0, 1.0, 0.5)
-# A vector of up to this many numbers may be a setting, such as the weights of a few losses.
-_FEW = 8
+# Moments of a training: the first steps one by one, which show what comes round every few steps,
+# and later ones, a third apart. The first four are far apart, if there is time for four alone.
+_STEPS = (6, 60, 600, 6000, *(n for n in range(1, 17) if n != 6))
+_STEPS += tuple(n for n in (round(20 * 4**i / 3**i) for i in range(30)) if n not in _STEPS)
+# Meanwhile averages and ratios become smaller, larger, and negative.
+_RATIOS = (0.5, 0.1, 2.0, 0.75, 0.25, 10.0, 0.01, 1.1, -1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class View:
         counters: Whether custom integer variables count as counters too.
         number: What some labels or inputs become, or else small variables and counters; None to
             leave them.
+        ratio: What single numbers that a step holds are multiplied by; None to leave them.
     """
 
     ways: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ class View:
     setting: float = 0.0
     counters: bool = True
     number: float | None = None
+    ratio: float | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -78,11 +80,15 @@ class View:
             what = [f"{' and '.join(what) or 'variables'} at {self.number:g}"]
         if self.iterations:
             what.append(f"optimizer.iterations at {self.iterations}")
+        if self.ratio is not None:
+            what.append(f"variables times {self.ratio:g}")
+        elif self.iterations:
             what.append(f"variables that are 0 at {self.setting:g}")
         return ", ".join(what)
 
 
 PLAIN = View()
+NUM_MOMENTS = len(_STEPS)
 
 
 def later_views(ways: tuple[str, ...]) -> list[tuple[View, ...]]:
@@ -93,6 +99,20 @@ def later_views(ways: tuple[str, ...]) -> list[tuple[View, ...]]:
     """
     pairs = ((_SOON, 1.0), (_LATE, 1000.0))
     return [(View(ways, *pair), View(ways, *pair, counters=False)) for pair in pairs]
+
+
+def views_of_moments(count: int) -> list[tuple[View, ...]]:
+    """Returns views with the state of other moments of a training.
+
+    A phase that comes and goes, or the weight of a loss that rises and falls, is there at some of
+    them.
+
+    Args:
+        count: How many.
+    """
+    ratios = itertools.cycle(_RATIOS)
+    views = [View(iterations=number, ratio=next(ratios)) for number in _STEPS[:count]]
+    return [(view,) for view in views]
 
 
 def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
@@ -273,7 +293,7 @@ def _set_some(arrays, roles, of_role, kinds, number):
 
     def set_some(array, role):
         is_meant = isinstance(array, np.ndarray) and role == of_role and array.dtype.kind in kinds
-        if not is_meant or not _holds(array.dtype, number):
+        if not is_meant or not holds(array.dtype, number):
             return array
         whose = np.resize(_WHOSE, array.size)
         return np.where(whose.reshape(array.shape) == 2, number, array).astype(array.dtype)
@@ -281,8 +301,13 @@ def _set_some(arrays, roles, of_role, kinds, number):
     return [set_some(array, role) for array, role in zip(arrays, roles)]
 
 
-def _holds(dtype, number) -> bool:
-    """Whether numbers of a dtype can have a value."""
+def holds(dtype, number) -> bool:
+    """Whether numbers of a dtype can have a value.
+
+    Args:
+        dtype: NumPy's.
+        number: The value.
+    """
     if dtype.kind == "f":
         return True
     is_whole = dtype.kind in "iu" and float(number).is_integer()
@@ -302,63 +327,3 @@ _VARY = {
     SOME_INPUTS: functools.partial(_set_some, of_role=0, kinds="iuf"),
     _WHOLE_LABELS: functools.partial(_set_some, of_role=1, kinds="i"),
 }
-
-
-def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> list[np.ndarray]:
-    """Returns state as in later steps: large counters, and settings that are not 0.
-
-    Args:
-        state: The `State`.
-        values: Its current values.
-        case: The step to verify.
-        functions: The traced steps; only variables that they use are varied. Empty if eager.
-        view: The values to set.
-    """
-    used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
-    optimizers = model_contents.optimizers_of(case.model, nested=True)
-    counters = {optimizer.iterations.path for optimizer in optimizers}
-    rates = [
-        optimizer.learning_rate for optimizer in optimizers if hasattr(optimizer, "iterations")
-    ]
-    rates = {rate.path for rate in rates if isinstance(rate, keras.Variable)}
-    varied = []
-    for part, value in zip(state.parts, values):
-        new = None
-        if part.is_internal or functions and keras_compat.handle_key(part.handle) not in used:
-            pass
-        elif view.number is not None:
-            may = _may_equal(part, value, view.number, part.name in counters)
-            new = view.number if may else None
-        elif part.kind == OPTIMIZER:
-            new = view.iterations if part.name in counters else None
-            new = view.setting if part.name in rates and not value.any() else new
-        elif part.kind != METRIC and not value.any() and not part.is_random_state:
-            new = _setting(value, view, part.kind)
-        varied.append(value if new is None else _filled(value, new))
-    return varied
-
-
-def _may_equal(part, value, number, is_counter) -> bool:
-    """Whether a variable is a phase or a count, of whole numbers, that could have a number."""
-    if value.dtype.kind not in "iu":
-        return False
-    if part.kind == OPTIMIZER:
-        return is_counter and number >= 0 and _holds(value.dtype, number)
-    is_setting = part.kind not in (METRIC, TRAINABLE) and not part.is_random_state
-    return is_setting and value.size == 1 and _holds(value.dtype, number)
-
-
-def _setting(value, view, kind):
-    if value.dtype.kind == "O":
-        return None
-    if value.size > (1 if kind == TRAINABLE else _FEW) or (kind == TRAINABLE and value.ndim):
-        return None
-    if value.dtype.kind in "iu":
-        return view.iterations if view.counters and value.size == 1 else None
-    return view.setting
-
-
-def _filled(value, number):
-    if value.dtype.kind in "iu":
-        number = min(number, np.iinfo(value.dtype).max)
-    return np.full_like(value, number)

@@ -1,0 +1,82 @@
+"""Finds variables that a step changes outside the scope, leaves, or changes unlike elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat
+from tfmulti.verification.differences import compare, largest_change
+from tfmulti.verification.state import OPTIMIZER, OTHER, OWN, TRAINABLE, WEIGHT
+
+# A variable of more numbers than this is no setting.
+_MOST_SETTINGS = 64
+
+
+def changed_outside(parts: list, begin: list[np.ndarray], ends) -> list[str]:
+    """Returns changed variables that exist once: every replica would change the same one.
+
+    Args:
+        parts: Those of the `State`.
+        begin: Their values before the steps.
+        ends: Their values after the steps on one device, and after those on the replicas.
+    """
+    return [
+        part.name
+        for i, part in enumerate(parts)
+        if part.replica is None
+        and part.kind in (WEIGHT, OTHER)
+        and not part.is_random_state
+        and not part.is_internal
+        and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
+    ]
+
+
+def unchanged_settings(
+    parts: list, functions: list, begin: list[np.ndarray], end: list[np.ndarray]
+) -> list[tuple[tf.Tensor, np.ndarray]]:
+    """Returns the handles and values of small variables that a step reads and leaves.
+
+    Args:
+        parts: Those of the `State`.
+        functions: The traced steps; empty if they run eagerly.
+        begin: The values before the step.
+        end: The values after it.
+    """
+    used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
+    return [
+        (part.handle, begin[i])
+        for i, part in enumerate(parts)
+        if part.kind in (WEIGHT, OWN, OTHER)
+        and not (part.is_internal or part.is_random_state)
+        and begin[i].size <= _MOST_SETTINGS
+        and begin[i].tobytes() == end[i].tobytes()
+        and (not functions or keras_compat.handle_key(part.handle) in used)
+    ]
+
+
+def find_drift(
+    parts: list, begin: list[np.ndarray], end: list[np.ndarray], digest, close: float
+) -> str:
+    """Returns the name of a variable that replicas hold differently after a step, or "".
+
+    Args:
+        parts: Those of the `State`.
+        begin: The values before the step.
+        end: The values after it.
+        digest: A hash; the first replica's values are added to it.
+        close: The relative difference that is rounding.
+    """
+    drifted = ""
+    for part, before, value in zip(parts, begin, end):
+        if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
+            continue
+        first = part.first
+        if begin[first].tobytes() != before.tobytes():
+            continue
+        change = largest_change(end[first], begin[first])
+        if compare(end[first], value, change, 0.0, close) is not None:
+            drifted = drifted or part.name
+        if part.replica == 0 and not part.is_owned:
+            digest.update(value.tobytes())
+    return drifted
