@@ -26,8 +26,9 @@ _COMPARING = {"Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimu
 _DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
 _PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
 _TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
-# Keras's functions for tensors are called by everybody's code.
-_KERAS_FUNCTIONS = tuple(f"{_KERAS}src{os.sep}{name}{os.sep}" for name in ("ops", "backend"))
+# Keras's functions of tensors and of step counts are called by everybody's code.
+_CALLED = ("ops", "backend", os.path.join("optimizers", "schedules"))
+_KERAS_FUNCTIONS = tuple(f"{_KERAS}src{os.sep}{name}{os.sep}" for name in _CALLED)
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 

@@ -71,6 +71,7 @@ class Trial:
         origin: Where the first difference begins, after one was found.
         synthetic_values: The synthetic values of the latest view, in words.
         counts: The number of rows of each part, for each step of the latest view.
+        random: Why no comparison proves anything, if the step gives another result each time.
         settings: Handles and values of small variables that the step reads and leaves.
         outside: Names of variables that the step changes and that have no copy for each replica.
         shared: Where the step changes a table, a queue or an iterator; then nothing is run.
@@ -90,7 +91,7 @@ class Trial:
         self.origin: Origin | None = None
         self.outside: list[str] = []
         self.settings: list[tuple[tf.Tensor, np.ndarray]] = []
-        self.synthetic_values = ""
+        self.synthetic_values = self.random = ""
         self.counts = case.sizes()
         self._seconds = 0.0
         self.attributes: list[str] = []
@@ -141,6 +142,7 @@ class Trial:
                 self._look_for_changes(begin, expected)
                 return []
             if self._is_on_any(self._is_random(begin, expected, examples)):
+                self.random = _RANDOM_NUMBERS
                 raise NotVerified(_RANDOM_NUMBERS)
             # Measured only now: most steps show no difference at all.
             noise = self._measure_noise(begin, expected, examples)

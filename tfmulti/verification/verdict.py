@@ -120,7 +120,8 @@ def find_out(case: Case, workers: Workers) -> Verdict:
             told = _found_in_graph(trial, case)
             if later == _DIFFERS:
                 return Verdict(error, settings=trial.settings, warnings=told)
-            reason = "" if _SAME in (first.least, later) else reason
+            # Equal results are chance in a step that gives another one each time.
+            reason = trial.random or ("" if _SAME in (first.least, later) else reason)
             told += _unlike_later(trial, case, workers)
             return Verdict(None, reason, settings=trial.settings, warnings=told)
     return Verdict(None, reason or _ELSEWHERE, runs)
