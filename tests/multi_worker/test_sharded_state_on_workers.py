@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 import sharded_state_worker as worker
 
 PROGRAM = "sharded_state_worker"
-FAST = ("adamw", "table adamw", "refusals")
+FAST = ("adamw", "refusals")
 # RMSprop cannot divide the sparse gradients of a table, on one device neither.
 DIVIDED = (
     *("table loss scale", "table averages", "table lion", "table adadelta"),

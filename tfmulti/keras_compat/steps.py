@@ -159,14 +159,14 @@ def track_variable(optimizer, variable: keras.Variable) -> None:
 
 
 def after_updates(optimizer, function) -> None:
-    """Calls a function of the variables after each update of an optimizer.
+    """Calls a function of the gradients and the variables after each update of an optimizer.
 
     Keras's further operations on the new values, such as moving averages and constraints, follow.
     """
 
     def update(self, grads, trainable_variables, learning_rate):
         type(self)._backend_update_step(self, grads, trainable_variables, learning_rate)
-        function(trainable_variables)
+        function(grads, trainable_variables)
 
     object.__setattr__(optimizer, "_backend_update_step", types.MethodType(update, optimizer))
 

@@ -369,10 +369,11 @@ class Shards:
     def _rows(self, variable, split, part=None):
         return keras_compat.UpdatedRows(self._optimizer, variable, *split.bounds(part))
 
-    def send_updates(self, variables) -> None:
+    def send_updates(self, gradients, variables) -> None:
         """Sends the new values of variables from their owners to all workers, after an update.
 
         Args:
+            gradients: The gradients of the update.
             variables: The variables of an update, in the same order on every worker.
         """
         sent = []
@@ -383,7 +384,10 @@ class Shards:
                 sent += [(self._rows(variable, split, part), part) for part in parts]
             elif not isinstance(variable, parameters.ShardedParameter):
                 sent.append((variable, self._owner(variable)))
-        values = [tf.convert_to_tensor(getattr(each, "value", each)) for each, _ in sent]
+        computed = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
+        # A step that fails does so before any worker waits: MPI would match that with a later call.
+        with tf.control_dependencies(computed):
+            values = [tf.identity(getattr(each, "value", each)) for each, _ in sent]
         owned_by = [owner for _, owner in sent]
         for place, value in owners.from_owners(self._strategy, values, owned_by):
             self._optimizer.assign(sent[place][0], value)

@@ -66,37 +66,28 @@ def verify_once(
     begin = time.perf_counter()
     with restored(Numbers(model)), quiet_tensorflow(), announced(kind):
         found = find_out(case, workers)
-        differs, whole, why = _replicate(case, found, workers)
-        cannot = not (_replicates(strategy) or workers.agree(strategy, found.runs))
+        whole, error = _replicate(case, found, workers, early)
     if kind == TRAIN:
         marks.SETTINGS.set(model, found.settings)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
+    unknown = whole is None and bool(found.reason)
+    if error is not None or (unknown and early):
+        # Another attempt shall verify again.
+        marks.VERIFIED.get(model)[1].discard(key)
+    elif unknown:
+        _warn(kind, found.reason)
+    _warn_of_findings(case, found, whole)
+    if error is not None:
+        raise error
+
+
+def _warn_of_findings(case, found, whole):
     if whole is not None:
-        warnings.warn(messages.describe_replicated(case, found.error, found.reason), stacklevel=2)
-    elif differs or found.reason:
-        # Another attempt shall verify again; a warning is given once.
-        if differs or early or cannot:
-            marks.VERIFIED.get(model)[1].discard(key)
-        _warn_of_all(found.warnings if differs else ())
-        _raise_or_warn(case, found, differs, cannot, why, early)
-    _warn_of_all((whole or found).warnings)
-
-
-def _warn_of_all(texts):
-    for text in texts:
+        warnings.warn(messages.describe_replicated(case, found.error, found.reason), stacklevel=3)
+    for text in (whole or found).warnings:
         warnings.warn(text, stacklevel=3)
-
-
-def _raise_or_warn(case, found, differs, cannot, why, early):
-    if differs:
-        error = found.error or ValueError(messages.elsewhere(case.kind))
-        raise messages.with_reason(error, why)
-    if cannot and not early:
-        raise messages.describe_cannot_run(case, found.reason)
-    if not early:
-        _warn(case.kind, found.reason)
 
 
 def note_made(model: keras.Model, kind: str) -> bool:
@@ -175,36 +166,39 @@ def _build(case, workers) -> Exception | None:
     return first or RuntimeError(messages.elsewhere(case.kind))
 
 
-def _replicate(case, found, workers) -> tuple[bool, Verdict | None, str]:
-    """Has every replica compute a step from all rows, if it differs or cannot run in parts.
+def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError | None]:
+    """Makes every replica compute a step from all rows, if it differs or cannot run in parts.
 
     Args:
         case: The step.
         found: What this worker has found of the step in parts.
         workers: Collective functions of the workers.
+        early: Whether the step will get other data later.
 
     Returns:
-        Whether the step differs on any worker; the verdict on the step that all replicas now
-        compute from all rows, or None; and why they cannot, or "".
+        The verdict on the step that all replicas now compute from all rows, or None; and the error
+        of a step that they cannot compute, or None.
     """
-    error, wanted = found.error, _replicates(case.strategy)
+    strategy, wanted = case.strategy, _replicates(case.strategy)
     # Only these may come from the division of the rows.
-    may = hasattr(error, "finding") or not found.runs
+    may = hasattr(found.error, "finding") or not found.runs
     can = replicated.can_be_replicated(case.model)
     why = messages.NEEDS_PARTS if wanted and may and not can else ""
     may = may and wanted and can
-    cannot = error is not None and not may
-    seen = workers.compare(case.strategy, int(may) + 2 * int(cannot))[1]
-    differs = workers.compare(case.strategy, int(error is not None))[1] > 0
-    if seen != 1:
-        return differs, None, why
-    replicated.replicate(case.model, case.kind)
-    whole = find_out(case, workers)
-    is_exact = not workers.compare(case.strategy, int(bool(whole.error or whole.reason)))[1]
-    if is_exact:
-        return True, whole, ""
-    replicated.distribute_again(case.model, case.kind)
-    return differs, None, messages.why_not_exact(whole.error, whole.reason)
+    cannot = found.error is not None and not may
+    if workers.compare(strategy, int(may) + 2 * int(cannot))[1] == 1:
+        replicated.replicate(case.model, case.kind)
+        whole = find_out(case, workers)
+        if not workers.compare(strategy, int(bool(whole.error or whole.reason)))[1]:
+            return whole, None
+        replicated.distribute_again(case.model, case.kind)
+        why = messages.why_not_exact(whole.error, whole.reason)
+    if workers.compare(strategy, int(found.error is not None))[1]:
+        error = found.error or ValueError(messages.elsewhere(case.kind))
+        return None, messages.with_reason(error, why)
+    if not (workers.agree(strategy, found.runs) or wanted or early):
+        return None, messages.describe_cannot_run(case, found.reason)
+    return None, None
 
 
 def _replicates(strategy) -> bool:

@@ -1,4 +1,4 @@
-"""Finds variables that a step changes outside the scope, leaves, or changes unlike elsewhere."""
+"""Finds variables that a step changes outside the scope, only reads, or leaves unlike."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from tfmulti.verification.state import OPTIMIZER, OTHER, OWN, TRAINABLE, WEIGHT
 
 # A variable of more numbers than this is no setting.
 _MOST_SETTINGS = 64
+
+
+def used_by(functions: list) -> set[int]:
+    """Returns the keys of the handles of all variables that traced steps read or change.
+
+    Args:
+        functions: The traced steps.
+    """
+    return {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
 
 
 def changed_outside(parts: list, begin: list[np.ndarray], ends) -> list[str]:
@@ -43,7 +52,7 @@ def unchanged_settings(
         begin: The values before the step.
         end: The values after it.
     """
-    used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
+    used = used_by(functions)
     return [
         (part.handle, begin[i])
         for i, part in enumerate(parts)

@@ -7,6 +7,7 @@ import numpy as np
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
+from tfmulti.verification.changes import used_by
 from tfmulti.verification.decisions import place_of
 from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE
 from tfmulti.verification.views import View, holds
@@ -15,8 +16,8 @@ from tfmulti.verification.views import View, holds
 _FEW = 8
 
 
-def reads_a_number(graph) -> bool:
-    """Whether the user's own code reads a variable of one number, such as a counter or a phase.
+def reads_scalar(graph) -> bool:
+    """Whether the user's own code reads a scalar variable, such as a counter or a phase.
 
     Args:
         graph: The graph of a step.
@@ -39,7 +40,7 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
         functions: The traced steps; only variables that they use are varied. Empty if eager.
         view: The values to set.
     """
-    used = {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
+    used = used_by(functions)
     optimizers = model_contents.optimizers_of(case.model, nested=True)
     counters = {optimizer.iterations.path for optimizer in optimizers}
     rates = [
@@ -66,7 +67,7 @@ def vary_state(state, values: list[np.ndarray], case, functions, view: View) -> 
 
 
 def _at_moment(part, value, view, is_counter):
-    """Returns what a variable of one number is at another moment of the training, or None."""
+    """Returns what a scalar variable is at another moment of the training, or None."""
     if value.dtype.kind in "iu":
         return view.iterations if _may_equal(part, value, view.iterations, is_counter) else None
     is_setting = part.kind not in (METRIC, TRAINABLE, OPTIMIZER) and not part.is_random_state

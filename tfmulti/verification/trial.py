@@ -22,7 +22,7 @@ from tfmulti.verification.differences import (
     Difference,
     move_last_place,
 )
-from tfmulti.verification.later_state import reads_a_number, vary_state
+from tfmulti.verification.later_state import reads_scalar, vary_state
 from tfmulti.verification.origin import Origin, find_origin
 from tfmulti.verification.outcomes import (
     FailsHere,
@@ -46,7 +46,8 @@ from tfmulti.verification.views import MANY, NUM_MOMENTS, PLAIN, SPOILED, View, 
 _NUM_NOISY = 2
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
-_LEAST_MOMENTS = 4
+# How long one device may compute other moments of the training; the replicas need as long again.
+_SECONDS_OF_MOMENTS, _LEAST_MOMENTS = 0.5, 4
 _RANDOM_NUMBERS = (
     "random: from the same state and rows it gives another result each time, by random numbers "
     "that cannot be fixed or by state that is in no variable, such as a list or a global number"
@@ -228,10 +229,10 @@ class Trial:
 
     @property
     def num_moments(self) -> int:
-        """How many moments of the training to try, so that all take about a second."""
-        if not self._functions or not reads_a_number(self._reference.function.graph):
+        """How many moments of the training to try in the time that there is for them."""
+        if not self._functions or not reads_scalar(self._reference.function.graph):
             return 0
-        return int(max(_LEAST_MOMENTS, min(NUM_MOMENTS, _MOST_SECONDS / 4 / self._seconds)))
+        return int(max(_LEAST_MOMENTS, min(NUM_MOMENTS, _SECONDS_OF_MOMENTS / self._seconds)))
 
     @functools.cached_property
     def _operations(self) -> set[str]:

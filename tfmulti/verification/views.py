@@ -54,7 +54,8 @@ class View:
         counters: Whether custom integer variables count as counters too.
         number: What some labels or inputs become, or else small variables and counters; None to
             leave them.
-        ratio: What single numbers that a step holds are multiplied by; None to leave them.
+        ratio: What scalar variables, of those that no optimizer trains, are multiplied by; None to
+            leave them.
     """
 
     ways: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ class View:
         if self.iterations:
             what.append(f"optimizer.iterations at {self.iterations}")
         if self.ratio is not None:
-            what.append(f"variables times {self.ratio:g}")
+            what.append(f"scalar variables times {self.ratio:g}")
         elif self.iterations:
             what.append(f"variables that are 0 at {self.setting:g}")
         return ", ".join(what)
@@ -110,9 +111,8 @@ def views_of_moments(count: int) -> list[tuple[View, ...]]:
     Args:
         count: How many.
     """
-    ratios = itertools.cycle(_RATIOS)
-    views = [View(iterations=number, ratio=next(ratios)) for number in _STEPS[:count]]
-    return [(view,) for view in views]
+    moments = zip(_STEPS[:count], itertools.cycle(_RATIOS))
+    return [(View(iterations=number, ratio=ratio),) for number, ratio in moments]
 
 
 def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
