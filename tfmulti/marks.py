@@ -57,8 +57,10 @@ CALL = Mark("call", ("", False))
 """Keras's method that was called last, and whether it also validates."""
 VERIFIED = Mark("verified")
 """The compiled state, what was verified with it, and the kinds whose function comes after that."""
-SETTINGS = Mark("settings", ())
-"""Handles and values of small variables that its `train_step` reads, and a callback may change."""
+SETTINGS = Mark("settings")
+"""Handles and values of small variables that its `train_step` reads, and a callback may change.
+
+None if it reads none on any worker; one that holds other weights than the others may have none."""
 FEED = Mark("feed")
 """While `fit` runs, the description of its data, `verification.case.Feed`."""
 REPLICATED = Mark("replicated", (None, frozenset()))

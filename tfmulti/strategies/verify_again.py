@@ -53,8 +53,9 @@ class VerifyAgain(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         """Compares the values; a collective of all workers, where a step has such values."""
-        has_values = self._attributes is not None or marks.SETTINGS.get(self.model)
-        if marks.FEED.get(self.model) is None or not has_values:
+        settings = marks.SETTINGS.get(self.model)
+        nothing = self._attributes is None and settings is None
+        if marks.FEED.get(self.model) is None or nothing:
             return
         # All workers must take part, also one whose model is not changed.
         if not coordination.compare(self.model.distribute_strategy, int(self._has_changed()))[1]:
@@ -74,7 +75,7 @@ class VerifyAgain(keras.callbacks.Callback):
         marks.FEED.set(self.model, None)
 
     def _has_changed(self) -> bool:
-        settings = marks.SETTINGS.get(self.model)
+        settings = marks.SETTINGS.get(self.model) or ()
         values = [(keras_compat.read_handle(handle), value) for handle, value in settings]
         by_variable = any(now.tobytes() != then.tobytes() for now, then in values)
         is_eager = self._attributes is not None

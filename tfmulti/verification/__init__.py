@@ -68,7 +68,8 @@ def verify_once(
         found = find_out(case, workers)
         whole, error = _replicate(case, found, workers, early)
     if kind == TRAIN:
-        marks.SETTINGS.set(model, found.settings)
+        on_any = workers.compare(strategy, int(bool(found.settings)))[1]
+        marks.SETTINGS.set(model, found.settings if on_any else None)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     logging.info("Verified %s_step in %.2f s.", kind, seconds)

@@ -234,6 +234,16 @@ class Trial:
             return 0
         return int(max(_LEAST_MOMENTS, min(NUM_MOMENTS, _SECONDS_OF_MOMENTS / self._seconds)))
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether workers are together again after a step that failed on all of them.
+
+        Calls of MPI that some had begun, for state that others hold, cannot be taken back: each
+        would meet a later one of another worker.
+        """
+        over_mpi = getattr(self._case.strategy.extended, "broadcast", None) is not None
+        return not (self._state.is_sharded and over_mpi)
+
     @functools.cached_property
     def _operations(self) -> set[str]:
         return set().union(*(keras_compat.operations_of(each) for each in self._functions))

@@ -187,7 +187,7 @@ def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
     for views in (
         *later_views(ways),
         *views_of_outliers(trial.tests_numbers),
-        *views_of_numbers(trial.compared_numbers),
+        *views_of_numbers(trial.compared_numbers, trial.may_fail),
         *views_of_moments(moments),
     ):
         for view in views:

@@ -133,17 +133,20 @@ def views_of_outliers(tests_numbers: bool) -> list[tuple[View, ...]]:
     return [now, tuple(later), *spoiled]
 
 
-def views_of_numbers(compared: list[float]) -> list[tuple[View, ...]]:
+def views_of_numbers(compared: list[float], may_fail: bool) -> list[tuple[View, ...]]:
     """Returns views in which some labels, some inputs or the variables have one number.
 
     Args:
         compared: The numbers that the step compares with.
+        may_fail: Whether the step may fail, as with a label that is no class.
     """
-    views = [View((_WHOLE_LABELS,), number=label) for label in _IGNORED]
     # Masks and weights among the inputs may all be 1 in the first rows.
-    views.append(View((SOME_INPUTS,), number=0))
+    views = [View((SOME_INPUTS,), number=0)]
+    if may_fail:
+        views += [View((_WHOLE_LABELS,), number=label) for label in _IGNORED]
     for number in compared:
-        views += [View(ways, number=number) for ways in ((SOME_LABELS,), (SOME_INPUTS,), ())]
+        ways = ((SOME_LABELS,), (SOME_INPUTS,), ()) if may_fail else ((),)
+        views += [View(way, number=number) for way in ways]
     return [(view,) for view in views]
 
 
