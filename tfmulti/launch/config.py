@@ -70,7 +70,7 @@ class LaunchConfig:
     )
     host_index: int | None = setting(
         None,
-        "Which line of --hosts this is, from 0; by default from Slurm, MPI or Kubernetes.",
+        "Which line of --hosts this is, from 0; by default as MPI or the scheduler counts hosts.",
         at_least=0,
     )
     base_port: int = setting(2222, "First port of a host in --hosts that names none.", at_least=1)

@@ -97,9 +97,9 @@ def create_strategy(
         distribute_optimizers: Whether every optimizer that a step uses is distributed, also one
             that a library has created. False raises an error for an optimizer that is not wrapped
             in `DistributedOptimizer`.
-        num_ps: For `parameter_server` in a job of Slurm, Kubernetes or SageMaker: how many of its
-            tasks, the last ones, are parameter servers; the first is the chief, the others are
-            workers. By default the environment variable TFMULTI_NUM_PS.
+        num_ps: For `parameter_server` in a scheduler's job: how many of its tasks, the last ones,
+            are parameter servers; the first is the chief, the others are workers. By default
+            the environment variable TFMULTI_NUM_PS.
 
     Returns:
         A `tf.distribute.Strategy`; its attribute `why` describes the choice and the reason.

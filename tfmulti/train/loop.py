@@ -22,8 +22,6 @@ from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras, stage_devices
 from tfmulti.train.run_reporter import RunReporter, RunSummary, digest_weights
 
-_SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
-
 
 def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     """Trains and validates a model, on this worker or this process's devices.
@@ -97,8 +95,8 @@ def _create_strategy(config):
     names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
     names += ("heartbeat_timeout", "verify", "on_difference", "num_ps")
     settings = {name: getattr(config, name) for name in names}
-    flags = dataclasses.asdict(config).items()
-    of_all = {f"--{name}": v for name, v in flags if name not in _SETTINGS_OF_ONE_WORKER}
+    fields = [f for f in dataclasses.fields(config) if not f.metadata["per_worker"]]
+    of_all = {f"--{field.name}": getattr(config, field.name) for field in fields}
     return create_strategy(config.strategy, must_agree=of_all, **settings)
 
 
