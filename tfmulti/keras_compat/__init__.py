@@ -107,7 +107,6 @@ from tfmulti.keras_compat.reference import same_eager_numbers as same_eager_numb
 from tfmulti.keras_compat.reference import separate_traces as separate_traces
 from tfmulti.keras_compat.reference import without_optimized_graphs as without_optimized_graphs
 from tfmulti.keras_compat.reference import write_handle as write_handle
-from tfmulti.keras_compat.replacement import Replacement as Replacement
 from tfmulti.keras_compat.replacement import is_ours as is_ours
 from tfmulti.keras_compat.replacement import note_strategy as note_strategy
 from tfmulti.keras_compat.seeds import global_seed_state as global_seed_state

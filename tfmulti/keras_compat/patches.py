@@ -280,7 +280,7 @@ def count_masks_of_all_replicas(original, current_replica_batch):
         if mask is None or not self.synchronized or replica_batch is None or not several:
             return original(self, inputs, mask)
         valid = tf.cast(mask, inputs.dtype)[..., None] * tf.ones_like(inputs)
-        valid = tf.where(replica_batch.num_real > 0, valid, tf.zeros_like(valid))
+        valid = replica_batch.zero_if_empty(valid)
         keep = functools.partial(tf.reduce_sum, axis=self._reduction_axes, keepdims=True)
         masked = tf.where(valid > 0, inputs, tf.zeros_like(inputs))
         total, count = context.all_reduce("SUM", [keep(masked), keep(valid)])

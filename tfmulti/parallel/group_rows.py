@@ -123,14 +123,6 @@ class Group:
         return swapped
 
 
-def real_rows(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a worker's rows without the one padding row of an empty batch."""
-    batch = current_replica_batch()
-    if not batch.may_be_empty:
-        return tensor
-    return tensor[: tf.where(batch.num_real > 0, tf.shape(tensor)[0], 0)]
-
-
 def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
     """Returns as many rows as another tensor has; a padding row is zeros."""
     batch = current_replica_batch()

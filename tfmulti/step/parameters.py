@@ -314,4 +314,4 @@ def of_rows(gradient):
     replica_batch = current_replica_batch()
     if replica_batch is None or not replica_batch.may_be_empty:
         return gradient
-    return tf.where(replica_batch.num_real > 0, gradient, tf.zeros_like(gradient))
+    return replica_batch.zero_if_empty(gradient)

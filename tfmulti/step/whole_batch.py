@@ -283,8 +283,7 @@ def _of_all_replicas(structure):
             return gather_batch(part)
         if not part.dtype.is_floating:
             return part
-        weighed = part * tf.cast(replica_batch.weight, part.dtype)
-        return context.all_reduce("SUM", tf.where(replica_batch.num_real > 0, weighed, 0))
+        return context.all_reduce("SUM", replica_batch.weighed(part))
 
     return tf.nest.map_structure(of_all, structure)
 

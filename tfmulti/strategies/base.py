@@ -83,7 +83,7 @@ class _ForKeras:
         else:
             args = tuple(step.without_count(value) for value in args)
         # The gradients of a single replica are already those of the whole batch.
-        fn = gradients.one_step(fn, reduced=not several)
+        fn = gradients.with_step_state(fn, reduced=not several)
         try:
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
         except AssertionError as error:

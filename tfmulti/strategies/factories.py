@@ -215,7 +215,7 @@ def _warn_of_others(name, cluster):
 
 
 def _repair_keras():
-    take = functools.partial(gradients.take_gradient, accumulation.leaves_reduction_to_update)
+    take = functools.partial(gradients.take_gradient, accumulation.defers_reduction)
     keras_compat.install(
         accumulate=accumulation.accumulate,
         agree=coordination.agree_on_stopping,
