@@ -157,7 +157,7 @@ def numbers_of(num_replicas=2, num_workers=1, author_compiles=False, **settings)
         if author_compiles:
             model.compile(keras.optimizers.SGD(0.5), "mse")
         rate = models.compile_model(model, config, train)
-    return run_reporter.RunSummary(config, train.plan, num_workers, model, rate)
+    return run_reporter.RunSettings(config, train.plan, num_workers, model, rate)
 
 
 def test_the_numbers_of_a_run_and_both_conventions():

@@ -65,7 +65,7 @@ def check_choice(name: str, value, choices: Sequence[str | None], advice: str) -
     if value in choices:
         return
     optional = "None or " if choices[0] is None else ""
-    names = ", ".join(each for each in choices if each is not None)
+    names = ", ".join(choice for choice in choices if choice is not None)
     raise ValueError(
         f"`{name}` must be {optional}one of {names}. Received: {name}={value!r}. {advice}"
     )

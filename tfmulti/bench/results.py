@@ -100,11 +100,11 @@ def describe_block(answers: Sequence[dict], steps: int, steps_per_execution: int
 
     `tail` is from the end of the last step to the end of the call, the longest of all processes.
     """
-    seconds = [s for each in answers for s in step_seconds(each["ends"], steps_per_execution)]
+    seconds = [s for answer in answers for s in step_seconds(answer["ends"], steps_per_execution)]
     return {
         "steps": steps,
         "seconds": seconds,
-        "tail": max(each["ended"] - each["ends"][-1] for each in answers),
+        "tail": max(answer["ended"] - answer["ends"][-1] for answer in answers),
     }
 
 

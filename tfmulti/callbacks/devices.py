@@ -14,7 +14,7 @@ from absl import logging
 
 from tfmulti import hardware, topology
 from tfmulti.callbacks.tracking import HistoryFile
-from tfmulti.strategies.coordination import KeyValueExchange
+from tfmulti.strategies.coordination import EpochTexts
 
 
 class Devices(keras.callbacks.Callback):
@@ -80,7 +80,7 @@ class Devices(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Starts sampling."""
         self._stop()
-        self._exchange = KeyValueExchange(self.model.distribute_strategy)
+        self._exchange = EpochTexts(self.model.distribute_strategy)
         self._chief = topology.is_chief(self.model.distribute_strategy)
         self._table = self._writer = self._ended_epoch = self.imbalance = None
         readers = self._find_readers() if self._given is None else self._given

@@ -228,7 +228,7 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
     except OSError as error:
         text = f"{folder}: {error.strerror or error}"
         return Check(name, FAILURE, text, "Give another --workdir.")
-    written, read = (num_bytes / each for each in seconds)
+    written, read = (num_bytes / duration for duration in seconds)
     text = f"{show_size(written)}/s written to the disk, {show_size(read)}/s read"
     if written < _SLOW_BYTES_PER_S:
         hint = "Checkpoints will hold training up: use a faster disk, or save less often."

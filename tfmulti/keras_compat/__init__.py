@@ -48,9 +48,9 @@ from tfmulti.keras_compat.hooks import feed_of as feed_of
 from tfmulti.keras_compat.hooks import follow_position as follow_position
 from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
 from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_batches
-from tfmulti.keras_compat.names import EachDtype as EachDtype
-from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
-from tfmulti.keras_compat.names import OwnAllReduce as OwnAllReduce
+from tfmulti.keras_compat.names import AllDtypesExtended as AllDtypesExtended
+from tfmulti.keras_compat.names import CustomAllReduceExtended as CustomAllReduceExtended
+from tfmulti.keras_compat.names import LogicalCpusExtended as LogicalCpusExtended
 from tfmulti.keras_compat.names import WithLogits as WithLogits
 from tfmulti.keras_compat.names import activated as activated
 from tfmulti.keras_compat.names import activation_of as activation_of

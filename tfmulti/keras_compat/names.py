@@ -247,7 +247,7 @@ def keep_on_each_replica(variables) -> None:
             variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-class EachDtype(mwms.CollectiveAllReduceExtended):
+class AllDtypesExtended(mwms.CollectiveAllReduceExtended):
     """Creates variables of every numeric dtype.
 
     `MultiWorkerMirroredStrategy` broadcasts the chief's initial values with a collective for only
@@ -301,7 +301,7 @@ def _converted(value, dtype):
     return tf.bitcast(value, dtype) if by_bits else tf.cast(value, dtype)
 
 
-class LocalCPUs(EachDtype):
+class LogicalCpusExtended(AllDtypesExtended):
     """Uses `num_cpus` logical CPUs in each worker.
 
     `MultiWorkerMirroredStrategy` uses all GPUs of a worker or, without GPUs, a single CPU.
@@ -320,7 +320,7 @@ class LocalCPUs(EachDtype):
         return tuple(devices), "CPU"
 
 
-class OwnAllReduce(EachDtype):
+class CustomAllReduceExtended(AllDtypesExtended):
     """Reduces dense tensors of replicas with functions other than TensorFlow's collectives.
 
     On CPUs TensorFlow's own cost 6 times a copy of the bytes. They still reduce sparse gradients,

@@ -109,7 +109,7 @@ def _build_from_any(build_from, model, epoch_iterator, peek, refuse):
 
 def _rows_of_all_replicas(strategy, batch, most):
     """Returns as many rows as the whole batch has; other workers' rows are this worker's again."""
-    is_shared = any(_is_distributed(each) for each in tf.nest.flatten(batch))
+    is_shared = any(_is_distributed(value) for value in tf.nest.flatten(batch))
     num_workers = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
     def whole(part):

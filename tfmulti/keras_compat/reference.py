@@ -178,7 +178,7 @@ def _marked(original):
 def handles_of(function) -> list[tf.Tensor]:
     """Returns the handles of all variables that a traced function reads or changes."""
     handles = [t for t in function.captured_inputs if t.dtype == tf.resource]
-    return [handle for handle in handles if _kept_in(handle) is not None]
+    return [handle for handle in handles if _dtype_of_handle(handle) is not None]
 
 
 def handle_key(handle: tf.Tensor) -> int:
@@ -186,7 +186,7 @@ def handle_key(handle: tf.Tensor) -> int:
     return handle._id
 
 
-def _kept_in(handle):
+def _dtype_of_handle(handle):
     """Returns the dtype of a handle's variable; None for the handle of a table or an iterator."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
@@ -196,13 +196,13 @@ def _kept_in(handle):
 
 def read_handle(handle: tf.Tensor):
     """Returns the value of a variable as a NumPy array."""
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kept_in(handle)).numpy()
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of_handle(handle)).numpy()
 
 
 def write_handle(handle: tf.Tensor, value) -> None:
     """Assigns a value to a variable."""
     with tf.device(handle.device):
-        value = tf.constant(value, _kept_in(handle))
+        value = tf.constant(value, _dtype_of_handle(handle))
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 

@@ -140,7 +140,7 @@ def is_replaced(owner, name: str) -> bool:
     """Whether our function is in its place, perhaps within wrappers of other libraries."""
     # A wrapper may copy the attributes of our function, so each layer's place is compared.
     layers = _layers_of(getattr(owner, name, None))
-    places = [getattr(each, "__dict__", {}).get("tfmulti_place") for each in layers]
+    places = [getattr(layer, "__dict__", {}).get("tfmulti_place") for layer in layers]
     return any(place is not None and place == (owner, name) for place in places)
 
 

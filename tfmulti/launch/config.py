@@ -170,7 +170,7 @@ def read_hosts(path: str, base_port: int) -> list[list[str]]:
         words = line.partition("#")[0].split()
         if words:
             hosts.append(_read_host(words, base_port, f"{path}, line {number}: {line.strip()}"))
-    addresses = [address for each in hosts for address in each]
+    addresses = [address for host in hosts for address in host]
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice or not hosts:
         raise ValueError(

@@ -126,10 +126,10 @@ def forget_values(model: keras.Model) -> None:
 
 def _gathering_layers(model):
     """Returns layers with sharded weights; an RNN gathers the weights of its cells itself."""
-    layers = [each for each in keras_compat.all_layers(model) if not marks.GATHERS.get(each)]
-    loops = [each for each in layers if isinstance(each, keras.layers.RNN)]
+    layers = [layer for layer in keras_compat.all_layers(model) if not marks.GATHERS.get(layer)]
+    loops = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
     within = {id(inner) for loop in loops for inner in keras_compat.all_layers(loop)}
-    return [each for each in layers if id(each) not in within and _sharded(each)]
+    return [layer for layer in layers if id(layer) not in within and _sharded(layer)]
 
 
 def _sharded(layer):

@@ -154,7 +154,7 @@ def _explain(config, result, run_folder, print_fn):
         (outcome, count)
         for outcome, (_, count) in zip(result.outcomes, config.setups)
         if outcome.verdict in (DIFFERS, REFUSED)
-        and not any(each.cause in (causes.DATA, causes.START) for each in outcome.findings)
+        and not any(finding.cause in (causes.DATA, causes.START) for finding in outcome.findings)
     ]
     if unexplained:
         print_fn("looking for the cause ...")

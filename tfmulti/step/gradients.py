@@ -240,7 +240,7 @@ def take_gradient(
             sources = tf.nest.map_structure(_one_copy, sources)
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
-    is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
+    is_variable = [isinstance(source, tf.Variable | keras.Variable) for source in flat]
     is_reduced = replica_batch is not None and replica_batch.are_reduced(target)
     is_partial = output_gradients is not None and not is_reduced
     if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
@@ -250,12 +250,12 @@ def take_gradient(
         grads = original(tape, target, sources, output_gradients, **kwargs)
         is_of_weights = output_gradients is None and all(is_variable)
         return _of_local_step(grads, replica_batch) if is_of_weights else grads
-    ends = [_as_tensor(each) for each in tf.nest.flatten(target)]
+    ends = [_as_tensor(tensor) for tensor in tf.nest.flatten(target)]
     roots = weighting.initial_gradients(ends, output_gradients, replica_batch)
     grads = original(tape, ends, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
-    is_unreduced = [parameters.is_unreduced(each) for each in flat]
+    is_unreduced = [parameters.is_unreduced(source) for source in flat]
     is_summed = [variable and left for variable, left in zip(is_variable, is_unreduced)]
     values = [part for some in parts for part in some]
     own = [v if parameters.may_have_padding(flat[i]) else None for i, v in zip(owners, values)]

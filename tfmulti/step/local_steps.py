@@ -67,7 +67,7 @@ def steps_of(model: keras.Model | None) -> int:
     if model is None or keras_compat.in_separate_traces():
         return 1
     optimizers = model_contents.optimizers_in_use(model)
-    inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
+    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers]
     numbers = [marks.SYNCHRONIZE_EVERY.get(each) for each in inner]
     if len(set(numbers)) > 1:
         received = [f"{type(each).__name__} with {n}" for each, n in zip(inner, numbers)]

@@ -75,11 +75,13 @@ def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
         if value is None or value.dtype != result.dtype or value.shape != result.shape:
             continue
         counts = _differ(value, result) & (replica_batch.num_real > 0)
-        differing[path] = None if _is_stock(replica_batch.model) else tf.cast(counts, tf.float32)
+        differing[path] = (
+            None if _has_keras_methods(replica_batch.model) else tf.cast(counts, tf.float32)
+        )
     return differing
 
 
-def _is_stock(model) -> bool:
+def _has_keras_methods(model) -> bool:
     own = [n for n in _STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
     return not own and not any(name in vars(model) for name in _STEPS)
 

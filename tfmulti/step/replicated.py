@@ -15,7 +15,7 @@ from tfmulti.step import gradients, local_steps, model_contents
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.dense_parts import to_dense
-from tfmulti.step.first_replica import as_one_device, of_first_replica, replica_number
+from tfmulti.step.first_replica import as_first_replica_step, of_first_replica, replica_number
 from tfmulti.step.gathering import gather_batch, row_positions
 from tfmulti.step.rows import ReplicaBatch, as_current
 from tfmulti.step.sums import add_by_dtype
@@ -46,7 +46,7 @@ def is_replicated(model, kind: str | None) -> bool:
 def can_be_replicated(model) -> bool:
     """Whether all replicas hold all weights and slots, and update them alike."""
     optimizers = model_contents.optimizers_of(model, nested=True)
-    variables = [*model.variables, *(v for each in optimizers for v in each.variables)]
+    variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
     return (
         marks.MICRO_BATCHES.get(model) == 1
         and local_steps.steps_of(model) == 1
@@ -88,7 +88,7 @@ class ReplicatedStep:
             self._sizes = _known_sizes(data, self._model.distribute_strategy)
         rows, before = run(self._gather, args=(data,))
         with keras_compat.as_one_device(self._model.distribute_strategy):
-            whole = gradients.with_step_state(as_one_device(self._step), reduced=True)
+            whole = gradients.with_step_state(as_first_replica_step(self._step), reduced=True)
             outputs = run(whole, args=(rows,))
         finish = _own_rows if self._kind == "predict" else self._finish
         return run(finish, args=(outputs, before))

@@ -44,14 +44,14 @@ def combines_rows(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
     if copy is None:
         return False
     operations = copy.graph.get_operations()
-    return any(_reduces_rows(each) or _is_along_rows(each) for each in operations)
+    return any(_reduces_rows(op) or _is_along_rows(op) for op in operations)
 
 
 def _reduces_rows(operation) -> bool:
     """Whether an operation has fewer axes of rows than what it is given."""
     return (
         operation.type not in OF_SHAPES
-        and all(_is_known(each) for each in operation.outputs)
+        and all(_is_known(output) for output in operation.outputs)
         and _num_marked(operation.outputs) < _num_marked(operation.inputs)
     )
 
@@ -76,7 +76,9 @@ def _is_known(tensor) -> bool:
 
 def _num_marked(tensors) -> int:
     """Returns how many axes of rows a tensor has, of those given the one that has most."""
-    return max((sum(map(_is_mark, each.shape)) for each in tensors if each.shape.rank), default=0)
+    return max(
+        (sum(map(_is_mark, tensor.shape)) for tensor in tensors if tensor.shape.rank), default=0
+    )
 
 
 def _is_mark(size) -> bool:

@@ -168,7 +168,7 @@ class ReplicaBatch:
         model: The Keras model of this step, or None.
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
         gathers: Decides when layers gather sharded weights, a
-            `tfmulti.parallel.ahead.StepGathers`; None until the first gathers.
+            `tfmulti.parallel.prefetch.GatherSchedule`; None until the first gathers.
         gathered: The tensors that `gather_batch` has returned in this step; none in eager steps.
         reduced: Weak references to the gradients that tapes have reduced in this step, by id.
     """

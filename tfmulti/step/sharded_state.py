@@ -148,7 +148,7 @@ def keep_swapped(optimizer: keras.optimizers.Optimizer, variables) -> None:
         variables: Its weights and slots that were changed, on every worker.
     """
     marks.SHARDS.get(optimizer).values.keep_again(
-        [each for each in variables if isinstance(each, slots.SlotVariable)]
+        [variable for variable in variables if isinstance(variable, slots.SlotVariable)]
     )
     for variable in variables:
         if isinstance(variable, parameters.ShardedParameter):

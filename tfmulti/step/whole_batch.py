@@ -309,7 +309,9 @@ def _combines_rows(function, y_true, y_pred) -> bool:
         return True
     if not tf.is_symbolic_tensor(values):
         return False
-    given = [each for each in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(each)]
+    given = [
+        tensor for tensor in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(tensor)
+    ]
     return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
 
 

@@ -28,7 +28,7 @@ def first_local_value(strategy: tf.distribute.Strategy, values):
     return step.fill_if_empty(values)
 
 
-class _ForKeras:
+class _KerasRepairs:
     """Repairs the strategy methods that Keras 3 calls. Nothing changes for other callers."""
 
     repairs_keras = True
@@ -200,30 +200,30 @@ def _is_scalar(value) -> bool:
     return tf.TensorShape(getattr(value, "shape", ())).rank == 0
 
 
-class OneDeviceStrategy(_ForKeras, tf.distribute.OneDeviceStrategy):
+class OneDeviceStrategy(_KerasRepairs, tf.distribute.OneDeviceStrategy):
     """All variables and computation on one device."""
 
 
-class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
+class MirroredStrategy(_KerasRepairs, tf.distribute.MirroredStrategy):
     """One replica on each of several local devices."""
 
 
-class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(_KerasRepairs, tf.distribute.MultiWorkerMirroredStrategy):
     """One or more replicas on each worker of a cluster."""
 
     # Whether workers compare what they do: variables they create, calls of `fit` and the like.
-    compares_acts = False
+    checks_call_order = False
 
     def __init__(self, cluster_resolver, communication_options, num_cpus, over_mpi):
         args = (self, cluster_resolver, communication_options)
         if over_mpi:
-            extended = keras_compat.OwnAllReduce(*args)
+            extended = keras_compat.CustomAllReduceExtended(*args)
         elif num_cpus > 1 and not devices_lib.has_gpu():
-            extended = keras_compat.LocalCPUs(*args, num_cpus)
+            extended = keras_compat.LogicalCpusExtended(*args, num_cpus)
         else:
-            extended = keras_compat.EachDtype(*args)
+            extended = keras_compat.AllDtypesExtended(*args)
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class TPUStrategy(_ForKeras, tf.distribute.TPUStrategy):
+class TPUStrategy(_KerasRepairs, tf.distribute.TPUStrategy):
     """One replica on each TPU core. Untested: no TPU was available."""

@@ -142,7 +142,7 @@ _EVEN = ("drop", "repeat_first")
 # Rows of ragged or sparse data with which `predict` is verified.
 _MAX_ROWS = 64
 WORKERS = Workers(
-    coordination.compare,
+    coordination.min_and_max,
     coordination.broadcast,
     coordination.align_collectives,
     coordination.all_fail,

@@ -72,7 +72,7 @@ def create_multi_worker(
             raise
         raise _too_late_error(error) from error
     _end_after_sigterm()
-    strategy.compares_acts = cluster.num_workers > 1
+    strategy.checks_call_order = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         _use_mpi(strategy, communicator, cluster, bucket_bytes)

@@ -255,7 +255,7 @@ def _exit_at_once(code: int) -> NoReturn:
 def _token(function: Callable, arguments: list[int]) -> str:
     """Returns the name by which the chief can call a Python function of this process."""
     with tf.Graph().as_default():
-        inputs = [tf.constant(each, tf.int64) for each in arguments]
+        inputs = [tf.constant(argument, tf.int64) for argument in arguments]
         return tf.numpy_function(function, inputs, tf.int64).op.get_attr("token").decode()
 
 

@@ -265,7 +265,7 @@ def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor | None
     def noting(grads, *args, **kwargs):
         grads = list(grads)
         # A step can be traced more than once; the last trace is the one that is kept.
-        gradients[:] = [each if isinstance(each, tf.Tensor) else None for each in grads]
+        gradients[:] = [grad if isinstance(grad, tf.Tensor) else None for grad in grads]
         return apply(grads, *args, **kwargs)
 
     object.__setattr__(model.optimizer, "apply", noting)
