@@ -215,8 +215,8 @@ def shorten(words: str) -> str:
     'ValueError: no data'
     """
     lines = [_WORKER.sub("", line).strip() for line in words.splitlines() if line.strip()]
-    told = [line for line in lines if _ERROR.search(line)]
-    return textwrap.shorten((told or lines or ["no step was measured"])[-1], _LENGTH)
+    errors = [line for line in lines if _ERROR.search(line)]
+    return textwrap.shorten((errors or lines or ["no step was measured"])[-1], _LENGTH)
 
 
 def find(rows, kind: str, replicas: int, steps_per_execution: int = 1, scaling=WEAK):

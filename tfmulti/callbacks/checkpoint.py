@@ -145,12 +145,12 @@ class Checkpoint(keras.callbacks.Callback):
         done, self._last_batch = batch - self._last_batch, batch
         before, self._step = self._step, self._step + done
         self._unsaved += done
-        told = self._requests.receive()
+        has_requests = self._requests.receive()
         if self._dataset is None:
             return
         every = self.every_steps
         due = every is not None and before // every != self._step // every
-        if due or told:
+        if due or has_requests:
             self._save(self._epoch, begun=True, within_epoch=True)
             self._requests.clear("save")
         self._stop_if_requested()

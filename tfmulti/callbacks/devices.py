@@ -122,11 +122,11 @@ class Devices(keras.callbacks.Callback):
 
     def _find_readers(self):
         readers, missing, no_gpu = hardware.find_readers()
-        told = [missing] if missing else []
+        lines = [missing] if missing else []
         if no_gpu is not None and tf.config.list_physical_devices("GPU"):
-            told.append(f"no GPU is read: {no_gpu}")
+            lines.append(f"no GPU is read: {no_gpu}")
         if not self._has_reported_missing:
-            for line in told:
+            for line in lines:
                 self._print_fn(line)
         self._has_reported_missing = True
         return readers

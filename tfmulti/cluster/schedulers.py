@@ -126,16 +126,16 @@ def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | 
     with contextlib.suppress(ValueError):
         value = json.loads(environ[name])
     if name == "SM_HOSTS":
-        hosts, here = value, environ.get("SM_CURRENT_HOST")
+        hosts, current = value, environ.get("SM_CURRENT_HOST")
     else:
         fields = value if isinstance(value, dict) else {}
-        hosts, here = fields.get("hosts"), fields.get("current_host")
+        hosts, current = fields.get("hosts"), fields.get("current_host")
     strings = isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)
-    if not strings or here not in hosts:
+    if not strings or current not in hosts:
         raise setting_error(
             name,
             "must list all hosts as JSON, the current one among them",
-            received=f"{name}={show(environ[name])}, current host {show(here)}",
+            received=f"{name}={show(environ[name])}, current host {show(current)}",
             source=SAGEMAKER,
             advice="SageMaker sets it so: leave it as it is, or unset all of SM_HOSTS,"
             " SM_CURRENT_HOST and SM_RESOURCE_CONFIG.",
@@ -145,7 +145,7 @@ def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | 
     port = read_first_port(environ, _PORT, 1, SAGEMAKER)
     workers = [f"{host}:{port}" for host in hosts]
     return Cluster(
-        {"worker": workers}, "worker", hosts.index(here), SAGEMAKER, names_come_late=True
+        {"worker": workers}, "worker", hosts.index(current), SAGEMAKER, names_come_late=True
     )
 
 

@@ -80,19 +80,19 @@ def resolve_cluster(
                 f"--num_workers 2 --num_ps {num_ps} starts servers on this machine."
             )
         return cluster
-    asked = {"type": task_type, "index": task_index}
+    requested = {"type": task_type, "index": task_index}
     if tf_config is None:
-        config, source = _read_environment(environ, asked), ENVIRONMENT
+        config, source = _read_environment(environ, requested), ENVIRONMENT
     elif isinstance(tf_config, Mapping):
         config, source = tf_config, "the argument `tf_config`"
     else:
         path = _check_path(tf_config)
         if os.path.isdir(path):  # Unlike Path.is_dir, it never raises.
-            asked = _requested_task(path, task_type, task_index, environ)
-            path = path / f"{asked['type']}_{asked['index']}.json"
+            requested = _requested_task(path, task_type, task_index, environ)
+            path = path / f"{requested['type']}_{requested['index']}.json"
         config, source = _read_file(path), f"the file {path}"
     cluster = from_tf_config(config, source=source, servers=servers)
-    _check_requested(cluster, asked, source)
+    _check_requested(cluster, requested, source)
     _check_servers(cluster, servers, num_ps)
     if check_network:
         _check_network(cluster, source, network_timeout, resolve_host)

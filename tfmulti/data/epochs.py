@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
-from tfmulti.step import Counted, iterators
+from tfmulti.step import iterators
+from tfmulti.step.rows import Counted
 
 
 class WaitTimer:

@@ -334,6 +334,20 @@ def update_with_function(original, update):
     return update_state
 
 
+def build_tables(original, build):
+    """Creates large embeddings in parts, and makes servers look up their rows.
+
+    Args:
+        original: `Embedding.build`.
+        build: Function of `original`, a layer and the shape of its inputs.
+    """
+
+    def build_layer(self, input_shape=None):
+        return build(original, self, input_shape)
+
+    return build_layer
+
+
 def update_metric_by(metric: keras.metrics.Metric, update) -> None:
     """Replaces one metric's `update_state` by a function of it and its arguments."""
     if "update_state" not in vars(metric):

@@ -72,13 +72,13 @@ def as_first_replica():
 
     The gradient of a gather selects the replica's own rows by its number.
     """
-    here = tf.distribute.get_replica_context()
-    number = here._replica_id_in_sync_group
-    here._replica_id_in_sync_group = 0
+    replica = tf.distribute.get_replica_context()
+    number = replica._replica_id_in_sync_group
+    replica._replica_id_in_sync_group = 0
     try:
         yield
     finally:
-        here._replica_id_in_sync_group = number
+        replica._replica_id_in_sync_group = number
 
 
 @contextlib.contextmanager
@@ -91,14 +91,14 @@ def reducing_over_replicas(number):
     if number is None:
         yield
         return
-    here = tf.distribute.get_replica_context()
+    replica = tf.distribute.get_replica_context()
     # While this replica waits in the reduction, another one may still trace what comes before.
-    with _reduces.set_to(True), reducing_as_usual(here.strategy):
-        here._replica_id_in_sync_group = number
+    with _reduces.set_to(True), reducing_as_usual(replica.strategy):
+        replica._replica_id_in_sync_group = number
         try:
             yield
         finally:
-            here._replica_id_in_sync_group = 0
+            replica._replica_id_in_sync_group = 0
 
 
 def computes_like_one_device(strategy: tf.distribute.Strategy) -> bool:

@@ -26,6 +26,11 @@ def is_ours(strategy) -> bool:
     return getattr(strategy, "repairs_keras", False)
 
 
+def has_servers(strategy) -> bool:
+    """Whether a strategy is tfmulti's for parameter servers."""
+    return getattr(strategy, "has_parameter_servers", False)
+
+
 def note_strategy(strategy: tf.distribute.Strategy) -> None:
     """Registers one of our strategies, as long as it exists."""
     _strategies.add(strategy)
@@ -34,6 +39,11 @@ def note_strategy(strategy: tf.distribute.Strategy) -> None:
 def in_scope(*_, **__) -> bool:
     """In the scope, or in a replica, of one of our strategies."""
     return is_ours(tf.distribute.get_strategy())
+
+
+def in_scope_of_servers(*_, **__) -> bool:
+    """In the scope of our strategy for parameter servers."""
+    return has_servers(tf.distribute.get_strategy())
 
 
 def of_model(model, *_, **__) -> bool:

@@ -126,12 +126,12 @@ def tf_configs_here(
     if config.hosts is None:
         return dict(enumerate(processes.tf_configs(config.num_workers, config.num_ps)))
     hosts = read_hosts(config.hosts, config.base_port)
-    here = find_host_index(config, len(hosts), environ)
+    host = find_host_index(config, len(hosts), environ)
     cluster = {"worker": [address for addresses in hosts for address in addresses]}
-    first = sum(len(addresses) for addresses in hosts[:here])
+    first = sum(len(addresses) for addresses in hosts[:host])
     return {
         index: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in range(first, first + len(hosts[here]))
+        for index in range(first, first + len(hosts[host]))
     }
 
 

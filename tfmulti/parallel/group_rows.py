@@ -17,7 +17,7 @@ import dataclasses
 import tensorflow as tf
 
 from tfmulti import topology
-from tfmulti.step import current_replica_batch
+from tfmulti.step.rows import current_replica_batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,7 +85,7 @@ def gather_in_calls(model: keras.Model) -> None:
     Args:
         model: A built model.
     """
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = keras_compat.inner_optimizer(model.optimizer)
     shards = marks.SHARDS.get(optimizer)
     sharded = marks.PARAMETERS.get(model.distribute_strategy)
     if shards is not None and shards.shards_parameters:
@@ -106,7 +106,7 @@ def refuse_other_optimizers(model: keras.Model) -> None:
     if not parameters.has_sharded(model):
         return
     for optimizer in model_contents.optimizers_in_use(model, nested=True):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = keras_compat.inner_optimizer(optimizer)
         shards = marks.SHARDS.get(inner)
         if shards is None or not shards.shards_parameters:
             raise ValueError(

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.cutting import Cut, Part
-from tfmulti.step import as_current, normalization, parameters
+from tfmulti.step import normalization, parameters
+from tfmulti.step.rows import as_current
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from tfmulti import keras_compat, marks
 from tfmulti.choices import SPLITS
 from tfmulti.parallel.group_rows import Group, with_padding
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import current_replica_batch, parameters, sparse_gradients
+from tfmulti.step import parameters, sparse_gradients
+from tfmulti.step.rows import current_replica_batch
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
 
 COLUMN, ROW, VOCABULARY = KINDS = SPLITS

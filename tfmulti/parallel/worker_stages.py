@@ -26,7 +26,8 @@ from tfmulti.parallel.staged_call import (
     spread_over,
 )
 from tfmulti.parallel.stages import weights_of
-from tfmulti.step import current_replica_batch, owners, parameters
+from tfmulti.step import owners, parameters
+from tfmulti.step.rows import current_replica_batch
 
 
 class WorkerStages(StagedCall):

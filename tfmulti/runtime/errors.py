@@ -80,8 +80,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
         return True
-    theirs = (type(error).__module__ or "").startswith("tensorflow")
-    return theirs and any(words in str(error) for words in _NO_MEMORY)
+    is_of_tensorflow = (type(error).__module__ or "").startswith("tensorflow")
+    return is_of_tensorflow and any(words in str(error) for words in _NO_MEMORY)
 
 
 def _describe_memory(text) -> str:

@@ -338,7 +338,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
 
 def _compression(model) -> str | None:
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     kinds = [marks.COMPRESSION.get(each) for each in (optimizer, inner)]
     return kinds[0] or kinds[1]
 

@@ -133,8 +133,8 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     own = {path: log for path, log in paths.items() if path in flags or path not in differing}
     parts = _parts_of_means(own, replica_batch)
     numbers = [_concat([replica_batch.num_real, *flags.values(), *parts.values()])] if own else []
-    asked = [] if requests is None else [requests.part_of_step()]
-    added = add_by_dtype([*states, *numbers, *beside, *asked])
+    requested = [] if requests is None else [requests.part_of_step()]
+    added = add_by_dtype([*states, *numbers, *beside, *requested])
     if requests is not None:
         requests.note(added.pop())
     states, added = added[: len(states)], added[len(states) :]

@@ -281,7 +281,7 @@ def are_handed_on() -> bool:
 def hands_on_gradients(model: keras.Model) -> bool:
     """Whether Keras's own step hands gradients directly to an optimizer of Keras's own."""
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
     return stock and not keras_compat.has_custom_step(model, "train")
 

@@ -91,7 +91,7 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
         gradients: Its gradients.
         variables: Their variables; None for those that it was built for.
     """
-    shards = marks.SHARDS.get(getattr(optimizer, "inner_optimizer", optimizer))
+    shards = marks.SHARDS.get(keras_compat.inner_optimizer(optimizer))
     if shards is None or not shards.shards_parameters:
         return list(gradients)
     variables = keras_compat.updated_variables(optimizer) if variables is None else variables

@@ -284,7 +284,7 @@ def most_updated(optimizer, variables, num_workers: int, by_rows: bool) -> int:
         num_workers: The number of workers.
         by_rows: See `owners_of_updates`.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     owned_by = owners_of_updates(inner, variables, num_workers, by_rows)
     return max(owners.bytes_of_each(variables, num_workers, owned_by))
 

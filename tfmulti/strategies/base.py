@@ -7,9 +7,17 @@ import weakref
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, marks, step, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
-from tfmulti.step import gradients, iterators, local_steps, model_contents, replicated
+from tfmulti.step import (
+    gradients,
+    iterators,
+    local_steps,
+    model_contents,
+    replicated,
+    rows,
+    wrapped_step,
+)
 from tfmulti.strategies import checks
 
 
@@ -25,7 +33,7 @@ def first_local_value(strategy: tf.distribute.Strategy, values):
         return value
 
     values = tf.nest.map_structure(first, values, expand_composites=False)
-    return step.fill_if_empty(values)
+    return rows.fill_if_empty(values)
 
 
 class _KerasRepairs:
@@ -77,11 +85,11 @@ class _KerasRepairs:
         if is_local:
             fn = local_steps.on_local_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
-            fn = step.wrap_step(fn, kind, model, padded=self.marks_padding)
+            fn = wrapped_step.wrap_step(fn, kind, model, padded=self.marks_padding)
             if kind != "predict" and is_whole:
-                fn = step.divide_whole_batch(fn)
+                fn = wrapped_step.divide_whole_batch(fn)
         else:
-            args = tuple(step.without_count(value) for value in args)
+            args = tuple(rows.without_count(value) for value in args)
         # The gradients of a single replica are already those of the whole batch.
         fn = gradients.with_step_state(fn, reduced=not several)
         try:

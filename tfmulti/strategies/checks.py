@@ -84,7 +84,7 @@ def refuse_calls_on_servers(model: keras.Model, name: str) -> None:
         model: The model whose method was called.
         name: The name of the method.
     """
-    if getattr(model.distribute_strategy, "has_parameter_servers", False):
+    if keras_compat.has_servers(model.distribute_strategy):
         raise ValueError(
             f"`{name}` cannot train or compute on the workers of parameter servers: its steps wait "
             f"for one another. Received: a call of {name} on {model.name!r}, which was created in "

@@ -11,7 +11,7 @@ from absl import logging
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, step
+from tfmulti import keras_compat
 from tfmulti.choices import COMMUNICATIONS, ON_DIFFERENCE, REPLICATE, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.cluster.task import SERVER_TYPE
@@ -23,7 +23,9 @@ from tfmulti.step import (
     finite,
     gradients,
     local_steps,
+    logs,
     losses,
+    rows,
     sharded_state,
     whole_batch,
 )
@@ -229,7 +231,7 @@ def _repair_keras():
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
         compare_variable=coordination.compare_variable,
-        current_replica_batch=step.current_replica_batch,
+        current_replica_batch=rows.current_replica_batch,
         distribute_loaded=distribute_loaded,
         first_local_value=first_local_value,
         gradients_are_global=gradients.has_reduced,
@@ -250,8 +252,8 @@ def _repair_keras():
         take_gradient=take,
         on_all=finite.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
-        weigh_mean=step.weigh_mean,
-        note_result=step.note_result,
+        weigh_mean=logs.weigh_mean,
+        note_result=logs.note_result,
     )
 
 

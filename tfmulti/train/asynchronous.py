@@ -175,7 +175,7 @@ class _Epochs:
 
 
 def _check(model, callbacks, max_staleness, epochs):
-    if not getattr(model.distribute_strategy, "has_parameter_servers", False):
+    if not keras_compat.has_servers(model.distribute_strategy):
         raise ValueError(
             "`train_async` trains models that were created in the scope of parameter servers. "
             f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "

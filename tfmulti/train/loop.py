@@ -85,7 +85,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
 
 def _fit(model, train, test, config, chosen, print_fn):
     settings = {"validation_data": test, "epochs": config.epochs, "verbose": 0, "callbacks": chosen}
-    if getattr(model.distribute_strategy, "has_parameter_servers", False):
+    if keras_compat.has_servers(model.distribute_strategy):
         staleness = config.max_staleness
         return train_async(model, train, max_staleness=staleness, print_fn=print_fn, **settings)
     return model.fit(train, shuffle=False, **settings)

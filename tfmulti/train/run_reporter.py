@@ -12,7 +12,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti import callbacks, checkpoint, topology
+from tfmulti import callbacks, checkpoint, keras_compat, topology
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
@@ -46,7 +46,7 @@ class RunSettings:
     ):
         self._config, self.plan, self._num_workers = config, plan, num_workers
         self._model = model
-        self._optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        self._optimizer = keras_compat.inner_optimizer(model.optimizer)
         self.per_replica_batch_size = -(-plan.global_batch_size // plan.num_replicas)
         local = plan.num_replicas // num_workers * self.per_replica_batch_size
         self.per_worker_batch_size = min(local, plan.global_batch_size)
