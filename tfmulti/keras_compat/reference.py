@@ -108,7 +108,7 @@ def computes_like_one_device(strategy: tf.distribute.Strategy) -> bool:
 
 @contextlib.contextmanager
 def on_first_replica(strategy: tf.distribute.Strategy):
-    """Has `strategy.run` run its function on this worker's first replica alone."""
+    """Makes `strategy.run` run its function on this worker's first replica alone."""
     extended = strategy.extended
     devices = extended.worker_devices
     if len(devices) > 1:
@@ -122,7 +122,7 @@ def on_first_replica(strategy: tf.distribute.Strategy):
 
 @contextlib.contextmanager
 def without_optimized_graphs():
-    """Has functions run first within this context as they were traced.
+    """Makes functions whose first run is in this context run as they were traced.
 
     Optimizing a graph takes as long as tracing it, which does not pay for a few runs.
     """

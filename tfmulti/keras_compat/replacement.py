@@ -1,4 +1,7 @@
-"""Replaces a function of Keras or TensorFlow: once, and only under our strategies."""
+"""Replaces a function of Keras or TensorFlow: once, and only under our strategies.
+
+The functions that say where a replacement is used have phrases as docstrings: a table shows them.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Errors of the program or the user: a restart would not help.
 _PERMANENT = (1, 2)
-# The first task where there are parameter servers.
+# The index of the chief, where there are parameter servers.
 _CHIEF = 0
 
 

@@ -62,8 +62,8 @@ def place_of(error: BaseException) -> str | None:
     >>> place_of(ValueError("never raised")) is None
     True
     """
-    for each in _with_causes(error):
-        frames = [frame for frame in _frames(each) if _is_users(frame[0])]
+    for cause in _with_causes(error):
+        frames = [frame for frame in _frames(cause) if _is_users(frame[0])]
         if frames:
             path, line, function = frames[-1]
             source = linecache.getline(path, line).strip()[:_SOURCE_LENGTH]

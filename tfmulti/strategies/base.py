@@ -70,7 +70,11 @@ class _KerasRepairs:
         return 1 if is_one else super().num_replicas_in_sync
 
     def run(self, fn, args=(), kwargs=None, options=None):
-        """Runs `fn` on every replica; Keras's own steps also run with empty replica batches."""
+        """Runs `fn` on every replica; Keras's own steps also run with empty replica batches.
+
+        There are four ways: as TensorFlow does; a replicated step, on the whole batch; a local
+        step, on the worker's rows; and a wrapped step, on each replica's rows.
+        """
         if self.counts_one_replica:
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
