@@ -370,7 +370,7 @@ def test_parts_are_cut_where_little_is_handed_on():
         wide = layers.Dense(64)(x)
         x = layers.Add()([x, layers.Dense(8)(wide)])
     model = keras.Model(inputs, x)
-    starts = cutting.balanced_starts(model, 4)
+    starts = cutting.starts_by_activations(model, 4)
     # Each block is three calls; one tensor of 8 is all that is needed after it.
     assert starts == [3, 6, 9]
     assert len(cutting.Cut(model, starts).parts) == 4

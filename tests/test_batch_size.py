@@ -79,7 +79,7 @@ def test_all_workers_take_the_smallest(monkeypatch):
     found = SizeTrial(96, 10**9, 128, 500)
     monkeypatch.setattr(search, "_find", lambda *_: (found, 2 * 10**9))
     # As if another worker had found 64.
-    monkeypatch.setattr(search.coordination, "compare", lambda _, n: (min(n, 64), min(n, 64)))
+    monkeypatch.setattr(search.coordination, "min_and_max", lambda _, n: (min(n, 64), min(n, 64)))
     lines = []
     config = search.resolve_batch_size(AUTO, strategy, lines.append)
     assert config.resolve_global_batch_size(2) == 128
@@ -157,7 +157,7 @@ def numbers_of(num_replicas=2, num_workers=1, author_compiles=False, **settings)
         if author_compiles:
             model.compile(keras.optimizers.SGD(0.5), "mse")
         rate = models.compile_model(model, config, train)
-    return run_reporter.RunSummary(config, train.plan, num_workers, model, rate)
+    return run_reporter.RunSettings(config, train.plan, num_workers, model, rate)
 
 
 def test_the_numbers_of_a_run_and_both_conventions():

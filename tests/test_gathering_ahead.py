@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfmulti.cluster import mpi
-from tfmulti.parallel import activations, ahead
+from tfmulti.parallel import activations, prefetch
 from tfmulti.step.rows import ReplicaBatch, as_current
 
 
@@ -21,7 +21,7 @@ class Held(keras.Variable):
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    monkeypatch.setattr(ahead, "are_ahead", lambda: True)
+    monkeypatch.setattr(prefetch, "is_enabled", lambda: True)
     monkeypatch.setattr(activations, "in_replica", lambda: True)
     monkeypatch.setattr(activations, "receive", received)
     monkeypatch.setattr(activations, "gather", lambda weight, held, whole: added(held, whole))
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_layers_that_gather_as_needed(monkeypatch, seed):
         return trace(model, *weights)[1]
 
     loss, gradients = result()
-    monkeypatch.setattr(ahead, "are_ahead", lambda: False)
+    monkeypatch.setattr(prefetch, "is_enabled", lambda: False)
     other, others = result()
     assert float(loss) == float(other)
     for one, two in zip(gradients, others, strict=True):

@@ -114,7 +114,7 @@ def run(launch):
 def run_job(monkeypatch, tmp_path):
     """Runs a job in this process, with short waits; returns the exit code and what was told."""
     monkeypatch.setattr(job, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(job, "CAUSE_S", 1.0)
+    monkeypatch.setattr(job, "CAUSE_WAIT_S", 1.0)
 
     def run(code, **settings):
         config = LaunchConfig(**{"num_workers": 2, "log_dir": str(tmp_path / "logs"), **settings})

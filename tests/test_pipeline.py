@@ -22,7 +22,7 @@ def chain(*sizes):
 
 
 def starts_of(model, num_parts):
-    return cutting.even_starts(model, layer_costs.estimated_costs(model), num_parts)
+    return cutting.starts_by_cost(model, layer_costs.estimated_costs(model), num_parts)
 
 
 def test_stages_compute_about_as_much_as_each_other():
@@ -35,11 +35,11 @@ def test_stages_compute_about_as_much_as_each_other():
 def test_of_cuts_that_are_nearly_as_even_the_one_that_sends_least_is_taken():
     model = chain(64, 8, 64, 64)
     # Its calls send 64, 8 and 64 numbers of a row.
-    assert cutting.even_starts(model, [50, 50, 50, 50], 2) == [2]
-    assert cutting.even_starts(model, [50, 49, 1, 50], 2) == [2]
-    assert cutting.even_starts(model, [50, 2, 50, 1], 2) == [2]
+    assert cutting.starts_by_cost(model, [50, 50, 50, 50], 2) == [2]
+    assert cutting.starts_by_cost(model, [50, 49, 1, 50], 2) == [2]
+    assert cutting.starts_by_cost(model, [50, 2, 50, 1], 2) == [2]
     # The cut at 1 would send more, that at 2 has a costlier part.
-    assert cutting.even_starts(model, [50, 20, 20, 10], 2) == [1]
+    assert cutting.starts_by_cost(model, [50, 20, 20, 10], 2) == [1]
 
 
 def test_the_most_even_cut_is_found_among_all():
@@ -50,7 +50,7 @@ def test_the_most_even_cut_is_found_among_all():
             costs = random.exponential(size=8).tolist()
             every = itertools.combinations(range(1, 8), num_parts - 1)
             least = min(costliest(costs, starts) for starts in every)
-            found = cutting.even_starts(model, costs, num_parts)
+            found = cutting.starts_by_cost(model, costs, num_parts)
             assert costliest(costs, found) <= 1.1 * least + 1e-9
 
 

@@ -49,7 +49,7 @@ GUARD = Mark("guard")
 """What checks its gradients, `step.finite.FiniteGuard`."""
 UPDATES_ALIKE = Mark("updates_alike", False)
 """Whether it updates replicas alike in any step."""
-HAS_LOCAL_SUMS = Mark("parts", False)
+HAS_LOCAL_SUMS = Mark("has_local_sums", False)
 """Whether each replica accumulates gradients of its own."""
 
 # Models.
@@ -67,13 +67,13 @@ REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 PREDICT = Mark("predict", (None, None))
 """The function of `predict_on_batch`, and whether it runs eagerly."""
-TABLE_READS = Mark("positions")
+TABLE_READS = Mark("table_reads")
 """How each embedding table is read, by the variable's id: see `step.sparse_gradients`."""
 AVERAGE = Mark("average")
 """What averages it over workers, `step.local_steps.Average`."""
 WARNED_OF_STATISTICS = Mark("warned_of_statistics", False)
 """Whether the user was warned of local batch statistics."""
-WARNED_OF_LOCAL_STEPS = Mark("told_of_local_steps", False)
+WARNED_OF_LOCAL_STEPS = Mark("warned_of_local_steps", False)
 """Whether the user was warned that workers train apart."""
 
 # Layers and variables.
@@ -103,5 +103,5 @@ AGREED = Mark("agreed", False)
 """Whether workers have agreed on the number of batches of an iterator."""
 STEP = Mark("step")
 """The kind of step that a function is, and its model."""
-PATH = Mark("place")
+PATH = Mark("path")
 """Where a callback would write, were its worker the chief."""

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 
-def setting(default, text: str, choices=None, at_least=None, word=None):
+def setting(
+    default, text, choices=None, at_least=None, word=None, *, on_servers=True, per_worker=False
+):
     """Returns a dataclass field that becomes a flag, with the constraints of its value.
 
     Args:
@@ -15,8 +17,11 @@ def setting(default, text: str, choices=None, at_least=None, word=None):
         choices: All valid values.
         at_least: The smallest value.
         word: A word that is valid instead of a number.
+        on_servers: Whether it can be used with parameter servers.
+        per_worker: Whether each worker of a job may have another value.
     """
     metadata = {"help": text, "choices": choices, "at_least": at_least, "word": word}
+    metadata |= {"on_servers": on_servers, "per_worker": per_worker}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -60,7 +65,7 @@ def check_choice(name: str, value, choices: Sequence[str | None], advice: str) -
     if value in choices:
         return
     optional = "None or " if choices[0] is None else ""
-    names = ", ".join(each for each in choices if each is not None)
+    names = ", ".join(choice for choice in choices if choice is not None)
     raise ValueError(
         f"`{name}` must be {optional}one of {names}. Received: {name}={value!r}. {advice}"
     )

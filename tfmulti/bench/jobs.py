@@ -21,7 +21,7 @@ from pathlib import Path
 from tfmulti.bench.setups import FOLDER, Setup
 from tfmulti.bench.worker import INDEX, PIPES
 from tfmulti.launch.group import Group
-from tfmulti.launch.logs import Ended, log_tail, open_logs
+from tfmulti.launch.logs import WorkerExit, log_tail, open_logs
 
 _POLL_S = 0.1
 _END_S = 15.0
@@ -50,7 +50,7 @@ class Job:
     def __init__(self, setup: Setup, folder: Path, timeout_s: float):
         self.setup, self._folder, self._timeout_s = setup, folder, timeout_s
         self._stack = contextlib.ExitStack()
-        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._orders: list = []
         self._answers: list = []
         self.facts: list[dict] = []

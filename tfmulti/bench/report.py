@@ -124,9 +124,9 @@ def _kinds(found, config) -> TextTable:
     known = {kind.name: kind for kind in config.KINDS}
     kinds = [known[name] for name in dict.fromkeys(row["kind"] for row in rows)]
     others = [kind for kind in kinds if kind.baseline != "one_worker"]
-    told = "".join(f"; of {kind.name}, {kind.baseline} x1" for kind in others)
+    text = "".join(f"; of {kind.name}, {kind.baseline} x1" for kind in others)
     notes = [
-        f"Speed-up and efficiency are against one worker: one_worker{told}. The control says what "
+        f"Speed-up and efficiency are against one worker: one_worker{text}. The control says what "
         "the machine leaves to so many processes.",
         "input is drawing a batch alone; compute is the control's step without it; reduction is "
         "the step beyond the control's, both with several steps a call; host is what a step "

@@ -100,11 +100,11 @@ def describe_block(answers: Sequence[dict], steps: int, steps_per_execution: int
 
     `tail` is from the end of the last step to the end of the call, the longest of all processes.
     """
-    seconds = [s for each in answers for s in step_seconds(each["ends"], steps_per_execution)]
+    seconds = [s for answer in answers for s in step_seconds(answer["ends"], steps_per_execution)]
     return {
         "steps": steps,
         "seconds": seconds,
-        "tail": max(each["ended"] - each["ends"][-1] for each in answers),
+        "tail": max(answer["ended"] - answer["ends"][-1] for answer in answers),
     }
 
 
@@ -215,8 +215,8 @@ def shorten(words: str) -> str:
     'ValueError: no data'
     """
     lines = [_WORKER.sub("", line).strip() for line in words.splitlines() if line.strip()]
-    told = [line for line in lines if _ERROR.search(line)]
-    return textwrap.shorten((told or lines or ["no step was measured"])[-1], _LENGTH)
+    errors = [line for line in lines if _ERROR.search(line)]
+    return textwrap.shorten((errors or lines or ["no step was measured"])[-1], _LENGTH)
 
 
 def find(rows, kind: str, replicas: int, steps_per_execution: int = 1, scaling=WEAK):

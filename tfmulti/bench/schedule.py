@@ -147,7 +147,7 @@ class Rounds:
             with self._failing(job):
                 if number == 1 and not kind.is_peer:
                     answers = job.train(steps=_INPUT_STEPS, input_only=True)
-                    drawn = [s for each in answers for s in step_seconds(each["ends"])]
+                    drawn = [s for answer in answers for s in step_seconds(answer["ends"])]
                     series.figures["input_seconds"] = statistics.median(drawn)
                 is_last = number == job.setup.steps_per_execution[-1]
                 if self._workload == _LONG_WORKLOAD and is_last and kind.long_order is not None:

@@ -245,7 +245,7 @@ class Setup:
 def create_setups(workload: str, config: BenchConfig) -> list[Setup]:
     """Returns the configurations of a workload, in the order of the first round."""
     chosen = []
-    for kind in (each for each in config.kinds if workload not in each.not_on):
+    for kind in (kind for kind in config.kinds if workload not in kind.not_on):
         for count in kind.counts(config.numbers):
             chosen.append(create_setup(kind, count, config, workload))
             if config.strong and count > 1 and kind.calls_of_several and kind != CONTROL:

@@ -145,19 +145,19 @@ class Checkpoint(keras.callbacks.Callback):
         done, self._last_batch = batch - self._last_batch, batch
         before, self._step = self._step, self._step + done
         self._unsaved += done
-        told = self._requests.receive()
+        has_requests = self._requests.receive()
         if self._dataset is None:
             return
         every = self.every_steps
         due = every is not None and before // every != self._step // every
-        if due or told:
+        if due or has_requests:
             self._save(self._epoch, begun=True, within_epoch=True)
             self._requests.clear("save")
         self._stop_if_requested()
 
     def on_epoch_end(self, epoch, logs=None):
         """Ends if all workers have agreed to stop and there is no dataset with a position."""
-        if self._dataset is None and self._requests.agreed("stop"):
+        if self._dataset is None and self._requests.must_stop():
             self.model.stop_training = True
 
     def on_train_end(self, logs=None):
@@ -165,7 +165,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._unsaved:
             self._save(self._epoch + 1, begun=False)
         self._finish()
-        if self._requests.agreed("stop"):
+        if self._requests.must_stop():
             raise Preempted
 
     def _is_time(self) -> bool:
@@ -174,7 +174,7 @@ class Checkpoint(keras.callbacks.Callback):
         return self._clock() - self._last_time >= self._every_minutes * 60
 
     def _stop_if_requested(self):
-        if self._requests.agreed("stop") and self._dataset is not None:
+        if self._requests.must_stop() and self._dataset is not None:
             self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()
             raise Preempted
@@ -195,7 +195,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
-        coordination.compare(self._strategy, 0)
+        coordination.min_and_max(self._strategy, 0)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if failed is not None:

@@ -14,7 +14,7 @@ from absl import logging
 
 from tfmulti import hardware, topology
 from tfmulti.callbacks.tracking import HistoryFile
-from tfmulti.strategies.coordination import KeyValueExchange
+from tfmulti.strategies.coordination import EpochTexts
 
 
 class Devices(keras.callbacks.Callback):
@@ -80,7 +80,7 @@ class Devices(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Starts sampling."""
         self._stop()
-        self._exchange = KeyValueExchange(self.model.distribute_strategy)
+        self._exchange = EpochTexts(self.model.distribute_strategy)
         self._chief = topology.is_chief(self.model.distribute_strategy)
         self._table = self._writer = self._ended_epoch = self.imbalance = None
         readers = self._find_readers() if self._given is None else self._given
@@ -122,11 +122,11 @@ class Devices(keras.callbacks.Callback):
 
     def _find_readers(self):
         readers, missing, no_gpu = hardware.find_readers()
-        told = [missing] if missing else []
+        lines = [missing] if missing else []
         if no_gpu is not None and tf.config.list_physical_devices("GPU"):
-            told.append(f"no GPU is read: {no_gpu}")
+            lines.append(f"no GPU is read: {no_gpu}")
         if not self._has_reported_missing:
-            for line in told:
+            for line in lines:
                 self._print_fn(line)
         self._has_reported_missing = True
         return readers

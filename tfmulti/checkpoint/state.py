@@ -101,7 +101,7 @@ def _is_here(variable) -> bool:
 
 def _value_of(variable) -> np.ndarray:
     if hasattr(variable, "is_here"):
-        with slots.gathering():
+        with slots.collective_reads():
             return variable.numpy()
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
@@ -128,7 +128,7 @@ def _is_json(value) -> bool:
 
 def _best_weights(callback) -> list[np.ndarray]:
     weights = getattr(callback, _BEST_WEIGHTS, None)
-    arrays = [np.asarray(each) for each in weights] if isinstance(weights, list | tuple) else []
+    arrays = [np.asarray(weight) for weight in weights] if isinstance(weights, list | tuple) else []
     # Not of what is no number.
     return arrays if all(array.dtype.kind not in "OSU" for array in arrays) else []
 

@@ -1,4 +1,4 @@
-"""Environment variables by which a launcher and its workers communicate.
+"""Environment variables, and exit codes, by which a launcher and its workers communicate.
 
 `python -m tfmulti.launch` sets them; another launcher, or a manifest, may do the same.
 """

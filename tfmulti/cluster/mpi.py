@@ -66,14 +66,14 @@ def find_cluster() -> Cluster:
     Raises:
         RuntimeError: Where MPI cannot be started.
     """
-    here = world()
+    comm = world()
     with socket.create_server(("", 0)) as server:
         address = (socket.gethostname(), server.getsockname()[1])
         # Held until all have theirs, so that no two processes of a host get the same.
-        addresses = here.allgather(address)
+        addresses = comm.allgather(address)
     one_host = len({host for host, _ in addresses}) == 1
     workers = [f"{'127.0.0.1' if one_host else host}:{port}" for host, port in addresses]
-    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": here.rank}}
+    config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": comm.rank}}
     return dataclasses.replace(from_tf_config(config, source=SOURCE), source=SOURCE)
 
 
@@ -83,14 +83,14 @@ def communicator(num_workers: int, index: int):
     Raises:
         RuntimeError: Where MPI was started with another number of processes.
     """
-    here = world()
-    if here.size != num_workers:
+    comm = world()
+    if comm.size != num_workers:
         raise RuntimeError(
             "`communication` 'mpi' needs as many MPI processes as the cluster has workers. "
-            f"Received: {here.size} MPI processes, {num_workers} workers. "
+            f"Received: {comm.size} MPI processes, {num_workers} workers. "
             f"Start the job with mpiexec -n {num_workers}, or python -m tfmulti.launch --mpi."
         )
-    return here.Split(0, index)
+    return comm.Split(0, index)
 
 
 def on_one_host(communicator) -> bool:

@@ -184,16 +184,16 @@ def _parse_addresses(
         advice = 'Write at least one address, as ["10.0.0.1:12345"], or remove the key.'
         raise fail(field, "must not be an empty list", received=show(value), advice=advice)
     for index, address in enumerate(value):
-        here = f"{field}[{index}]"
+        place = f"{field}[{index}]"
         fault = address_fault(address)
         if fault:
-            raise fail(here, fault[0], received=show(address), advice=fault[1])
+            raise fail(place, fault[0], received=show(address), advice=fault[1])
         host, port = split_address(address)
-        first = seen.setdefault((host.lower(), port), here)
-        if first != here:
+        first = seen.setdefault((host.lower(), port), place)
+        if first != place:
             rule = f"must differ from every other address, and is the same as `{first}`"
             advice = "Give each task a host or a port of its own."
-            raise fail(here, rule, received=show(address), advice=advice)
+            raise fail(place, rule, received=show(address), advice=advice)
     return tuple(value)
 
 

@@ -156,8 +156,8 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
     """
     text = str(error)
     module = type(error).__module__ or ""
-    theirs = module.startswith("tensorflow") or type(error) is RuntimeError
-    if cluster is None or not theirs:
+    is_of_tensorflow = module.startswith("tensorflow") or type(error) is RuntimeError
+    if cluster is None or not is_of_tensorflow:
         return None
     unlike = [text.find(sign) for sign in _UNLIKE if sign in text]
     if unlike:
@@ -169,10 +169,10 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
             "Compare the model, the data and the settings of all workers.",
         )
     if REPORT in text:
-        said = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
+        report = text.split(REPORT, 1)[1].split("\n")[0].split(" [type.")[0].strip()
         reported = _REPORTED.search(text)
-        who = _name(cluster, reported[1], int(reported[2])) if reported else "another worker"
-        return PeerError(environment.PEER_LOST, f"{who} failed, and this worker with it: {said}")
+        who = cluster.name_of(reported[1], int(reported[2])) if reported else "another worker"
+        return PeerError(environment.PEER_LOST, f"{who} failed, and this worker with it: {report}")
     if not any(sign in text for sign in _LOST):
         return None
     return PeerError(environment.PEER_LOST, f"{_find_who(text, cluster)} is lost: {_reason(text)}")
@@ -183,15 +183,9 @@ def _find_who(text, cluster) -> str:
     tasks = [(kind, int(index)) for kind, index in _TASK.findall(text)]
     others = list(dict.fromkeys(task for task in tasks if task != mine))
     if others:
-        return ", ".join(_name(cluster, *task) for task in others)
+        return ", ".join(cluster.name_of(*task) for task in others)
     # Only the service that looks after the workers, which the first task runs, has no name there.
-    return _name(cluster, *cluster.tasks[0])
-
-
-def _name(cluster, task_type, index) -> str:
-    addresses = cluster.spec.get(task_type, ())
-    where = f" at {addresses[index]}" if index < len(addresses) else ""
-    return f"{task_type} {index}{where}"
+    return cluster.name_of(*cluster.tasks[0])
 
 
 def _reason(text) -> str:

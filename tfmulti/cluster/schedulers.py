@@ -1,14 +1,15 @@
 """Finds the scheduler that has started this process, if there is no TF_CONFIG.
 
-MPI and Slurm have a module each. The first one that has started this process is used, the
-innermost first: `mpiexec` within a Slurm job, srun within a pod.
+The first one that has started this process is used, the innermost first: `mpiexec` within a Slurm
+job, srun within a pod. `SCHEDULERS` lists them in this order, after MPI; to add one, add it there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from absl import logging
 
@@ -20,98 +21,9 @@ from tfmulti.cluster.variables import read_first_port, read_number, single_worke
 KUBERNETES, SAGEMAKER = "Kubernetes", "SageMaker"
 _INDEX = "JOB_COMPLETION_INDEX"
 _PORT = 2222
-# The number of this host among several; the first variable that is set counts.
-HOST_INDEX_VARIABLES = (
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "SLURM_NODEID",
-    _INDEX,
-)
 
 
-def find_cluster(
-    environ: Mapping[str, str], *, may_start_mpi: bool = False, num_ps: int | None = None
-) -> Cluster | None:
-    """Returns the cluster that a scheduler's variables describe, or None without any.
-
-    In this order: MPI, Slurm, Kubernetes, SageMaker. `Cluster.source` names which. All tasks are
-    workers, or the first one is the chief and the last ones are parameter servers: see `variables`.
-
-    Args:
-        environ: the environment.
-        may_start_mpi: whether the processes of an MPI job may exchange addresses through MPI,
-            which starts it; else such a job is ignored.
-        num_ps: how many tasks are parameter servers; None reads TFMULTI_NUM_PS.
-
-    Raises:
-        ClusterError: if the variables describe no valid cluster.
-        RuntimeError: if MPI cannot be started.
-
-    Example:
-        >>> find_cluster({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}).source
-        'SageMaker'
-        >>> find_cluster({}) is None
-        True
-    """
-    servers = variables.read_num_ps(environ) if num_ps is None else num_ps
-    if mpi.size_in_environment(environ):
-        if not may_start_mpi:
-            return None
-        if servers:
-            raise setting_error(
-                environment.NUM_PS,
-                "names servers among the tasks of Slurm, Kubernetes or SageMaker, not of MPI",
-                received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
-                source=mpi.SOURCE,
-                advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
-                " task its TF_CONFIG.",
-            )
-        return mpi.find_cluster()
-    cluster = (
-        # Slurm's tasks share the GPUs of a host, and servers get none.
-        slurm.find_cluster(environ, servers)
-        or find_in_kubernetes(environ)
-        or find_in_sagemaker(environ)
-    )
-    return None if cluster is None else variables.assign_roles(cluster, servers)
-
-
-def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
-    """Warns if several processes were started together but each would train separately.
-
-    Args:
-        environ: the environment.
-        strategy: what this process trains under.
-    """
-    count, source = mpi.size_in_environment(environ), mpi.SOURCE
-    if not count:
-        try:
-            cluster = find_cluster(environ)
-        except ClusterError:
-            return
-        count, source = (0, "") if cluster is None else (cluster.num_workers, cluster.source)
-    if count > 1:
-        logging.warning(
-            "%s has started %d processes, and each trains a model of its own under %r. "
-            "To train one model together choose 'multi_worker', or start one process.",
-            source,
-            count,
-            strategy,
-        )
-
-
-def find_host_index(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Returns which of a job's hosts this is, as (variable, value), or None if unknown.
-
-    Example:
-        >>> find_host_index({"SLURM_NODEID": "1"})
-        ('SLURM_NODEID', '1')
-    """
-    name = next((name for name in HOST_INDEX_VARIABLES if environ.get(name)), None)
-    return None if name is None else (name, environ[name])
-
-
-def find_in_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
+def find_in_kubernetes(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
     """Returns the cluster of this pod's Job, or None outside of an indexed Job.
 
     Kubernetes gives each pod JOB_COMPLETION_INDEX and the host name `<job>-<index>`, which a
@@ -124,6 +36,7 @@ def find_in_kubernetes(environ: Mapping[str, str]) -> Cluster | None:
         environ: the environment: JOB_COMPLETION_INDEX and HOSTNAME, which Kubernetes sets;
             TFMULTI_NUM_WORKERS (the Job's `completions`) and TFMULTI_SERVICE (its pods'
             `subdomain`; in a JobSet JOBSET_NAME serves as well), which the manifest sets.
+        num_ps: how many pods will be parameter servers; it makes no difference here.
 
     Raises:
         ClusterError: where the manifest does not set them, or they contradict one another.
@@ -188,7 +101,7 @@ def _find_job(environ, index) -> str:
     return job
 
 
-def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
+def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
     """Returns the cluster of a SageMaker training job, or None elsewhere.
 
     It has one worker on each host. See
@@ -196,6 +109,7 @@ def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
 
     Args:
         environ: the environment: SM_HOSTS and SM_CURRENT_HOST, or SM_RESOURCE_CONFIG.
+        num_ps: how many hosts will be parameter servers; it makes no difference here.
 
     Raises:
         ClusterError: where they cannot be read, or this host is not among all.
@@ -212,16 +126,16 @@ def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
     with contextlib.suppress(ValueError):
         value = json.loads(environ[name])
     if name == "SM_HOSTS":
-        hosts, here = value, environ.get("SM_CURRENT_HOST")
+        hosts, current = value, environ.get("SM_CURRENT_HOST")
     else:
         fields = value if isinstance(value, dict) else {}
-        hosts, here = fields.get("hosts"), fields.get("current_host")
+        hosts, current = fields.get("hosts"), fields.get("current_host")
     strings = isinstance(hosts, list) and all(isinstance(host, str) for host in hosts)
-    if not strings or here not in hosts:
+    if not strings or current not in hosts:
         raise setting_error(
             name,
             "must list all hosts as JSON, the current one among them",
-            received=f"{name}={show(environ[name])}, current host {show(here)}",
+            received=f"{name}={show(environ[name])}, current host {show(current)}",
             source=SAGEMAKER,
             advice="SageMaker sets it so: leave it as it is, or unset all of SM_HOSTS,"
             " SM_CURRENT_HOST and SM_RESOURCE_CONFIG.",
@@ -231,5 +145,117 @@ def find_in_sagemaker(environ: Mapping[str, str]) -> Cluster | None:
     port = read_first_port(environ, _PORT, 1, SAGEMAKER)
     workers = [f"{host}:{port}" for host in hosts]
     return Cluster(
-        {"worker": workers}, "worker", hosts.index(here), SAGEMAKER, names_come_late=True
+        {"worker": workers}, "worker", hosts.index(current), SAGEMAKER, names_come_late=True
     )
+
+
+class Scheduler(NamedTuple):
+    """A scheduler that gives its tasks no roles.
+
+    Attributes:
+        name: Its name in messages, the `source` of its clusters.
+        find: Returns the cluster, or None where another one has started this process. Its
+            arguments are the environment, and how many tasks will be parameter servers.
+        host_index: The variable with the index of this host among those of the job, if any.
+    """
+
+    name: str
+    find: Callable[[Mapping[str, str], int], Cluster | None]
+    host_index: str | None = None
+
+
+SCHEDULERS = (
+    Scheduler(slurm.SOURCE, slurm.find_cluster, "SLURM_NODEID"),
+    Scheduler(KUBERNETES, find_in_kubernetes, _INDEX),
+    Scheduler(SAGEMAKER, find_in_sagemaker),
+)
+NAMES = tuple(scheduler.name for scheduler in SCHEDULERS)
+ANY_OF_THEM = f"{', '.join(NAMES[:-1])} or {NAMES[-1]}"
+"""Their names in a sentence."""
+
+# The index of this host among several; the first variable that is set counts.
+HOST_INDEX_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    *(scheduler.host_index for scheduler in SCHEDULERS if scheduler.host_index),
+)
+
+
+def find_cluster(
+    environ: Mapping[str, str], *, may_start_mpi: bool = False, num_ps: int | None = None
+) -> Cluster | None:
+    """Returns the cluster that a scheduler's variables describe, or None without any.
+
+    MPI is asked first, then `SCHEDULERS`. `Cluster.source` names which. All tasks
+    are workers, or the first one is the chief and the last ones are servers: see `variables`.
+
+    Args:
+        environ: the environment.
+        may_start_mpi: whether the processes of an MPI job may exchange addresses through MPI,
+            which starts it; else such a job is ignored.
+        num_ps: how many tasks are parameter servers; None reads TFMULTI_NUM_PS.
+
+    Raises:
+        ClusterError: if the variables describe no valid cluster.
+        RuntimeError: if MPI cannot be started.
+
+    Example:
+        >>> find_cluster({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}).source
+        'SageMaker'
+        >>> find_cluster({}) is None
+        True
+    """
+    servers = variables.read_num_ps(environ) if num_ps is None else num_ps
+    if mpi.size_in_environment(environ):
+        if not may_start_mpi:
+            return None
+        if servers:
+            raise setting_error(
+                environment.NUM_PS,
+                f"names servers among the tasks of {ANY_OF_THEM}, not of MPI",
+                received=f"{servers} servers, {mpi.size_in_environment(environ)} processes",
+                source=mpi.SOURCE,
+                advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
+                " task its TF_CONFIG.",
+            )
+        return mpi.find_cluster()
+    for scheduler in SCHEDULERS:
+        cluster = scheduler.find(environ, servers)
+        if cluster is not None:
+            return variables.assign_roles(cluster, servers)
+    return None
+
+
+def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
+    """Warns if several processes were started together but each would train separately.
+
+    Args:
+        environ: the environment.
+        strategy: what this process trains under.
+    """
+    count, source = mpi.size_in_environment(environ), mpi.SOURCE
+    if not count:
+        try:
+            cluster = find_cluster(environ)
+        except ClusterError:
+            return
+        count, source = (0, "") if cluster is None else (cluster.num_workers, cluster.source)
+    if count > 1:
+        logging.warning(
+            "%s has started %d processes, and each trains a model of its own under %r. "
+            "To train one model together choose 'multi_worker', or start one process.",
+            source,
+            count,
+            strategy,
+        )
+
+
+def find_host_index(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Returns which of a job's hosts this is, as (variable, value), or None if unknown.
+
+    Example:
+        >>> find_host_index({"SLURM_NODEID": "1"})
+        ('SLURM_NODEID', '1')
+    """
+    name = next((name for name in HOST_INDEX_VARIABLES if environ.get(name)), None)
+    return None if name is None else (name, environ[name])

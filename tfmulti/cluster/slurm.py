@@ -73,12 +73,12 @@ def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
     visible_gpus = variables.NO_GPUS
     if variables.is_worker(index, len(workers), num_ps):
         names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
-        here = [
+        with_gpus = [
             each
             for each, name in enumerate(names)
             if name == hosts[host] and variables.is_worker(each, len(names), num_ps)
         ]
-        visible_gpus = gpus.share_gpus(environ, here.index(index), len(here))
+        visible_gpus = gpus.share_gpus(environ, with_gpus.index(index), len(with_gpus))
     return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
 
 

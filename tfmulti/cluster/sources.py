@@ -32,9 +32,9 @@ def resolve_cluster(
     Args:
         tf_config: the path of a file with the text of a `TF_CONFIG`; or of a folder with one
             such file for each task, `worker_0.json` and so on; or what the text would parse to.
-            None reads the environment variable `TF_CONFIG`; without one, the variables of MPI,
-            Slurm, Kubernetes and SageMaker, in this order, and uses the first that has
-            started this process. `Cluster.source` names it.
+            None reads the environment variable `TF_CONFIG`; without one, the variables of MPI and
+            of the schedulers, of which it uses the first that has started this process.
+            `Cluster.source` names it.
         task_index: the index of this task. It chooses the file in a folder (None reads the
             environment variable `TASK_INDEX`), and the `task` that is read must agree with it.
         task_type: likewise its type (None reads `TASK_TYPE`, and otherwise takes `"worker"`).
@@ -76,23 +76,23 @@ def resolve_cluster(
             raise ClusterError(
                 "`num_ps` makes servers of the last tasks of a scheduler's job. "
                 f"Received: num_ps={num_ps}, no TF_CONFIG, and a process that was not started by "
-                "Slurm, Kubernetes or SageMaker. Leave num_ps out; python -m tfmulti.launch "
+                f"{schedulers.ANY_OF_THEM}. Leave num_ps out; python -m tfmulti.launch "
                 f"--num_workers 2 --num_ps {num_ps} starts servers on this machine."
             )
         return cluster
-    asked = {"type": task_type, "index": task_index}
+    requested = {"type": task_type, "index": task_index}
     if tf_config is None:
-        config, source = _read_environment(environ, asked), ENVIRONMENT
+        config, source = _read_environment(environ, requested), ENVIRONMENT
     elif isinstance(tf_config, Mapping):
         config, source = tf_config, "the argument `tf_config`"
     else:
         path = _check_path(tf_config)
         if os.path.isdir(path):  # Unlike Path.is_dir, it never raises.
-            asked = _requested_task(path, task_type, task_index, environ)
-            path = path / f"{asked['type']}_{asked['index']}.json"
+            requested = _requested_task(path, task_type, task_index, environ)
+            path = path / f"{requested['type']}_{requested['index']}.json"
         config, source = _read_file(path), f"the file {path}"
     cluster = from_tf_config(config, source=source, servers=servers)
-    _check_requested(cluster, asked, source)
+    _check_requested(cluster, requested, source)
     _check_servers(cluster, servers, num_ps)
     if check_network:
         _check_network(cluster, source, network_timeout, resolve_host)

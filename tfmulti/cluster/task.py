@@ -89,6 +89,17 @@ class Cluster:
         """The `host:port` of this task."""
         return self.spec[self.task_type][self.task_index]
 
+    def name_of(self, task_type: str, index: int) -> str:
+        """Returns the name of a task, with its address where that is known.
+
+        Example:
+            >>> Cluster({"worker": ["a:1", "b:1"]}, "worker", 0).name_of("worker", 1)
+            'worker 1 at b:1'
+        """
+        addresses = self.spec.get(task_type, ())
+        where = f" at {addresses[index]}" if index < len(addresses) else ""
+        return f"{task_type} {index}{where}"
+
     def with_servers(self) -> Cluster:
         """Returns the cluster with its parameter servers among its tasks, after the workers.
 

@@ -11,10 +11,11 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
-from tfmulti.step import Counted, iterators
+from tfmulti.step import iterators
+from tfmulti.step.rows import Counted
 
 
-class Waiting:
+class WaitTimer:
     """Adds up, within the step, the seconds that a step waits for its batch.
 
     It takes three small CPU operations per step. With several steps per call of the training
@@ -60,7 +61,7 @@ class Position:
         self._epoch = 0
         self._first_step = 0
         self._taken = None
-        self.waiting: Waiting | None = None
+        self.waiting: WaitTimer | None = None
 
     @property
     def taken(self) -> tf.Variable:
@@ -112,7 +113,9 @@ class EpochDataset(tf.data.Dataset):
         self._position = parent._position if parent else Position()
         if plan.remainder == "pad":
             strategy.marks_padding = True
-        self._global = self._replica_batches_of(tuple(range(plan.num_replicas)), _forget).map(_join)
+        self._global = self._replica_batches_of(tuple(range(plan.num_replicas)), _no_audit).map(
+            _join
+        )
         super().__init__(keras_compat.variant_tensor(self._global))
 
     def _inputs(self):
@@ -164,7 +167,7 @@ class EpochDataset(tf.data.Dataset):
             refused = tf.errors.FailedPreconditionError
             with contextlib.suppress(refused), tf.init_scope(), tf.device("CPU:0"):
                 tf.timestamp()
-                self._position.waiting = Waiting()
+                self._position.waiting = WaitTimer()
 
     @property
     def seconds_waited(self) -> float | None:
@@ -207,7 +210,7 @@ class EpochDataset(tf.data.Dataset):
                 f"a model on {strategy.num_replicas_in_sync}. "
                 "Pass the model's strategy to distribute_train or distribute_eval."
             )
-        log = self.audit.record if self.audit else _forget
+        log = self.audit.record if self.audit else _no_audit
         batches = self._replica_batches_of(topology.local_batch_indices(strategy), log)
         return Pass(batches, self._position, strategy, self.element_spec)
 
@@ -241,7 +244,7 @@ class Pass:
         self._number = iterators.register(self)
 
     @property
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> WaitTimer | None:
         """The timer of the steps' waiting times, or None."""
         return self._position.waiting
 
@@ -265,11 +268,11 @@ class Pass:
             return step[0]
         count, batches = step
         if self.strategy.num_replicas_in_sync > 1:
-            batches = tuple(Counted(each, count) for each in batches)
+            batches = tuple(Counted(batch, count) for batch in batches)
         return iterators.to_replicas(self.strategy, batches)
 
 
-def _forget(epoch, step, replica, rows):
+def _no_audit(epoch, step, replica, rows):
     """Keeps no record of the rows."""
 
 

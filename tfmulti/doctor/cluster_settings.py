@@ -255,7 +255,7 @@ def check_interfaces(value: str, interfaces: Sequence[str]) -> Check:
     """
     name = "NCCL_SOCKET_IFNAME"
     text = f"={value}: {MEANINGS[name]}"
-    if any(_is_chosen(each, value) for each in interfaces):
+    if any(_is_chosen(interface, value) for interface in interfaces):
         return Check(name, OK, text)
     hint = f"Name one of this host's: {', '.join(interfaces)}."
     return Check(name, FAILURE, f"{text}; none of this host's has that name", hint)
@@ -265,7 +265,7 @@ def _is_chosen(interface, value) -> bool:
     """Matches comma-separated prefixes; `=` means the exact name, `^` excludes."""
     excludes, rest = value.startswith("^"), value.removeprefix("^")
     exact, names = rest.startswith("="), rest.removeprefix("=").split(",")
-    found = any(interface == each if exact else interface.startswith(each) for each in names)
+    found = any(interface == name if exact else interface.startswith(name) for name in names)
     return found != excludes
 
 

@@ -324,18 +324,18 @@ def check_driver_cuda(driver: Driver, build: dict) -> Check:
     if not built:
         return Check(name, UNKNOWN, f"{driver.cuda}; TensorFlow does not tell what it is built for")
     text = f"{driver.cuda}, TensorFlow is built for {built}"
-    mine, theirs = Version(driver.cuda), Version(built)
-    if mine.major < theirs.major:
-        return Check(name, FAILURE, text, f"Install a driver for CUDA {theirs.major} or newer.")
-    if (mine.major, mine.minor) < (theirs.major, theirs.minor):
+    mine, needed = Version(driver.cuda), Version(built)
+    if mine.major < needed.major:
+        return Check(name, FAILURE, text, f"Install a driver for CUDA {needed.major} or newer.")
+    if (mine.major, mine.minor) < (needed.major, needed.minor):
         hint = "A newer driver is better: with this one, GPUs that TensorFlow has no machine code "
         return Check(name, WARNING, text, f"{hint}for cannot be used.")
     return Check(name, OK, text)
 
 
 def _check_library(title, wanted, built, installed, driver, path) -> Check:
-    here = {each.name: installed(each.name) for each in wanted}
-    found = {name: version for name, version in here.items() if version}
+    versions = {each.name: installed(each.name) for each in wanted}
+    found = {name: version for name, version in versions.items() if version}
     text = f"TensorFlow is built for {built}; " if built else ""
     if found:
         words = ", ".join(f"{name} {version}" for name, version in found.items())

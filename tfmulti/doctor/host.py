@@ -138,12 +138,12 @@ def check_cores(host: Host, environ: Mapping[str, str]) -> Check:
 
 def check_container(limits: Limits) -> Check:
     """Reports the limits of the container."""
-    told = []
+    shown = []
     if limits.cores is not None:
-        told.append(f"{limits.cores:g} cores")
+        shown.append(f"{limits.cores:g} cores")
     if limits.memory is not None:
-        told.append(f"{show_size(limits.memory)} of memory")
-    return Check("container limits", OK, ", ".join(told) or "none on cores or memory")
+        shown.append(f"{show_size(limits.memory)} of memory")
+    return Check("container limits", OK, ", ".join(shown) or "none on cores or memory")
 
 
 def check_shared(host: Host) -> Check:
@@ -193,9 +193,9 @@ def check_workdir(
         num_bytes: Bytes to write and read.
         measure: Returns the seconds of writing and of reading.
     """
-    asked = Path(workdir or ".").absolute()
-    folder = next(each for each in (asked, *asked.parents) if each.exists())
-    place = str(asked) if folder == asked else f"{asked} (not there yet; {folder})"
+    wanted = Path(workdir or ".").absolute()
+    folder = next(each for each in (wanted, *wanted.parents) if each.exists())
+    place = str(wanted) if folder == wanted else f"{wanted} (not there yet; {folder})"
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         fault = "is no folder" if not folder.is_dir() else "may not be written to"
         hint = "Give another --workdir, or write permission there."
@@ -228,7 +228,7 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
     except OSError as error:
         text = f"{folder}: {error.strerror or error}"
         return Check(name, FAILURE, text, "Give another --workdir.")
-    written, read = (num_bytes / each for each in seconds)
+    written, read = (num_bytes / duration for duration in seconds)
     text = f"{show_size(written)}/s written to the disk, {show_size(read)}/s read"
     if written < _SLOW_BYTES_PER_S:
         hint = "Checkpoints will hold training up: use a faster disk, or save less often."

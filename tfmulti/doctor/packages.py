@@ -123,7 +123,11 @@ def check_needs(needs: dict[str, list[Requirement]], installed: VersionOf) -> Ch
     faults = []
     for name, requirements in needs.items():
         # Another build of TensorFlow has another name; another check covers its version.
-        kept = [each for each in requirements if not (others and each.name == "tensorflow")]
+        kept = [
+            requirement
+            for requirement in requirements
+            if not (others and requirement.name == "tensorflow")
+        ]
         faults += [f"{name} needs {fault}" for fault in unmet(kept, installed)]
     count = sum(len(requirements) for requirements in needs.values())
     if faults:
@@ -262,7 +266,7 @@ def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, 
     if cluster is None or not num_gpus:
         return Check(name, UNKNOWN, "no GPU here" if not num_gpus else "no cluster here")
     # With parameter servers workers alone compute.
-    tasks = [each for each in cluster.tasks if not cluster.has_servers or each[0] == "worker"]
+    tasks = [task for task in cluster.tasks if not cluster.has_servers or task[0] == "worker"]
     hosts = [split_address(cluster.spec[kind][index])[0] for kind, index in tasks]
     mine = hosts.count(split_address(cluster.address)[0])
     if mine > 1 and environ.get("CUDA_VISIBLE_DEVICES") is None:
@@ -276,7 +280,7 @@ def check_libraries(environ: Mapping[str, str], installed: VersionOf) -> Check:
     """Looks for CUDA libraries that would be loaded instead of those of TensorFlow's packages."""
     name = "LD_LIBRARY_PATH"
     folders = [Path(each) for each in environ.get(name, "").split(":") if each]
-    found = [str(path) for each in folders for kind in _LIBRARIES for path in each.glob(kind)]
+    found = [str(path) for folder in folders for kind in _LIBRARIES for path in folder.glob(kind)]
     if found and installed("nvidia-cudnn-cu12"):
         hint = "unset LD_LIBRARY_PATH: TensorFlow finds the libraries of its packages without it."
         return Check(name, WARNING, f"{found[0]} comes before the packages' libraries", hint)

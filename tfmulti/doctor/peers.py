@@ -271,8 +271,8 @@ def check_peers(
         return [Check(name, FAILURE, text, hint)], False
     checks = [judge_visit(cluster, visit, timeout_s) for visit in visits]
     checks += judge_twice(cluster, twice)
-    said = {visit.index: visit.notes for visit in visits if visit.notes is not None}
-    checks += [judge_clocks(cluster, visits), *compare(cluster, said, notes)]
+    others = {visit.index: visit.notes for visit in visits if visit.notes is not None}
+    checks += [judge_clocks(cluster, visits), *compare(cluster, others, notes)]
     return checks, all(visit.came and visit.notes is not None for visit in visits)
 
 
@@ -378,15 +378,17 @@ def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Che
 
 def _compare_gpus(cluster, everyone) -> Check:
     # With parameter servers workers alone compute.
-    told = {
+    gpus_of = {
         index: ", ".join(each["gpus"]) or "none"
         for index, each in sorted(everyone.items())
         if not cluster.has_servers or cluster.tasks[index][0] == "worker"
     }
-    if len(set(told.values())) <= 1:
-        text = f"the same on all: {next(iter(told.values()))}" if told else "no worker answers"
-        return Check(_GPUS, OK if told else UNKNOWN, text)
-    text = "; ".join(f"{name_worker(cluster, index)}: {names}" for index, names in told.items())
+    if len(set(gpus_of.values())) <= 1:
+        text = (
+            f"the same on all: {next(iter(gpus_of.values()))}" if gpus_of else "no worker answers"
+        )
+        return Check(_GPUS, OK if gpus_of else UNKNOWN, text)
+    text = "; ".join(f"{name_worker(cluster, index)}: {names}" for index, names in gpus_of.items())
     hint = "The slowest GPU sets the pace for all."
     if cluster.has_servers:
         hint = "Workers with slower GPUs take fewer steps; with max_staleness=0 all wait for them."

@@ -78,13 +78,15 @@ def verdict(checks: Sequence[Check]) -> Text:
         OK: f"{counts[OK]} ok",
         UNKNOWN: f"{counts[UNKNOWN]} not looked at",
     }
-    told = ", ".join(words[status] for status in (FAILURE, WARNING, OK, UNKNOWN) if counts[status])
+    counted = ", ".join(
+        words[status] for status in (FAILURE, WARNING, OK, UNKNOWN) if counts[status]
+    )
     if counts[FAILURE]:
         names = ", ".join(check.name for check in checks if check.status == FAILURE)
-        return Text(f"Not ready: {names}. ({told})", style=_STYLES[FAILURE])
+        return Text(f"Not ready: {names}. ({counted})", style=_STYLES[FAILURE])
     if counts[WARNING]:
-        return Text(f"Ready, with warnings. ({told})", style=_STYLES[WARNING])
-    return Text(f"Ready. ({told})", style=_STYLES[OK])
+        return Text(f"Ready, with warnings. ({counted})", style=_STYLES[WARNING])
+    return Text(f"Ready. ({counted})", style=_STYLES[OK])
 
 
 def _draw(areas, console):
@@ -99,8 +101,10 @@ def _draw(areas, console):
         for check in checks:
             style = _STYLES[check.status]
             sign = Text(_SIGNS[check.status], style=style)
-            said = Text(check.detail, style=style if check.status in (FAILURE, UNKNOWN) else "")
+            detail = Text(check.detail, style=style if check.status in (FAILURE, UNKNOWN) else "")
             if check.hint:
-                said.append(f"\n→ {check.hint}", style="cyan" if check.status != UNKNOWN else "dim")
-            table.add_row(sign, Text(check.name), said)
+                detail.append(
+                    f"\n→ {check.hint}", style="cyan" if check.status != UNKNOWN else "dim"
+                )
+            table.add_row(sign, Text(check.name), detail)
     console.print(table)

@@ -124,7 +124,7 @@ class Driver:
 
 
 class _Nvml:
-    """NVML, with None for values that it lacks, as of a part of a GPU, or an old one."""
+    """NVML, with None for values that it lacks, such as those of an old GPU."""
 
     def __init__(self, nvml):
         nvml.nvmlInit()

@@ -260,8 +260,8 @@ def describe(readings: Mapping[str, float]) -> str:
     )
     parts = [host, f"this process {own}" if own else ""]
     for number, gpu in gpus_of(readings).items():
-        told = _join(gpu, {"percent": "{:.0f}%", "memory_gb": "{:.1f} GB", "watts": "{:.0f} W"})
-        parts.append(f"GPU {number} {told}")
+        text = _join(gpu, {"percent": "{:.0f}%", "memory_gb": "{:.1f} GB", "watts": "{:.0f} W"})
+        parts.append(f"GPU {number} {text}")
     return "; ".join(part for part in parts if part)
 
 

@@ -6,133 +6,55 @@ Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `
 private names that are only read.
 """
 
-from tfmulti.keras_compat.batch_sizes import batch_sizes_of as batch_sizes_of
-from tfmulti.keras_compat.batch_sizes import batch_sizes_of_dataset as batch_sizes_of_dataset
-from tfmulti.keras_compat.calls import COMMUNICATION as COMMUNICATION
-from tfmulti.keras_compat.calls import RecordingScope as RecordingScope
-from tfmulti.keras_compat.calls import arguments_of_nodes as arguments_of_nodes
-from tfmulti.keras_compat.calls import call_context as call_context
-from tfmulti.keras_compat.calls import is_recorded as is_recorded
-from tfmulti.keras_compat.calls import is_symbolic as is_symbolic
-from tfmulti.keras_compat.calls import layers_of_nodes as layers_of_nodes
-from tfmulti.keras_compat.calls import next_op as next_op
-from tfmulti.keras_compat.calls import nodes_of as nodes_of
-from tfmulti.keras_compat.calls import part_of_calls as part_of_calls
-from tfmulti.keras_compat.calls import unrepeatable_ops as unrepeatable_ops
-from tfmulti.keras_compat.calls import values_of as values_of
-from tfmulti.keras_compat.calls import variables_read as variables_read
-from tfmulti.keras_compat.coordination import SENT_AS as SENT_AS
-from tfmulti.keras_compat.coordination import check_peers as check_peers
-from tfmulti.keras_compat.coordination import gather_from_workers as gather_from_workers
-from tfmulti.keras_compat.coordination import heartbeats as heartbeats
-from tfmulti.keras_compat.coordination import mark_launchers as mark_launchers
-from tfmulti.keras_compat.coordination import next_collective_key as next_collective_key
-from tfmulti.keras_compat.coordination import publish as publish
-from tfmulti.keras_compat.coordination import read_if_published as read_if_published
-from tfmulti.keras_compat.coordination import read_published as read_published
-from tfmulti.keras_compat.coordination import report_error as report_error
-from tfmulti.keras_compat.coordination import skip_collective_keys as skip_collective_keys
-from tfmulti.keras_compat.held import HeldVariable as HeldVariable
-from tfmulti.keras_compat.held import UpdatedRows as UpdatedRows
-from tfmulti.keras_compat.held import after_add_weight as after_add_weight
-from tfmulti.keras_compat.held import are_held_values as are_held_values
-from tfmulti.keras_compat.held import call_outside_scope as call_outside_scope
-from tfmulti.keras_compat.held import held_values as held_values
-from tfmulti.keras_compat.held import hold as hold
-from tfmulti.keras_compat.held import in_stateless_scope as in_stateless_scope
-from tfmulti.keras_compat.held import is_initialized as is_initialized
-from tfmulti.keras_compat.held import move_held as move_held
-from tfmulti.keras_compat.held import own_weights as own_weights
-from tfmulti.keras_compat.held import put_on as put_on
-from tfmulti.keras_compat.hooks import feed_of as feed_of
-from tfmulti.keras_compat.hooks import follow_position as follow_position
-from tfmulti.keras_compat.hooks import number_of_batches as number_of_batches
-from tfmulti.keras_compat.hooks import set_number_of_batches as set_number_of_batches
-from tfmulti.keras_compat.names import EachDtype as EachDtype
-from tfmulti.keras_compat.names import LocalCPUs as LocalCPUs
-from tfmulti.keras_compat.names import OwnAllReduce as OwnAllReduce
-from tfmulti.keras_compat.names import WithLogits as WithLogits
-from tfmulti.keras_compat.names import activated as activated
-from tfmulti.keras_compat.names import activation_of as activation_of
-from tfmulti.keras_compat.names import adopt_optimizer as adopt_optimizer
-from tfmulti.keras_compat.names import all_layers as all_layers
-from tfmulti.keras_compat.names import all_metrics as all_metrics
-from tfmulti.keras_compat.names import compiled_losses as compiled_losses
-from tfmulti.keras_compat.names import is_batched as is_batched
-from tfmulti.keras_compat.names import is_stock as is_stock
-from tfmulti.keras_compat.names import keep_on_each_replica as keep_on_each_replica
-from tfmulti.keras_compat.names import local_statistics as local_statistics
-from tfmulti.keras_compat.names import loss_of as loss_of
-from tfmulti.keras_compat.names import mask_of as mask_of
-from tfmulti.keras_compat.names import masked_weights as masked_weights
-from tfmulti.keras_compat.names import noted_logits as noted_logits
-from tfmulti.keras_compat.names import output_loss_trackers as output_loss_trackers
-from tfmulti.keras_compat.names import own_losses as own_losses
-from tfmulti.keras_compat.names import random_layers as random_layers
-from tfmulti.keras_compat.names import set_initial_epoch as set_initial_epoch
-from tfmulti.keras_compat.names import set_mask as set_mask
-from tfmulti.keras_compat.names import slots_of as slots_of
-from tfmulti.keras_compat.names import stateful_layers as stateful_layers
-from tfmulti.keras_compat.names import states_from_rows as states_from_rows
-from tfmulti.keras_compat.names import step_of as step_of
-from tfmulti.keras_compat.names import sums_activity_penalty as sums_activity_penalty
-from tfmulti.keras_compat.names import updated_variables as updated_variables
-from tfmulti.keras_compat.names import variant_tensor as variant_tensor
-from tfmulti.keras_compat.patches import MAX_BYTES as MAX_BYTES
-from tfmulti.keras_compat.patches import MAX_ROWS as MAX_ROWS
-from tfmulti.keras_compat.patches import around_call_of as around_call_of
-from tfmulti.keras_compat.patches import gather_local as gather_local
-from tfmulti.keras_compat.patches import rows_from_all_over as rows_from_all_over
-from tfmulti.keras_compat.patches import update_metric_by as update_metric_by
-from tfmulti.keras_compat.patches import without_tuning as without_tuning
-from tfmulti.keras_compat.randomness import Draws as Draws
-from tfmulti.keras_compat.randomness import draws_of as draws_of
-from tfmulti.keras_compat.randomness import fixed_random_numbers as fixed_random_numbers
-from tfmulti.keras_compat.reference import as_first_replica as as_first_replica
-from tfmulti.keras_compat.reference import as_one_device as as_one_device
-from tfmulti.keras_compat.reference import compiled_state as compiled_state
-from tfmulti.keras_compat.reference import computes_like_one_device as computes_like_one_device
-from tfmulti.keras_compat.reference import container_of as container_of
-from tfmulti.keras_compat.reference import handle_key as handle_key
-from tfmulti.keras_compat.reference import handles_of as handles_of
-from tfmulti.keras_compat.reference import in_separate_traces as in_separate_traces
-from tfmulti.keras_compat.reference import on_first_replica as on_first_replica
-from tfmulti.keras_compat.reference import operations_of as operations_of
-from tfmulti.keras_compat.reference import predict_step_of as predict_step_of
-from tfmulti.keras_compat.reference import read_handle as read_handle
-from tfmulti.keras_compat.reference import reduce_outputs as reduce_outputs
-from tfmulti.keras_compat.reference import reducing_as_usual as reducing_as_usual
-from tfmulti.keras_compat.reference import reducing_over_replicas as reducing_over_replicas
-from tfmulti.keras_compat.reference import same_eager_numbers as same_eager_numbers
-from tfmulti.keras_compat.reference import separate_traces as separate_traces
-from tfmulti.keras_compat.reference import without_optimized_graphs as without_optimized_graphs
-from tfmulti.keras_compat.reference import write_handle as write_handle
-from tfmulti.keras_compat.replacement import Replacement as Replacement
-from tfmulti.keras_compat.replacement import is_ours as is_ours
-from tfmulti.keras_compat.replacement import note_strategy as note_strategy
-from tfmulti.keras_compat.seeds import global_seed_state as global_seed_state
-from tfmulti.keras_compat.seeds import is_seed_state as is_seed_state
-from tfmulti.keras_compat.seeds import prepare_global_seeds as prepare_global_seeds
-from tfmulti.keras_compat.seeds import random_stream as random_stream
-from tfmulti.keras_compat.seeds import set_global_seed_state as set_global_seed_state
-from tfmulti.keras_compat.servers import build_model as build_model
-from tfmulti.keras_compat.servers import place_variables as place_variables
-from tfmulti.keras_compat.servers import take_initial_epoch as take_initial_epoch
-from tfmulti.keras_compat.steps import accumulators as accumulators
-from tfmulti.keras_compat.steps import after_updates as after_updates
-from tfmulti.keras_compat.steps import clip_global_norm_by as clip_global_norm_by
-from tfmulti.keras_compat.steps import has_custom_step as has_custom_step
-from tfmulti.keras_compat.steps import is_accumulating as is_accumulating
-from tfmulti.keras_compat.steps import is_update_step as is_update_step
-from tfmulti.keras_compat.steps import noting_assigned as noting_assigned
-from tfmulti.keras_compat.steps import strategy_of as strategy_of
-from tfmulti.keras_compat.steps import track_variable as track_variable
-from tfmulti.keras_compat.steps import update_by as update_by
-from tfmulti.keras_compat.steps import variable_index as variable_index
-from tfmulti.keras_compat.table import TABLE as TABLE
-from tfmulti.keras_compat.table import check_versions as check_versions
-from tfmulti.keras_compat.table import install as install
-from tfmulti.keras_compat.table import installed_versions as installed_versions
-from tfmulti.keras_compat.tracing import is_built as is_built
-from tfmulti.keras_compat.tracing import noting_unbuilt as noting_unbuilt
-from tfmulti.keras_compat.tracing import unbuilt_metrics as unbuilt_metrics
+# Several names on a line: ruff would make it 140 lines.
+# fmt: off
+from tfmulti.keras_compat.accessors import (
+    WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics, build_model,
+    compiled_losses, inner_optimizer, is_batched, is_stock, keep_on_each_replica,
+    local_statistics, loss_of, mask_of, masked_weights, noted_logits, output_loss_trackers,
+    own_losses, random_layers, set_initial_epoch, set_mask, slots_of, stateful_layers,
+    states_from_rows, step_of, sums_activity_penalty, take_initial_epoch, updated_variables,
+    variant_tensor,
+)
+from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
+from tfmulti.keras_compat.calls import (
+    COMMUNICATION, RecordingScope, arguments_of_nodes, call_context, is_recorded, is_symbolic,
+    layers_of_nodes, next_op, nodes_of, part_of_calls, unrepeatable_ops, values_of,
+    variables_read,
+)
+from tfmulti.keras_compat.coordination import (
+    SENT_AS, check_peers, gather_from_workers, heartbeats, mark_launchers, next_collective_key,
+    publish, read_if_published, read_published, report_error, skip_collective_keys,
+)
+from tfmulti.keras_compat.extended import (
+    AllDtypesExtended, CustomAllReduceExtended, LogicalCpusExtended, place_variables,
+)
+from tfmulti.keras_compat.held import (
+    HeldVariable, UpdatedRows, after_add_weight, are_held_values, call_outside_scope,
+    held_values, hold, in_stateless_scope, is_initialized, move_held, own_weights, put_on,
+)
+from tfmulti.keras_compat.hooks import (
+    feed_of, follow_position, number_of_batches, set_number_of_batches,
+)
+from tfmulti.keras_compat.patches import (
+    MAX_BYTES, MAX_ROWS, around_call_of, gather_local, rows_from_all_over, update_metric_by,
+    without_tuning,
+)
+from tfmulti.keras_compat.randomness import Draws, draws_of, fixed_random_numbers
+from tfmulti.keras_compat.reference import (
+    as_first_replica, as_one_device, compiled_state, computes_like_one_device, container_of,
+    handle_key, handles_of, in_separate_traces, on_first_replica, operations_of,
+    predict_step_of, read_handle, reduce_outputs, reducing_as_usual, reducing_over_replicas,
+    same_eager_numbers, separate_traces, without_optimized_graphs, write_handle,
+)
+from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy
+from tfmulti.keras_compat.seeds import (
+    global_seed_state, is_seed_state, prepare_global_seeds, random_stream,
+    set_global_seed_state,
+)
+from tfmulti.keras_compat.steps import (
+    accumulators, after_updates, clip_global_norm_by, has_custom_step, is_accumulating,
+    is_update_step, noting_assigned, strategy_of, track_variable, update_by, variable_index,
+)
+from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
+from tfmulti.keras_compat.tracing import is_built, noting_unbuilt, unbuilt_metrics

@@ -60,8 +60,8 @@ def batch_sizes_of_dataset(dataset) -> list[tuple[int, ...]] | None:
     if not parts:
         return None
     # After the product of all periods the sizes repeat.
-    cycle = math.prod(each.period for each in parts)
-    number = int(min(cycle, *(each.number for each in parts)))
+    cycle = math.prod(part.period for part in parts)
+    number = int(min(cycle, *(part.number for part in parts)))
     if number > _MOST:
         return None
     batches = [sum((part.of(index) for part in parts), ()) for index in range(number)]
@@ -71,7 +71,7 @@ def batch_sizes_of_dataset(dataset) -> list[tuple[int, ...]] | None:
 def _parts(dataset) -> list[_Sizes] | None:
     kind = type(dataset).__name__
     if kind == "_ZipDataset":
-        parts = [_parts(each) for each in tf.nest.flatten(getattr(dataset, "_datasets", None))]
+        parts = [_parts(inner) for inner in tf.nest.flatten(getattr(dataset, "_datasets", None))]
         return None if None in parts else [size for part in parts for size in part]
     source = getattr(dataset, "_input_dataset", None)
     if source is None:

@@ -27,14 +27,14 @@ def report_error(text: str, task: str) -> None:
         text: The error.
         task: This worker, as `/job:worker/replica:0/task:1`.
     """
-    here = context.context()
-    if here.coordination_service is None:
+    runtime = context.context()
+    if runtime.coordination_service is None:
         return
     with contextlib.suppress(tf.errors.OpError, ValueError):
         # Refused if another worker has published an error before.
         publish(_FAILURE, f"Error reported from {task}: {text}")
     with contextlib.suppress(tf.errors.OpError, ValueError):
-        here.report_error_to_cluster(_INTERNAL, text)
+        runtime.report_error_to_cluster(_INTERNAL, text)
 
 
 def publish(key: str, value: str) -> None:
@@ -53,11 +53,11 @@ def read_published(key: str, job: str, index: int) -> str:
     Raises:
         RuntimeError: If that worker does not answer.
     """
-    here = context.context()
+    runtime = context.context()
     task = f"/job:{job}/replica:0/task:{index}"
     while True:
         try:
-            return here.get_config_key_value(key, timeout_in_ms=_LOOK_MS)
+            return runtime.get_config_key_value(key, timeout_in_ms=_LOOK_MS)
         except tf.errors.DeadlineExceededError:
             pass
         check_peers([task])
@@ -76,11 +76,11 @@ def check_peers(tasks: list[str]) -> None:
     Args:
         tasks: The others, as `/job:worker/replica:0/task:1`.
     """
-    here = context.context()
+    runtime = context.context()
     reported = _failure_of_another()
     for task in tasks:
         try:
-            here.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
+            runtime.check_collective_ops_peer_health(task, timeout_in_ms=_HEALTH_MS)
         except tf.errors.OpError as error:
             # A failing worker reports its error before it ends; the report may still be on its way.
             with contextlib.suppress(TimeoutError, futures.TimeoutError):
@@ -115,19 +115,19 @@ def heartbeats(timeout_s: float | None):
 
     `MultiWorkerMirroredStrategy` configures TensorFlow's coordination service without this option.
     """
-    here = context.context()
+    runtime = context.context()
     if timeout_s is None:
         yield
         return
-    original = here.configure_coordination_service
+    original = runtime.configure_coordination_service
     milliseconds = int(timeout_s * 1000)
-    here.configure_coordination_service = functools.partial(
+    runtime.configure_coordination_service = functools.partial(
         original, heartbeat_timeout_in_ms=milliseconds
     )
     try:
         yield
     finally:
-        del here.configure_coordination_service
+        del runtime.configure_coordination_service
 
 
 # A key of a collective has 32 bits: the number of the collective, and its rows. Numbers repeat

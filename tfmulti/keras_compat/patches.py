@@ -109,7 +109,7 @@ def _build_from_any(build_from, model, epoch_iterator, peek, refuse):
 
 def _rows_of_all_replicas(strategy, batch, most):
     """Returns as many rows as the whole batch has; other workers' rows are this worker's again."""
-    is_shared = any(_is_distributed(each) for each in tf.nest.flatten(batch))
+    is_shared = any(_is_distributed(value) for value in tf.nest.flatten(batch))
     num_workers = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
     def whole(part):
@@ -280,7 +280,7 @@ def count_masks_of_all_replicas(original, current_replica_batch):
         if mask is None or not self.synchronized or replica_batch is None or not several:
             return original(self, inputs, mask)
         valid = tf.cast(mask, inputs.dtype)[..., None] * tf.ones_like(inputs)
-        valid = tf.where(replica_batch.num_real > 0, valid, tf.zeros_like(valid))
+        valid = replica_batch.zero_if_empty(valid)
         keep = functools.partial(tf.reduce_sum, axis=self._reduction_axes, keepdims=True)
         masked = tf.where(valid > 0, inputs, tf.zeros_like(inputs))
         total, count = context.all_reduce("SUM", [keep(masked), keep(valid)])
@@ -332,6 +332,20 @@ def update_with_function(original, update):
         return update(original, self, function, y_true, y_pred, sample_weight)
 
     return update_state
+
+
+def build_tables(original, build):
+    """Creates large embeddings in parts, and makes servers look up their rows.
+
+    Args:
+        original: `Embedding.build`.
+        build: Function of `original`, a layer and the shape of its inputs.
+    """
+
+    def build_layer(self, input_shape=None):
+        return build(original, self, input_shape)
+
+    return build_layer
 
 
 def update_metric_by(metric: keras.metrics.Metric, update) -> None:

@@ -72,13 +72,13 @@ def as_first_replica():
 
     The gradient of a gather selects the replica's own rows by its number.
     """
-    here = tf.distribute.get_replica_context()
-    number = here._replica_id_in_sync_group
-    here._replica_id_in_sync_group = 0
+    replica = tf.distribute.get_replica_context()
+    number = replica._replica_id_in_sync_group
+    replica._replica_id_in_sync_group = 0
     try:
         yield
     finally:
-        here._replica_id_in_sync_group = number
+        replica._replica_id_in_sync_group = number
 
 
 @contextlib.contextmanager
@@ -91,14 +91,14 @@ def reducing_over_replicas(number):
     if number is None:
         yield
         return
-    here = tf.distribute.get_replica_context()
+    replica = tf.distribute.get_replica_context()
     # While this replica waits in the reduction, another one may still trace what comes before.
-    with _reduces.set_to(True), reducing_as_usual(here.strategy):
-        here._replica_id_in_sync_group = number
+    with _reduces.set_to(True), reducing_as_usual(replica.strategy):
+        replica._replica_id_in_sync_group = number
         try:
             yield
         finally:
-            here._replica_id_in_sync_group = 0
+            replica._replica_id_in_sync_group = 0
 
 
 def computes_like_one_device(strategy: tf.distribute.Strategy) -> bool:
@@ -108,7 +108,7 @@ def computes_like_one_device(strategy: tf.distribute.Strategy) -> bool:
 
 @contextlib.contextmanager
 def on_first_replica(strategy: tf.distribute.Strategy):
-    """Has `strategy.run` run its function on this worker's first replica alone."""
+    """Makes `strategy.run` run its function on this worker's first replica alone."""
     extended = strategy.extended
     devices = extended.worker_devices
     if len(devices) > 1:
@@ -122,7 +122,7 @@ def on_first_replica(strategy: tf.distribute.Strategy):
 
 @contextlib.contextmanager
 def without_optimized_graphs():
-    """Has functions run first within this context as they were traced.
+    """Makes functions whose first run is in this context run as they were traced.
 
     Optimizing a graph takes as long as tracing it, which does not pay for a few runs.
     """
@@ -178,7 +178,7 @@ def _marked(original):
 def handles_of(function) -> list[tf.Tensor]:
     """Returns the handles of all variables that a traced function reads or changes."""
     handles = [t for t in function.captured_inputs if t.dtype == tf.resource]
-    return [handle for handle in handles if _kept_in(handle) is not None]
+    return [handle for handle in handles if _dtype_of_handle(handle) is not None]
 
 
 def handle_key(handle: tf.Tensor) -> int:
@@ -186,7 +186,7 @@ def handle_key(handle: tf.Tensor) -> int:
     return handle._id
 
 
-def _kept_in(handle):
+def _dtype_of_handle(handle):
     """Returns the dtype of a handle's variable; None for the handle of a table or an iterator."""
     data = getattr(handle, "_handle_data", None)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
@@ -196,13 +196,13 @@ def _kept_in(handle):
 
 def read_handle(handle: tf.Tensor):
     """Returns the value of a variable as a NumPy array."""
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kept_in(handle)).numpy()
+    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of_handle(handle)).numpy()
 
 
 def write_handle(handle: tf.Tensor, value) -> None:
     """Assigns a value to a variable."""
     with tf.device(handle.device):
-        value = tf.constant(value, _kept_in(handle))
+        value = tf.constant(value, _dtype_of_handle(handle))
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 

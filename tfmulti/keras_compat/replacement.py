@@ -1,4 +1,7 @@
-"""Replaces a function of Keras or TensorFlow: once, and only under our strategies."""
+"""Replaces a function of Keras or TensorFlow: once, and only under our strategies.
+
+The functions that say where a replacement is used have phrases as docstrings: a table shows them.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,11 @@ def is_ours(strategy) -> bool:
     return getattr(strategy, "repairs_keras", False)
 
 
+def has_servers(strategy) -> bool:
+    """Whether a strategy is tfmulti's for parameter servers."""
+    return getattr(strategy, "has_parameter_servers", False)
+
+
 def note_strategy(strategy: tf.distribute.Strategy) -> None:
     """Registers one of our strategies, as long as it exists."""
     _strategies.add(strategy)
@@ -34,6 +42,11 @@ def note_strategy(strategy: tf.distribute.Strategy) -> None:
 def in_scope(*_, **__) -> bool:
     """In the scope, or in a replica, of one of our strategies."""
     return is_ours(tf.distribute.get_strategy())
+
+
+def in_scope_of_servers(*_, **__) -> bool:
+    """In the scope of our strategy for parameter servers."""
+    return has_servers(tf.distribute.get_strategy())
 
 
 def of_model(model, *_, **__) -> bool:
@@ -140,7 +153,7 @@ def is_replaced(owner, name: str) -> bool:
     """Whether our function is in its place, perhaps within wrappers of other libraries."""
     # A wrapper may copy the attributes of our function, so each layer's place is compared.
     layers = _layers_of(getattr(owner, name, None))
-    places = [getattr(each, "__dict__", {}).get("tfmulti_place") for each in layers]
+    places = [getattr(layer, "__dict__", {}).get("tfmulti_place") for layer in layers]
     return any(place is not None and place == (owner, name) for place in places)
 
 

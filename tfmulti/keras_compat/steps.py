@@ -134,7 +134,7 @@ def noting_assigned(variables):
         variables: Keras variables.
     """
     changed: list[keras.Variable] = []
-    parts = [(each, part) for each in variables for part in _parts_of(each.value)]
+    parts = [(variable, part) for variable in variables for part in _parts_of(variable.value)]
     if tf.executing_eagerly():
         before = [part.numpy() for _, part in parts]
         yield changed
@@ -144,7 +144,7 @@ def noting_assigned(variables):
     graph = tf.compat.v1.get_default_graph()
     have = len(graph.get_operations())
     yield changed
-    new = [each for each in graph.get_operations()[have:] if "Assign" in each.type]
+    new = [op for op in graph.get_operations()[have:] if "Assign" in op.type]
     keys = {id(graph.capture(part.handle)): each for each, part in parts} if new else {}
     changed += [keys[id(each.inputs[0])] for each in new if id(each.inputs[0]) in keys]
 

@@ -20,7 +20,6 @@ from tfmulti.keras_compat import (
     hooks,
     patches,
     replacement,
-    servers,
     steps,
 )
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
@@ -287,8 +286,8 @@ _SERVERS = (
     Replacement(
         keras.layers.Embedding,
         "build",
-        servers.build_tables,
-        servers.in_scope_of_servers,
+        patches.build_tables,
+        replacement.in_scope_of_servers,
         "tables that every worker receives whole in each step, and \"'ShardedVariable' object has "
         "no attribute 'handle'\" if TensorFlow cuts them",
         "test_canary_embeddings_on_servers_are_read_whole",

@@ -110,7 +110,7 @@ def _unbuilt_parts(model) -> list[tuple]:
     compiled = (getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None))
     parts = [(each, name) for each, name in zip(compiled, ("call", "update_state")) if each]
     parts = [(each, name) for each, name in parts if not each.built]
-    lazy = [each for each in model.metrics if not getattr(each, "_built", True)]
+    lazy = [metric for metric in model.metrics if not getattr(metric, "_built", True)]
     return parts + [(each, "update_state") for each in lazy]
 
 

@@ -70,7 +70,7 @@ class LaunchConfig:
     )
     host_index: int | None = setting(
         None,
-        "Which line of --hosts this is, from 0; by default from Slurm, MPI or Kubernetes.",
+        "Which line of --hosts this is, from 0; by default as MPI or the scheduler counts hosts.",
         at_least=0,
     )
     base_port: int = setting(2222, "First port of a host in --hosts that names none.", at_least=1)
@@ -126,12 +126,12 @@ def tf_configs_here(
     if config.hosts is None:
         return dict(enumerate(processes.tf_configs(config.num_workers, config.num_ps)))
     hosts = read_hosts(config.hosts, config.base_port)
-    here = find_host_index(config, len(hosts), environ)
+    host = find_host_index(config, len(hosts), environ)
     cluster = {"worker": [address for addresses in hosts for address in addresses]}
-    first = sum(len(addresses) for addresses in hosts[:here])
+    first = sum(len(addresses) for addresses in hosts[:host])
     return {
         index: json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        for index in range(first, first + len(hosts[here]))
+        for index in range(first, first + len(hosts[host]))
     }
 
 
@@ -170,7 +170,7 @@ def read_hosts(path: str, base_port: int) -> list[list[str]]:
         words = line.partition("#")[0].split()
         if words:
             hosts.append(_read_host(words, base_port, f"{path}, line {number}: {line.strip()}"))
-    addresses = [address for each in hosts for address in each]
+    addresses = [address for host in hosts for address in host]
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice or not hosts:
         raise ValueError(

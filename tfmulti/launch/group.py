@@ -15,26 +15,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfmulti.launch import supervisor
-from tfmulti.launch.logs import Ended, Log
+from tfmulti.launch.logs import Log, WorkerExit
 
-_LAST_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass
 class _Worker:
     process: subprocess.Popen
-    life: int
-    waiting: threading.Thread
+    lifeline: int
+    waiter: threading.Thread
 
 
 class Group:
-    """The workers of one start. Use it in a `with` statement, which no worker outlives.
+    """The workers of one start. Use it in a `with` statement; when that ends, all workers are dead.
 
     Args:
         command: The program and its arguments.
         environments: For each worker's index, the variables to set besides this process's.
         logs: For each worker's index, its log.
-        events: A queue that receives an `Ended` for each worker that ends.
+        events: A queue that receives a `WorkerExit` for each worker that ends.
         heading: A line for the logs, before the output of the workers.
     """
 
@@ -74,55 +74,55 @@ class Group:
         variables = {**os.environ, **self._environments[index], **more}
         local_index = list(self._environments).index(index)
         old, self._workers[local_index] = self._workers[local_index], self._start(index, variables)
-        os.close(old.life)
+        os.close(old.lifeline)
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         """Sends a signal to each worker that still runs."""
         for worker in self._workers:
-            worker.process.send_signal(number)
+            worker.process.send_signal(signum)
 
     def kill(self) -> None:
         """Kills all workers and their child processes, and waits until all are gone."""
         for worker in self._workers:
-            if worker.life >= 0:
-                os.close(worker.life)
-                worker.life = -1
-        limit = time.monotonic() + _LAST_S
+            if worker.lifeline >= 0:
+                os.close(worker.lifeline)
+                worker.lifeline = -1
+        limit = time.monotonic() + _KILL_TIMEOUT_S
         for worker in self._workers:
-            worker.waiting.join(max(0.0, limit - time.monotonic()))
-            if worker.waiting.is_alive():  # Something of it cannot be killed now.
+            worker.waiter.join(max(0.0, limit - time.monotonic()))
+            if worker.waiter.is_alive():  # Something of it cannot be killed now.
                 worker.process.kill()
 
     def _start(self, index, environ) -> _Worker:
-        theirs, life = os.pipe()
+        worker_end, lifeline = os.pipe()
         try:
             with self._logs[index].open_for_worker(self._heading) as log:
                 process = subprocess.Popen(
                     # -I and -S: the user's environment cannot keep the supervisor from starting.
-                    [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), str(theirs)]
+                    [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), str(worker_end)]
                     + self._command,
                     env=environ,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[theirs],
+                    pass_fds=[worker_end],
                     # Only the launcher receives Ctrl-C, and forwards it.
                     start_new_session=True,
                 )
         except BaseException:
-            os.close(life)
+            os.close(lifeline)
             raise
         finally:
-            os.close(theirs)
+            os.close(worker_end)
         began = time.monotonic()
 
         def wait():
             returncode = process.wait()
-            self._events.put(Ended(index, returncode, time.monotonic() - began))
+            self._events.put(WorkerExit(index, returncode, time.monotonic() - began))
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        return _Worker(process, life, waiting)
+        waiter = threading.Thread(target=wait, daemon=True)
+        waiter.start()
+        return _Worker(process, lifeline, waiter)
 
 
 @contextlib.contextmanager

@@ -24,13 +24,13 @@ from tfmulti.cluster import environment
 from tfmulti.launch import logs
 from tfmulti.launch.config import LaunchConfig, task_name, tf_configs_here, variables_of
 from tfmulti.launch.group import Group, signals_as_events
-from tfmulti.launch.logs import Ended, Log, open_logs
+from tfmulti.launch.logs import Log, WorkerExit, open_logs
 from tfmulti.launch.pmi import ProcessManager
 
 PEERS_GRACE_S = 5.0
 """Maximum seconds for the other workers to end after one has failed."""
 
-CAUSE_S = 5.0
+CAUSE_WAIT_S = 5.0
 """Seconds to wait for the cause where workers say that they have lost a peer."""
 
 FIRST_DELAY_S = 1.0
@@ -40,7 +40,7 @@ _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Errors of the program or the user: a restart would not help.
 _PERMANENT = (1, 2)
-# The first task where there are parameter servers.
+# The index of the chief, where there are parameter servers.
 _CHIEF = 0
 
 
@@ -54,8 +54,8 @@ class Outcome:
         signalled: The signal that ended the launcher's work, or None.
     """
 
-    ended: list[Ended]
-    first: Ended | None
+    ended: list[WorkerExit]
+    first: WorkerExit | None
     signalled: int | None
 
 
@@ -126,7 +126,7 @@ class Job:
                 self.outcome = outcome = self._run_once(configs, Path(progress))
                 self._has_progress |= any(Path(progress).iterdir())
             if outcome.signalled is not None:
-                done = not any(each.returncode for each in outcome.ended)
+                done = not any(exited.returncode for exited in outcome.ended)
                 return 0 if done else 128 + outcome.signalled
             if outcome.first is None:
                 return 0
@@ -134,7 +134,7 @@ class Job:
             delay = self._delay_of_restart(outcome.first)
             if delay is None:
                 return outcome.first.exit_code
-            signalled = self._rest(delay)
+            signalled = self._pause(delay)
             if signalled is not None:
                 return 128 + signalled
             configs = tf_configs_here(self.config)
@@ -177,7 +177,7 @@ class Job:
             for log in self._logs.values():
                 log.show_new()
 
-    def delay_of_one(self, ended: Ended) -> float | None:
+    def restart_delay(self, ended: WorkerExit) -> float | None:
         """Returns the seconds until one worker is restarted alone; None where it is not."""
         restart, name = self._count_restart(ended), self.names[ended.index]
         if restart is None:
@@ -212,7 +212,7 @@ class Job:
         self.restarts, self._counted = self.restarts + 1, self._counted + 1
         return f"Restart {self._counted} (of {most})"
 
-    def _rest(self, seconds) -> int | None:
+    def _pause(self, seconds) -> int | None:
         """Waits; returns the signal that was received, or None."""
         limit = time.monotonic() + seconds
         while (left := limit - time.monotonic()) > 0:
@@ -244,20 +244,20 @@ class _Watch:
         self._job, self._group, self._running = job, group, set(indices)
         # Those that may be restarted alone: without servers no worker can rejoin the others.
         self._workers = range(1, 1 + job.config.num_workers) if job.config.num_ps else range(0)
-        self._ended: list[Ended] = []
+        self._ended: list[WorkerExit] = []
         self._first = self._signalled = self._kill_at = self._failed_at = None
-        self._due: dict[int, float] = {}
+        self._restart_at: dict[int, float] = {}
 
     def run(self) -> Outcome:
-        while self._running or self._due:
+        while self._running or self._restart_at:
             event = self._job.next_event(_POLL_S)
-            if isinstance(event, Ended):
-                self._note(event)
+            if isinstance(event, WorkerExit):
+                self._on_exit(event)
             elif event is not None:
                 self._pass_on(event)
             if self._kill_at is None:
-                self._judge()
-            self._start_due()
+                self._stop_if_needed()
+            self._restart_due()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._group.kill()
         self._job.next_event(0.0)
@@ -265,23 +265,23 @@ class _Watch:
         first = None if good else self._first or logs.first_failure(self._ended)
         return Outcome(self._ended, first, self._signalled)
 
-    def _pass_on(self, number):
+    def _pass_on(self, signum):
         # A second signal means: do not wait.
         wait_s = self._job.config.grace if self._signalled is None else 0.0
-        self._signalled = self._signalled or int(number)
+        self._signalled = self._signalled or int(signum)
         self._kill_at = time.monotonic() + wait_s
-        self._due.clear()
-        self._group.send(signal.SIGTERM if number == signal.SIGHUP else number)
+        self._restart_at.clear()
+        self._group.send(signal.SIGTERM if signum == signal.SIGHUP else signum)
 
-    def _note(self, ended):
+    def _on_exit(self, ended):
         self._running.discard(ended.index)
         if self._kill_at is not None or not self._is_lost_worker(ended):
             self._ended.append(ended)
-        elif (delay := self._job.delay_of_one(ended)) is not None:
-            self._due[ended.index] = time.monotonic() + delay
+        elif (delay := self._job.restart_delay(ended)) is not None:
+            self._restart_at[ended.index] = time.monotonic() + delay
         else:
             self._ended.append(ended)
-            if left := [each for each in self._workers if each in self._running]:
+            if left := [worker for worker in self._workers if worker in self._running]:
                 name, count = self._job.names[ended.index], len(left)
                 self._job.print_fn(f"{name} {ended.describe()}; the job goes on with {count} left")
 
@@ -292,25 +292,27 @@ class _Watch:
 
     def _chief_is_done(self) -> bool:
         """Whether a chief of parameter servers has ended well, and with it the job."""
-        done = any(each.index == _CHIEF and not each.returncode for each in self._ended)
+        done = any(exited.index == _CHIEF and not exited.returncode for exited in self._ended)
         return bool(self._workers) and done
 
-    def _judge(self):
+    def _stop_if_needed(self):
         """Stops the others once the chief has ended, or a task that all need has failed."""
         now, grace = time.monotonic(), self._job.config.grace
         if self._chief_is_done():
-            self._due.clear()
+            self._restart_at.clear()
             self._kill_at = now + grace
             return
-        lost = [each for each in self._ended if each.returncode and not self._may_continue(each)]
+        lost = [
+            exited for exited in self._ended if exited.returncode and not self._may_continue(exited)
+        ]
         found = logs.first_failure(lost)
         if found is None:
             return
         self._failed_at = self._failed_at or now
-        if found.returncode == environment.PEER_LOST and now - self._failed_at < CAUSE_S:
+        if found.returncode == environment.PEER_LOST and now - self._failed_at < CAUSE_WAIT_S:
             return
         self._first, self._kill_at = found, now + min(grace, PEERS_GRACE_S)
-        self._due.clear()
+        self._restart_at.clear()
         if found.returncode == environment.PEER_LOST and self._running and not self._workers:
             names = ", ".join(self._job.names[index] for index in sorted(self._running))
             self._job.print_fn(f"No worker has failed on its own; still running: {names}")
@@ -318,13 +320,13 @@ class _Watch:
 
     def _may_continue(self, ended) -> bool:
         # A worker exits with 0 when the chief has reported the end of training.
-        well = {each.index for each in self._ended if not each.returncode}
-        going = self._running | set(self._due) | well
-        return self._is_lost_worker(ended) and any(each in going for each in self._workers)
+        well = {exited.index for exited in self._ended if not exited.returncode}
+        going = self._running | set(self._restart_at) | well
+        return self._is_lost_worker(ended) and any(worker in going for worker in self._workers)
 
-    def _start_due(self):
-        for index in [each for each, when in self._due.items() if time.monotonic() >= when]:
-            del self._due[index]
+    def _restart_due(self):
+        for index in [each for each, when in self._restart_at.items() if time.monotonic() >= when]:
+            del self._restart_at[index]
             number = str(self._job.restarts)
             self._running.add(index)
             more = {environment.RESTARTS: number}

@@ -25,7 +25,7 @@ _LARGEST_OUTPUT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class WorkerExit:
     """A worker that has ended.
 
     Attributes:
@@ -47,7 +47,7 @@ class Ended:
         """Describes how it ended.
 
         Example:
-        >>> Ended(1, -9, 12.3).describe(), Ended(1, 3, 0.5).describe()
+        >>> WorkerExit(1, -9, 12.3).describe(), WorkerExit(1, 3, 0.5).describe()
         ('was ended by SIGKILL after 12.3 s', 'failed with exit code 3 after 0.5 s')
         """
         if self.returncode < 0:
@@ -59,14 +59,14 @@ class Ended:
         return f"failed with exit code {self.returncode} after {self.seconds:.1f} s"
 
 
-def first_failure(ended: Sequence[Ended]) -> Ended | None:
+def first_failure(ended: Sequence[WorkerExit]) -> WorkerExit | None:
     """Returns the first worker that failed; one that lost a peer only if no other failed.
 
     Example:
-    >>> first_failure([Ended(0, 144, 1.0), Ended(2, 0, 1.1), Ended(1, 1, 1.2)]).index
+    >>> first_failure([WorkerExit(0, 144, 1.0), WorkerExit(2, 0, 1.1), WorkerExit(1, 1, 1.2)]).index
     1
     """
-    failed = [each for each in ended if each.returncode]
+    failed = [exited for exited in ended if exited.returncode]
     causes = [each for each in failed if each.returncode != environment.PEER_LOST]
     return next(iter(causes or failed), None)
 

@@ -2,9 +2,10 @@
 
 It is a separate program that imports no other module of this package: it starts in milliseconds,
 and survives if the launcher is killed. When the launcher exits, the kernel closes the file
-descriptor `life`; the launcher can also close it. The supervisor then kills the worker and all its
-descendants, in any session. When the worker exits, it kills the remaining descendants. It forwards
-SIGTERM and SIGINT to the worker only.
+descriptor `lifeline`; the launcher can also close it. Then the supervisor kills the worker and all
+its descendants, in any session. When the worker exits, it kills the remaining descendants. It
+forwards SIGTERM and SIGINT to the worker; other signals that the launcher shall pass on must be
+added to `_FORWARDED`, or they end the supervisor, and with it the worker.
 """
 
 import os
@@ -23,11 +24,11 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_FOUND = 127
 
 
-def main(life: int, command: list[str]) -> int:
-    """Runs a command until it ends or `life` closes, and ends as it did.
+def main(lifeline: int, command: list[str]) -> int:
+    """Runs a command until it ends or `lifeline` closes, and ends as it did.
 
     Args:
-        life: A file descriptor whose other end the launcher holds.
+        lifeline: A file descriptor whose other end the launcher holds.
         command: The program and its arguments.
 
     Returns:
@@ -40,16 +41,16 @@ def main(life: int, command: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     for number in _HANDLED:
         signal.signal(number, lambda *_: None)
-    worker = _start(command, life)
+    worker = _start(command, lifeline)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-    status = _wait(worker, life, woken)
+    status = _wait(worker, lifeline, woken)
     _kill_all(worker)
     if os.WIFSIGNALED(status):
         _end_by(os.WTERMSIG(status))
     return os.WEXITSTATUS(status)
 
 
-def _start(command, life) -> int:
+def _start(command, lifeline) -> int:
     supervisor_pid = os.getpid()
     worker = os.fork()
     if worker:
@@ -61,7 +62,7 @@ def _start(command, life) -> int:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.close(life)
+        os.close(lifeline)
         cores = os.environ.get(_CORES)
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -74,10 +75,10 @@ def _start(command, life) -> int:
         os._exit(_NOT_FOUND)
 
 
-def _wait(worker, life, woken) -> int:
+def _wait(worker, lifeline, woken) -> int:
     while True:
-        ready, _, _ = select.select([life, woken], [], [])
-        if life in ready:
+        ready, _, _ = select.select([lifeline, woken], [], [])
+        if lifeline in ready:
             os.kill(worker, signal.SIGKILL)
             return os.waitpid(worker, 0)[1]
         for number in os.read(woken, 4096):

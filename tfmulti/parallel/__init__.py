@@ -1,1 +1,1 @@
-"""Models that are larger than one device: checkpointed activations."""
+"""Models that are larger than one device: their layers, weights or activations are divided."""

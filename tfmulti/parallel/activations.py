@@ -13,8 +13,8 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.parallel import ahead
-from tfmulti.parallel.cutting import Cut, balanced_starts
+from tfmulti.parallel import prefetch
+from tfmulti.parallel.cutting import Cut, starts_by_activations
 from tfmulti.step.parameters import (
     ShardedParameter,
     gather,
@@ -71,7 +71,7 @@ def checkpoint_activations(
 
 def _layers_with_layers(model):
     """Returns the outermost layers of a model that contain layers and have weights."""
-    return [each for each in model.layers if each.weights and keras_compat.all_layers(each)]
+    return [layer for layer in model.layers if layer.weights and keras_compat.all_layers(layer)]
 
 
 def _find_layers(model, layers):
@@ -103,7 +103,7 @@ def _checkpoint_parts(model):
             f"model of at least four layers. Received: {model.name!r} with layers "
             f"{[layer.name for layer in model.layers]}. Name the layers in `layers`."
         )
-    cut = Cut(model, balanced_starts(model))
+    cut = Cut(model, starts_by_activations(model))
     # The backward pass uses the last part's activations at once: a second run would save nothing.
     for part in cut.parts[:-1]:
         part.model.call = recomputed(part.model, part.model.call, model)
@@ -192,13 +192,13 @@ class _RepeatedCall:
         tensors = [*self._inputs, *masks, *keras_compat.values_of(self._variables), *held]
         results = list(_without_activations(self)(*tensors))
         if keras_compat.is_recorded(tensors):
-            ahead.of_step().expect_gradient(self)
+            prefetch.of_step().expect_gradient(self)
         return self._unpack(results)
 
     def first_run(self, tensors):
         """Runs the call, and returns its outputs, losses and masks as a flat list of tensors."""
         self.tensors = tensors
-        gathers = ahead.of_step()
+        gathers = prefetch.of_step()
         whole = []
         if self._gathered:
             whole = self.receive(tensors, gathers.begin(tensors[: self.num_inputs]))
@@ -214,7 +214,7 @@ class _RepeatedCall:
         if self._gathered:
             gathers.end(flat)
         self._with_logits = [keras_compat.WithLogits(value) for value in flat]
-        flat = [tensor for each in self._with_logits for tensor in each.tensors]
+        flat = [tensor for output in self._with_logits for tensor in output.tensors]
         self._output_masks = [mask is not None for mask in masks]
         self._num_losses = len(scope.losses)
         if scope.losses and self._loss_owner is None:
@@ -267,7 +267,10 @@ class _RepeatedCall:
 
     def _unpack(self, results):
         """Returns the outputs from the flat results of the first run; adds losses and assigns."""
-        flat = [each.restored([results.pop(0) for _ in each.tensors]) for each in self._with_logits]
+        flat = [
+            output.restored([results.pop(0) for _ in output.tensors])
+            for output in self._with_logits
+        ]
         for loss in [results.pop(0) for _ in range(self._num_losses)]:
             # `Functional.add_loss` takes symbolic tensors only.
             keras.layers.Layer.add_loss(self._loss_owner, loss)
@@ -298,7 +301,7 @@ def _without_activations(run: _RepeatedCall) -> Callable:
 
         def gradient(*upstream, variables=None):
             again = _computed_after(upstream, tensors, run.num_inputs)
-            gathers = ahead.of_step()
+            gathers = prefetch.of_step()
             whole = gathers.take(run, again, again[: run.num_inputs])
             sources = [tensor for tensor in again if _is_differentiable(tensor)]
             with gathers.within(is_second=True):
@@ -347,7 +350,7 @@ def _computed_after(upstream, tensors, num_inputs):
     activations, or run the second early. XLA ignores control dependencies: there the inputs get a
     zero added that depends on the gradients, and that no compiler can prove to be zero.
     """
-    present = [each for each in upstream if each is not None]
+    present = [grad for grad in upstream if grad is not None]
     with tf.control_dependencies(present):
         tensors = [tf.identity(tensor) for tensor in tensors]
     if tf.executing_eagerly() or not present:

@@ -9,7 +9,7 @@ import math
 import keras
 
 from tfmulti import keras_compat
-from tfmulti.parallel.layer_costs import numbers_of
+from tfmulti.parallel.layer_costs import values_per_row
 
 # The costliest stage may cost this many times the least possible, if stages then send less.
 _NEARLY_EVEN = 1.1
@@ -102,7 +102,7 @@ class Cut:
         return Part(part, tuple(taken), tuple(returned))
 
 
-def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[int]:
+def starts_by_activations(model: keras.Model, num_parts: int | None = None) -> list[int]:
     """Returns where to cut a model so that all parts have about as many activations.
 
     It cuts where the fewest numbers pass from one part to the next, as after a block with a skip
@@ -115,7 +115,9 @@ def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[in
     """
     nodes = keras_compat.nodes_of(model)
     num_parts = num_parts or max(2, round(math.sqrt(len(nodes))))
-    sizes = list(itertools.accumulate(sum(numbers_of(x) for x in outputs) for _, outputs in nodes))
+    sizes = list(
+        itertools.accumulate(sum(values_per_row(x) for x in outputs) for _, outputs in nodes)
+    )
     # The fraction of all activations that the calls before each position have.
     before = [0.0, *(size / sizes[-1] for size in sizes)]
     starts = set()
@@ -131,7 +133,7 @@ def balanced_starts(model: keras.Model, num_parts: int | None = None) -> list[in
     return sorted(starts)
 
 
-def even_starts(model: keras.Model, costs: list[float], num_parts: int) -> list[int]:
+def starts_by_cost(model: keras.Model, costs: list[float], num_parts: int) -> list[int]:
     """Returns where to cut a model so that all parts cost about the same.
 
     Among the cuts whose costliest part is at most a tenth above the least possible, it takes the
@@ -224,4 +226,4 @@ def _numbers_passed(nodes, position) -> int:
     """Returns how many numbers a row has that calls before a position make and later ones use."""
     made = {id(x): x for inputs, outputs in nodes[:position] for x in (*inputs, *outputs)}
     used = {id(x) for inputs, _ in nodes[position:] for x in inputs}
-    return sum(numbers_of(x) for key, x in made.items() if key in used)
+    return sum(values_per_row(x) for key, x in made.items() if key in used)

@@ -53,7 +53,7 @@ class DeviceStages(StagedCall):
     def _may_share_state(self) -> bool:
         """Whether two stages have a non-trainable variable in common; most never change it."""
         models = [part.model for part in self._cut.parts]
-        own = [{id(v) for v in each.non_trainable_variables} for each in models]
+        own = [{id(v) for v in model.non_trainable_variables} for model in models]
         return len(set().union(*own)) < sum(map(len, own))
 
     def _place_weights(self):
@@ -78,8 +78,8 @@ class DeviceStages(StagedCall):
         for stage, device in zip(plan.stages, self._devices):
             with tf.device(device):
                 values = keras_compat.values_of(stage.weights)
-                links += [_link(each) for each in values]
-                weights.append([tf.stop_gradient(each) for each in values])
+                links += [_link(value) for value in values]
+                weights.append([tf.stop_gradient(value) for value in values])
         one = None
 
         # The weights are not arguments: a graph would copy arguments to the device of the step.
@@ -88,7 +88,7 @@ class DeviceStages(StagedCall):
             nonlocal one
             one = _Pass(plan, self._devices)
             results = one.forward(
-                [tf.stop_gradient(each) for each in tensors[: len(flat)]], weights
+                [tf.stop_gradient(tensor) for tensor in tensors[: len(flat)]], weights
             )
 
             def gradient(*upstream):
@@ -141,13 +141,13 @@ class _Pass:
             run.previous = []
         for index in reversed(range(self._plan.num_micro_batches)):
             begin, end = self._runs[0].bounds(index)
-            gradients = [each[begin:end] for each in upstream]
+            gradients = [grad[begin:end] for grad in upstream]
             for number in reversed(range(len(self._runs))):
                 with tf.device(self._devices[number]):
                     gradients, own = self._runs[number].backward(index, gradients)
                     before = weights[number]
                     weights[number] = own if before is None else add_gradients(before, own)
-            inputs.insert(0, [each[: end - begin] for each in gradients])
+            inputs.insert(0, [grad[: end - begin] for grad in gradients])
         return concat_rows(inputs), [each for own in weights for each in own]
 
     def update(self) -> None:

@@ -17,7 +17,7 @@ import dataclasses
 import tensorflow as tf
 
 from tfmulti import topology
-from tfmulti.step import current_replica_batch
+from tfmulti.step.rows import current_replica_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +121,6 @@ class Group:
         for worker, tensor in zip(others, received):
             swapped[worker] = tensor
         return swapped
-
-
-def real_rows(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a worker's rows without the one padding row of an empty batch."""
-    batch = current_replica_batch()
-    if not batch.may_be_empty:
-        return tensor
-    return tensor[: tf.where(batch.num_real > 0, tf.shape(tensor)[0], 0)]
 
 
 def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

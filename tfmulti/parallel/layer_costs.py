@@ -19,7 +19,7 @@ _UNKNOWN_SIZE = 32
 _RUNS = 5
 
 
-def numbers_of(tensor) -> int:
+def values_per_row(tensor) -> int:
     """Returns how many numbers a row of a tensor has; an unknown axis counts as one."""
     return math.prod(size or 1 for size in tensor.shape[1:])
 
@@ -42,7 +42,7 @@ def _estimated(layer, outputs) -> float:
     # A function of `keras.ops` is no layer, and has no weights.
     multiplies = isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.Embedding)
     weights = layer.count_params() if multiplies else 0
-    return float(weights * positions + sum(map(numbers_of, outputs)))
+    return float(weights * positions + sum(map(values_per_row, outputs)))
 
 
 def measured_costs(model: keras.Model, rows: int) -> list[float]:

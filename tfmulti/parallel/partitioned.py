@@ -222,9 +222,9 @@ def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(ids, [-1])
     places, parts = [], []
     for table, (start, stop) in zip(tables, _ranges_of(tables)):
-        here = tf.where((flat >= start) & (flat < stop))[:, 0]
-        places.append(tf.cast(here, tf.int32))
-        parts.append(tf.gather(table, tf.gather(flat, here) - start))
+        indices = tf.where((flat >= start) & (flat < stop))[:, 0]
+        places.append(tf.cast(indices, tf.int32))
+        parts.append(tf.gather(table, tf.gather(flat, indices) - start))
     # An id that no part has would otherwise give zeros without an error.
     inside = tf.debugging.assert_equal(
         sum(tf.size(place) for place in places),

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, topology
-from tfmulti.parallel.cutting import even_starts, starts_at
+from tfmulti.parallel.cutting import starts_at, starts_by_cost
 from tfmulti.parallel.device_stages import DeviceStages
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
 from tfmulti.parallel.worker_stages import WorkerStages
@@ -83,7 +83,7 @@ def pipeline(
         _refuse_workers(strategy, number)
     if starts is None:
         costs = measured_costs(model, measure_rows) if measure_rows else estimated_costs(model)
-        starts = even_starts(model, costs, number)
+        starts = starts_by_cost(model, costs, number)
     settings = model, starts, micro_batches, checkpoint_activations
     staged = WorkerStages(*settings) if devices is None else DeviceStages(*settings, devices)
     staged.install()

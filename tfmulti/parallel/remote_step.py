@@ -116,17 +116,17 @@ class RemoteStep:
     def apply(self, gradients: Sequence, changes: Sequence[np.ndarray]) -> None:
         """Updates the weights with gradients, and adds the changes of other state."""
         given = [
-            tuple(map(tf.convert_to_tensor, each))
-            if isinstance(each, tuple)
-            else tf.convert_to_tensor(each)
-            for each in gradients
-            if each is not None
+            tuple(map(tf.convert_to_tensor, grad))
+            if isinstance(grad, tuple)
+            else tf.convert_to_tensor(grad)
+            for grad in gradients
+            if grad is not None
         ]
-        self._apply(given, [tf.convert_to_tensor(each) for each in changes])
+        self._apply(given, [tf.convert_to_tensor(change) for change in changes])
 
     def results(self, metrics: Sequence[np.ndarray]) -> dict[str, float]:
         """Returns the metrics by name, from their states."""
-        results = self._results([tf.convert_to_tensor(each) for each in metrics])
+        results = self._results([tf.convert_to_tensor(metric) for metric in metrics])
         return {name: _plain(value) for name, value in results.items()}
 
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:

@@ -85,7 +85,7 @@ def gather_in_calls(model: keras.Model) -> None:
     Args:
         model: A built model.
     """
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizer = keras_compat.inner_optimizer(model.optimizer)
     shards = marks.SHARDS.get(optimizer)
     sharded = marks.PARAMETERS.get(model.distribute_strategy)
     if shards is not None and shards.shards_parameters:
@@ -106,7 +106,7 @@ def refuse_other_optimizers(model: keras.Model) -> None:
     if not parameters.has_sharded(model):
         return
     for optimizer in model_contents.optimizers_in_use(model, nested=True):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = keras_compat.inner_optimizer(optimizer)
         shards = marks.SHARDS.get(inner)
         if shards is None or not shards.shards_parameters:
             raise ValueError(
@@ -126,10 +126,10 @@ def forget_values(model: keras.Model) -> None:
 
 def _gathering_layers(model):
     """Returns layers with sharded weights; an RNN gathers the weights of its cells itself."""
-    layers = [each for each in keras_compat.all_layers(model) if not marks.GATHERS.get(each)]
-    loops = [each for each in layers if isinstance(each, keras.layers.RNN)]
+    layers = [layer for layer in keras_compat.all_layers(model) if not marks.GATHERS.get(layer)]
+    loops = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
     within = {id(inner) for loop in loops for inner in keras_compat.all_layers(loop)}
-    return [each for each in layers if id(each) not in within and _sharded(each)]
+    return [layer for layer in layers if id(layer) not in within and _sharded(layer)]
 
 
 def _sharded(layer):

@@ -81,7 +81,7 @@ class StageRun:
         begin, end = self.bounds(index)
         # A micro-batch without rows gets one of the others', whose outputs are dropped.
         begin = tf.minimum(begin, self._total - 1)
-        return [each[begin : tf.maximum(end, begin + 1)] for each in flat]
+        return [tensor[begin : tf.maximum(end, begin + 1)] for tensor in flat]
 
     def forward(self, index: int, taken, weights) -> list[tf.Tensor]:
         """Computes the stage on one micro-batch, and keeps what its gradient needs.
@@ -134,7 +134,7 @@ class StageRun:
         number = len(self._trace.before.floats(self._trace.before.specs))
         of_weights = gradients[number:]
         self.previous = tf.nest.flatten(of_weights, expand_composites=True)
-        return [tf.convert_to_tensor(each) for each in gradients[:number]], of_weights
+        return [tf.convert_to_tensor(grad) for grad in gradients[:number]], of_weights
 
     def _after_previous(self, tensors) -> list[tf.Tensor]:
         """Makes a micro-batch wait for the previous one.
@@ -142,11 +142,11 @@ class StageRun:
         TensorFlow would compute them side by side, or in any order: all would be finished late.
         """
         with tf.control_dependencies(self.previous):
-            return [tf.identity(each) for each in tensors]
+            return [tf.identity(tensor) for tensor in tensors]
 
     def _compute(self, index, taken, weights, state):
         begin, end = self.bounds(index)
-        drawn = sum(each.num_draws for each in self._plan.traces[: self._number])
+        drawn = sum(trace.num_draws for trace in self._plan.traces[: self._number])
         with keras_compat.draws_of() as draws:
             number = draws.number + drawn if draws is not None else None
 
@@ -161,7 +161,7 @@ class StageRun:
             _, flat, new = self._stage.run(before, taken, weights, state, training, after)
         if self._is_last:
             # Drops the row that a micro-batch without rows was given.
-            flat = [each[: end - begin] for each in flat]
+            flat = [tensor[: end - begin] for tensor in flat]
         return flat, new
 
     def _recompute(self, index, upstream, taken, weights, state):

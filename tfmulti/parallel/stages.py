@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.parallel.cutting import Cut, Part
-from tfmulti.step import as_current, normalization, parameters
+from tfmulti.step import normalization, parameters
+from tfmulti.step.rows import as_current
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Boundary:
             like: A `Boundary` of the same tensors that was made in a graph, where activations
                 can be recognized.
         """
-        chosen = [values[each] for each in tensors]
+        chosen = [values[tensor] for tensor in tensors]
         masks = [keras_compat.mask_of(value) for value in chosen]
         activations = like.activations if like else tuple(map(_activation_of, chosen))
         chosen = [
@@ -58,7 +59,7 @@ class Boundary:
     def values(self, flat) -> tuple[dict, list]:
         """Returns the values by id, with their masks, and the losses."""
         flat = list(flat)
-        values = {each: tf.identity(flat.pop(0)) for each in self.tensors}
+        values = {tensor: tf.identity(flat.pop(0)) for tensor in self.tensors}
         for each, activation in zip(self.tensors, self.activations):
             if activation is not None:
                 values[each] = keras_compat.activated(activation, values[each])
@@ -116,9 +117,9 @@ class Stage:
         self._part, self._outputs = part, outputs
         given = {id(each) for each in weights_of(part.model)}
         self.weights = [
-            each
-            for each in part.model.variables
-            if id(each) in given or isinstance(each, parameters.ShardedParameter)
+            variable
+            for variable in part.model.variables
+            if id(variable) in given or isinstance(variable, parameters.ShardedParameter)
         ]
 
     def run(self, before: Boundary, flat, weights, state, training, after=None):
@@ -159,7 +160,7 @@ def stages_of(cut: Cut) -> list[Stage]:
     outputs = [id(x) for x in cut.outputs]
     for place, part in enumerate(cut.parts):
         later = {each for other in cut.parts[place + 1 :] for each in other.inputs} | set(outputs)
-        known += [each for each in part.outputs if each not in known]
+        known += [output for output in part.outputs if output not in known]
         is_last = place == len(cut.parts) - 1
         stages.append(Stage(part, tuple(outputs if is_last else [x for x in known if x in later])))
     return stages
@@ -182,11 +183,11 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
         with keras_compat.draws_of() as draws:
             for stage in stages:
                 drawn = draws.number if draws is not None else 0
-                weights = [tf.zeros(each.shape, each.dtype) for each in stage.weights]
+                weights = [tf.zeros(weight.shape, weight.dtype) for weight in stage.weights]
                 before_it = {id(variable): value for variable, value in state}
                 after, flat, state = stage.run(taken, flat, weights, state, training)
                 _refuse_without_rows(after)
-                known = {id(variable) for each in traces for variable in each.updated}
+                known = {id(variable) for trace in traces for variable in trace.updated}
                 new = tuple(variable for variable, _ in state if id(variable) not in known)
                 shared = tuple(
                     variable

@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.choices import SPLITS
-from tfmulti.parallel.group_rows import Group, real_rows, with_padding
+from tfmulti.parallel.group_rows import Group, with_padding
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import current_replica_batch, parameters, sparse_gradients
+from tfmulti.step import parameters, sparse_gradients
+from tfmulti.step.rows import current_replica_batch
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
 
 COLUMN, ROW, VOCABULARY = KINDS = SPLITS
@@ -123,7 +124,7 @@ class Pair:
 
     def column(self, layer, group, inputs):
         """Returns this worker's part of the first layer's outputs, for the rows of its group."""
-        rows, counts = group.all_gather(real_rows(inputs))
+        rows, counts = group.all_gather(current_replica_batch().real_rows(inputs))
         self._entered = (counts, inputs)
         outputs = _product(layer, rows, compute_with(weight_of(layer)))
         if layer.bias is not None:
@@ -221,7 +222,7 @@ def split_call(
             if _are_positions(layer, inputs):
                 return call(inputs, *args, **kwargs)
             inputs = _positive(layer, inputs)
-        rows = compute(layer, axes, group, real_rows(inputs))
+        rows = compute(layer, axes, group, current_replica_batch().real_rows(inputs))
         return _add_bias(layer, with_padding(rows, inputs))
 
     return run

@@ -26,7 +26,8 @@ from tfmulti.parallel.staged_call import (
     spread_over,
 )
 from tfmulti.parallel.stages import weights_of
-from tfmulti.step import current_replica_batch, owners, parameters
+from tfmulti.step import owners, parameters
+from tfmulti.step.rows import current_replica_batch
 
 
 class WorkerStages(StagedCall):
@@ -69,13 +70,13 @@ class WorkerStages(StagedCall):
         wants_inputs = keras_compat.is_recorded(before.floats(flat))
         places = {id(each): place for place, (each, _) in enumerate(self._weights)}
         stage = topology.worker_index(self._strategy) % len(plan.stages)
-        mine = [places[id(each)] for each in plan.stages[stage].weights]
+        mine = [places[id(weight)] for weight in plan.stages[stage].weights]
         one = None
 
         @tf.custom_gradient
         def compute(*tensors):
             nonlocal one
-            tensors = [tf.stop_gradient(each) for each in tensors]
+            tensors = [tf.stop_gradient(tensor) for tensor in tensors]
             own = [tensors[number + place] for place in mine]
             one = _Pass(plan, self._strategy, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
@@ -180,7 +181,7 @@ class _Pass:
             upstream: Gradients of the floating-point tensors that `forward` returned.
         """
         last = self._number - 1
-        own = [tf.where(self._has_rows, each, tf.zeros_like(each)) for each in upstream]
+        own = [tf.where(self._has_rows, grad, tf.zeros_like(grad)) for grad in upstream]
         specs = self._plan.outputs.floats(self._plan.outputs.specs)
         collected = self._collect(own, last, specs if self._is_last else None)
         run, weights, inputs = self._run, None, []
@@ -189,7 +190,7 @@ class _Pass:
             after = self._trace.after
             begin, end = run.bounds(index)
             gradients = (
-                [each[begin:end] for each in collected]
+                [tensor[begin:end] for tensor in collected]
                 if self._is_last
                 else self._receive(after.floats(after.specs), self._me + 1)
             )
@@ -213,7 +214,7 @@ class _Pass:
         """Adds gradients of the stage's weights over the copies of the stage."""
         if len(self._copies) == 1 or not gradients:
             return gradients
-        dense = [tf.convert_to_tensor(each) for each in gradients]
+        dense = [tf.convert_to_tensor(grad) for grad in gradients]
         # MPI cannot add float16 and bfloat16.
         sent = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in dense]
         sums = self._mpi.add_among(sent, self._copies)
@@ -274,7 +275,7 @@ class _Pass:
         for other in range(self._number):
             begin = tf.minimum(self._ends[other] - self._counts[other], self._total - at_least)
             end = tf.maximum(self._ends[other], begin + at_least)
-            part = [each[begin:end] for each in flat]
+            part = [tensor[begin:end] for tensor in flat]
             if other == self._me:
                 mine = part
             else:

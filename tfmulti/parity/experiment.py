@@ -154,7 +154,7 @@ def _explain(config, result, run_folder, print_fn):
         (outcome, count)
         for outcome, (_, count) in zip(result.outcomes, config.setups)
         if outcome.verdict in (DIFFERS, REFUSED)
-        and not any(each.cause in (causes.DATA, causes.START) for each in outcome.findings)
+        and not any(finding.cause in (causes.DATA, causes.START) for finding in outcome.findings)
     ]
     if unexplained:
         print_fn("looking for the cause ...")
@@ -195,9 +195,9 @@ def _describe_failure(config, finished, folder, title) -> Outcome:
             last = "\n".join(lines[-_LAST_LINES:])
             message = f"The process ended with exit code {done.returncode}. {last}"
             return Outcome(title, FAILED, error=message.strip())
-        told = json.loads(path.read_text())
-        verdict = REFUSED if told["kind"] == "ValueError" else FAILED
-        return Outcome(title, verdict, error=told["message"], traceback=told["traceback"])
+        failure = json.loads(path.read_text())
+        verdict = REFUSED if failure["kind"] == "ValueError" else FAILED
+        return Outcome(title, verdict, error=failure["message"], traceback=failure["traceback"])
     message = f"It took longer than {config.timeout} s. Use a larger --timeout, or fewer --steps."
     return Outcome(title, FAILED, error=message)
 
@@ -248,15 +248,15 @@ def _first(found) -> Text:
 
 
 def _show_causes(result, console, tracebacks):
-    told = {}
+    outcomes_of = {}
     for outcome in result.outcomes:
         for finding in outcome.findings:
-            told.setdefault(finding, []).append(outcome.name)
+            outcomes_of.setdefault(finding, []).append(outcome.name)
         if outcome.error:
             console.print(Text(f"{outcome.name}: {outcome.error}\n", style="red"))
         if outcome.traceback and tracebacks:
             console.print(Text(outcome.traceback))
-    for finding, names in told.items():
+    for finding, names in outcomes_of.items():
         where = f": {finding.where}" if finding.where else ""
         console.print(Text(f"{', '.join(names)}: {finding.cause}{where}", style="bold"))
         console.print(Padding(Text(finding.advice), (0, 0, 1, 2)))

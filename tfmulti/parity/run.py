@@ -32,12 +32,12 @@ def main(argv: list[str]) -> int:
         else:
             _train(config, task, folder, number)
     except Exception as error:
-        told = {
+        failure = {
             "kind": type(error).__name__,
             "message": command_line.cause_of(error),
             "traceback": traceback.format_exc(),
         }
-        (folder / f"error_{number}.json").write_text(json.dumps(told))
+        (folder / f"error_{number}.json").write_text(json.dumps(failure))
         return command_line.ERROR
     return 0
 

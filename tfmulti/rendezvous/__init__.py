@@ -89,9 +89,9 @@ def join(
     if "twice" in outcome:
         raise twice_error(cluster, outcome["twice"], outcome["machines"])
     # JSON turns the positions into strings, except on the first worker.
-    said = {int(index): dict(theirs) for index, theirs in outcome["settings"].items()}
-    check_equal(cluster, said)
-    return said
+    settings_of = {int(index): dict(theirs) for index, theirs in outcome["settings"].items()}
+    check_equal(cluster, settings_of)
+    return settings_of
 
 
 def find_timeout(timeout_s: float | None, environ: Mapping[str, str] = os.environ) -> float:

@@ -16,14 +16,8 @@ class RendezvousError(RuntimeError):
 
 
 def name_worker(cluster: Cluster, index: int) -> str:
-    """Returns a worker's task and address.
-
-    Example:
-        >>> name_worker(Cluster({"worker": ["a:1", "b:1"]}, "worker", 0), 1)
-        'worker 1 at b:1'
-    """
-    kind, number = cluster.tasks[index]
-    return f"{kind} {number} at {cluster.spec[kind][number]}"
+    """Returns the name and the address of the task at a position in `cluster.tasks`."""
+    return cluster.name_of(*cluster.tasks[index])
 
 
 def missing_error(

@@ -194,8 +194,8 @@ class Server:
         return [index for index in self._missing() if index not in hopeless]
 
     def _outcome(self) -> dict:
-        said = {client.index: client.settings for client in self._clients.values()}
-        outcome = {"settings": {**said, self.cluster.worker_index: self.settings}}
+        settings = {client.index: client.settings for client in self._clients.values()}
+        outcome = {"settings": {**settings, self.cluster.worker_index: self.settings}}
         if self._twice:
             return {**outcome, **self._twice}
         if self._missing():
@@ -262,9 +262,9 @@ class Server:
         if not self.token.is_given:
             reason["cluster"] = self.settings["cluster"]
             with contextlib.suppress(messages.MessageError, AttributeError):
-                theirs = messages.unchecked(line).get("settings").get("cluster")
-                if theirs != self.settings["cluster"]:
-                    remark = f"another cluster, {show(theirs)}"
+                spec = messages.unchecked(line).get("settings").get("cluster")
+                if spec != self.settings["cluster"]:
+                    remark = f"another cluster, {show(spec)}"
         self._remark(f"{_machine(writer)} connected with {remark}")
         writer.write(messages.write_refusal(reason))
 

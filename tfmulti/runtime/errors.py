@@ -62,8 +62,8 @@ def place_of(error: BaseException) -> str | None:
     >>> place_of(ValueError("never raised")) is None
     True
     """
-    for each in _with_causes(error):
-        frames = [frame for frame in _frames(each) if _is_users(frame[0])]
+    for cause in _with_causes(error):
+        frames = [frame for frame in _frames(cause) if _is_users(frame[0])]
         if frames:
             path, line, function = frames[-1]
             source = linecache.getline(path, line).strip()[:_SOURCE_LENGTH]
@@ -80,8 +80,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
         return True
-    theirs = (type(error).__module__ or "").startswith("tensorflow")
-    return theirs and any(words in str(error) for words in _NO_MEMORY)
+    is_of_tensorflow = (type(error).__module__ or "").startswith("tensorflow")
+    return is_of_tensorflow and any(words in str(error) for words in _NO_MEMORY)
 
 
 def _describe_memory(text) -> str:

@@ -22,7 +22,7 @@ from tfmulti import keras_compat, marks
 from tfmulti.step import finite, gradients
 
 
-def leaves_reduction_to_update(model: keras.Model | None) -> bool:
+def defers_reduction(model: keras.Model | None) -> bool:
     """Whether the tape leaves the gradients unreduced, for the optimizer to reduce."""
     optimizer = getattr(model, "optimizer", None)
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
@@ -47,7 +47,7 @@ def accumulate(apply_gradients, optimizer, grads, variables) -> None:
         grads: Its gradients.
         variables: The variables to which the gradients belong.
     """
-    if not optimizer.gradient_accumulation_steps or not gradients.has_left_to_update():
+    if not optimizer.gradient_accumulation_steps or not gradients.is_reduction_deferred():
         apply_gradients(optimizer, grads, variables)
         return
     context = tf.distribute.get_replica_context()
@@ -56,7 +56,7 @@ def accumulate(apply_gradients, optimizer, grads, variables) -> None:
         total.assign(total + grad * tf.cast(context.num_replicas_in_sync, grad.dtype))
     marks.HAS_LOCAL_SUMS.set(optimizer, True)
     update = functools.partial(_update, optimizer, variables)
-    update = gradients.one_step(update, reduced=True)
+    update = gradients.with_step_state(update, reduced=True)
     is_update = keras_compat.is_update_step(optimizer)
     context.merge_call(_update_all, args=(is_update, update))
 

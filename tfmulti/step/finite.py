@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import marks, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import local_steps
 
 
@@ -93,7 +93,7 @@ def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf
 
 def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
     """Returns the guard that `watch` installed in an optimizer, or None."""
-    return marks.GUARD.get(getattr(optimizer, "inner_optimizer", optimizer))
+    return marks.GUARD.get(keras_compat.inner_optimizer(optimizer))
 
 
 def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
@@ -102,7 +102,7 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
     The inner optimizer receives unscaled gradients. That scaled gradients overflow is normal, and
     the outer optimizer handles it.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     guard = FiniteGuard(is_scaled=inner is not optimizer)
     marks.GUARD.set(inner, guard)
     if not marks.DISTRIBUTED.get(inner):

@@ -43,7 +43,7 @@ def replica_number() -> tf.Tensor:
     return tf.cast(context.replica_id_in_sync_group if step is None else step.number, tf.int32)
 
 
-def as_one_device(step):
+def as_first_replica_step(step):
     """Wraps a step so that it has the whole batch, and the number of the first replica."""
 
     def whole(data):

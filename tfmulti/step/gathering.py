@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.step import gathered_rows, losses, parameters
+from tfmulti.step import losses, parameters
 from tfmulti.step.rows import current_replica_batch, distributed_batch
 from tfmulti.step.sums import add_by_dtype, from_sent, to_send
 
@@ -79,8 +79,9 @@ def gather_batch(structure):
         )
     sent = [keras_compat.WithLogits(parts[index]) for index in indices]
     own = [_own_rows(tensor, replica_batch) for each in sent for tensor in each.tensors]
-    whole = _gather(own, context)
-    gathered_rows.note(whole)
+    whole = _gather(own)
+    if replica_batch is not None:
+        replica_batch.note_gathered(whole)
     gathered = iter(whole)
     for index, each in zip(indices, sent):
         parts[index] = each.restored([next(gathered) for _ in each.tensors])
@@ -117,23 +118,37 @@ def local_rows(structure):
     >>> mixed(tf.constant([[0.0], [1.0]])).numpy().tolist()
     [[0.25], [0.75]]
     """
-    context, replica_batch = tf.distribute.get_replica_context(), distributed_batch()
+    replica_batch = distributed_batch()
     if replica_batch is None:
         return structure
     parts = tf.nest.flatten(structure, expand_composites=False)
     if all(part is None for part in parts) or losses.has_whole_batch():
         return structure
-    number = topology.replica_batch_index(context)
-    one_hot = tf.one_hot(number, context.num_replicas_in_sync)
     empty = replica_batch.num_real == 0
     count = tf.where(empty, 0, replica_batch.num_rows)
-    counts = context.all_reduce("SUM", tf.cast(count, tf.float32) * one_hot)
-    start = tf.reduce_sum(tf.cast(counts, tf.int32)[:number])
+    [start], _ = row_positions([count])
     # An empty replica batch takes any row in place of its padding row, whose weight is 0.
     start, count = tf.where(empty, 0, start), tf.where(empty, replica_batch.num_rows, count)
     checked = [None if part is None else _own_rows(part, None) for part in parts]
     taken = [None if part is None else part[start : start + count] for part in checked]
     return tf.nest.pack_sequence_as(structure, taken, expand_composites=False)
+
+
+def row_positions(counts: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Returns where this replica's rows begin among those of all replicas, and how many all have.
+
+    It is a collective.
+
+    Args:
+        counts: How many rows this replica has of each tensor, int32 scalars.
+    """
+    context = tf.distribute.get_replica_context()
+    index = topology.replica_batch_index(context)
+    one_hot = tf.one_hot(index, context.num_replicas_in_sync)
+    # Sent as float32, which GPUs can add; exact up to 2**24.
+    counts = context.all_reduce("SUM", tf.cast(tf.stack(counts), tf.float32)[:, None] * one_hot)
+    counts = tf.unstack(tf.cast(counts, tf.int32))
+    return [tf.reduce_sum(count[:index]) for count in counts], list(map(tf.reduce_sum, counts))
 
 
 def _own_rows(part, replica_batch) -> tf.Tensor:
@@ -147,10 +162,7 @@ def _own_rows(part, replica_batch) -> tf.Tensor:
         raise _refusal(
             "tensors with rows", part, "Leave out scalars: every replica has them already."
         )
-    if replica_batch is None or not replica_batch.may_be_empty:
-        return part
-    # In an empty replica batch the only row is padding, and so is all that was computed from it.
-    return part[: tf.where(replica_batch.num_real > 0, tf.shape(part)[0], 0)]
+    return part if replica_batch is None else replica_batch.real_rows(part)
 
 
 def _refusal(rule, part, advice) -> ValueError:
@@ -161,19 +173,12 @@ def _refusal(rule, part, advice) -> ValueError:
     )
 
 
-def _gather(own, context) -> list[tf.Tensor]:
+def _gather(own) -> list[tf.Tensor]:
     """Writes each replica's rows to their positions in a tensor of zeros, and adds all of these.
 
     Every transport supports sums, MPI included, and they allow different numbers of rows.
     """
-    number = topology.replica_batch_index(context)
-    counts = tf.stack([tf.shape(part)[0] for part in own])
-    one_hot = tf.one_hot(number, context.num_replicas_in_sync)
-    # Sent as float32, which GPUs can add; exact up to 2**24.
-    counts = context.all_reduce("SUM", tf.cast(counts, tf.float32)[:, None] * one_hot)
-    counts = tf.unstack(tf.cast(counts, tf.int32))
-    starts = [tf.reduce_sum(count[:number]) for count in counts]
-    totals = [tf.reduce_sum(count) for count in counts]
+    starts, totals = row_positions([tf.shape(part)[0] for part in own])
     placed = [
         _place(to_send(tf.stop_gradient(part)), start, total)
         for part, start, total in zip(own, starts, totals)

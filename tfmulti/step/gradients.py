@@ -11,8 +11,8 @@ https://arxiv.org/abs/1802.05799).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import threading
 import weakref
 
 import keras
@@ -25,13 +25,13 @@ from tfmulti.step import (
     parameters,
     sharded_state,
     sparse_gradients,
-    targets,
     weighting,
 )
 from tfmulti.step.first_replica import gradients_of_first_replica, in_replicated_step
 from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
+from tfmulti.step.sums import add_by_dtype
 
-_local = threading.local()
+_state_of_thread = Scoped(None)
 _unreduced = Scoped(False)
 _of_inputs: weakref.WeakSet = weakref.WeakSet()
 _IN_BRANCH = (
@@ -40,6 +40,30 @@ _IN_BRANCH = (
     "batch normalization or another reduction in a branch or a loop of a step. Take gradients "
     "before the branch, and put only `optimizer.apply` into it."
 )
+
+
+@dataclasses.dataclass
+class _StepState:
+    """What tapes have done in the function that a thread traces for a replica.
+
+    Attributes:
+        reduced: Whether gradients are those of the whole batch.
+        deferred: Whether their reduction is left to the accumulating optimizer.
+        weighed: Whether a target was multiplied by the replica's weight.
+        in_step: Whether this is within such a function.
+    """
+
+    reduced: bool = False
+    deferred: bool = False
+    weighed: bool = False
+    in_step: bool = False
+
+
+def _state() -> _StepState:
+    """Returns the state of this thread's step, or one of its own outside of steps."""
+    if _state_of_thread.value is None:
+        _state_of_thread.value = _StepState()
+    return _state_of_thread.value
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -109,9 +133,9 @@ def reduce_gradients(grads) -> list:
     grads = list(grads)
     if not topology.is_one_of_several_replicas():
         return grads
-    _local.reduced = True
+    _state().reduced = True
     replica_batch = current_replica_batch()
-    if replica_batch is not None and not getattr(_local, "weighed", False):
+    if replica_batch is not None and not _state().weighed:
         # They come from `jacobian` or `tf.gradients`, not from a tape's `gradient`.
         grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
     return _reduce_present(grads, [None] * len(grads), replica_batch)
@@ -138,15 +162,15 @@ def reduce_in_step(grads) -> list:
 
 def has_reduced() -> bool:
     """Whether a tape has reduced gradients in the step that this thread traces."""
-    return getattr(_local, "reduced", False)
+    return _state().reduced
 
 
-def has_left_to_update() -> bool:
-    """Whether a tape has left gradients unreduced because the accumulating optimizer reduces."""
-    return getattr(_local, "left", False)
+def is_reduction_deferred() -> bool:
+    """Whether a tape has left the reduction of its gradients to the accumulating optimizer."""
+    return _state().deferred
 
 
-def one_step(fn, reduced: bool = False):
+def with_step_state(fn, reduced: bool = False):
     """Wraps the function that a replica runs, to record whether its tapes have reduced gradients.
 
     Args:
@@ -156,26 +180,21 @@ def one_step(fn, reduced: bool = False):
 
     @functools.wraps(fn)
     def step(*args, **kwargs):
-        previous = dict(vars(_local))
-        vars(_local).update(dict.fromkeys(("weighed", "left"), False))
-        vars(_local).update(reduced=reduced, in_step=True)
+        state = _StepState(reduced=reduced, in_step=True)
         try:
-            with _unreduced.set_to(False):
+            with _state_of_thread.set_to(state), _unreduced.set_to(False):
                 return fn(*args, **kwargs)
         except RuntimeError as error:
             if "merge_call` called while defining" not in str(error):
                 raise
             raise ValueError(_IN_BRANCH) from error
-        finally:
-            vars(_local).clear()
-            vars(_local).update(previous)
 
     return step
 
 
 def in_step() -> bool:
     """Whether this thread traces a function that a replica runs."""
-    return getattr(_local, "in_step", False)
+    return _state().in_step
 
 
 def in_keras_step() -> bool:
@@ -199,12 +218,12 @@ def has_taken_of_inputs(model: keras.Model) -> bool:
 
 
 def take_gradient(
-    leaves_to_update, original, tape, target, sources, output_gradients=None, **kwargs
+    defers_reduction, original, tape, target, sources, output_gradients=None, **kwargs
 ):
     """Replaces `tf.GradientTape.gradient`.
 
     Args:
-        leaves_to_update: Function that returns whether a model's optimizer reduces gradients.
+        defers_reduction: Function that returns whether a model's optimizer reduces gradients.
         original: TensorFlow's own method.
         tape: The tape.
         target: The value to differentiate.
@@ -221,8 +240,9 @@ def take_gradient(
             sources = tf.nest.map_structure(_one_copy, sources)
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
-    is_variable = [isinstance(each, tf.Variable | keras.Variable) for each in flat]
-    is_partial = output_gradients is not None and not targets.are_reduced(target)
+    is_variable = [isinstance(source, tf.Variable | keras.Variable) for source in flat]
+    is_reduced = replica_batch is not None and replica_batch.are_reduced(target)
+    is_partial = output_gradients is not None and not is_reduced
     if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
         _of_inputs.add(replica_batch.model)
     several = replica_batch is not None and topology.is_one_of_several_replicas()
@@ -230,30 +250,30 @@ def take_gradient(
         grads = original(tape, target, sources, output_gradients, **kwargs)
         is_of_weights = output_gradients is None and all(is_variable)
         return _of_local_step(grads, replica_batch) if is_of_weights else grads
-    ends = [_as_tensor(each) for each in tf.nest.flatten(target)]
-    roots = targets.initial_gradients(ends, output_gradients, replica_batch)
+    ends = [_as_tensor(tensor) for tensor in tf.nest.flatten(target)]
+    roots = weighting.initial_gradients(ends, output_gradients, replica_batch)
     grads = original(tape, ends, flat, roots, **kwargs)
     parts = [sparse_gradients.parts_of(grad) for grad in grads]
     owners = [place for place, some in enumerate(parts) for _ in some]
-    is_unreduced = [parameters.is_unreduced(each) for each in flat]
+    is_unreduced = [parameters.is_unreduced(source) for source in flat]
     is_summed = [variable and left for variable, left in zip(is_variable, is_unreduced)]
     values = [part for some in parts for part in some]
     own = [v if parameters.may_have_padding(flat[i]) else None for i, v in zip(owners, values)]
     own = _without_padding(own, replica_batch)
     values = [value if mine is None else mine for value, mine in zip(values, own)]
-    _local.weighed = True
-    if all(is_variable) and leaves_to_update(replica_batch.model):
+    _state().weighed = True
+    if all(is_variable) and defers_reduction(replica_batch.model):
         # The update reduces the accumulated gradients; see `tfmulti.step.accumulation`.
-        _local.reduced = _local.left = True
+        _state().reduced = _state().deferred = True
     elif not _unreduced.value:
-        _local.reduced = True
+        _state().reduced = True
         chosen = [value if is_summed[i] else None for value, i in zip(values, owners)]
         sums = _reduce_present(chosen, [flat[i] for i in owners], replica_batch)
         values = [value if total is None else total for value, total in zip(values, sums)]
     values = iter(values)
     grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]
-    if has_reduced() and not _unreduced.value and not has_left_to_update():
-        targets.note_reduced(g for g, summed in zip(grads, is_summed) if summed)
+    if has_reduced() and not _unreduced.value and not is_reduction_deferred():
+        replica_batch.note_reduced(g for g, summed in zip(grads, is_summed) if summed)
     inverse = weighting.sum_correction(replica_batch)
     grads = [
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
@@ -291,7 +311,7 @@ def _reduce_values(grads, kinds, compression, owners) -> list:
         sent = [tf.cast(grad, compression) if f else grad for grad, f in zip(sent, is_full)]
     owners = [None] * len(sent) if compression is not None or owners is None else owners
     owners = [owner if f else None for owner, f in zip(owners, is_full)]
-    added = _add(sent, owners)
+    added = add_by_dtype(sent, owners)
     added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, dtypes, is_full)]
     added = [
         tf.IndexedSlices(total, grad.indices, grad.dense_shape) if same else total
@@ -301,26 +321,6 @@ def _reduce_values(grads, kinds, compression, owners) -> list:
         sparse_gradients.add_equal_rows(grad) if kind == sparse_gradients.UNIQUE else grad
         for grad, kind in zip(added, kinds)
     ]
-
-
-def _add(values, owners) -> list:
-    """Adds tensors over all replicas, grouped by dtype: the ring concatenates each group."""
-    context, added = tf.distribute.get_replica_context(), list(values)
-    for dtype, is_owned in sorted({(v.dtype.name, o is not None) for v, o in zip(values, owners)}):
-        places = [
-            place
-            for place, (value, owner) in enumerate(zip(values, owners))
-            if value.dtype.name == dtype and (owner is not None) == is_owned
-        ]
-        parts = [values[place] for place in places]
-        if is_owned:
-            own = [owners[place] for place in places]
-            sums = context.strategy.extended.reduce_to_owners(parts, own)
-        else:
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
-        for place, total in zip(places, sums):
-            added[place] = total
-    return added
 
 
 def _reduce_present(grads, variables, replica_batch) -> list:
@@ -338,7 +338,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
 
 def _compression(model) -> str | None:
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     kinds = [marks.COMPRESSION.get(each) for each in (optimizer, inner)]
     return kinds[0] or kinds[1]
 

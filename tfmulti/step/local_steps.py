@@ -67,7 +67,7 @@ def steps_of(model: keras.Model | None) -> int:
     if model is None or keras_compat.in_separate_traces():
         return 1
     optimizers = model_contents.optimizers_in_use(model)
-    inner = [getattr(each, "inner_optimizer", each) for each in optimizers]
+    inner = [keras_compat.inner_optimizer(optimizer) for optimizer in optimizers]
     numbers = [marks.SYNCHRONIZE_EVERY.get(each) for each in inner]
     if len(set(numbers)) > 1:
         received = [f"{type(each).__name__} with {n}" for each, n in zip(inner, numbers)]
@@ -129,11 +129,11 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
         optimizer.iterations.assign_add(1)
         return tf.constant(True)
 
-    every, here = marks.SYNCHRONIZE_EVERY.get(optimizer), in_local_step()
-    if every > 1 and not here and not keras_compat.in_separate_traces():
+    every, is_local = marks.SYNCHRONIZE_EVERY.get(optimizer), in_local_step()
+    if every > 1 and not is_local and not keras_compat.in_separate_traces():
         _refuse_own_loop(every)
     batch, accumulates = current_replica_batch(), optimizer.gradient_accumulation_steps
-    if not here or batch is None or not batch.may_be_empty or accumulates:
+    if not is_local or batch is None or not batch.may_be_empty or accumulates:
         apply()
         return
     if not optimizer.built and variables is not None:

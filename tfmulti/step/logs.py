@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import weighting
 from tfmulti.step.rows import current_replica_batch
 from tfmulti.step.sums import add_by_dtype
@@ -15,7 +14,8 @@ from tfmulti.step.sums import add_by_dtype
 # Methods of Keras that a user's class can override.
 _STEPS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
 _ROUNDING = 1e-6
-_local = threading.local()
+# The results of metrics that the current step has computed, by the id of the tensor.
+_results_of_step = Scoped(None)
 
 
 def output_losses(replica_batch) -> list:
@@ -32,8 +32,7 @@ def count_once(tracker, before, replica_batch) -> None:
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     part = (tracker.total - before) * tf.cast(replica_batch.weight, before.dtype) * num_replicas
-    part = tf.where(replica_batch.num_real > 0, part, tf.zeros_like(part))
-    tracker.total.assign(before + part)
+    tracker.total.assign(before + replica_batch.zero_if_empty(part))
 
 
 def weigh_mean(metric, value):
@@ -47,7 +46,7 @@ def weigh_mean(metric, value):
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating:
         return None
-    return tf.where(replica_batch.num_real > 0, value, tf.zeros_like(value)), replica_batch.weight
+    return replica_batch.zero_if_empty(value), replica_batch.weight
 
 
 def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
@@ -76,11 +75,13 @@ def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
         if value is None or value.dtype != result.dtype or value.shape != result.shape:
             continue
         counts = _differ(value, result) & (replica_batch.num_real > 0)
-        differing[path] = None if _is_stock(replica_batch.model) else tf.cast(counts, tf.float32)
+        differing[path] = (
+            None if _has_keras_methods(replica_batch.model) else tf.cast(counts, tf.float32)
+        )
     return differing
 
 
-def _is_stock(model) -> bool:
+def _has_keras_methods(model) -> bool:
     own = [n for n in _STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
     return not own and not any(name in vars(model) for name in _STEPS)
 
@@ -132,8 +133,8 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     own = {path: log for path, log in paths.items() if path in flags or path not in differing}
     parts = _parts_of_means(own, replica_batch)
     numbers = [_concat([replica_batch.num_real, *flags.values(), *parts.values()])] if own else []
-    asked = [] if requests is None else [requests.part_of_step()]
-    added = add_by_dtype([*states, *numbers, *beside, *asked])
+    requested = [] if requests is None else [requests.part_of_step()]
+    added = add_by_dtype([*states, *numbers, *beside, *requested])
     if requests is not None:
         requests.note(added.pop())
     states, added = added[: len(states)], added[len(states) :]
@@ -166,19 +167,19 @@ def note_result(result, metric):
         metric: The metric.
     """
     value = result(metric)
-    if current_replica_batch() is not None:
-        _local.__dict__.setdefault("results", {})[id(value)] = (value, metric)
+    if current_replica_batch() is not None and _results_of_step.value is not None:
+        _results_of_step.value[id(value)] = (value, metric)
     return value
 
 
 def forget_results() -> None:
     """Forgets what `note_result` recorded in this thread; called when a step begins."""
-    _local.__dict__["results"] = {}
+    _results_of_step.value = {}
 
 
 def _metric_of(log):
     """Returns the metric whose result a log is, or None."""
-    value, metric = getattr(_local, "results", {}).get(id(log), (None, None))
+    value, metric = (_results_of_step.value or {}).get(id(log), (None, None))
     return metric if value is log else None
 
 
@@ -221,7 +222,7 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
             # It may have a number for each row, and replicas have different numbers of rows.
             continue
         flat = tf.reshape(tf.cast(value, weighting.dtype()), [-1])
-        parts[path] = tf.where(replica_batch.num_real > 0, flat * rows, tf.zeros_like(flat))
+        parts[path] = replica_batch.zero_if_empty(flat * rows)
     return parts
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import gathered_rows, local_steps, weighting
+from tfmulti.step import local_steps, weighting
 from tfmulti.step.rows import as_current, current_replica_batch, distributed_batch
 
 _whole_batch = Scoped(False)
@@ -80,7 +80,7 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
 
 def _sum_of(loss, values, replica_batch):
     """Returns a sum of values so that the weighted sum over replicas is that of one device."""
-    if gathered_rows.has_gathered_rows(values):
+    if replica_batch.has_gathered_rows(values):
         # Every replica has the same sum, and the weights add up to one.
         return loss
     return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)

@@ -39,7 +39,7 @@ def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalizat
     """Returns a model's synchronized batch normalizations."""
     layers = keras_compat.all_layers(model)
     kind = keras.layers.BatchNormalization
-    return [each for each in layers if isinstance(each, kind) and each.synchronized]
+    return [layer for layer in layers if isinstance(layer, kind) and layer.synchronized]
 
 
 @contextlib.contextmanager

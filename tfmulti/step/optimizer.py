@@ -76,7 +76,7 @@ def DistributedOptimizer(
             f"shard='parameters', compression={compression!r}. Leave compression out."
         )
     _check_local_steps(synchronize_every, compression, shard)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     if synchronize_every > 1:
         local_steps.take_local_steps(inner, synchronize_every)
     if inner is not optimizer and marks.SYNCHRONIZE_EVERY.get(inner) > 1:
@@ -97,7 +97,7 @@ def DistributedOptimizer(
 
 def _distribute(optimizer) -> None:
     if not marks.DISTRIBUTED.get(optimizer):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = keras_compat.inner_optimizer(optimizer)
         marks.UPDATES_ALIKE.set(inner, True)
         object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
         marks.DISTRIBUTED.set(optimizer, True)

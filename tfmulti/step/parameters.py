@@ -145,7 +145,9 @@ class Parameters:
 
 
 def _step(variable) -> int:
-    return sum(int(keras.ops.convert_to_numpy(each.iterations)) for each in variable.optimizers)
+    return sum(
+        int(keras.ops.convert_to_numpy(optimizer.iterations)) for optimizer in variable.optimizers
+    )
 
 
 def in_replica() -> bool:
@@ -171,7 +173,7 @@ def is_large(variable: keras.Variable) -> bool:
 
 def has_sharded(model: keras.Model) -> bool:
     """Whether a model has sharded weights that are trained."""
-    return any(isinstance(each, ShardedParameter) for each in model.trainable_variables)
+    return any(isinstance(variable, ShardedParameter) for variable in model.trainable_variables)
 
 
 def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
@@ -255,7 +257,7 @@ def gather(
             if parameter.unreduced:
                 return upstream, *nothing
             upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
-            upstream = upstream if for_stages else of_rows(upstream)
+            upstream = upstream if for_stages else zero_without_rows(upstream)
             has_copies = parameter.stages not in (None, topology.num_workers(strategy))
             if has_copies or not handed_on:
                 added = owners.all_reduce(strategy, upstream)
@@ -279,7 +281,7 @@ def are_handed_on() -> bool:
 def hands_on_gradients(model: keras.Model) -> bool:
     """Whether Keras's own step hands gradients directly to an optimizer of Keras's own."""
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
     return stock and not keras_compat.has_custom_step(model, "train")
 
@@ -304,14 +306,14 @@ def with_gradient_of_rows(value: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def receive(value):
-        return tf.identity(value), of_rows
+        return tf.identity(value), zero_without_rows
 
     return receive(value)
 
 
-def of_rows(gradient):
+def zero_without_rows(gradient):
     """Returns a gradient, but zeros for a replica batch without rows, where it may be NaN."""
     replica_batch = current_replica_batch()
     if replica_batch is None or not replica_batch.may_be_empty:
         return gradient
-    return tf.where(replica_batch.num_real > 0, gradient, tf.zeros_like(gradient))
+    return replica_batch.zero_if_empty(gradient)

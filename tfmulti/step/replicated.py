@@ -15,14 +15,14 @@ from tfmulti.step import gradients, local_steps, model_contents
 from tfmulti.step import logs as logs_lib
 from tfmulti.step import rows as rows_lib
 from tfmulti.step.dense_parts import to_dense
-from tfmulti.step.first_replica import as_one_device, of_first_replica, replica_number
-from tfmulti.step.gathering import gather_batch
+from tfmulti.step.first_replica import as_first_replica_step, of_first_replica, replica_number
+from tfmulti.step.gathering import gather_batch, row_positions
 from tfmulti.step.rows import ReplicaBatch, as_current
 from tfmulti.step.sums import add_by_dtype
 
 
 def replicate(model, kind: str) -> None:
-    """Has every replica compute a kind of step from the whole batch, until the next `compile`.
+    """Makes every replica compute a kind of step from the whole batch, until the next `compile`.
 
     Args:
         model: The model.
@@ -34,7 +34,7 @@ def replicate(model, kind: str) -> None:
 
 
 def distribute_again(model, kind: str) -> None:
-    """Takes `replicate` back."""
+    """Undoes `replicate`."""
     marks.REPLICATED.set(model, (keras_compat.compiled_state(model), _kinds(model) - {kind}))
 
 
@@ -46,7 +46,7 @@ def is_replicated(model, kind: str | None) -> bool:
 def can_be_replicated(model) -> bool:
     """Whether all replicas hold all weights and slots, and update them alike."""
     optimizers = model_contents.optimizers_of(model, nested=True)
-    variables = [*model.variables, *(v for each in optimizers for v in each.variables)]
+    variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
     return (
         marks.MICRO_BATCHES.get(model) == 1
         and local_steps.steps_of(model) == 1
@@ -88,7 +88,7 @@ class ReplicatedStep:
             self._sizes = _known_sizes(data, self._model.distribute_strategy)
         rows, before = run(self._gather, args=(data,))
         with keras_compat.as_one_device(self._model.distribute_strategy):
-            whole = gradients.one_step(as_one_device(self._step), reduced=True)
+            whole = gradients.with_step_state(as_first_replica_step(self._step), reduced=True)
             outputs = run(whole, args=(rows,))
         finish = _own_rows if self._kind == "predict" else self._finish
         return run(finish, args=(outputs, before))
@@ -96,14 +96,15 @@ class ReplicatedStep:
     def _gather(self, data):
         """Returns all rows, and what is needed after the step.
 
-        That is this replica's place among the rows of `predict`, else the state of its metrics.
+        That is where this replica's rows of `predict` are, else the state of its metrics.
         """
         data = self._own_part(data)
         num_rows = rows_lib.num_rows(data)
         with as_current(ReplicaBatch(num_rows, num_rows)):
             whole = _gather_any(data, self._sizes)
         if self._kind == "predict":
-            return whole, _place(num_rows)
+            [start], _ = row_positions([num_rows])
+            return whole, (start, num_rows)
         if self._requests is not None:
             self._requests.note(add_by_dtype([self._requests.part_of_step()])[0])
         return whole, [state.read_value() for state in _states_of_metrics(self._model)]
@@ -113,11 +114,7 @@ class ReplicatedStep:
         data = rows_lib.without_count(data)
         data = rows_lib.without_padding(data) if self._padded else data
         if rows_lib.parts_of(data) is None:
-            shapes = tf.nest.map_structure(lambda part: getattr(part, "shape", part), data)
-            raise ValueError(
-                f"Every tensor of a batch must have rows. Received: {shapes}. "
-                "Store scalars as attributes of the model instead."
-            )
+            raise rows_lib.missing_rows_error(data)
         if not self._is_whole:
             return data
         context = tf.distribute.get_replica_context()
@@ -179,17 +176,8 @@ def _states_of_metrics(model) -> list:
     return [v.value for v in model.metrics_variables if v.aggregation == "sum"]
 
 
-def _place(num_rows) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the number of this replica's first row in the batch, and how many it has."""
-    context = tf.distribute.get_replica_context()
-    index = topology.replica_batch_index(context)
-    counts = tf.one_hot(index, context.num_replicas_in_sync) * tf.cast(num_rows, tf.float32)
-    counts = tf.cast(context.all_reduce("SUM", counts), tf.int32)
-    return tf.reduce_sum(counts[:index]), num_rows
-
-
-def _own_rows(outputs, place):
-    start, count = place
+def _own_rows(outputs, row_range):
+    start, count = row_range
 
     def own(part):
         has_rows = isinstance(part, (tf.Tensor, tf.RaggedTensor)) and part.shape.rank != 0

@@ -14,7 +14,7 @@ OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 """Operations whose outputs depend on the shapes of their inputs alone."""
 
 _ALONG_LAST_AXIS = {"TopKV2", "Softmax", "LogSoftmax"}
-# The place of the axis among the inputs.
+# The index of the input that holds the axis.
 _ALONG_GIVEN_AXIS = {"Cumsum": 1, "Cumprod": 1, "ReverseV2": 1, "Roll": 2}
 
 
@@ -44,14 +44,14 @@ def combines_rows(tensor: tf.Tensor, marked: list[tf.Tensor]) -> bool:
     if copy is None:
         return False
     operations = copy.graph.get_operations()
-    return any(_reduces_rows(each) or _is_along_rows(each) for each in operations)
+    return any(_reduces_rows(op) or _is_along_rows(op) for op in operations)
 
 
 def _reduces_rows(operation) -> bool:
     """Whether an operation has fewer axes of rows than what it is given."""
     return (
         operation.type not in OF_SHAPES
-        and all(_is_known(each) for each in operation.outputs)
+        and all(_is_known(output) for output in operation.outputs)
         and _num_marked(operation.outputs) < _num_marked(operation.inputs)
     )
 
@@ -70,13 +70,15 @@ def _is_along_rows(operation) -> bool:
 
 
 def _is_known(tensor) -> bool:
-    # A list of tensors, as of a loop, is a scalar that can hold rows.
+    # A list of tensors, such as a loop's, is a scalar that can hold rows.
     return tensor.shape.is_fully_defined() and tensor.dtype not in (tf.variant, tf.resource)
 
 
 def _num_marked(tensors) -> int:
-    """Returns how many axes of rows a tensor has, of those given the one that has most."""
-    return max((sum(map(_is_mark, each.shape)) for each in tensors if each.shape.rank), default=0)
+    """Returns the largest number of axes of rows that any of the tensors has."""
+    return max(
+        (sum(map(_is_mark, tensor.shape)) for tensor in tensors if tensor.shape.rank), default=0
+    )
 
 
 def _is_mark(size) -> bool:
@@ -114,12 +116,12 @@ def _copy(tensor, marked) -> tf.Tensor | None:
 
 def _ancestors(tensor, by_name) -> tuple[set, list]:
     """Returns the names of the nodes that compute a tensor after the marked ones, and of these."""
-    nodes, reached, left = set(), {}, [tensor]
-    while left:
-        each = left.pop()
-        if each.name in by_name:
-            reached[each.name] = True
-        elif each.op.name not in nodes:
-            nodes.add(each.op.name)
-            left += each.op.inputs
+    nodes, reached, waiting = set(), {}, [tensor]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in by_name:
+            reached[tensor.name] = True
+        elif tensor.op.name not in nodes:
+            nodes.add(tensor.op.name)
+            waiting += tensor.op.inputs
     return nodes, list(reached)

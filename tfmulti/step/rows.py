@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -11,7 +13,7 @@ import tensorflow as tf
 
 from tfmulti import topology
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import weighting
+from tfmulti.step import row_axis, weighting
 
 _NEGATIVE_ZERO = -(2**31)
 _KINDS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
@@ -39,6 +41,15 @@ def parts_of(data) -> list | None:
     parts = [part for part in tf.nest.flatten(data, expand_composites=False) if part is not None]
     known = all(isinstance(part, _KINDS) and part.shape.rank for part in parts)
     return parts if parts and known else None
+
+
+def missing_rows_error(data) -> ValueError:
+    """Returns the error about a batch of which `parts_of` is None."""
+    shapes = tf.nest.map_structure(lambda part: getattr(part, "shape", part), data)
+    return ValueError(
+        "Every tensor of a batch must have rows: replicas are weighted by their number of rows. "
+        f"Received: {shapes}. Store scalars as attributes of the model instead."
+    )
 
 
 def count_rows(part) -> tf.Tensor:
@@ -157,7 +168,7 @@ class ReplicaBatch:
         model: The Keras model of this step, or None.
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
         gathers: Decides when layers gather sharded weights, a
-            `tfmulti.parallel.ahead.StepGathers`; None until the first gathers.
+            `tfmulti.parallel.prefetch.GatherSchedule`; None until the first gathers.
         gathered: The tensors that `gather_batch` has returned in this step; none in eager steps.
         reduced: Weak references to the gradients that tapes have reduced in this step, by id.
     """
@@ -190,6 +201,53 @@ class ReplicaBatch:
     def weight(self) -> tf.Tensor:
         """Weight of this replica's mean in the mean over all replicas, a scalar."""
         return weighting.row_weight(self.num_real, self.count_globally())
+
+    def zero_if_empty(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a tensor, but zeros without rows; multiplying by 0 would keep NaN."""
+        return tf.where(self.num_real > 0, value, tf.zeros_like(value))
+
+    def weighed(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns a value times this replica's weight; zeros without rows."""
+        return self.zero_if_empty(value * tf.cast(self.weight, value.dtype))
+
+    def real_rows(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns this replica's rows of a tensor, without the padding row of an empty batch.
+
+        In an empty replica batch all that is computed from its only row is padding.
+        """
+        if not self.may_be_empty:
+            return tensor
+        return tensor[: tf.where(self.num_real > 0, tf.shape(tensor)[0], 0)]
+
+    def note_gathered(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Notes tensors that `gather_batch` returns in this step."""
+        if not tf.executing_eagerly():
+            self.gathered.extend(tensors)
+
+    def has_gathered_rows(self, tensor) -> bool:
+        """Whether the rows of a tensor are those of the whole batch, from `gather_batch`.
+
+        A sum over such rows is the same number on every replica, and must not be added over
+        replicas. The number of rows does not tell: two views of half of the rows are as many as
+        all rows. It is False where that is unknown, as in an eager step.
+        """
+        if not self.gathered or not tf.is_symbolic_tensor(tensor):
+            return False
+        return tensor.shape.rank != 0 and row_axis.has_rows_of(tensor, self.gathered)
+
+    def note_reduced(self, grads: Iterable) -> None:
+        """Notes gradients that a tape has reduced in this step."""
+        tensors = [grad for grad in grads if isinstance(grad, tf.Tensor)]
+        self.reduced.update({id(tensor): weakref.ref(tensor) for tensor in tensors})
+
+    def are_reduced(self, structure) -> bool:
+        """Whether a nested structure consists of gradients that a tape has reduced in this step.
+
+        Every replica has the same ones, and so the products of their derivatives with given
+        vectors, such as those of the Hessian, can be weighted and added.
+        """
+        known = self.reduced
+        return all(id(x) in known and known[id(x)]() is x for x in tf.nest.flatten(structure))
 
 
 def current_replica_batch() -> ReplicaBatch | None:

@@ -91,7 +91,7 @@ def held_gradients(optimizer, gradients, variables=None) -> list:
         gradients: Its gradients.
         variables: Their variables; None for those that it was built for.
     """
-    shards = marks.SHARDS.get(getattr(optimizer, "inner_optimizer", optimizer))
+    shards = marks.SHARDS.get(keras_compat.inner_optimizer(optimizer))
     if shards is None or not shards.shards_parameters:
         return list(gradients)
     variables = keras_compat.updated_variables(optimizer) if variables is None else variables
@@ -148,7 +148,7 @@ def keep_swapped(optimizer: keras.optimizers.Optimizer, variables) -> None:
         variables: Its weights and slots that were changed, on every worker.
     """
     marks.SHARDS.get(optimizer).values.keep_again(
-        [each for each in variables if isinstance(each, slots.SlotVariable)]
+        [variable for variable in variables if isinstance(variable, slots.SlotVariable)]
     )
     for variable in variables:
         if isinstance(variable, parameters.ShardedParameter):

@@ -128,8 +128,8 @@ class OwnedValues:
     def read(self, variable) -> np.ndarray:
         """Returns a variable's whole value.
 
-        Within `gathering` it comes from its owner. Otherwise it is this worker's own, or the one
-        that `keep` has kept.
+        Within `collective_reads` it comes from its owner. Otherwise it is this worker's own, or the
+        one that `keep` has kept.
 
         Raises:
             RuntimeError: If the value was not kept at this step.
@@ -204,13 +204,13 @@ def _number_of(variable) -> int:
     return marks.NUMBER.get(variable)
 
 
-def gathering() -> contextlib.AbstractContextManager:
+def collective_reads() -> contextlib.AbstractContextManager:
     """Makes reading slots a collective within the context, which every worker must enter."""
     return _gathers.set_to(True)
 
 
 def is_gathering() -> bool:
-    """Whether all workers read slots now; see `gathering`."""
+    """Whether all workers read slots now; see `collective_reads`."""
     return _gathers.value
 
 

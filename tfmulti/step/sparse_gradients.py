@@ -129,14 +129,14 @@ def noted_kind(grad, variable, model: keras.Model | None) -> str:
 def _trace_reads(model, x) -> list[tuple[int, str]]:
     """Returns, for each read of rows, the id of the table and the kind of the read."""
     variables = model.trainable_variables
-    others = [tf.convert_to_tensor(each) for each in model.non_trainable_variables]
+    others = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
     reads = []
 
     def call(tables, x):
         model.stateless_call(tables, others, x, training=True)
         ids = {table.op.name: id(variable) for table, variable in zip(tables, variables)}
         graph = tf.compat.v1.get_default_graph()
-        for gather in [each for each in graph.get_operations() if each.type == "GatherV2"]:
+        for gather in [op for op in graph.get_operations() if op.type == "GatherV2"]:
             if gather.inputs[0].op.name in ids:
                 table = ids[gather.inputs[0].op.name]
                 reads.append((table, _kind(gather.inputs[1])))

@@ -218,8 +218,8 @@ def _gather(parameter):
         def gradient(upstream):
             parameter.unreduced = True
             if not isinstance(upstream, tf.IndexedSlices):
-                return parameters.of_rows(tf.ensure_shape(upstream, parts.shape))
-            values = parameters.of_rows(upstream.values)
+                return parameters.zero_without_rows(tf.ensure_shape(upstream, parts.shape))
+            values = parameters.zero_without_rows(upstream.values)
             return tf.IndexedSlices(values, upstream.indices, tf.constant(parts.shape))
 
         return parts.join(strategy, value), gradient
@@ -284,7 +284,7 @@ def most_updated(optimizer, variables, num_workers: int, by_rows: bool) -> int:
         num_workers: The number of workers.
         by_rows: See `owners_of_updates`.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = keras_compat.inner_optimizer(optimizer)
     owned_by = owners_of_updates(inner, variables, num_workers, by_rows)
     return max(owners.bytes_of_each(variables, num_workers, owned_by))
 
@@ -296,7 +296,7 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
         optimizer: The optimizer.
         variables: The variables that it updates.
     """
-    parts = [each for each in variables if isinstance(each, SplitParameter)]
+    parts = [variable for variable in variables if isinstance(variable, SplitParameter)]
     if not parts:
         return
     if not updates_elements(optimizer):

@@ -25,16 +25,28 @@ def from_sent(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(value, dtype) if dtype.is_complex else tf.cast(value, dtype)
 
 
-def add_by_dtype(values) -> list[tf.Tensor]:
-    """Adds values over all replicas, grouped by dtype, so that workers can pack each group."""
-    added: list = [None] * len(values)
+def add_by_dtype(values, owners=None) -> list:
+    """Adds values over all replicas, grouped by dtype, so that workers can pack each group.
+
+    Args:
+        values: Tensors or `tf.IndexedSlices`.
+        owners: For each value, the worker that alone needs the sum, or None if all need it; None
+            instead of a list if all need all.
+    """
+    context, added = tf.distribute.get_replica_context(), list(values)
+    owners = [None] * len(added) if owners is None else owners
     groups: dict = {}
-    for index, value in enumerate(values):
+    for index, (value, owner) in enumerate(zip(added, owners)):
         # `MirroredStrategy` reduces int32 on the host, and refuses two such values at once.
         alone = index if value.dtype == tf.int32 else None
-        groups.setdefault((value.dtype.name, alone), []).append(index)
-    for alike in groups.values():
-        sums = tf.distribute.get_replica_context().all_reduce("SUM", [values[i] for i in alike])
-        for index, value in zip(alike, sums):
-            added[index] = value
+        groups.setdefault((value.dtype.name, alone, owner is not None), []).append(index)
+    for (*_, is_owned), indices in groups.items():
+        parts = [added[index] for index in indices]
+        if is_owned:
+            own = [owners[index] for index in indices]
+            sums = context.strategy.extended.reduce_to_owners(parts, own)
+        else:
+            sums = context.all_reduce("SUM", parts)
+        for index, total in zip(indices, sums):
+            added[index] = total
     return added

@@ -1,4 +1,4 @@
-"""The weight of each replica. All weighting of replicas is defined in this module.
+"""The weight of each replica: its formula, and what follows from it for a loss or a gradient.
 
 A batch of n rows is split over replicas; replica r holds n_r rows. The mean over the batch that
 one device computes is the sum over replicas of w_r times the replica's local mean, with
@@ -13,7 +13,7 @@ one device computes is the sum over replicas of w_r times the replica's local me
 - **Losses** (`tfmulti.step.losses`) that do not divide by rows: a loss that divides by a local
   count c_r (valid steps under a mask, sample weights) is first multiplied by (c_r / c) / w_r,
   where c is the sum of all c_r; a sum is multiplied by 1 / w_r, unless its rows are gathered
-  (`tfmulti.step.gathered_rows`): then it is the same on every replica.
+  (`ReplicaBatch.has_gathered_rows`): then it is the same on every replica.
 - **Running means** of a number that a step computed update with the weight w_r.
 - **State** that a layer computes from its rows changes by the weighted mean of the replicas'
   changes.
@@ -46,7 +46,7 @@ def mean_correction(count: tf.Tensor, replica_batch) -> tf.Tensor:
         count: The divisor of this replica's loss, a scalar of `dtype()`.
         replica_batch: This replica's batch.
     """
-    count = tf.where(replica_batch.num_real > 0, count, tf.zeros_like(count))
+    count = replica_batch.zero_if_empty(count)
     total = tf.distribute.get_replica_context().all_reduce("SUM", count)
     return tf.math.divide_no_nan(count, total) * sum_correction(replica_batch)
 
@@ -57,20 +57,31 @@ def sum_correction(replica_batch) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.ones_like(weight), weight)
 
 
-def initial_gradient(target, replica_batch, is_same=False):
-    """Returns the initial gradient of a target for the backward pass on this replica.
+def initial_gradients(targets, given, replica_batch) -> list[tf.Tensor]:
+    """Returns the initial gradients of targets for the backward pass on this replica.
 
-    A scalar is treated as a mean over rows, and gets w_r. A tensor with an axis of rows, which a
-    tape sums, gets ones.
+    A scalar is treated as a mean over rows, and gets w_r; so does a target that is the same on
+    every replica. A tensor with an axis of rows, which a tape sums, gets ones.
 
     Args:
-        target: The tensor that a tape differentiates.
+        targets: The tensors that a tape differentiates.
+        given: The gradients of targets that are the same on every replica, which the caller of a
+            tape passes as `output_gradients`; None if it passes none.
         replica_batch: This replica's batch.
-        is_same: Whether every replica has the same target, whose gradient then gets w_r.
     """
+    roots = []
+    factors = [None] * len(targets) if given is None else tf.nest.flatten(given)
+    for target, factor in zip(targets, factors, strict=True):
+        is_same = given is not None or replica_batch.has_gathered_rows(target)
+        root = _initial_gradient(target, replica_batch, is_same)
+        roots.append(root if factor is None else root * tf.cast(factor, root.dtype))
+    return roots
+
+
+def _initial_gradient(target, replica_batch, is_same):
     if not is_same and _has_rows(target, replica_batch):
         # A padding row gets 0, because the backward pass may cross replicas.
-        return tf.where(replica_batch.num_real > 0, tf.ones_like(target), tf.zeros_like(target))
+        return replica_batch.zero_if_empty(tf.ones_like(target))
     return tf.ones_like(target) * tf.cast(replica_batch.weight, target.dtype)
 
 

@@ -283,8 +283,7 @@ def _of_all_replicas(structure):
             return gather_batch(part)
         if not part.dtype.is_floating:
             return part
-        weighed = part * tf.cast(replica_batch.weight, part.dtype)
-        return context.all_reduce("SUM", tf.where(replica_batch.num_real > 0, weighed, 0))
+        return context.all_reduce("SUM", replica_batch.weighed(part))
 
     return tf.nest.map_structure(of_all, structure)
 
@@ -310,7 +309,9 @@ def _combines_rows(function, y_true, y_pred) -> bool:
         return True
     if not tf.is_symbolic_tensor(values):
         return False
-    given = [each for each in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(each)]
+    given = [
+        tensor for tensor in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(tensor)
+    ]
     return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
 
 

@@ -34,7 +34,7 @@ def wrap_step(fn, kind: str, model: keras.Model | None, *, padded: bool):
         replica_batch = _measure(data, model)
         if replica_batch is None:
             if kind == "train":
-                _refuse_without_rows(data)
+                raise rows_lib.missing_rows_error(data)
             return fn(data)
         if num_global is not None:
             replica_batch.num_global = tf.cast(num_global, tf.float32)
@@ -78,8 +78,8 @@ def _learn(fn, data, replica_batch, kind):
     if kind != "train":
         return logs_lib.make_global(logs, replica_batch, differing)[0]
     begin = before[len(metrics) :]
-    changes = [_weighed(state - old, replica_batch) for state, old in zip(states, begin)]
-    values = [_weighed(state, replica_batch) for state in states]
+    changes = [replica_batch.weighed(state - old) for state, old in zip(states, begin)]
+    values = [replica_batch.weighed(state) for state in states]
     requests = getattr(tf.distribute.get_strategy(), "requests", None)
     beside = [*changes, *values]
     logs, beside = logs_lib.make_global(logs, replica_batch, differing, requests, beside)
@@ -117,14 +117,6 @@ def _measure(data, model) -> ReplicaBatch | None:
     return ReplicaBatch(tf.maximum(num_rows, 1), num_rows, may_be_empty=True, model=model)
 
 
-def _refuse_without_rows(data):
-    raise ValueError(
-        "Every tensor of a batch must have rows: replicas are weighted by their number of rows. "
-        f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), data)}. "
-        "Store scalars as attributes of the model instead."
-    )
-
-
 def _metric_states(model, trackers) -> list:
     """Returns the states of all metrics except `trackers`."""
     if model is None:
@@ -155,11 +147,6 @@ def _states_from_rows(replica_batch) -> list:
         return []
     states = keras_compat.states_from_rows(replica_batch.model, every=replica_batch.may_be_empty)
     return [variable.value for variable in states]
-
-
-def _weighed(change, replica_batch):
-    change = change * tf.cast(replica_batch.weight, change.dtype)
-    return tf.where(replica_batch.num_real > 0, change, tf.zeros_like(change))
 
 
 def _cut(part, replica_batch):

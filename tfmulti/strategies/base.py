@@ -7,9 +7,17 @@ import weakref
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, marks, step, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
-from tfmulti.step import gradients, iterators, local_steps, model_contents, replicated
+from tfmulti.step import (
+    gradients,
+    iterators,
+    local_steps,
+    model_contents,
+    replicated,
+    rows,
+    wrapped_step,
+)
 from tfmulti.strategies import checks
 
 
@@ -25,10 +33,10 @@ def first_local_value(strategy: tf.distribute.Strategy, values):
         return value
 
     values = tf.nest.map_structure(first, values, expand_composites=False)
-    return step.fill_if_empty(values)
+    return rows.fill_if_empty(values)
 
 
-class _ForKeras:
+class _KerasRepairs:
     """Repairs the strategy methods that Keras 3 calls. Nothing changes for other callers."""
 
     repairs_keras = True
@@ -62,7 +70,11 @@ class _ForKeras:
         return 1 if is_one else super().num_replicas_in_sync
 
     def run(self, fn, args=(), kwargs=None, options=None):
-        """Runs `fn` on every replica; Keras's own steps also run with empty replica batches."""
+        """Runs `fn` on every replica; Keras's own steps also run with empty replica batches.
+
+        There are four ways: as TensorFlow does; a replicated step, on the whole batch; a local
+        step, on the worker's rows; and a wrapped step, on each replica's rows.
+        """
         if self.counts_one_replica:
             return super().run(fn, args=args, kwargs=kwargs, options=options)
         kind, model = keras_compat.step_of(fn)
@@ -77,13 +89,13 @@ class _ForKeras:
         if is_local:
             fn = local_steps.on_local_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
-            fn = step.wrap_step(fn, kind, model, padded=self.marks_padding)
+            fn = wrapped_step.wrap_step(fn, kind, model, padded=self.marks_padding)
             if kind != "predict" and is_whole:
-                fn = step.divide_whole_batch(fn)
+                fn = wrapped_step.divide_whole_batch(fn)
         else:
-            args = tuple(step.without_count(value) for value in args)
+            args = tuple(rows.without_count(value) for value in args)
         # The gradients of a single replica are already those of the whole batch.
-        fn = gradients.one_step(fn, reduced=not several)
+        fn = gradients.with_step_state(fn, reduced=not several)
         try:
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
         except AssertionError as error:
@@ -200,30 +212,30 @@ def _is_scalar(value) -> bool:
     return tf.TensorShape(getattr(value, "shape", ())).rank == 0
 
 
-class OneDeviceStrategy(_ForKeras, tf.distribute.OneDeviceStrategy):
+class OneDeviceStrategy(_KerasRepairs, tf.distribute.OneDeviceStrategy):
     """All variables and computation on one device."""
 
 
-class MirroredStrategy(_ForKeras, tf.distribute.MirroredStrategy):
+class MirroredStrategy(_KerasRepairs, tf.distribute.MirroredStrategy):
     """One replica on each of several local devices."""
 
 
-class MultiWorkerMirroredStrategy(_ForKeras, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(_KerasRepairs, tf.distribute.MultiWorkerMirroredStrategy):
     """One or more replicas on each worker of a cluster."""
 
     # Whether workers compare what they do: variables they create, calls of `fit` and the like.
-    compares_acts = False
+    checks_call_order = False
 
     def __init__(self, cluster_resolver, communication_options, num_cpus, over_mpi):
         args = (self, cluster_resolver, communication_options)
         if over_mpi:
-            extended = keras_compat.OwnAllReduce(*args)
+            extended = keras_compat.CustomAllReduceExtended(*args)
         elif num_cpus > 1 and not devices_lib.has_gpu():
-            extended = keras_compat.LocalCPUs(*args, num_cpus)
+            extended = keras_compat.LogicalCpusExtended(*args, num_cpus)
         else:
-            extended = keras_compat.EachDtype(*args)
+            extended = keras_compat.AllDtypesExtended(*args)
         tf.distribute.Strategy.__init__(self, extended)
 
 
-class TPUStrategy(_ForKeras, tf.distribute.TPUStrategy):
+class TPUStrategy(_KerasRepairs, tf.distribute.TPUStrategy):
     """One replica on each TPU core. Untested: no TPU was available."""

@@ -84,7 +84,7 @@ def refuse_calls_on_servers(model: keras.Model, name: str) -> None:
         model: The model whose method was called.
         name: The name of the method.
     """
-    if getattr(model.distribute_strategy, "has_parameter_servers", False):
+    if keras_compat.has_servers(model.distribute_strategy):
         raise ValueError(
             f"`{name}` cannot train or compute on the workers of parameter servers: its steps wait "
             f"for one another. Received: a call of {name} on {model.name!r}, which was created in "
@@ -142,7 +142,7 @@ _EVEN = ("drop", "repeat_first")
 # Rows of ragged or sparse data with which `predict` is verified.
 _MAX_ROWS = 64
 WORKERS = Workers(
-    coordination.compare,
+    coordination.min_and_max,
     coordination.broadcast,
     coordination.align_collectives,
     coordination.all_fail,

@@ -24,7 +24,7 @@ _FAILURE_MS = 20_000
 _failure_numbers = itertools.count()
 
 
-def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
+def min_and_max(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
     """Returns the minimum and the maximum of a number over all workers.
 
     It is a collective: every worker must call it.
@@ -41,6 +41,11 @@ def compare(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
     table = function(tf.constant(number, tf.float32))
     table = strategy.experimental_local_results(table)[0].numpy()
     return int(table.min()), int(table.max())
+
+
+def any_worker(strategy: tf.distribute.Strategy, condition: bool) -> bool:
+    """Returns whether a condition holds on any worker; every worker must call it."""
+    return bool(min_and_max(strategy, int(bool(condition)))[1])
 
 
 def _create_compare_function(strategy):
@@ -63,7 +68,7 @@ def align_collectives(strategy: tf.distribute.Strategy) -> None:
         strategy: The strategy of this worker.
     """
     if topology.num_workers(strategy) > 1:
-        _, highest = compare(strategy, keras_compat.next_collective_key(strategy))
+        _, highest = min_and_max(strategy, keras_compat.next_collective_key(strategy))
         keras_compat.skip_collective_keys(strategy, highest)
 
 
@@ -91,7 +96,7 @@ def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
         data: The bytes, on the chief; None on the others.
     """
     sizes = divmod(len(data), _DIGIT) if data is not None else (0, 0)
-    size = sum(compare(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
+    size = sum(min_and_max(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
     if topology.num_workers(strategy) == 1 or not size:
         return data or b""
     function = strategy.add_function = getattr(
@@ -131,8 +136,8 @@ def before_pass(strategy, epoch_iterator) -> None:
         # A validation iterator, which `fit` reuses after every epoch.
         return
     marks.AGREED.set(epoch_iterator, True)
-    number = keras_compat.number_of_batches(epoch_iterator, topology.num_local_replicas(strategy))
-    least, most = compare(strategy, _UNKNOWN if number is None else number)
+    count = keras_compat.number_of_batches(epoch_iterator, topology.num_local_replicas(strategy))
+    least, most = min_and_max(strategy, _UNKNOWN if count is None else count)
     if least != most:
         logging.warning(
             "Workers have unequal numbers of batches: %s to %d. All go on to the end of the "
@@ -148,13 +153,12 @@ def agree_on_stopping(model) -> None:
     strategy = model.distribute_strategy
     if not keras_compat.is_ours(strategy) or topology.num_workers(strategy) == 1:
         return
-    _, wanted = compare(strategy, int(bool(model.stop_training)))
-    if wanted and not model.stop_training:
+    if any_worker(strategy, model.stop_training) and not model.stop_training:
         logging.warning("Stopping after this epoch, because another worker stops.")
         model.stop_training = True
 
 
-_act_numbers = itertools.count()
+_action_numbers = itertools.count()
 # Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
 _COUNTER = re.compile(r"_\d+(?=/|$)")
 
@@ -185,23 +189,24 @@ def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
         strategy: The strategy of this worker.
         doing: The action of this worker, as text.
     """
-    if not getattr(strategy, "compares_acts", False):
+    if not getattr(strategy, "checks_call_order", False):
         return
-    key = f"tfmulti/act/{next(_act_numbers)}"
+    key = f"tfmulti/action/{next(_action_numbers)}"
     if topology.is_chief(strategy):
         keras_compat.publish(key, doing)
         return
     first, index = topology.cluster_of(strategy).tasks[0]
-    theirs = keras_compat.read_published(key, first, index)
-    if _COUNTER.sub("", theirs) != _COUNTER.sub("", doing):
+    on_chief = keras_compat.read_published(key, first, index)
+    if _COUNTER.sub("", on_chief) != _COUNTER.sub("", doing):
         raise ValueError(
             "All workers must build the same model, and train and evaluate it in the same order. "
-            f"Received: on {topology.worker_name(strategy)} {doing}; on the first worker {theirs}. "
+            f"Received: on {topology.worker_name(strategy)} {doing}; on the first worker "
+            f"{on_chief}. "
             "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
         )
 
 
-NAMES = ("stop", "save")
+REQUESTS = ("stop", "save")
 
 
 class CoordinationRequests:
@@ -212,8 +217,8 @@ class CoordinationRequests:
 
     def __init__(self, num_replicas: int):
         self._alone = num_replicas == 1
-        self._asked, self._sent, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(3))
-        zeros = np.zeros(len(NAMES), "float32")
+        self._asked, self._sent, self._agreed = (dict.fromkeys(REQUESTS, False) for _ in range(3))
+        zeros = np.zeros(len(REQUESTS), "float32")
         with tf.init_scope(), tf.device("CPU:0"):
             # This worker's requests, and the sum of all workers' since `receive` read it.
             self._wanted = tf.Variable(zeros, trainable=False, name="tfmulti_requests")
@@ -221,11 +226,11 @@ class CoordinationRequests:
 
     def reset(self) -> None:
         """Clears all requests; called when a `fit` begins, before any step."""
-        self._asked, self._agreed = (dict.fromkeys(NAMES, False) for _ in range(2))
-        self._heard.assign(np.zeros(len(NAMES), "float32"))
+        self._asked, self._agreed = (dict.fromkeys(REQUESTS, False) for _ in range(2))
+        self._heard.assign(np.zeros(len(REQUESTS), "float32"))
 
     def ask(self, name: str) -> None:
-        """Requests an action, one of `NAMES`, of all workers."""
+        """Requests an action, one of `REQUESTS`, of all workers."""
         self._asked[name] = True
 
     def send(self) -> None:
@@ -242,13 +247,13 @@ class CoordinationRequests:
         else:
             heard = self._heard.numpy()
             if heard.any():
-                self._agreed |= {name: True for name, h in zip(NAMES, heard) if h}
-                self._heard.assign(np.zeros(len(NAMES), "float32"))
+                self._agreed |= {name: True for name, h in zip(REQUESTS, heard) if h}
+                self._heard.assign(np.zeros(len(REQUESTS), "float32"))
         return any(self._agreed.values())
 
-    def agreed(self, name: str) -> bool:
-        """Whether a request has reached all workers."""
-        return self._agreed[name]
+    def must_stop(self) -> bool:
+        """Whether a request to stop has reached all workers."""
+        return self._agreed["stop"]
 
     def clear(self, name: str) -> None:
         """Clears a request that was fulfilled."""
@@ -257,7 +262,7 @@ class CoordinationRequests:
     def part_of_step(self) -> tf.Tensor:
         """Returns this replica's term in the step's reduction, a float32 vector."""
         return tf.where(
-            topology.is_first_local_replica(), self._wanted.read_value(), tf.zeros(len(NAMES))
+            topology.is_first_local_replica(), self._wanted.read_value(), tf.zeros(len(REQUESTS))
         )
 
     def note(self, added: tf.Tensor) -> None:
@@ -277,7 +282,7 @@ _FIRST_MS, _NEXT_MS = 2_000, 100
 _fit_numbers = itertools.count()
 
 
-class KeyValueExchange:
+class EpochTexts:
     """The texts that workers publish during one `fit`.
 
     All workers wait for one another after each epoch (`agree_on_stopping`). Afterwards a text that
@@ -295,28 +300,28 @@ class KeyValueExchange:
         self._fit = next(_fit_numbers)
         self._silent: set[str] = set()
 
-    def publish(self, number: int, text: str) -> None:
-        """Publishes a text for all workers; `number` is the number of the epoch."""
+    def publish(self, epoch: int, text: str) -> None:
+        """Publishes a text of an epoch for all workers."""
         if self._enabled:
-            keras_compat.publish(self._key(number, self.worker), text)
+            keras_compat.publish(self._key(epoch, self.worker), text)
 
-    def read(self, number: int) -> tuple[dict[str, str], set[str]]:
-        """Returns the other workers' texts, and the workers found missing for the first time.
+    def read(self, epoch: int) -> tuple[dict[str, str], set[str]]:
+        """Returns the others' texts of an epoch, and the workers missing for the first time.
 
         Call it for the previous epoch, when an epoch begins or `fit` ends.
         """
-        found, missing = {}, set()
+        texts, missing = {}, set()
         others = set(self._tasks) - {self.worker} - self._silent if self._enabled else ()
         for task in sorted(others):
             # A short timeout after the first: many workers may have published nothing.
             timeout_ms = _NEXT_MS if missing else _FIRST_MS
-            text = keras_compat.read_if_published(self._key(number, task), timeout_ms)
+            text = keras_compat.read_if_published(self._key(epoch, task), timeout_ms)
             if text is None:
                 missing.add(task)
             else:
-                found[task] = text
+                texts[task] = text
         self._silent |= missing
-        return found, missing
+        return texts, missing
 
-    def _key(self, number, task) -> str:
-        return f"tfmulti/texts/{self._fit}/{number}/{task.replace(' ', '/')}"
+    def _key(self, epoch, task) -> str:
+        return f"tfmulti/texts/{self._fit}/{epoch}/{task.replace(' ', '/')}"

@@ -11,7 +11,7 @@ from absl import logging
 
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, step
+from tfmulti import keras_compat
 from tfmulti.choices import COMMUNICATIONS, ON_DIFFERENCE, REPLICATE, STRATEGIES, VERIFY
 from tfmulti.cluster import schedulers
 from tfmulti.cluster.task import SERVER_TYPE
@@ -23,7 +23,9 @@ from tfmulti.step import (
     finite,
     gradients,
     local_steps,
+    logs,
     losses,
+    rows,
     sharded_state,
     whole_batch,
 )
@@ -97,9 +99,9 @@ def create_strategy(
         distribute_optimizers: Whether every optimizer that a step uses is distributed, also one
             that a library has created. False raises an error for an optimizer that is not wrapped
             in `DistributedOptimizer`.
-        num_ps: For `parameter_server` in a job of Slurm, Kubernetes or SageMaker: how many of its
-            tasks, the last ones, are parameter servers; the first is the chief, the others are
-            workers. By default the environment variable TFMULTI_NUM_PS.
+        num_ps: For `parameter_server` in a scheduler's job: how many of its tasks, the last ones,
+            are parameter servers; the first is the chief, the others are workers. By default
+            the environment variable TFMULTI_NUM_PS.
 
     Returns:
         A `tf.distribute.Strategy`; its attribute `why` describes the choice and the reason.
@@ -215,7 +217,7 @@ def _warn_of_others(name, cluster):
 
 
 def _repair_keras():
-    take = functools.partial(gradients.take_gradient, accumulation.leaves_reduction_to_update)
+    take = functools.partial(gradients.take_gradient, accumulation.defers_reduction)
     keras_compat.install(
         accumulate=accumulation.accumulate,
         agree=coordination.agree_on_stopping,
@@ -229,7 +231,7 @@ def _repair_keras():
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
         compare_variable=coordination.compare_variable,
-        current_replica_batch=step.current_replica_batch,
+        current_replica_batch=rows.current_replica_batch,
         distribute_loaded=distribute_loaded,
         first_local_value=first_local_value,
         gradients_are_global=gradients.has_reduced,
@@ -250,8 +252,8 @@ def _repair_keras():
         take_gradient=take,
         on_all=finite.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
-        weigh_mean=step.weigh_mean,
-        note_result=step.note_result,
+        weigh_mean=logs.weigh_mean,
+        note_result=logs.note_result,
     )
 
 

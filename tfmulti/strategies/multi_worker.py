@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfmulti import keras_compat, rendezvous
-from tfmulti.cluster import environment, mpi, network, peers
+from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line
@@ -40,7 +40,7 @@ def create_multi_worker(
         raise RuntimeError(
             "`multi_worker` needs a cluster in TF_CONFIG. "
             "Received: no TF_CONFIG in the environment, no `tf_config`, and a process that was "
-            "not started by MPI, Slurm, Kubernetes or SageMaker. "
+            f"not started by MPI, {schedulers.ANY_OF_THEM}. "
             "Set TF_CONFIG for each worker, or name a file: see tf_config/README.md."
         )
     communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
@@ -72,7 +72,7 @@ def create_multi_worker(
             raise
         raise _too_late_error(error) from error
     _end_after_sigterm()
-    strategy.compares_acts = cluster.num_workers > 1
+    strategy.checks_call_order = cluster.num_workers > 1
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         _use_mpi(strategy, communicator, cluster, bucket_bytes)

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.cluster import Cluster, environment, network, schedulers, slurm
+from tfmulti.cluster import Cluster, environment, network, schedulers
 from tfmulti.cluster.peers import Presence, is_reachable
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import partitioned
@@ -28,7 +28,6 @@ from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
-_WITHOUT_ROLES = (schedulers.KUBERNETES, schedulers.SAGEMAKER, slurm.SOURCE)
 _POLL_S = 1.0
 _LAST_S = 30.0
 _GOODBYE_S = 5.0
@@ -128,10 +127,10 @@ def _check_cluster(cluster):
         raise RuntimeError(
             "`parameter_server` needs a cluster with a chief, workers and servers. "
             "Received: no TF_CONFIG in the environment, no `tf_config`, and a process that was not "
-            "started by Slurm, Kubernetes or SageMaker. Start it with "
+            f"started by {schedulers.ANY_OF_THEM}. Start it with "
             "python -m tfmulti.launch --num_workers 2 --num_ps 1, or set TF_CONFIG for each task."
         )
-    if not cluster.has_servers and cluster.source in _WITHOUT_ROLES:
+    if not cluster.has_servers and cluster.source in schedulers.NAMES:
         raise ValueError(
             "`num_ps` must say how many of the tasks are parameter servers. "
             f"Received: {cluster.num_workers} tasks of {cluster.source}, and no TFMULTI_NUM_PS. "
@@ -256,7 +255,7 @@ def _exit_at_once(code: int) -> NoReturn:
 def _token(function: Callable, arguments: list[int]) -> str:
     """Returns the name by which the chief can call a Python function of this process."""
     with tf.Graph().as_default():
-        inputs = [tf.constant(each, tf.int64) for each in arguments]
+        inputs = [tf.constant(argument, tf.int64) for argument in arguments]
         return tf.numpy_function(function, inputs, tf.int64).op.get_attr("token").decode()
 
 

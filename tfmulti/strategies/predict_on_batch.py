@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import marks, step
+from tfmulti import marks
+from tfmulti.step import wrapped_step
 
 
 def predict(model: keras.Model, x):
@@ -40,8 +41,8 @@ def predict(model: keras.Model, x):
 
 def _create_function(model):
     strategy = model.distribute_strategy
-    fn = step.wrap_step(model.predict_step, "predict", model, padded=False)
-    fn = step.divide_whole_batch(fn)
+    fn = wrapped_step.wrap_step(model.predict_step, "predict", model, padded=False)
+    fn = wrapped_step.divide_whole_batch(fn)
 
     def predict_rows(data):
         outputs = strategy.run(fn, args=(data,))

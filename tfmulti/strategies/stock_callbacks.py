@@ -66,7 +66,7 @@ class GatherState(keras.callbacks.Callback):
         sharded_state.gather_optimizer_state(self.model)
 
 
-class LauncherHeartbeat(keras.callbacks.Callback):
+class FirstStepFile(keras.callbacks.Callback):
     """Creates a file after the first step; the launcher does not restart a job without it.
 
     Args:
@@ -87,12 +87,12 @@ class LauncherHeartbeat(keras.callbacks.Callback):
 def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], ...]:
     """Returns the callbacks that every `fit` of a model runs before the user's, and after them."""
     strategy, path = model.distribute_strategy, os.environ.get(environment.PROGRESS)
-    heartbeat = [LauncherHeartbeat(path)] if path and keras_compat.is_ours(strategy) else []
+    first_step = [FirstStepFile(path)] if path and keras_compat.is_ours(strategy) else []
     # Before the user's, of which one may save the model when training ends.
     gathers = [GatherState()] if topology.num_workers(strategy) > 1 else []
     # After the user's, of which one may change the step when an epoch begins.
     again = [VerifyAgain()] if keras_compat.is_ours(strategy) else []
-    return [*heartbeat, *gathers], again
+    return [*first_step, *gathers], again
 
 
 def _gathering(method):
@@ -100,7 +100,7 @@ def _gathering(method):
 
     @functools.wraps(method)
     def call(*args, **kwargs):
-        with slots.gathering():
+        with slots.collective_reads():
             return method(*args, **kwargs)
 
     return call

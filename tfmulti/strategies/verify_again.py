@@ -58,7 +58,7 @@ class VerifyAgain(keras.callbacks.Callback):
         if marks.FEED.get(self.model) is None or nothing:
             return
         # All workers must take part, also one whose model is not changed.
-        if not coordination.compare(self.model.distribute_strategy, int(self._has_changed()))[1]:
+        if not coordination.any_worker(self.model.distribute_strategy, self._has_changed()):
             return
         self._changes += 1
         # What changes with every epoch, as a weight of the loss, is not verified every time.

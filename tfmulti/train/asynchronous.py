@@ -18,7 +18,7 @@ from tfmulti.parallel import remote_step, split_check, staleness
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_whole_number
 from tfmulti.strategies.parameter_server import who_computes
-from tfmulti.strategies.stock_callbacks import LauncherHeartbeat
+from tfmulti.strategies.stock_callbacks import FirstStepFile
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
 
 _REFUSED = {
@@ -88,9 +88,9 @@ def train_async(
     step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
     if strategy.verify != "never" and train.steps_left():
         split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
-    heart = os.environ.get(environment.PROGRESS)
+    path = os.environ.get(environment.PROGRESS)
     chosen = keras.callbacks.CallbackList(
-        [*([LauncherHeartbeat(heart)] if heart else []), *callbacks],
+        [*([FirstStepFile(path)] if path else []), *callbacks],
         add_history=True,
         add_progbar=verbose != 0,
         model=model,
@@ -115,7 +115,7 @@ class _Epochs:
         self._model, self._train, self._test = model, train, test
         self._callbacks, self._step, self._runs = chosen, step, runs
         self._requests = requests
-        every = [getattr(each, "every_steps", None) for each in chosen.callbacks]
+        every = [getattr(callback, "every_steps", None) for callback in chosen.callbacks]
         self._every = [each for each in every if each]
 
     def run(self, epochs):
@@ -175,7 +175,7 @@ class _Epochs:
 
 
 def _check(model, callbacks, max_staleness, epochs):
-    if not getattr(model.distribute_strategy, "has_parameter_servers", False):
+    if not keras_compat.has_servers(model.distribute_strategy):
         raise ValueError(
             "`train_async` trains models that were created in the scope of parameter servers. "
             f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "

@@ -137,12 +137,12 @@ def resolve_batch_size(
         )
     print_fn = print_fn if topology.is_chief(strategy) else lambda line: None
     num_replicas = strategy.num_replicas_in_sync
-    _, kept = coordination.compare(strategy, _kept_batch_size(config, strategy))
+    _, kept = coordination.min_and_max(strategy, _kept_batch_size(config, strategy))
     if kept:
         print_fn(f"per_replica_batch_size=auto: global batch size {kept}, as in the checkpoint")
         return _replace(config, kept)
     found, limit = _find(config, strategy, print_fn)
-    size, _ = coordination.compare(strategy, found.size)
+    size, _ = coordination.min_and_max(strategy, found.size)
     print_fn(f"per_replica_batch_size=auto: {size} ({_explain(size, found, limit)})")
     return _replace(config, size * num_replicas)
 

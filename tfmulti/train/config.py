@@ -5,25 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from tfmulti import choices
+from tfmulti.cluster.schedulers import ANY_OF_THEM
 from tfmulti.cluster.variables import check_num_ps
 from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS
 from tfmulti.train import techniques
-
-_NOT_ON_SERVERS = (
-    "audit_shards",
-    "checkpoint_activations",
-    "compression",
-    "estimate_memory",
-    "logical_cpus",
-    "monitor",
-    "pipeline_stages",
-    "shard",
-    "steps_per_execution",
-    "synchronize_every",
-    "tensor_parallel",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +27,7 @@ class TrainConfig:
 
     strategy: str = setting("auto", "Where to train.", choices.STRATEGIES)
     tf_config: str | None = setting(
-        None, "File or folder with the cluster; by default the variable TF_CONFIG."
+        None, "File or folder with the cluster; by default the variable TF_CONFIG.", per_worker=True
     )
     model: str = setting("cnn", "cnn, mlp, or package.module:function.")
     dataset: str = setting(
@@ -52,6 +39,7 @@ class TrainConfig:
         "fit in memory.",
         at_least=1,
         word=choices.AUTO,
+        on_servers=False,
     )
     memory_limit: str | None = setting(
         None,
@@ -63,6 +51,7 @@ class TrainConfig:
         "Print the memory that each of so many workers with one replica would need, without "
         "training.",
         at_least=1,
+        on_servers=False,
     )
     global_batch_size: int | None = setting(
         None,
@@ -90,19 +79,22 @@ class TrainConfig:
     gradient_accumulation_steps: int = setting(
         1, "Steps whose gradients make one update.", at_least=1
     )
-    steps_per_execution: int = setting(1, "Steps per call of the compiled function.", at_least=1)
+    steps_per_execution: int = setting(
+        1, "Steps per call of the compiled function.", at_least=1, on_servers=False
+    )
     remainder: str = setting("uneven", "What to do with the last, short batch.", REMAINDERS)
     communication: str = setting("auto", "How workers reduce gradients.", choices.COMMUNICATIONS)
     bucket_bytes: int | None = setting(
         None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
     )
     compression: str | None = setting(
-        None, "Send gradients in half the bytes, rounded.", choices.COMPRESSIONS
+        None, "Send gradients in half the bytes, rounded.", choices.COMPRESSIONS, on_servers=False
     )
     shard: str | None = setting(
         None,
         "Keep the optimizer's slots, or large weights too, on one worker each.",
         choices.SHARDS,
+        on_servers=False,
     )
     pipeline_stages: int | None = setting(
         None,
@@ -110,6 +102,7 @@ class TrainConfig:
         "multiple of it. With --strategy one_device they are on the first GPUs of this process, or "
         "on its --logical_cpus.",
         at_least=2,
+        on_servers=False,
     )
     micro_batches: int = setting(
         4, "In how many parts the rows of a step pass through a pipeline.", at_least=1
@@ -118,26 +111,34 @@ class TrainConfig:
         None,
         "Split wide layers over all workers: patterns of weights' paths and kinds, such as "
         "dense/kernel=column,dense_1/kernel=row.",
+        on_servers=False,
     )
     synchronize_every: int = setting(
         1,
         "Steps that each worker takes by itself before workers average weights, for slow "
         "networks; 1 adds gradients in every step.",
         at_least=1,
+        on_servers=False,
     )
     start_timeout: float | None = setting(
         None,
         "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
         at_least=0.001,
+        per_worker=True,
     )
     heartbeat_timeout: float | None = setting(
         None, "Seconds without a heartbeat until a worker counts as lost; default 10.", at_least=1.0
     )
     checkpoint_activations: bool = setting(
-        False, "Compute activations again for gradients: less memory, a second forward pass."
+        False,
+        "Compute activations again for gradients: less memory, a second forward pass.",
+        on_servers=False,
     )
     logical_cpus: int = setting(
-        0, "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).", at_least=0
+        0,
+        "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).",
+        at_least=0,
+        on_servers=False,
     )
     seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
     on_nonfinite: str = setting(
@@ -152,15 +153,19 @@ class TrainConfig:
     checkpoint_minutes: float | None = setting(
         None, "Minutes between checkpoints within an epoch.", at_least=0.001
     )
-    audit_shards: bool = setting(False, "Report which rows each replica received.")
+    audit_shards: bool = setting(
+        False, "Report which rows each replica received.", on_servers=False
+    )
     monitor: bool = setting(
-        False, "Report throughput, CPU, memory and GPUs of every worker after every epoch."
+        False,
+        "Report throughput, CPU, memory and GPUs of every worker after every epoch.",
+        on_servers=False,
     )
     track: str = setting(
         "none", "Log every epoch to Weights & Biases or to MLflow.", choices.TRACKERS
     )
     workdir: str | None = setting(
-        None, "Folder for model.keras, history.csv, result.json and logs/."
+        None, "Folder for model.keras, history.csv, result.json and logs/.", per_worker=True
     )
     verify: str = setting(
         "auto",
@@ -177,7 +182,7 @@ class TrainConfig:
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
     num_ps: int | None = setting(
         None,
-        "With parameter_server in a job of Slurm, Kubernetes or SageMaker: how many of its tasks, "
+        f"With parameter_server in a job of {ANY_OF_THEM}: how many of its tasks, "
         "the last ones, are servers; by default TFMULTI_NUM_PS.",
         at_least=1,
     )
@@ -245,12 +250,15 @@ class TrainConfig:
                     "Use --strategy parameter_server, or leave --max_staleness out."
                 )
             return
-        fields = self.__dataclass_fields__
-        given = [n for n in _NOT_ON_SERVERS if getattr(self, n) != fields[n].default]
+        given = [
+            field.name
+            for field in dataclasses.fields(self)
+            if not field.metadata["on_servers"] and getattr(self, field.name) != field.default
+        ]
         if self.remainder not in ("uneven", "drop"):
             given.append("remainder")
-        if given or self.per_replica_batch_size:
-            name = (given or ["per_replica_batch_size"])[0]
+        if given:
+            name = given[0]
             raise ValueError(
                 f"`{name}` cannot be used with parameter_server. "
                 f"Received: {name}={getattr(self, name)!r}. "

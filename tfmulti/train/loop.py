@@ -20,9 +20,7 @@ from tfmulti.train.asynchronous import train_async
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras, stage_devices
-from tfmulti.train.run_reporter import RunReporter, RunSummary, digest_weights
-
-_SETTINGS_OF_ONE_WORKER = ("tf_config", "workdir", "start_timeout")
+from tfmulti.train.run_reporter import RunReporter, RunSettings, digest_weights
 
 
 def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
@@ -63,31 +61,31 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     with strategy.scope(), sharded:
         model = create_model(config.model, train_split)
         base_rate = compile_model(model, config, train)
-    worker = RunReporter(strategy, config.workdir, print_fn)
-    numbers = RunSummary(config, train.plan, worker.num_workers, model, base_rate)
-    worker.introduce(numbers, stages)
-    tells = config.monitor and worker.is_chief
-    throughput = callbacks.Throughput(train, print_fn=worker.print_fn if tells else None)
+    reporter = RunReporter(strategy, config.workdir, print_fn)
+    settings = RunSettings(config, train.plan, reporter.num_workers, model, base_rate)
+    reporter.introduce(settings, stages)
+    tells = config.monitor and reporter.is_chief
+    throughput = callbacks.Throughput(train, print_fn=reporter.print_fn if tells else None)
     began = time.perf_counter()
-    chosen = [throughput, *worker.create_callbacks(train, config)]
+    chosen = [throughput, *reporter.create_callbacks(train, config)]
     try:
-        history = _fit(model, train, test, config, chosen, worker.print_fn)
+        history = _fit(model, train, test, config, chosen, reporter.print_fn)
     finally:
-        worker.close()
+        reporter.close()
     seconds = time.perf_counter() - began
-    result = _describe(numbers, worker, throughput, history, seconds)
-    for name, before in zip(("steps", "examples"), worker.done_before(train.plan)):
+    result = _describe(settings, reporter, throughput, history, seconds)
+    for name, before in zip(("steps", "examples"), reporter.done_before(train.plan)):
         # Counted over the whole run, including earlier starts.
         result[name] += before
     result |= {n: v for n, v in vars(history).items() if n == "steps_by_worker"}
     result["weights_sha256"] = digest_weights(model)
-    worker.finish(model, result)
+    reporter.finish(model, result)
     return result
 
 
 def _fit(model, train, test, config, chosen, print_fn):
     settings = {"validation_data": test, "epochs": config.epochs, "verbose": 0, "callbacks": chosen}
-    if getattr(model.distribute_strategy, "has_parameter_servers", False):
+    if keras_compat.has_servers(model.distribute_strategy):
         staleness = config.max_staleness
         return train_async(model, train, max_staleness=staleness, print_fn=print_fn, **settings)
     return model.fit(train, shuffle=False, **settings)
@@ -97,23 +95,23 @@ def _create_strategy(config):
     names = ("logical_cpus", "tf_config", "communication", "bucket_bytes", "start_timeout")
     names += ("heartbeat_timeout", "verify", "on_difference", "num_ps")
     settings = {name: getattr(config, name) for name in names}
-    flags = dataclasses.asdict(config).items()
-    of_all = {f"--{name}": v for name, v in flags if name not in _SETTINGS_OF_ONE_WORKER}
+    fields = [f for f in dataclasses.fields(config) if not f.metadata["per_worker"]]
+    of_all = {f"--{field.name}": getattr(config, field.name) for field in fields}
     return create_strategy(config.strategy, must_agree=of_all, **settings)
 
 
-def _describe(numbers, worker, throughput, history, seconds) -> dict:
+def _describe(settings, reporter, throughput, history, seconds) -> dict:
     metrics = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
     measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
     return {
-        "strategy": type(worker.strategy).__name__,
-        "num_workers": getattr(worker.strategy, "num_workers", worker.num_workers),
+        "strategy": type(reporter.strategy).__name__,
+        "num_workers": getattr(reporter.strategy, "num_workers", reporter.num_workers),
         "num_replicas": getattr(
-            worker.strategy, "num_workers", worker.strategy.num_replicas_in_sync
+            reporter.strategy, "num_workers", reporter.strategy.num_replicas_in_sync
         ),
-        "global_batch_size": numbers.plan.global_batch_size,
-        "per_replica_batch_size": numbers.per_replica_batch_size,
-        "learning_rate": numbers.learning_rate,
+        "global_batch_size": settings.plan.global_batch_size,
+        "per_replica_batch_size": settings.per_replica_batch_size,
+        "learning_rate": settings.learning_rate,
         "steps": throughput.steps,
         "epochs": len(history.epoch),
         "examples": throughput.examples,

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from rich.table import Table
 
-from tfmulti import devices
+from tfmulti import devices, keras_compat
 from tfmulti.choices import SHARDS
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
@@ -142,7 +142,7 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
             one_row = lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype)
             model(tf.nest.map_structure(one_row, train.element_spec[0]))
         compile_model(model, dataclasses.replace(config, shard=None), train)
-        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        optimizer = keras_compat.inner_optimizer(model.optimizer)
         optimizer.build(model.trainable_variables)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
     known = [gradient for gradient in gradients if gradient is not None]
@@ -265,7 +265,7 @@ def _trace(model, strategy, spec, rows) -> tuple[tf.Graph, list[tf.Tensor | None
     def noting(grads, *args, **kwargs):
         grads = list(grads)
         # A step can be traced more than once; the last trace is the one that is kept.
-        gradients[:] = [each if isinstance(each, tf.Tensor) else None for each in grads]
+        gradients[:] = [grad if isinstance(grad, tf.Tensor) else None for grad in grads]
         return apply(grads, *args, **kwargs)
 
     object.__setattr__(model.optimizer, "apply", noting)

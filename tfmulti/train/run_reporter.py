@@ -12,7 +12,7 @@ from pathlib import Path
 
 import keras
 
-from tfmulti import callbacks, checkpoint, topology
+from tfmulti import callbacks, checkpoint, keras_compat, topology
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
@@ -22,7 +22,7 @@ from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
 
-class RunSummary:
+class RunSettings:
     """The effective settings of a run, once devices, data and flags are known.
 
     Args:
@@ -46,7 +46,7 @@ class RunSummary:
     ):
         self._config, self.plan, self._num_workers = config, plan, num_workers
         self._model = model
-        self._optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        self._optimizer = keras_compat.inner_optimizer(model.optimizer)
         self.per_replica_batch_size = -(-plan.global_batch_size // plan.num_replicas)
         local = plan.num_replicas // num_workers * self.per_replica_batch_size
         self.per_worker_batch_size = min(local, plan.global_batch_size)
@@ -139,19 +139,19 @@ class RunReporter:
         named = self.is_chief or environment.PROGRESS in os.environ
         self._print_fn(line if named else f"{self.name}: {line}")
 
-    def introduce(self, summary: RunSummary, stages: list[str] | None = None) -> None:
+    def introduce(self, settings: RunSettings, stages: list[str] | None = None) -> None:
         """Prints on the chief where the training runs, and its numbers.
 
         Args:
-            summary: The numbers.
+            settings: The numbers.
             stages: The device of each stage, where stages are on devices of this process.
         """
         if self.is_chief:
             replicas = count(self.strategy.num_replicas_in_sync, "replica")
             where = f" in stages on {', '.join(stages)}" if stages else ""
-            size = summary.plan.global_batch_size
+            size = settings.plan.global_batch_size
             self.print_fn(f"{self.strategy.why}: {replicas}{where}, global batch size {size}")
-            console.show_rows(summary.rows(), self.print_fn)
+            console.show_rows(settings.rows(), self.print_fn)
 
     def create_callbacks(self, train, config) -> list:
         """Creates the callbacks that every worker needs, and those of the chief.

@@ -68,7 +68,7 @@ def verify_once(
         found = find_out(case, workers)
         whole, error = _replicate(case, found, workers, early)
     if kind == TRAIN:
-        on_any = workers.compare(strategy, int(bool(found.settings)))[1]
+        on_any = workers.min_and_max(strategy, int(bool(found.settings)))[1]
         marks.SETTINGS.set(model, found.settings if on_any else None)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
@@ -187,14 +187,14 @@ def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError 
     why = messages.NEEDS_PARTS if wanted and may and not can else ""
     may = may and wanted and can
     cannot = found.error is not None and not may
-    if workers.compare(strategy, int(may) + 2 * int(cannot))[1] == 1:
+    if workers.min_and_max(strategy, int(may) + 2 * int(cannot))[1] == 1:
         replicated.replicate(case.model, case.kind)
         whole = find_out(case, workers)
-        if not workers.compare(strategy, int(bool(whole.error or whole.reason)))[1]:
+        if not workers.min_and_max(strategy, int(bool(whole.error or whole.reason)))[1]:
             return whole, None
         replicated.distribute_again(case.model, case.kind)
         why = messages.why_not_exact(whole.error, whole.reason)
-    if workers.compare(strategy, int(found.error is not None))[1]:
+    if workers.min_and_max(strategy, int(found.error is not None))[1]:
         error = found.error or ValueError(messages.elsewhere(case.kind))
         return None, messages.with_reason(error, why)
     if not (workers.agree(strategy, found.runs) or wanted or early):
@@ -238,7 +238,7 @@ def _most_at_once(case) -> int:
 
 def _count_of_all(strategy, count, workers) -> int:
     """Returns the rows of all workers; if they have unlike numbers, one with that property."""
-    least, most = workers.compare(strategy, count)
+    least, most = workers.min_and_max(strategy, count)
     whole = most * topology.num_workers(strategy)
     return whole if least == most else whole - 1
 

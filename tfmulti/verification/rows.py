@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfmulti import topology
 from tfmulti.keras_compat import MAX_BYTES, MAX_ROWS
 from tfmulti.sharding import PADDING_WEIGHT
-from tfmulti.step import Counted, iterators, rows
+from tfmulti.step import iterators, rows
+from tfmulti.step.rows import Counted
 
 
 class Rows:

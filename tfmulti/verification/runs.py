@@ -64,7 +64,7 @@ class Reference:
             return outputs, {} if case.kind == PREDICT else case.model.get_metrics_result()
 
         # The replica has all rows, so its gradients are those of the whole batch.
-        whole = gradients.one_step(whole, reduced=True)
+        whole = gradients.with_step_state(whole, reduced=True)
         return case.strategy.run(whole, args=(case.rows.pack(parts),))
 
     def _all_rows(self, data):

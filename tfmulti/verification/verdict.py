@@ -38,7 +38,7 @@ class Workers(NamedTuple):
     """Collective functions of the workers.
 
     Attributes:
-        compare: Function of a strategy and a whole number; returns the minimum and the maximum
+        min_and_max: Function of a strategy and a whole number; returns the minimum and the maximum
             over all workers.
         broadcast: Function of a strategy and bytes, which are None except on the chief; returns
             the chief's bytes.
@@ -47,14 +47,14 @@ class Workers(NamedTuple):
             returns whether it fails on all workers. It is no collective.
     """
 
-    compare: Callable
+    min_and_max: Callable
     broadcast: Callable
     align: Callable
     all_fail: Callable
 
     def agree(self, strategy: tf.distribute.Strategy, can: bool) -> bool:
         """Returns whether something is true on all workers; each must call it."""
-        return bool(self.compare(strategy, int(can))[0])
+        return bool(self.min_and_max(strategy, int(can))[0])
 
 
 class _Seen(NamedTuple):
@@ -134,9 +134,9 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     found, _ = _try(trial.drifting, case.model)
     name, number = found or ("", 0)
     # If a worker could not run the step, the other workers have nothing to compare with.
-    ran, _ = workers.compare(case.strategy, int(found is not None))
-    least, most = workers.compare(case.strategy, number)
-    named = workers.compare(case.strategy, int(bool(name)))[1]
+    ran, _ = workers.min_and_max(case.strategy, int(found is not None))
+    least, most = workers.min_and_max(case.strategy, number)
+    named = workers.min_and_max(case.strategy, int(bool(name)))[1]
     drifts = ran and (named or least != most)
     return messages.describe_drift(case, name) if drifts else None
 
@@ -183,7 +183,7 @@ def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
             ways, proven = ways + some, proven or seen.least == _SAME
         if seen.least > _UNKNOWN and some == WAYS:
             break
-    moments, _ = workers.compare(case.strategy, trial.num_moments)
+    moments, _ = workers.min_and_max(case.strategy, trial.num_moments)
     for views in (
         *later_views(ways),
         *views_of_outliers(trial.tests_numbers),
@@ -212,7 +212,7 @@ def _try_view(trial, view, case, workers) -> _Seen:
     elif found:
         known = trial.growth, trial.origin, trial.synthetic_values, trial.counts
         error, kind = messages.describe(case, found, *known), _DIFFERS
-    seen = _Seen(*workers.compare(case.strategy, kind), error, reason)
+    seen = _Seen(*workers.min_and_max(case.strategy, kind), error, reason)
     if seen.least == _FAILED:
         workers.align(case.strategy)
     return seen

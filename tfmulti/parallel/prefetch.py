@@ -1,4 +1,4 @@
-"""Gathers the sharded weights of the next layer while the current one computes, and no earlier.
+"""Prefetches the sharded weights of the next layer while the current one computes, no earlier.
 
 All workers gather, and add gradients, in the order of the program. In the forward pass the weights
 of a call are gathered as soon as the call before it begins. In the backward pass each call first
@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfmulti.step.rows import current_replica_batch
 
 
-class StepGathers:
+class GatherSchedule:
     """Decides when the layer calls of a step gather their weights.
 
     A call has `num_gathered`, the number of its sharded parameters; `tensors`, which its first run
@@ -34,7 +34,7 @@ class StepGathers:
     def begin(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the tensors after which a call with these inputs gathers in the forward pass."""
         self._done = self._done[-2:] or [inputs]
-        return self._done[0] if _are_here(self._done[0]) else inputs
+        return self._done[0] if _in_current_graph(self._done[0]) else inputs
 
     def end(self, outputs: list[tf.Tensor]) -> None:
         """Notes the outputs of a call that gathers."""
@@ -74,27 +74,27 @@ class StepGathers:
             # A call that gathers nothing itself contains calls that do.
             if call.num_gathered and self._calls and self._ahead is None:
                 following = self._calls[-1]
-                if following.num_gathered and _are_here(following.tensors):
+                if following.num_gathered and _in_current_graph(following.tensors):
                     self._ahead = following, following.receive(following.tensors, after)
         return whole
 
 
-def of_step() -> StepGathers:
+def of_step() -> GatherSchedule:
     """Returns the gathers of the step that is traced; a new object if calls do not gather ahead."""
     replica_batch = current_replica_batch()
-    if replica_batch is None or tf.executing_eagerly() or not are_ahead():
-        return StepGathers()
+    if replica_batch is None or tf.executing_eagerly() or not is_enabled():
+        return GatherSchedule()
     if replica_batch.gathers is None:
-        replica_batch.gathers = StepGathers()
+        replica_batch.gathers = GatherSchedule()
     return replica_batch.gathers
 
 
-def are_ahead() -> bool:
+def is_enabled() -> bool:
     """Whether layers gather ahead; all workers agree on it when they start."""
     return getattr(tf.distribute.get_strategy().extended, "gathers_ahead", False)
 
 
-def _are_here(tensors) -> bool:
+def _in_current_graph(tensors) -> bool:
     """Whether tensors belong to the graph being built, and not to one around a branch or loop."""
     if tf.executing_eagerly():
         return True

@@ -1,4 +1,4 @@
-"""Functions that read private names of Keras and TensorFlow, or use them on one object."""
+"""Accessors: what private names of Keras and TensorFlow tell, or change, of one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from keras.src import losses as keras_losses
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 
 from tfmulti import marks
 
@@ -137,6 +136,11 @@ def adopt_optimizer(optimizer, strategy: tf.distribute.Strategy) -> None:
                 each._distribution_strategy = strategy
 
 
+def inner_optimizer(optimizer):
+    """Returns the optimizer that a `LossScaleOptimizer` wraps, else the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """Returns the losses that `compile` has created; they exist once the model has been trained."""
     entries = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None)
@@ -247,108 +251,25 @@ def keep_on_each_replica(variables) -> None:
             variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-class EachDtype(mwms.CollectiveAllReduceExtended):
-    """Creates variables of every numeric dtype.
-
-    `MultiWorkerMirroredStrategy` broadcasts the chief's initial values with a collective for only
-    six dtypes, so it cannot create variables of bfloat16, int8 or complex64.
-    """
-
-    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
-        create = super()._get_variable_creator_initial_value
-        dtype, initial = kwargs.get("dtype"), kwargs["initial_value"]
-        carried = _carried_as(dtype) if dtype is not None else None
-        if replica_id != 0 or carried is None:
-            return create(replica_id, device, primary_var, **kwargs)
-        dtype = tf.as_dtype(dtype)
-
-        def encoded():
-            value = initial() if callable(initial) else initial
-            value = getattr(value, "wrapped_value", value)
-            return _converted(tf.convert_to_tensor(value, dtype), carried)
-
-        sent = {**kwargs, "initial_value": encoded, "dtype": carried}
-        receive = create(replica_id, device, primary_var, **sent)
-        return lambda: _converted(receive(), dtype)
-
-
-_BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
-_CARRIERS = {
-    tf.uint32: tf.int32,
-    tf.uint64: tf.int64,
-    tf.complex64: tf.int64,
-    tf.complex128: tf.float64,
-}
-
-
-def _carried_as(dtype):
-    """Returns the dtype in which to send values without loss; None if they need none or have none.
-
-    Args:
-        dtype: The dtype of the value.
-    """
-    dtype = tf.as_dtype(dtype)
-    if dtype in _BROADCAST:
-        return None
-    if dtype.is_floating:
-        return tf.float32
-    return _CARRIERS.get(dtype, tf.int32 if dtype.is_integer else None)
-
-
-def _converted(value, dtype):
-    """Returns a value in another dtype; for dtypes of the same size its bits in that dtype."""
-    by_bits = dtype in _CARRIERS or value.dtype in _CARRIERS
-    return tf.bitcast(value, dtype) if by_bits else tf.cast(value, dtype)
-
-
-class LocalCPUs(EachDtype):
-    """Uses `num_cpus` logical CPUs in each worker.
-
-    `MultiWorkerMirroredStrategy` uses all GPUs of a worker or, without GPUs, a single CPU.
-    """
-
-    def __init__(self, strategy, cluster_resolver, communication_options, num_cpus):
-        self._num_cpus = num_cpus
-        super().__init__(
-            strategy,
-            cluster_resolver=cluster_resolver,
-            communication_options=communication_options,
-        )
-
-    def _initialize_local_devices(self, cluster_resolver, worker_device):
-        devices = [f"{worker_device}/device:CPU:{i}" for i in range(self._num_cpus)]
-        return tuple(devices), "CPU"
-
-
-class OwnAllReduce(EachDtype):
-    """Reduces dense tensors of replicas with functions other than TensorFlow's collectives.
-
-    On CPUs TensorFlow's own cost 6 times a copy of the bytes. They still reduce sparse gradients,
-    and what is reduced outside of replicas. The attributes are set after creation; see
-    `tfmulti.mpi.all_reduce.MpiAllReduce` for their arguments.
-
-    Attributes:
-        add: Function that returns the sums of tensors over all workers.
-        receive: Function that returns a tensor of its owner.
-        broadcast: Function that returns tensors of their owners.
-        reduce_to_owners: Function that returns the sums of tensors that this worker owns.
-    """
-
-    add = broadcast = receive = reduce_to_owners = None
-
-    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
-        values = [value for value, _ in value_destination_pairs]
-        if self.add is None or not all(isinstance(value, tf.Tensor) for value in values):
-            return super()._batch_reduce_to(reduce_op, value_destination_pairs, options)
-        sums = self.add(values)
-        if reduce_op == tf.distribute.ReduceOp.MEAN:
-            sums = [part / tf.cast(self._num_replicas_in_sync, part.dtype) for part in sums]
-        return sums
-
-
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
     """Makes the `fit` that has just begun start at an epoch, as `BackupAndRestore` does."""
     model._initial_epoch = epoch
+
+
+def take_initial_epoch(model: keras.Model) -> int | None:
+    """Returns the epoch that a callback has set when training began, and resets it."""
+    epoch, model._initial_epoch = model._initial_epoch, None
+    return epoch
+
+
+def build_model(model: keras.Model, batch) -> None:
+    """Creates the variables of a model, its metrics and its optimizer, as `fit` does.
+
+    Args:
+        model: A compiled model.
+        batch: A batch `(x, y)` or `(x, y, sample_weight)`.
+    """
+    model._symbolic_build(data_batch=batch)
 
 
 def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
