@@ -903,6 +903,60 @@ def test_canary_replicas_reduce_unless_prevented():
     assert float(strategy.experimental_local_results(totals)[0]) == 2.0**2 + 4.0**2
 
 
+def _operations_searched(strategy, layers, monkeypatch):
+    """Returns how many operations TensorFlow searches while a step of all-reduces is traced."""
+    from tensorflow.python.ops import op_selector
+
+    found, search = [], op_selector.get_backward_walk_ops
+
+    def counted(*args, **kwargs):
+        found.append(search(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(op_selector, "get_backward_walk_ops", counted)
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        value = tf.ones([2])
+        for _ in range(layers):
+            value = tf.sin(value) + context.all_reduce("SUM", tf.sin(value))
+        return value
+
+    tf.function(lambda: strategy.run(step)).get_concrete_function()
+    monkeypatch.setattr(op_selector, "get_backward_walk_ops", search)
+    return sum(map(len, found))
+
+
+def test_canary_each_all_reduce_is_searched_for_variables(monkeypatch):
+    """A stock strategy searches the graph for each; under ours there is no search."""
+    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    few, many = (_operations_searched(stock, layers, monkeypatch) for layers in (4, 16))
+    assert many > few > 0
+    assert _operations_searched(ours(), 16, monkeypatch) == 0
+
+
+def test_a_custom_gradient_finds_its_variables_in_a_step():
+    """A variable that the function reads, directly or in a function it calls, has its gradient."""
+    strategy = ours()
+    with strategy.scope():
+        scale = tf.Variable(3.0)
+
+    @tf.custom_gradient
+    def scaled(x):
+        def gradient(upstream, variables=()):
+            return upstream * 2.0, [upstream * 5.0 for _ in variables]
+
+        return x * scale, gradient
+
+    def step():
+        with tf.GradientTape() as tape:
+            y = scaled(tf.constant(1.0))
+        return tape.gradient(y, scale)
+
+    gradients = tf.function(lambda: strategy.run(step))()
+    assert [float(g) for g in strategy.experimental_local_results(gradients)] == [5.0, 5.0]
+
+
 def test_canary_a_step_runs_on_the_first_replica_alone():
     """A change of a variable there changes that replica's copy, without reductions."""
     strategy = ours()

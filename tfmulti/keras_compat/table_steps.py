@@ -8,6 +8,7 @@ from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
 from keras.src.random import seed_generator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.ops import custom_gradient
 
 from tfmulti.keras_compat import held, hooks, patches, seeds, steps, tracing
 from tfmulti.keras_compat.replacement import model_entry, scope_entry
@@ -69,6 +70,15 @@ _STEPS = (
         f"{_MERGE_CALL}, and a kind of step that reuses another's trace of a tf.function",
         "test_canary_a_tf_function_within_a_step_cannot_reduce",
         needs=("inlines",),
+    ),
+    scope_entry(
+        custom_gradient,
+        "_get_dependent_variables",
+        tracing.without_search_in_functions,
+        "a first step whose tracing grows faster than the number of all-reduces, such as those of "
+        "synchronized batch normalization",
+        "test_canary_each_all_reduce_is_searched_for_variables",
+        arguments=("input_ops", "output_ops"),
     ),
     *(
         scope_entry(

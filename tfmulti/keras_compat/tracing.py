@@ -227,3 +227,23 @@ def _relax(spec: tf.TypeSpec) -> tf.TypeSpec:
             shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
         )
     return type(spec)(shape, spec.dtype)
+
+
+def without_search_in_functions(original):
+    """Skips TensorFlow's search for the variables of a custom gradient in a `tf.function`.
+
+    The search finds operations that create variables, which no `tf.function` contains: it receives
+    its variables as inputs, and the gradient tape notes which ones a custom gradient reads. The sum
+    of an all-reduce depends on the inputs of all replicas, and the search stops at those of one: it
+    walks back through the whole graph of the others, for each all-reduce.
+
+    Args:
+        original: TensorFlow's own function.
+    """
+
+    def get_dependent_variables(input_ops, output_ops):
+        if tf.compat.v1.get_default_graph().building_function:
+            return []
+        return original(input_ops, output_ops)
+
+    return get_dependent_variables
