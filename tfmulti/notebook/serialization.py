@@ -9,7 +9,7 @@ import pickle
 import sys
 import types
 import zipfile
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,7 +173,20 @@ def _describe(error) -> str:
     return f"{type(error).__name__}: {text}"[:_MESSAGE_LENGTH]
 
 
-class _CallPickler(cloudpickle.Pickler):
+def _reduce_code(code: types.CodeType):
+    """Keeps the file's name, so that a traceback shows the user's file or cell, and its line.
+
+    cloudpickle 3.1.3 and newer put a name of their own in its place.
+    """
+    create, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return create, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table = ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
+class _CallPickler(_Pickler):
     def __init__(self, file):
         super().__init__(file)
         self.registered: dict[str, object] = {}
@@ -202,7 +215,7 @@ def _kinds_of_a_running_tensorflow() -> Iterator[type]:
             yield kind
 
 
-class _ResultPickler(cloudpickle.Pickler):
+class _ResultPickler(_Pickler):
     def __init__(self, file, folder):
         super().__init__(file)
         self._folder, self._models = folder, {}
