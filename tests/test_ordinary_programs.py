@@ -515,3 +515,35 @@ def test_a_model_that_is_built_by_its_own_step_starts_with_plain_keras_weights()
         return results(model, model.fit(rows(0, 5, 4), rows(1, 5, 3), batch_size=8, verbose=0))
 
     assert_same(run)
+
+
+class FirstCall(keras.Model):
+    """Creates what it counts with in its first call, as a step of TensorFlow may."""
+
+    def __init__(self, is_built):
+        super().__init__()
+        self.dense, self.count, self.mean = keras.layers.Dense(1), None, None
+        if is_built:
+            self.dense.build((None, 4))
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        if self.count is None:
+            self.count = tf.Variable(0.0, trainable=False)
+            self.mean = tf.Variable(lambda: tf.fill([4], 0.5), trainable=False)
+        logs = super().train_step(data)
+        self.count.assign_add(1.0)
+        return logs | {"count": self.count + tf.reduce_sum(self.mean)}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("is_built", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_variables_that_a_step_creates_in_its_first_call(is_built, num_replicas):
+    def run(strategy):
+        model = compiled(strategy, lambda: FirstCall(is_built), "mse")
+        data = batches(rows(0, 4), rows(1, 1))
+        return results(model, model.fit(data, epochs=2, verbose=0))
+
+    assert_same(run, num_replicas)

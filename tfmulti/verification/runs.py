@@ -242,7 +242,6 @@ def is_built(model: keras.Model) -> bool:
 def _trace_built(case, function, example, is_done=lambda: False):
     """Traces a function; first builds, in the scope, everything that the trace would build."""
     specs = rows_lib.specs_of(example, case.is_traced_static)
-    function = tf.autograph.experimental.do_not_convert(function)
     noted: collections.Counter = collections.Counter()
     while not is_done():
         optimizers = model_contents.optimizers_of(case.model, nested=True)
@@ -251,15 +250,46 @@ def _trace_built(case, function, example, is_done=lambda: False):
             # A step may draw from Python's or NumPy's generators during the trace.
             random.seed(0)
             np.random.seed(0)
-            try:
-                return tf.function(function).get_concrete_function(*specs)
-            except Exception:
-                if not unbuilt:
-                    raise
+            run = _ending_at(unbuilt, function)
+            traced = tf.function(run).get_concrete_function(*specs)
+            if not unbuilt:
+                return traced
         # Layers draw seeds for their weights here: the generators are as the user left them.
         with case.strategy.scope():
             unbuilt[0]()
     return None
+
+
+def _ending_at(unbuilt, function):
+    """Ends a trace early without an error, so that TensorFlow initializes the variables it made.
+
+    The next trace, which a step begins with `if self.count is None`, would not create them again.
+    """
+
+    @tf.autograph.experimental.do_not_convert
+    def run(*parts):
+        with tf.variable_creator_scope(_create_outside):
+            try:
+                return function(*parts)
+            except Exception:
+                if not unbuilt:
+                    raise
+                return None
+
+    return run
+
+
+def _create_outside(next_creator, **kwargs):
+    """Creates a variable that a step makes in its first call outside of the trace.
+
+    TensorFlow cannot initialize the copies of a variable of several replicas in a trace.
+    """
+    value = kwargs.pop("initial_value")
+    known = tf.get_static_value(value) if tf.is_tensor(value) else value
+    if known is None:
+        return next_creator(initial_value=value, **kwargs)
+    with tf.init_scope():
+        return next_creator(initial_value=known, **kwargs)
 
 
 @contextlib.contextmanager
