@@ -11,8 +11,7 @@ from keras import layers
 
 import tfmulti
 from tfmulti.verification import views
-from tfmulti.verification.comparison import Comparison
-from tfmulti.verification.outcomes import Outcome
+from tfmulti.verification.comparison import Comparison, Outcome
 from tfmulti.verification.rows import Rows
 from tfmulti.verification.state import Part, State
 

@@ -8,7 +8,7 @@ import numpy as np
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
 from tfmulti.verification.changes import used_by
-from tfmulti.verification.decisions import place_of
+from tfmulti.verification.graph_search import place_of
 from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE
 from tfmulti.verification.views import View, holds
 

@@ -17,9 +17,8 @@ from tfmulti.step.first_replica import replica_number
 from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
-from tfmulti.verification.decisions import find_decisions
-from tfmulti.verification.outcomes import Outcome, by_name
-from tfmulti.verification.own_noise import find_own_noise
+from tfmulti.verification.comparison import Outcome, by_name
+from tfmulti.verification.graph_search import find_decisions, find_own_noise
 
 # A gate that is open half of the time is the same on two replicas in every other run.
 _NUM_SALTS = 6

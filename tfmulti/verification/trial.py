@@ -15,24 +15,25 @@ from tfmulti import keras_compat, topology
 from tfmulti.verification import changes, messages
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.compared_numbers import find_compared_numbers
-from tfmulti.verification.comparison import Comparison, add_noise
+from tfmulti.verification.comparison import (
+    Comparison,
+    FailsHere,
+    NothingChanges,
+    NotVerified,
+    Outcome,
+    add_noise,
+    finite_values,
+)
 from tfmulti.verification.custom_parts import coarsest_dtype
 from tfmulti.verification.differences import (
     CLOSE,
     Difference,
     move_last_place,
 )
+from tfmulti.verification.graph_search import find_shared_objects
 from tfmulti.verification.later_state import reads_scalar, vary_state
 from tfmulti.verification.origin import Origin, find_origin
-from tfmulti.verification.outcomes import (
-    FailsHere,
-    NothingChanges,
-    NotVerified,
-    Outcome,
-    finite_values,
-)
 from tfmulti.verification.runs import Distributed, trace_both
-from tfmulti.verification.shared_objects import find_shared_objects
 from tfmulti.verification.state import (
     OPTIMIZER,
     TRAINABLE,

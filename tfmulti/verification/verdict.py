@@ -13,8 +13,8 @@ from absl import logging
 from tfmulti import topology
 from tfmulti.verification import messages
 from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.comparison import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.custom_parts import neutral_layers
-from tfmulti.verification.outcomes import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.runs import same_random_numbers
 from tfmulti.verification.trial import Trial
 from tfmulti.verification.views import (

@@ -1,12 +1,19 @@
-"""Finds steps that decide by a number computed from one replica's own rows.
+"""Finds in the graph of a step what a comparison of results need not show.
 
-A step may skip an update where its loss is large, or train a discriminator only while its accuracy
-is low. One device decides by the mean of the batch, and each replica by the mean of its own rows.
-They decide alike for most rows, so a comparison of results seldom shows it; the graph does.
+- Decisions: a step may skip an update where its loss is large, or train a discriminator only while
+  its accuracy is low. One device decides by the mean of the batch, and each replica by the mean of
+  its own rows. They decide alike for most rows.
+- A replica's own random numbers, multiplied by what all replicas' numbers made. Hutchinson's
+  estimate of the diagonal of the Hessian draws random signs z of a weight's shape, and multiplies
+  them by the gradient of sum(gradient * z). Each replica draws its own z, and the gradient is
+  reduced over the replicas: a replica's z is in a fraction of it alone, and the estimate is that
+  fraction of one device's. Replicas still agree, and one device's draws are none of theirs.
+- Tables, queues and iterators that a step changes, and that all replicas would change.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -30,6 +37,18 @@ _TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
 _CALLED = ("ops", "backend", os.path.join("optimizers", "schedules"))
 _KERAS_FUNCTIONS = tuple(f"{_KERAS}src{os.sep}{name}{os.sep}" for name in _CALLED)
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
+# They add what they read, or put it side by side: an expectation of a sum is that of its terms.
+_ADDING = {
+    *("Add", "AddN", "AddV2", "BiasAdd", "Sub"),
+    *("Concat", "ConcatV2", "IdentityN", "Pack"),
+}
+_CHOOSING = ("Select", "SelectV2")
+_UPDATING = ("Assign", "Resource")
+_NOTHING: frozenset = frozenset()
+# What these change is no variable: no replica has one of its own, and nothing restores it.
+_CHANGING = ("LookupTableInsert", "LookupTableRemove", "LookupTableImport", "Barrier")
+_CHANGING += ("QueueEnqueue", "QueueDequeue", "StackPush", "StackPop", "Stage", "Unstage")
+_DRAWING = ("IteratorGetNext",)
 
 
 def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
@@ -180,3 +199,96 @@ def place_of(operation) -> str:
         path = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
         return f"{path}:{frame.lineno}"
     return ""
+
+
+def find_own_noise(graph, rows_of_replicas, noise_of_replicas) -> list[str]:
+    """Returns where one replica's random numbers meet reduced ones: the operation, file and line.
+
+    One of the two values was made from numbers that one replica drew, and from no rows; the other
+    one from the numbers that several replicas drew there. Their product must reach an update of a
+    variable or an output. Random numbers of rows are left out, and those that enter a loss
+    alone: they meet nothing that was reduced. So is what Keras and tfmulti do themselves.
+
+    Args:
+        graph: The graph of the step on the local replicas.
+        rows_of_replicas: For each local replica, the tensors of its rows.
+        noise_of_replicas: For each local replica, numbers and tensors of its draws without rows.
+    """
+    operations = graph.get_operations()
+    noise = {
+        tensor.op: frozenset([(number, replica)])
+        for replica, draws in enumerate(noise_of_replicas)
+        for number, tensor in draws
+        if tensor.graph is graph
+    }
+    if not noise:
+        return []
+    everyone = range(max(len(rows_of_replicas), 2))
+    draws = _follow(operations, noise, everyone)
+    rows = {tensor.op: frozenset([0]) for tensors in rows_of_replicas for tensor in tensors}
+    of_rows = _follow(operations, {**rows, **dict.fromkeys(noise, _NOTHING)})
+    reaching = reaching_updates(operations, graph.outputs)
+    found = {}
+    for each in operations:
+        if each in reaching and _meets(each, draws, of_rows) and (place := place_of(each)):
+            found[f"{each.type} at {place}"] = None
+    return list(found)
+
+
+def _follow(operations, sources: dict, everyone=()) -> dict:
+    """Returns what of the sources each operation depends on; a reduction spreads it."""
+    depends: dict = {}
+    # Operations come after those that they read.
+    for each in operations:
+        if each in sources:
+            depends[each] = sources[each]
+            continue
+        known = {depends.get(tensor.op, _NOTHING) for tensor in each.inputs}
+        known = _NOTHING.union(*known) if each.type not in OF_SHAPES else _NOTHING
+        if known and everyone and is_reduction(each):
+            known = frozenset(itertools.product({number for number, _ in known}, everyone))
+        depends[each] = known
+    return depends
+
+
+def _meets(operation, draws, of_rows) -> bool:
+    if operation.type in _ADDING or operation.type.startswith(_UPDATING) or is_reduction(operation):
+        return False
+    inputs = [tensor.op for tensor in operation.inputs if tensor.dtype != tf.resource]
+    own = [_own(draws.get(each), of_rows.get(each)) for each in inputs]
+    shared = [_shared(draws.get(each)) for each in inputs]
+    pairs = itertools.permutations(range(len(inputs)), 2)
+    if operation.type in _CHOOSING:
+        # What is chosen by is the first input; of the others, each is there or not.
+        pairs = ((a, b) for a, b in pairs if 0 in (a, b))
+    return any(own[a] & shared[b] for a, b in pairs)
+
+
+def _own(draws, rows) -> set:
+    """Returns the numbers of the draws that a value has from one replica, if it has no rows."""
+    if not draws or rows:
+        return set()
+    return {number for number, _ in draws} - _shared(draws)
+
+
+def _shared(draws) -> set:
+    """Returns the numbers of the draws that a value has from several replicas."""
+    numbers = [number for number, _ in draws or ()]
+    return {number for number in numbers if numbers.count(number) > 1}
+
+
+def find_shared_objects(graph, num_local_replicas: int) -> list[str]:
+    """Returns where a step changes such an object: the operation, file and line.
+
+    Each of several workers has its own iterator, so that they all draw the same.
+
+    Args:
+        graph: The graph of the step on the local replicas.
+        num_local_replicas: How many replicas this worker has.
+    """
+    kinds = _CHANGING + (_DRAWING if num_local_replicas > 1 else ())
+    found = {}
+    for operation in graph.get_operations():
+        if operation.type.startswith(kinds) and (place := place_of(operation)):
+            found[f"{operation.type} at {place}"] = None
+    return list(found)
