@@ -89,13 +89,6 @@ def test_stages_on_devices_do_as_one_device(name):
     assert {weight.value.device[-5:] for weight in made[0].weights} == {"CPU:0", "CPU:1"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_replicas", [2, 4])
-@pytest.mark.parametrize("name", BY_NAME)
-def test_other_numbers_of_replicas_do_too(name, num_replicas):
-    try_on_replicas(name, num_replicas)
-
-
 def broken(rows):
     return {
         row.guarantee.name: {name: (c.text, c.where) for name, c in row.cells.items() if not c.ok}

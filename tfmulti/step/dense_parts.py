@@ -62,10 +62,10 @@ def _of_strings(part):
     numbers = tf.cast(tf.io.decode_raw(joined, tf.uint8), tf.int32)
 
     def strings(lengths, numbers):
-        joined = tf.strings.reduce_join(tf.gather(tf.constant(_BYTES), numbers))
         flat = tf.reshape(lengths, [-1])
-        starts = tf.cumsum(flat, exclusive=True)
-        whole = tf.fill(tf.shape(flat), joined)
-        return tf.reshape(tf.strings.substr(whole, starts, flat), tf.shape(lengths))
+        owners, count = tf.repeat(tf.range(tf.size(flat)), flat), tf.size(flat)
+        letters = tf.gather(tf.constant(_BYTES), numbers)
+        joined = tf.strings.unsorted_segment_join(letters, owners, count)
+        return tf.reshape(joined, tf.shape(lengths))
 
     return [lengths, numbers], strings
