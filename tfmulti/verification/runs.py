@@ -263,10 +263,13 @@ def _ending_at(unbuilt, function):
     """Ends a trace early without an error, so that TensorFlow initializes the variables it made.
 
     The next trace, which a step begins with `if self.count is None`, would not create them again.
+    A function that has created variables is traced twice; what is to be built is known by then.
     """
 
     @tf.autograph.experimental.do_not_convert
     def run(*parts):
+        if unbuilt:
+            return None
         with tf.variable_creator_scope(_create_outside):
             try:
                 return function(*parts)
