@@ -120,6 +120,16 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return [metric for each in model.metrics for metric in getattr(each, "metrics", None) or [each]]
 
 
+def metric_variables(model: keras.Model) -> list:
+    """Returns the variables of a model's metrics, and of those of compiled models within it.
+
+    Keras leaves these out, but a step may call the `train_step` of an inner model.
+    """
+    inner = [m for m in model._flatten_layers(include_self=False) if isinstance(m, keras.Model)]
+    # A layer of an inner model is one of the outer model too.
+    return list({id(v): v for each in (model, *inner) for v in each.metrics_variables}.values())
+
+
 def adopt_optimizer(optimizer, strategy: tf.distribute.Strategy) -> None:
     """Makes an optimizer that was created outside of its model's scope create its slots there.
 

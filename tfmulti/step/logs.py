@@ -125,7 +125,7 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return logs, list(beside)
-    variables = replica_batch.model.metrics_variables if differing else []
+    variables = keras_compat.metric_variables(replica_batch.model) if differing else []
     variables = [v for v in variables if v.aggregation == "sum"]
     states = [variable.value.read_value() for variable in variables]
     paths = _flatten(logs) if isinstance(logs, dict) else {}

@@ -173,7 +173,7 @@ def _known_sizes(data, strategy) -> list[int | None]:
 
 def _states_of_metrics(model) -> list:
     """Returns the states of metrics that are added over replicas when they are read."""
-    return [v.value for v in model.metrics_variables if v.aggregation == "sum"]
+    return [v.value for v in keras_compat.metric_variables(model) if v.aggregation == "sum"]
 
 
 def _own_rows(outputs, row_range):

@@ -122,7 +122,7 @@ def _metric_states(model, trackers) -> list:
     if model is None:
         return []
     apart = {variable.path for tracker in trackers for variable in tracker.variables}
-    metrics = [v for v in model.metrics_variables if v.path not in apart]
+    metrics = [v for v in keras_compat.metric_variables(model) if v.path not in apart]
     # A whole-batch metric has seen rows of other replicas, even if this replica has none.
     return [v.value for v in metrics if v.aggregation != "only_first_replica"]
 

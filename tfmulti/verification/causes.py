@@ -22,6 +22,7 @@ METRIC_OF_NUMBERS = "a metric that is given a number computed from local rows"
 LOG = "a log that is not a mean over rows"
 PREDICTION = "a prediction that depends on other rows"
 UNEQUAL = "parts of a batch of which replicas get unlike shares"
+REPEATED_NOISE = "random numbers for rows, which are the same on each replica"
 DRIFT = "random numbers that reach the weights after gradients were reduced"
 COARSE = "coarse rounding"
 WORKERS = "workers disagree"
@@ -81,6 +82,8 @@ ADVICE = {
     "the parts so that their numbers of rows divide by the number of replicas in every batch, the "
     "last one too (drop_remainder=True), or compute the means of the other parts from "
     f"{ALL_ROWS}, where every replica has a row of them.",
+    REPEATED_NOISE: "Draw the numbers of the whole batch, and take the part of this replica: "
+    "tfmulti.local_rows(tf.random.stateless_normal(tf.shape(tfmulti.gather_batch(x)), seed)).",
     DRIFT: f"{SAME_DRAWS}, or add the random numbers to rows or to the loss, before gradients are "
     "taken.",
     COARSE: "The model computes in low precision, so sums over fewer rows are rounded "

@@ -9,20 +9,24 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.verification.differences import (
+    EPSILONS,
     Difference,
     compare,
     distance,
+    eps_of,
     largest_change,
+    move_last_place,
+    share_of_rounding,
     without_gradient,
 )
 from tfmulti.verification.state import COMPARED, OPTIMIZER, TRAINABLE, State
 
 # Reported numbers are sums over few rows, and more accurate than gradients.
 _OUTPUT = 0.1
+# The fraction of a change that counts as rounding where some rows are enlarged.
+_OF_ENLARGED = 2e-2
 # More than any difference of what is nothing but rounding; finite, since infinite noise is none.
 _ANY = 1e30
-# How many times the last place of the largest number rounding may move another one.
-_EPSILONS = 8
 
 
 class NotVerified(Exception):
@@ -61,12 +65,14 @@ class Comparison:
 
     Attributes:
         is_synthetic: Whether the rows have synthetic values, which can be large.
+        enlarged: By which factor some rows are enlarged. Their terms cancel, and a logarithm or an
+            exponential loses as many digits again; what such rows are to show is no small part.
     """
 
     def __init__(self, kind: str, state: State, begin: list[np.ndarray], close: float):
         self._kind, self._state, self._close = kind, state, close
         self._compared = state.to_compare(begin)
-        self.is_synthetic = False
+        self.is_synthetic, self.enlarged = False, 1.0
 
     def differences(self, begin, expected, found, noise) -> list[Difference]:
         """Returns the differences of some steps, the first one first.
@@ -90,7 +96,7 @@ class Comparison:
     def _compare_states(self, values, others, before, moved, loose, step, noise):
         parts = self._state.parts
         found, rounding = [], 0.0 if noise is None else self._rounding(values, before)
-        scales = {} if noise is None else self._scales_of_slots(values)
+        largest = {} if noise is None else self._largest_of_slots(values)
         for i in self._compared:
             part = parts[i]
             allowed = 0.0 if noise is None else noise.get(i, 0.0)
@@ -101,25 +107,36 @@ class Comparison:
                 moments = {parts[j].name: values[j] for j in slots}
                 loose[i] = loose.get(i, np.False_) | without_gradient(moments, self._close)
                 loose.update({j: loose[i] for j in slots})
-                allowed = np.where(loose[i], moved[i], allowed + rounding)
+                pairs = [(parts[j].name, values[j], others[j]) for j in slots]
+                largest_of = [self.enlarged * largest[_slot(parts[j])] for j in slots]
+                share = share_of_rounding(pairs, largest_of)
+                # Rounding can be nothing on one device.
+                most = max(moved[i], largest_change(others[i], before[i]))
+                allowed = np.where(loose[i], moved[i], allowed + rounding + share * most)
             elif noise is not None and part.kind == OPTIMIZER:
                 # A gradient that is 0 but for rounding shows in the slots first.
-                allowed = np.where(loose.get(i, False), _ANY, allowed + scales[_slot(part)])
-            pair = compare(others[i], values[i], moved[i], allowed, self._close)
+                scale = largest[_slot(part)] * EPSILONS * self.enlarged * eps_of(values[i])
+                allowed = np.where(loose.get(i, False), _ANY, allowed + scale)
+            pair = compare(others[i], values[i], moved[i], allowed, self._allowed_part)
             if pair is not None:
                 what = f"{part.kind} {part.name}"
                 found.append((part, Difference(what, *pair, replica=part.replica, step=step + 1)))
         found.sort(key=lambda each: COMPARED.index(each[0].kind))
         return [difference for _, difference in found]
 
-    def _scales_of_slots(self, values) -> dict[str, float]:
-        """Returns what rounding is beside the largest number of all slots of a name."""
-        scales: dict[str, float] = {}
+    @property
+    def _allowed_part(self) -> float:
+        """The fraction of the largest change that counts as rounding."""
+        return self._close if self.enlarged == 1 else max(self._close, _OF_ENLARGED)
+
+    def _largest_of_slots(self, values) -> dict[str, float]:
+        """Returns the largest number of all slots of a name."""
+        largest: dict[str, float] = {}
         for part, value in zip(self._state.parts, values):
             if part.kind == OPTIMIZER:
-                name, largest = _slot(part), largest_change(value) * _EPSILONS * _eps(value)
-                scales[name] = max(scales.get(name, 0.0), largest)
-        return scales
+                name = _slot(part)
+                largest[name] = max(largest.get(name, 0.0), largest_change(value))
+        return largest
 
     def _rounding(self, values, before) -> float:
         """Returns how far rounding moves a weight of which terms as large as outliers cancel."""
@@ -127,7 +144,7 @@ class Comparison:
         if not self.is_synthetic or not weights:
             return 0.0
         changes = [largest_change(values[i], before[i]) for i in weights]
-        return max(changes) * _eps(values[weights[0]])
+        return max(changes) * eps_of(values[weights[0]])
 
     def _compare_outputs(self, expected, found, kind, step, noise):
         differences = []
@@ -138,7 +155,7 @@ class Comparison:
                 differences.append(Difference(what, wanted, "nothing", np.inf, step=step + 1))
                 continue
             allowed = 0.0 if noise is None else noise.get(kind + name, 0.0)
-            pair = compare(have, wanted, noise=allowed, close=self._close * _OUTPUT)
+            pair = compare(have, wanted, noise=allowed, close=self._allowed_part * _OUTPUT)
             if pair is not None:
                 differences.append(Difference(what, *pair, step=step + 1))
         return differences
@@ -148,8 +165,19 @@ def _slot(part) -> str:
     return part.name.rsplit("_", 1)[-1]
 
 
-def _eps(value) -> float:
-    return float(np.finfo(np.float64 if value.dtype == np.float64 else np.float32).eps)
+def with_moved_weights(parts, values: list[np.ndarray], run: int, dtype: str) -> list[np.ndarray]:
+    """Returns the values of a state with its trained weights changed in their last place.
+
+    Args:
+        parts: Those of the `State`.
+        values: Its values.
+        run: A number on which the directions depend.
+        dtype: The dtype in which the model computes.
+    """
+    return [
+        move_last_place(value, f"{run} {part.name}", dtype) if part.kind == TRAINABLE else value
+        for part, value in zip(parts, values)
+    ]
 
 
 def add_noise(noise: list[dict], expected, found) -> None:

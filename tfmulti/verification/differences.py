@@ -16,6 +16,8 @@ import numpy as np
 CLOSE = {"float64": 2e-4, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
 _FIRST_MOMENTS = ("momentum", "_m", "_u")
 _LAST_PLACES = 4
+# How many times the last place of the largest number rounding may move another one.
+EPSILONS = 8
 # Half a unit in the last place, relative.
 _ROUNDINGS = {
     "bfloat16": 2**-8,
@@ -115,6 +117,42 @@ def without_gradient(moments: dict[str, np.ndarray], close: float) -> np.ndarray
         # No optimizer has updated the variable.
         return False
     return np.logical_and.reduce(found) if found else False
+
+
+def share_of_rounding(slots: list[tuple], largest: list[float]) -> np.ndarray | float:
+    """Returns the share of rounding in a variable's gradient, from 0 to 1 for each number.
+
+    Terms as large as other gradients can cancel. A loss that stays the same if all outputs are
+    shifted, such as Cox's or RankNet's, leaves the bias of the last layer nothing but rounding,
+    which Adam enlarges to a whole step.
+
+    Args:
+        slots: For each slot of the variable its name, and its values on one device and on the
+            replicas.
+        largest: For each, the largest number of the slots of this kind of all variables.
+
+    Returns:
+        An array; 0 without slots, and for numbers that no gradient has reached.
+
+    Example:
+    >>> share_of_rounding([("b_m", np.float32([0, 0.1, 0]), np.float32([1e-9, 0.1, 0]))], [0.1])
+    array([1.00000000e+00, 1.19209288e-07, 0.00000000e+00])
+    """
+    shares = []
+    for (name, one, many), most in zip(slots, largest):
+        sizes = np.maximum(np.abs(one.astype(np.float64)), np.abs(many.astype(np.float64)))
+        if not name.endswith(_FIRST_MOMENTS):
+            # The others are squares.
+            sizes, most = np.sqrt(sizes), most**0.5
+        rounding = np.full_like(sizes, eps_of(one) * most)
+        share = np.divide(rounding, sizes, out=np.zeros_like(sizes), where=sizes > 0)
+        shares.append(np.minimum(share, 1.0))
+    return np.minimum.reduce(shares) if shares else 0.0
+
+
+def eps_of(value: np.ndarray) -> float:
+    """Returns the relative size of the last place of a float64 array, else of a float32 number."""
+    return float(np.finfo(np.float64 if value.dtype == np.float64 else np.float32).eps)
 
 
 def largest_change(value, before=None) -> float:

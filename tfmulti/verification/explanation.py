@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from tfmulti.step import gradients
@@ -19,17 +21,31 @@ _MORE_THAN_DOUBLES = 2.2
 _SAME = 1e-4
 
 
-def explain(
-    case: Case, found: list[Difference], growth: dict[str, float], origin: Origin | None
-) -> causes.Finding:
+@dataclasses.dataclass
+class Clues:
+    """What is known of the differences of a step.
+
+    Attributes:
+        growth: The factor by which each output grows if every row is repeated: 1 for a mean, 2 for
+            a sum.
+        origin: Where the first difference begins; None if unknown.
+        repeated_noise: Where the step draws numbers for rows that are the same on each replica.
+    """
+
+    growth: dict[str, float] = dataclasses.field(default_factory=dict)
+    origin: Origin | None = None
+    repeated_noise: list[str] = dataclasses.field(default_factory=list)
+
+
+def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding:
     """Returns the likely cause of differences, and where it is.
 
     Args:
         case: The verified step.
         found: The differences; not empty.
-        growth: The factor by which each output grows if every row is repeated.
-        origin: Where the first difference begins; None if unknown.
+        clues: What else is known of them.
     """
+    origin = clues.origin
     parts = custom_parts.find_custom_parts(case.model, case.kind)
     steps = [part for part in parts if part.kind == custom_parts.STEP]
     first, changed = found[0], _changes_weights(found, found[0].step)
@@ -48,12 +64,16 @@ def explain(
     holders = [part for each in state for part in _holders(parts, each)]
     if steps:
         holders = [part for part in holders if part.thing is not case.model]
-    if state and (first in state or (origin and origin.layer in [p.thing for p in holders])):
+    is_log = first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed
+    begins = origin and origin.layer in [p.thing for p in holders]
+    # A log, or a loss, that is computed from such a state differs with it.
+    if state and (first in state or is_log or begins or any(map(_counts, state))):
         return causes.find(causes.STATE, name_parts(holders or steps or parts))
     if unlike:
         return causes.find(causes.UNEQUAL, name_parts(steps or parts))
-    if first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed:
-        return causes.find(causes.LOG, name_parts(steps))
+    if is_log:
+        logging = [part for part in parts if part.kind == custom_parts.METRIC]
+        return causes.find(causes.LOG, name_parts(steps or logging or parts))
     if origin and origin.layer:
         cause = causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS
         if origin.adds and origin.layer.activity_regularizer is not None:
@@ -61,17 +81,24 @@ def explain(
         cause = cause if origin.adds else causes.STATISTICS
         return causes.find(cause, name_parts(_parts_of(parts, origin)))
     return _explain_loss(
-        case, found, growth, [p for p in parts if not origin or p.kind != custom_parts.LAYER]
+        case, found, clues, [p for p in parts if not origin or p.kind != custom_parts.LAYER]
     )
 
 
-def _explain_loss(case, found, growth, parts) -> causes.Finding:
+def _counts(difference) -> bool:
+    """Whether a variable counts, as the rows that were seen."""
+    return isinstance(difference.one_device, (int, np.integer))
+
+
+def _explain_loss(case, found, clues, parts) -> causes.Finding:
     order = [custom_parts.STEP, custom_parts.LOSS, custom_parts.LAYER, custom_parts.OPTIMIZER]
     suspects = sorted((p for p in parts if p.kind in order), key=lambda p: order.index(p.kind))
     stepped = bool(suspects) and suspects[0].kind == custom_parts.STEP
-    most = max((growth.get(each.what, 1.0) for each in found), default=1.0)
+    most = max((clues.growth.get(each.what, 1.0) for each in found), default=1.0)
     if _DOUBLES < most < _MORE_THAN_DOUBLES:
         cause = causes.SUM_STEP if stepped else causes.SUM_LOSS
+    elif clues.repeated_noise:
+        return causes.find(causes.REPEATED_NOISE, *clues.repeated_noise[:MOST_NAMED])
     elif _is_scaled(found[0], case.strategy.num_replicas_in_sync):
         cause = causes.SCALED
     elif stepped and gradients.has_taken_of_inputs(case.model):

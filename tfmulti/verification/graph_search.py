@@ -8,6 +8,7 @@
   them by the gradient of sum(gradient * z). Each replica draws its own z, and the gradient is
   reduced over the replicas: a replica's z is in a fraction of it alone, and the estimate is that
   fraction of one device's. Replicas still agree, and one device's draws are none of theirs.
+- Random numbers for rows, from a seed that is the same on each replica.
 - Tables, queues and iterators that a step changes, and that all replicas would change.
 """
 
@@ -44,6 +45,7 @@ _ADDING = {
 }
 _CHOOSING = ("Select", "SelectV2")
 _UPDATING = ("Assign", "Resource")
+_DRAWING_ALIKE = ("StatelessRandom", "StatelessTruncatedNormal", "StatelessParameterizedTruncated")
 _NOTHING: frozenset = frozenset()
 # What these change is no variable: no replica has one of its own, and nothing restores it.
 _CHANGING = ("LookupTableInsert", "LookupTableRemove", "LookupTableImport", "Barrier")
@@ -291,4 +293,22 @@ def find_shared_objects(graph, num_local_replicas: int) -> list[str]:
     for operation in graph.get_operations():
         if operation.type.startswith(kinds) and (place := place_of(operation)):
             found[f"{operation.type} at {place}"] = None
+    return list(found)
+
+
+def find_repeated_noise(graph) -> list[str]:
+    """Returns where a step draws numbers for rows from a seed: the operation, file and line.
+
+    Such numbers begin anew on each replica: its first row gets those of the batch's first row.
+
+    Args:
+        graph: The graph of the step, traced for any number of rows.
+    """
+    found = {}
+    for operation in graph.get_operations():
+        if operation.type.startswith(_DRAWING_ALIKE):
+            shape = operation.outputs[0].shape
+            has_rows = shape.rank is None or (shape.rank and shape[0] is None)
+            if has_rows and (place := place_of(operation)):
+                found[f"{operation.type} at {place}"] = None
     return list(found)

@@ -11,7 +11,6 @@ from tfmulti.verification import causes, custom_parts, explanation
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.differences import Difference
 from tfmulti.verification.explanation import MOST_NAMED
-from tfmulti.verification.origin import Origin
 
 SHUFFLES = (
     "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
@@ -24,8 +23,7 @@ _METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step
 def describe(
     case: Case,
     found: list[Difference],
-    growth: dict[str, float],
-    origin: Origin | None,
+    clues: explanation.Clues,
     view: str,
     counts: list[list[int]],
 ) -> ValueError:
@@ -34,12 +32,11 @@ def describe(
     Args:
         case: The verified step.
         found: The differences; not empty.
-        growth: The factor by which each output grows if every row is repeated.
-        origin: Where the first difference begins; None if unknown.
+        clues: What else is known of them.
         view: The synthetic rows or state, in words; empty if there were none.
         counts: For each step, the number of rows of each part.
     """
-    finding = explanation.explain(case, found, growth, origin)
+    finding = explanation.explain(case, found, clues)
     number, parts = case.strategy.num_replicas_in_sync, case.num_micro_batches
     how, advice = f"on {number} replicas", finding.advice
     if parts > 1:

@@ -86,7 +86,7 @@ class State:
         optimizers = model_contents.optimizers_of(model, nested=True)
         slots = [v for optimizer in optimizers for v in optimizer.variables]
         self._add(model.trainable_variables, TRAINABLE)
-        self._add(model.metrics_variables, METRIC)
+        self._add(keras_compat.metric_variables(model), METRIC)
         self._add(slots, OPTIMIZER)
         self._add(model.variables, WEIGHT)
         held_variables = _held_variables(model)

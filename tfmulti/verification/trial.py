@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.verification import changes, messages
+from tfmulti.verification import changes, messages, views
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.compared_numbers import find_compared_numbers
 from tfmulti.verification.comparison import (
@@ -23,16 +23,14 @@ from tfmulti.verification.comparison import (
     Outcome,
     add_noise,
     finite_values,
+    with_moved_weights,
 )
 from tfmulti.verification.custom_parts import coarsest_dtype
-from tfmulti.verification.differences import (
-    CLOSE,
-    Difference,
-    move_last_place,
-)
-from tfmulti.verification.graph_search import find_shared_objects
+from tfmulti.verification.differences import CLOSE, Difference
+from tfmulti.verification.explanation import Clues
+from tfmulti.verification.graph_search import find_repeated_noise, find_shared_objects
 from tfmulti.verification.later_state import reads_scalar, vary_state
-from tfmulti.verification.origin import Origin, find_origin
+from tfmulti.verification.origin import find_origin
 from tfmulti.verification.runs import Distributed, trace_both
 from tfmulti.verification.state import (
     OPTIMIZER,
@@ -42,9 +40,10 @@ from tfmulti.verification.state import (
     State,
     restored,
 )
-from tfmulti.verification.views import MANY, NUM_MOMENTS, PLAIN, SPOILED, View, vary_rows
+from tfmulti.verification.views import PLAIN, View
 
-_NUM_NOISY = 2
+# Runs that measure noise; most steps need the first ones, and a difference is told after all.
+_NOISY_RUNS = (range(2), range(2, 8))
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
 # How often the time of a few rows is measured before fewer than the many rows are run.
@@ -70,9 +69,7 @@ class Trial:
 
     Attributes:
         distributed: The step as the replicas compute it.
-        growth: After a difference was found, the factor by which each output grows if every row
-            is repeated: 1 for a mean, 2 for a sum.
-        origin: Where the first difference begins, after one was found.
+        clues: What is known of the differences, after some were found.
         synthetic_values: The synthetic values of the latest view, in words.
         counts: The number of rows of each part, for each step of the latest view.
         random: Why no comparison proves anything, if the step gives another result each time.
@@ -91,13 +88,12 @@ class Trial:
             [] if case.eager else [self.distributed.function, self._reference.function]
         )
         self.shared = [] if case.eager else self._find_shared()
-        self.growth: dict[str, float] = {}
-        self.origin: Origin | None = None
+        self.clues = Clues()
         self.outside: list[str] = []
         self.settings: list[tuple[tf.Tensor, np.ndarray]] = []
         self.synthetic_values = self.random = ""
         self.counts = case.sizes()
-        self._seconds = 0.0
+        self._seconds, self._enlarged, self._has_shown_nothing = 0.0, 1.0, False
         self.attributes: list[str] = []
         self.containers: list[str] = []
         self._original = self._at_begin = None
@@ -127,6 +123,7 @@ class Trial:
             return []
         examples = self._examples if view.is_plain else [self._varied(view)]
         original = self._originally()
+        self._enlarged = views.ENLARGED if views.OUTLIERS in view.ways else 1.0
         try:
             begin = self._begin(original, view)
             expected = self._expect(begin, examples, view)
@@ -149,13 +146,22 @@ class Trial:
                 self.random = _RANDOM_NUMBERS
                 raise NotVerified(_RANDOM_NUMBERS)
             # Measured only now: most steps show no difference at all.
-            noise = self._measure_noise(begin, expected, examples)
-            differences = self._compare(begin, expected, found, noise)
-            if self._is_on_any(differences):
-                self.growth = self._measure_growth(begin, expected, examples)
+            noise: list[dict] = [{} for _ in expected]
+            for runs in _NOISY_RUNS:
+                self._measure_noise(noise, begin, expected, examples, runs)
+                differences = self._compare(begin, expected, found, noise)
+                if not self._is_on_any(differences):
+                    break
+            else:
+                self.clues.growth = self._measure_growth(begin, expected, examples)
+                if self._functions:
+                    graph = self._reference.function.graph
+                    self.clues.repeated_noise = find_repeated_noise(graph)
                 self._state.write(begin)
                 last = differences[0].step if differences else len(examples)
-                self.origin = find_origin(self._case, self._state, examples[:last], self._close)
+                self.clues.origin = find_origin(
+                    self._case, self._state, examples[:last], self._close
+                )
             return differences
         finally:
             self._state.write(original)
@@ -167,12 +173,12 @@ class Trial:
     def _varied(self, view) -> list:
         """Returns the rows of a view: one step suffices, and halves the reads of state."""
         rows = self._case.rows
-        if MANY in view.ways:
+        if views.MANY in view.ways:
             number = self._affordable(rows.num_many)
             self.synthetic_values, self.counts = "", [[number] * len(rows.counts)]
             return rows.some_of_many(number)
         self.counts = self._case.sizes()
-        parts, used = vary_rows(rows, self._examples[0], view)
+        parts, used = views.vary_rows(rows, self._examples[0], view)
         if not view.varies_state and not used:
             raise NotVerified(_NOTHING_TO_VARY)
         self.synthetic_values = str(dataclasses.replace(view, ways=used))
@@ -183,6 +189,9 @@ class Trial:
         few = max(self._case.sizes()[0])
         if number <= few or self._case.is_traced_static:
             raise NotVerified(_NOTHING_TO_VARY)
+        if not self._agree(not self._has_shown_nothing):
+            # A step that needs more rows than a few, as one that cuts off the first eight.
+            return number
         seconds = float("inf")
         # The first run took longer: TensorFlow prepared the graph. A busy machine delays others.
         for _ in range(_TIMES):
@@ -240,7 +249,7 @@ class Trial:
         """How many moments of the training to try in the time that there is for them."""
         if not self._functions or not reads_scalar(self._reference.function.graph):
             return 0
-        return int(max(_LEAST_MOMENTS, min(NUM_MOMENTS, _SECONDS_OF_MOMENTS / self._seconds)))
+        return int(max(_LEAST_MOMENTS, min(views.NUM_MOMENTS, _SECONDS_OF_MOMENTS / self._seconds)))
 
     @property
     def may_fail(self) -> bool:
@@ -287,7 +296,7 @@ class Trial:
                 raise failure or NotVerified("another worker could not run it")
             return expected
         known = self._is_known
-        if set(SPOILED) & set(view.ways):
+        if set(views.SPOILED) & set(view.ways):
             # A step that skips such rows keeps its weights finite; its logs may be NaN.
             known = {i for i, p in enumerate(self._state.parts) if p.kind == TRAINABLE} & known
         usable = expected is not None and known <= finite_values(expected[0])
@@ -342,24 +351,18 @@ class Trial:
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
         self._comparison.is_synthetic = bool(self.synthetic_values)
+        self._comparison.enlarged = self._enlarged
         return self._comparison.differences(begin, expected, found, noise)
 
-    def _measure_noise(self, begin, expected, examples) -> list[dict]:
-        """Returns how far each value moves if the weights change in their last place.
+    def _measure_noise(self, noise, begin, expected, examples, runs):
+        """Adds to the noise how far each value moves if the weights change in their last place.
 
         Permuting the rows instead would fail if the result depends on their order, for example
         through pairs of rows or random numbers.
         """
-        noise: list[dict] = [{} for _ in expected]
-        for run in range(_NUM_NOISY):
-            moved = [
-                move_last_place(value, f"{run} {part.name}", self._compute)
-                if part.kind == TRAINABLE
-                else value
-                for part, value in zip(self._state.parts, begin)
-            ]
+        for run in runs:
+            moved = with_moved_weights(self._state.parts, begin, run, self._compute)
             add_noise(noise, expected, self._steps(self._reference, moved, examples))
-        return noise
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
@@ -368,6 +371,7 @@ class Trial:
         learned = [i for i, p in enumerate(parts) if p.kind in kinds and begin[i].ndim]
         changed = any(begin[i].tobytes() != last[i].tobytes() for i in learned)
         if self._case.kind == TRAIN and learned and not changed:
+            self._has_shown_nothing = True
             raise NothingChanges(_NOTHING_CHANGES)
 
     def _is_random(self, begin, expected, examples) -> bool:

@@ -210,7 +210,7 @@ def _try_view(trial, view, case, workers) -> _Seen:
     elif trial.attributes:
         error, kind = messages.describe_attributes(case, trial.attributes), _DIFFERS
     elif found:
-        known = trial.growth, trial.origin, trial.synthetic_values, trial.counts
+        known = trial.clues, trial.synthetic_values, trial.counts
         error, kind = messages.describe(case, found, *known), _DIFFERS
     seen = _Seen(*workers.min_and_max(case.strategy, kind), error, reason)
     if seen.least == _FAILED:

@@ -18,6 +18,8 @@ WAYS = (LABELS, PADDING, WEIGHTS)
 # Some rows become so large, or NaN, that a step which decides by its loss decides otherwise there.
 OUTLIERS, SMALL_OUTLIERS, NOT_NUMBERS = "outliers", "small outliers", "numbers that are NaN"
 NAN_LABELS, NAN_INPUTS = "labels that are NaN", "inputs that are NaN"
+# The factor of outliers.
+ENLARGED = 1000.0
 SPOILED = (NOT_NUMBERS, NAN_LABELS, NAN_INPUTS)
 # Some labels, or some numbers of the inputs, become one number.
 SOME_LABELS, SOME_INPUTS = "some labels", "some inputs"
@@ -321,7 +323,7 @@ _VARY = {
     LABELS: _exchange,
     PADDING: _pad,
     WEIGHTS: _weigh,
-    OUTLIERS: functools.partial(_enlarge, factor=1000.0),
+    OUTLIERS: functools.partial(_enlarge, factor=ENLARGED),
     SMALL_OUTLIERS: functools.partial(_enlarge, factor=10.0),
     NOT_NUMBERS: functools.partial(_spoil, of_roles=(0, 1)),
     NAN_LABELS: functools.partial(_spoil, of_roles=(1,)),
