@@ -553,3 +553,27 @@ def test_variables_that_a_step_creates_in_its_first_call(is_built, num_replicas)
         return results(model, model.fit(data, epochs=2, verbose=0))
 
     assert_same(run, num_replicas)
+
+
+class Subtracting(Embedding):
+    """A step in which numbers of two types cannot meet, as Keras casts what arrays hold."""
+
+    def train_step(self, data):
+        x, y = data
+        return self.learn(lambda: tf.reduce_sum(tf.square(self(x, training=True) - y)))
+
+    def predict_step(self, data):
+        return self(data) - data[:, :3]
+
+
+@pytest.mark.parametrize("floatx, dtype", [("float32", "float64"), ("float64", "float32")])
+def test_arrays_of_another_precision_are_verified(floatx, dtype, recwarn):
+    keras.config.set_floatx(floatx)
+    try:
+        model = compiled(create_strategy(2), Subtracting)
+        with pytest.raises(ValueError, match="sums over the batch"):
+            model.fit(rows(0, 4).astype(dtype), rows(1, 3).astype(dtype), verbose=0)
+        model.predict(rows(0, 4).astype(dtype), verbose=0)
+    finally:
+        keras.config.set_floatx("float32")
+    assert not [each for each in recwarn if "not verified" in str(each.message)]

@@ -211,8 +211,11 @@ def rows_from_all_over(arrays):
 
 
 def _rows_of(part, rows):
-    taken = tf.gather(part, rows) if isinstance(part, tf.Tensor) else part[rows]
-    return tf.convert_to_tensor(taken)
+    taken = tf.convert_to_tensor(
+        tf.gather(part, rows) if isinstance(part, tf.Tensor) else part[rows]
+    )
+    # So does Keras with arrays.
+    return tf.cast(taken, keras.config.floatx()) if taken.dtype.is_floating else taken
 
 
 def lacks_call(model: keras.Model) -> bool:

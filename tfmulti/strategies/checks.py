@@ -319,8 +319,11 @@ def _first_rows(data):
     if not all(isinstance(part, kinds) for part in parts):
         return None
     if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
-        return (keras_compat.rows_from_all_over(data),)
-    return (tf.nest.map_structure(lambda part: part[:_MAX_ROWS], data, expand_composites=False),)
+        rows = keras_compat.rows_from_all_over(data)
+    else:
+        rows = tf.nest.map_structure(lambda p: p[:_MAX_ROWS], data, expand_composites=False)
+    # What a step of `predict` is given: no tuple, unless the model has several inputs.
+    return keras.utils.pack_x_y_sample_weight(rows)
 
 
 def _feed(peek, iterator) -> Feed:
