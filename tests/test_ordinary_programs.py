@@ -577,3 +577,24 @@ def test_arrays_of_another_precision_are_verified(floatx, dtype, recwarn):
     finally:
         keras.config.set_floatx("float32")
     assert not [each for each in recwarn if "not verified" in str(each.message)]
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return rows(0, 4)[8 * index : 8 * (index + 1)]
+
+
+def test_a_step_of_predict_is_verified_with_batches_of_a_pydataset(recwarn):
+    class First(Embedding):
+        def predict_step(self, data):
+            return self(data[0])
+
+    with create_strategy(2).scope():
+        model = First()
+        model.compile("sgd", "mse")
+    found = model.predict(Batches(), verbose=0)
+    np.testing.assert_allclose(found, model(rows(0, 4)), atol=1e-6)
+    assert not [each for each in recwarn if "not verified" in str(each.message)]

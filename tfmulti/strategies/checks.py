@@ -313,7 +313,9 @@ def _first_rows(data):
         peek = getattr(iterator, "peek", None)
         return peek() if peek else next(iterator, None)
     if isinstance(data, keras.utils.PyDataset):
-        return data[0]
+        batch = data[0]
+        # As Keras does.
+        return (batch,) if isinstance(batch, np.ndarray) else batch
     kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
     parts = tf.nest.flatten(data, expand_composites=False)
     if not all(isinstance(part, kinds) for part in parts):
