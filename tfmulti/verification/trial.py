@@ -42,8 +42,7 @@ from tfmulti.verification.state import (
 )
 from tfmulti.verification.views import PLAIN, View
 
-# Runs that measure noise; most steps need the first ones, and a difference is told after all.
-_NOISY_RUNS = (range(2), range(2, 8))
+_NUM_NOISY = 2
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
 # How often the time of a few rows is measured before fewer than the many rows are run.
@@ -146,13 +145,9 @@ class Trial:
                 self.random = _RANDOM_NUMBERS
                 raise NotVerified(_RANDOM_NUMBERS)
             # Measured only now: most steps show no difference at all.
-            noise: list[dict] = [{} for _ in expected]
-            for runs in _NOISY_RUNS:
-                self._measure_noise(noise, begin, expected, examples, runs)
-                differences = self._compare(begin, expected, found, noise)
-                if not self._is_on_any(differences):
-                    break
-            else:
+            noise = self._measure_noise(begin, expected, examples)
+            differences = self._compare(begin, expected, found, noise)
+            if self._is_on_any(differences):
                 self.clues.growth = self._measure_growth(begin, expected, examples)
                 if self._functions:
                     graph = self._reference.function.graph
@@ -354,15 +349,17 @@ class Trial:
         self._comparison.enlarged = self._enlarged
         return self._comparison.differences(begin, expected, found, noise)
 
-    def _measure_noise(self, noise, begin, expected, examples, runs):
-        """Adds to the noise how far each value moves if the weights change in their last place.
+    def _measure_noise(self, begin, expected, examples) -> list[dict]:
+        """Returns how far each value moves if the weights change in their last place.
 
         Permuting the rows instead would fail if the result depends on their order, for example
         through pairs of rows or random numbers.
         """
-        for run in runs:
+        noise: list[dict] = [{} for _ in expected]
+        for run in range(_NUM_NOISY):
             moved = with_moved_weights(self._state.parts, begin, run, self._compute)
             add_noise(noise, expected, self._steps(self._reference, moved, examples))
+        return noise
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
