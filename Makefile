@@ -33,7 +33,7 @@ faults: install
 # Measures steps, all-reduce and start on this machine, with PyTorch where it is installed; writes
 # BENCHMARKS.md.
 bench: install
-	$(BIN)/python -m benchmarks --project 1024 --write_markdown BENCHMARKS.md
+	$(BIN)/python -m benchmarks --project 1024 --verify always --write_markdown BENCHMARKS.md
 	$(BIN)/python docs/figures.py
 
 # Pages in build/docs.
