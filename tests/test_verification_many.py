@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfmulti
 from tfmulti import verification
+from tfmulti.verification import trial
 
 NUM_ROWS, BATCH = 96, 32
 
@@ -91,6 +92,13 @@ def fit(of_rows=None, loss=None, metrics=(), num_replicas=2, num_rows=NUM_ROWS, 
 def test_a_step_is_compared_on_its_first_batch(of_rows):
     with pytest.raises(ValueError, match=f"`train_step` must give.* of {BATCH} rows"):
         fit(lambda model, losses: of_rows(losses))
+
+
+def test_many_rows_are_compared_whatever_they_take_if_a_few_change_nothing(monkeypatch):
+    """A step with twenty rows of support, in a process that is too slow for many rows."""
+    monkeypatch.setattr(trial, "_MOST_SECONDS", 0.0)
+    with pytest.raises(ValueError, match=f"`train_step` must give.* of {BATCH} rows"):
+        fit(lambda model, losses: losses[20:])
 
 
 @pytest.mark.slow
