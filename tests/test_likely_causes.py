@@ -79,6 +79,7 @@ def fit(make, y=ROWS[:, :1], optimizer="sgd", num_replicas=3, **settings):
     return model, model.fit(ROWS, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "make, cause",
     [
@@ -109,7 +110,7 @@ def ranknet(y, score):
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2))])
-@pytest.mark.parametrize("loss", [cox, ranknet])
+@pytest.mark.parametrize("loss", [cox, pytest.param(ranknet, marks=pytest.mark.slow)])
 def test_a_bias_without_a_gradient_is_no_difference(loss, seed, recwarn):
     keras.utils.set_random_seed(seed)
     rng = np.random.RandomState(3)
