@@ -230,11 +230,7 @@ def find_own_noise(graph, rows_of_replicas, noise_of_replicas) -> list[str]:
     rows = {tensor.op: frozenset([0]) for tensors in rows_of_replicas for tensor in tensors}
     of_rows = _follow(operations, {**rows, **dict.fromkeys(noise, _NOTHING)})
     reaching = reaching_updates(operations, graph.outputs)
-    found = {}
-    for each in operations:
-        if each in reaching and _meets(each, draws, of_rows) and (place := place_of(each)):
-            found[f"{each.type} at {place}"] = None
-    return list(found)
+    return _named(x for x in operations if x in reaching and _meets(x, draws, of_rows))
 
 
 def _follow(operations, sources: dict, everyone=()) -> dict:
@@ -289,11 +285,7 @@ def find_shared_objects(graph, num_local_replicas: int) -> list[str]:
         num_local_replicas: How many replicas this worker has.
     """
     kinds = _CHANGING + (_DRAWING if num_local_replicas > 1 else ())
-    found = {}
-    for operation in graph.get_operations():
-        if operation.type.startswith(kinds) and (place := place_of(operation)):
-            found[f"{operation.type} at {place}"] = None
-    return list(found)
+    return _named(x for x in graph.get_operations() if x.type.startswith(kinds))
 
 
 def find_repeated_noise(graph) -> list[str]:
@@ -304,11 +296,16 @@ def find_repeated_noise(graph) -> list[str]:
     Args:
         graph: The graph of the step, traced for any number of rows.
     """
-    found = {}
-    for operation in graph.get_operations():
-        if operation.type.startswith(_DRAWING_ALIKE):
-            shape = operation.outputs[0].shape
-            has_rows = shape.rank is None or (shape.rank and shape[0] is None)
-            if has_rows and (place := place_of(operation)):
-                found[f"{operation.type} at {place}"] = None
-    return list(found)
+    draws = [x for x in graph.get_operations() if x.type.startswith(_DRAWING_ALIKE)]
+    shapes = [draw.outputs[0].shape for draw in draws]
+    return _named(
+        draw
+        for draw, shape in zip(draws, shapes)
+        if shape.rank is None or (shape.rank and shape[0] is None)
+    )
+
+
+def _named(operations) -> list[str]:
+    """Returns operations of the user's code, each with file and line, once."""
+    placed = ((each, place_of(each)) for each in operations)
+    return list(dict.fromkeys(f"{each.type} at {place}" for each, place in placed if place))

@@ -282,7 +282,7 @@ def _ending_at(unbuilt, function):
 
 
 def _create_outside(next_creator, **kwargs):
-    """Creates a variable that a step makes in its first call outside of the trace.
+    """Creates, outside of the trace, a variable that a step makes in its first call.
 
     TensorFlow cannot initialize the copies of a variable of several replicas in a trace.
     """
