@@ -9,7 +9,7 @@ import pytest
 
 from tfmulti.runtime import command_line
 from tfmulti.train import __main__ as command
-from tfmulti.train import loop, models, run_reporter
+from tfmulti.train import loop, models, run_reporter, techniques
 from tfmulti.train.config import TrainConfig
 
 
@@ -62,7 +62,7 @@ def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("arguments", "received"),
     [
-        (["--pipeline_stages=2"], "Received: pipeline_stages=2, 1 worker. Start"),
+        (["--pipeline_stages=9"], "Received: pipeline_stages=9, 0 GPUs. Use --logical_cpus 9"),
         (["--num_ps=1"], "Received: num_ps=1, no TF_CONFIG"),
     ],
 )
@@ -170,6 +170,16 @@ def test_stages_on_the_devices_of_one_process_end_with_the_weights_of_one_device
     assert result["one"]["num_replicas"] == result["stages"]["num_replicas"] == 1
 
 
+def test_stages_are_on_devices_without_workers_and_else_on_a_worker_each():
+    wanted = TrainConfig(pipeline_stages=2)
+    assert techniques.with_stages_placed(wanted, 1).has_stages_on_devices
+    assert techniques.with_stages_placed(wanted, 4) == wanted
+    with pytest.raises(ValueError, match="Received: pipeline_stages=2, 3 workers. Start"):
+        techniques.with_stages_placed(wanted, 3)
+    with pytest.raises(ValueError, match="Received: pipeline_stages=2, 1 worker. Start"):
+        techniques.with_stages_placed(TrainConfig(strategy="multi_worker", pipeline_stages=2), 1)
+
+
 def test_missing_devices_of_stages_are_told_before_data_are_loaded(tmp_path):
     wanted = config(tmp_path, strategy="one_device", pipeline_stages=9, logical_cpus=9)
     with pytest.raises(RuntimeError, match="pipeline_stages=9, 4 logical CPUs. Use 4 stages"):
@@ -182,7 +192,7 @@ def test_missing_devices_of_stages_are_told_before_data_are_loaded(tmp_path):
 @pytest.mark.slow
 def test_the_batch_size_is_found_with_stages_on_devices():
     done = run(
-        *("--strategy=one_device", "--logical_cpus=2", "--pipeline_stages=2", "--epochs=1"),
+        *("--logical_cpus=2", "--pipeline_stages=2", "--epochs=1"),
         *("--per_replica_batch_size=auto", "--memory_limit=4GB", "--model=mlp"),
     )
     assert done.returncode == 0, done.stderr

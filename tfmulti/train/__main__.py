@@ -114,7 +114,8 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     else:
         _refuse_servers(config)
     if config.estimate_memory is None and not getattr(task, "has_servers", False):
-        techniques.check_workers(config, 1 if task is None else task.num_workers)
+        num_workers = 1 if task is None else task.num_workers
+        config = techniques.with_stages_placed(config, num_workers)
     if config.workdir and (task is None or task.is_chief):
         files.check_folder(config.workdir)
     command_line.import_tensorflow(verbose=verbose)

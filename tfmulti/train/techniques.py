@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING
 
@@ -33,16 +34,23 @@ def check(config: TrainConfig) -> None:
         _check_local_steps(config)
 
 
-def check_workers(config: TrainConfig, num_workers: int) -> None:
-    """Raises ValueError if there are not as many workers as the stages of a pipeline need.
+def with_stages_placed(config: TrainConfig, num_workers: int) -> TrainConfig:
+    """Returns the run with `one_device` for `auto` where one process has all stages.
 
     Args:
         config: The run.
         num_workers: The number of workers; 1 for a process of its own.
+
+    Raises:
+        ValueError: If there are not as many workers as the stages of a pipeline need.
     """
     stages = config.pipeline_stages
-    if not stages or config.has_stages_on_devices or num_workers % stages == 0:
-        return
+    if not stages or config.has_stages_on_devices:
+        return config
+    if num_workers == 1 and config.strategy == "auto":
+        return dataclasses.replace(config, strategy="one_device")
+    if num_workers % stages == 0:
+        return config
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     raise ValueError(
         "`pipeline_stages` needs a worker for each stage, or a multiple of that. Received: "
