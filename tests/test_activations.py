@@ -134,6 +134,25 @@ def tied():
     return model
 
 
+class Centering(layers.Layer):
+    """Reads a running mean after it has assigned it: no gradient passes an assignment."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], trainable=False, initializer="zeros")
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones")
+
+    def call(self, x):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x * self.scale, axis=0))
+        return x - self.mean
+
+
+def assigning():
+    """Blocks that assign a state, or a weight, and read it again."""
+    dense = keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh"), Centering()])
+    normalized = layers.SpectralNormalization(layers.Dense(6, "relu"))
+    return keras.Sequential([keras.Input((6,)), dense, normalized, layers.Dense(1)])
+
+
 def train(create, data, checkpointed, strategy=None, patterns=None, **settings):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
@@ -160,6 +179,7 @@ MODELS = {
     "shared": (shared, (TOKENS, Y)),
     "U-Net": (unet, (IMAGES, Y)),
     "tied": (tied, (TOKENS, Y)),
+    "assigning": (assigning, (X, Y)),
 }
 
 

@@ -392,3 +392,13 @@ def test_no_device_has_the_whole_model_while_it_is_created():
 def test_what_is_no_model_is_refused():
     with pytest.raises(ValueError, match="must be a Keras model. Received: model='x'"):
         tfmulti.pipeline("x", devices=["CPU:0"])
+
+
+def test_a_layer_that_assigns_a_weight_in_its_call_is_refused():
+    with replicas.create_strategy(1).scope():
+        hidden = [layers.SpectralNormalization(layers.Dense(4)) for _ in range(2)]
+        model = keras.Sequential([keras.Input((4,)), *hidden])
+        with pytest.raises(
+            ValueError, match="cannot assign to a weight .* Received: .*dense/kernel"
+        ):
+            tfmulti.pipeline(model, devices=["CPU:0", "CPU:1"])

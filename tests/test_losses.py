@@ -120,6 +120,14 @@ def test_masks_give_one_devices_result(reduction):
     assert_one_devices_result(tagger, (x, y, weights), loss=loss, weighted_metrics=["accuracy"])
 
 
+def test_weights_of_padding_rows_that_do_not_fit_the_losses_are_told_on_one_device_too():
+    table = keras.layers.Embedding(9, 3, mask_zero=True)
+    data = np.ones((33, 6), int), np.ones((33, 6), int)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with pytest.raises(ValueError, match="sample weights must have the shape of the losses"):
+        train(1, lambda: keras.Sequential([table]), data, "pad", loss=loss)
+
+
 @pytest.mark.slow
 def test_several_outputs_with_loss_weights():
     def two():

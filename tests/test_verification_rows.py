@@ -12,7 +12,7 @@ from keras import layers
 
 import tfmulti
 from tfmulti.keras_compat import batch_sizes_of_dataset
-from tfmulti.verification import sizes
+from tfmulti.verification import rows, sizes
 
 UNLIKE = "parts of a batch of which replicas get unlike shares, in train_step"
 
@@ -176,6 +176,31 @@ def test_sizes_of_batches_are_those_that_are_read():
             assert set(batch_sizes_of_dataset(each) or ()) == read
     assert batch_sizes_of_dataset(one.batch(4).map(lambda x: x)) is None
     assert batch_sizes_of_dataset(one.batch(4).repeat()) == [(4,), (3,)]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        tf.ragged.constant([[1, 2], [3], [4, 5, 6]] * 4),
+        tf.sparse.from_dense(np.eye(12)),
+        tf.eye(12),
+    ],
+    ids=["ragged", "sparse", "dense"],
+)
+def test_workers_get_the_chiefs_rows_of_every_kind(part):
+    def received(strategy, data):
+        return data
+
+    chosen = rows.Rows((part, tf.range(12)))
+    chosen.keep_all()
+    chosen.parts = chosen.spread([4, 4])
+    assert rows.of_the_chief(chosen, ("known",), tf.distribute.get_strategy(), received) == (
+        "known",
+    )
+    assert [int(rows.rows.count_rows(each)) for each in chosen.parts] == [4, 4]
+    pairs = zip(*(tf.nest.flatten(x, expand_composites=True) for x in (part, chosen.all_parts[0])))
+    for sent, kept in pairs:
+        np.testing.assert_array_equal(sent, kept)
 
 
 def test_few_rows_keep_their_shares():

@@ -113,6 +113,12 @@ def penalized():
     return chain(layers.Dense(WIDE, activation="tanh", kernel_regularizer="l2"), layers.Dense(WIDE))
 
 
+def spectral():
+    """A layer that assigns the weight of the layer within it."""
+    dense = layers.Dense(WIDE, activation="relu")
+    return chain(layers.Dense(WIDE, activation="tanh"), layers.SpectralNormalization(dense))
+
+
 def frozen():
     model = plain()
     model.layers[0].trainable = False
@@ -159,6 +165,7 @@ MODELS = {
     "bidirectional": lambda: tokens(layers.Bidirectional(layers.GRU(64))),
     "convolution": convolution,
     "penalized": penalized,
+    "spectral": spectral,
     "frozen": frozen,
     "adapted": adapted,
     "checkpointed": checkpointed,

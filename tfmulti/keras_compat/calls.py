@@ -38,9 +38,25 @@ class RecordingScope(keras.StatelessScope):
         self.updated = {}
 
     def add_update(self, update):
-        """Records the new value of a variable, without assigning it."""
-        self.updated.setdefault(id(update[0]), update[0])
-        super().add_update(update)
+        """Records the new value of a variable, without assigning it.
+
+        What reads it later has the gradient that belongs to the variable, as after an assignment,
+        and no gradient with respect to what the new value was made from.
+        """
+        variable, value = update
+        self.updated.setdefault(id(variable), variable)
+        before = self.get_current_value(variable)
+        if before is None or not before.dtype.is_floating:
+            value = tf.stop_gradient(value)
+        else:
+            # On devices of one process a stage is given variables.
+            value = _assigned(tf.convert_to_tensor(before), value)
+        super().add_update((variable, value))
+
+
+@tf.custom_gradient
+def _assigned(before, value):
+    return tf.identity(value), lambda upstream: (upstream, None)
 
 
 def call_context() -> Callable[[], contextlib.AbstractContextManager]:

@@ -205,7 +205,7 @@ class _RepeatedCall:
         with gathers.within(is_second=False):
             outputs, scope = self._run(tensors, whole)
         self._updated = list(scope.updated.values())
-        own = {id(variable) for variable in self._variables}
+        own = {id(variable) for variable in [*self._variables, *self._gathered]}
         others = [v for v in self._updated if id(v) not in own]
         self._others = list(zip(others, keras_compat.values_of(others)))
         self._outputs = outputs

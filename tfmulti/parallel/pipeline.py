@@ -10,6 +10,7 @@ from tfmulti import keras_compat, topology
 from tfmulti.parallel.cutting import starts_at, starts_by_cost
 from tfmulti.parallel.device_stages import DeviceStages
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
+from tfmulti.parallel.stages import refuse_assigned_weights
 from tfmulti.parallel.worker_stages import WorkerStages
 from tfmulti.step import normalization, split_weights
 
@@ -126,6 +127,11 @@ def _refuse_model(model, micro_batches):
             f"{model.name!r}, with the split weight {split[0]}. Use either "
             "tfmulti.tensor_parallel or tfmulti.pipeline."
         )
+    refuse_assigned_weights(
+        layer.layer.weights[0].path
+        for layer in keras_compat.all_layers(model)
+        if isinstance(layer, keras.layers.SpectralNormalization)
+    )
     synchronized = [layer.name for layer in normalization.synchronized_layers(model)]
     if synchronized and micro_batches > 1:
         raise ValueError(

@@ -13,6 +13,10 @@ from tfmulti.parallel.activations import recomputed
 from tfmulti.step import model_contents, parameters
 from tfmulti.step.split_weights import SplitParameter
 
+# Layers that gather the weights of those within them: a loop gathers once for all of its steps,
+# and the other one assigns the weight that the inner layer reads next.
+_GATHERING_INNER_WEIGHTS = (keras.layers.RNN, keras.layers.SpectralNormalization)
+
 
 @contextlib.contextmanager
 def sharded_parameters() -> Iterator[None]:
@@ -125,17 +129,17 @@ def forget_values(model: keras.Model) -> None:
 
 
 def _gathering_layers(model):
-    """Returns layers with sharded weights; an RNN gathers the weights of its cells itself."""
+    """Returns layers with sharded weights, without those whose weights an outer layer gathers."""
     layers = [layer for layer in keras_compat.all_layers(model) if not marks.GATHERS.get(layer)]
-    loops = [layer for layer in layers if isinstance(layer, keras.layers.RNN)]
-    within = {id(inner) for loop in loops for inner in keras_compat.all_layers(loop)}
+    outer = [layer for layer in layers if isinstance(layer, _GATHERING_INNER_WEIGHTS)]
+    within = {id(inner) for layer in outer for inner in keras_compat.all_layers(layer)}
     return [layer for layer in layers if id(layer) not in within and _sharded(layer)]
 
 
 def _sharded(layer):
     """Returns the sharded weights that a layer gathers for its calls."""
-    loop = isinstance(layer, keras.layers.RNN)
-    own = layer.weights if loop else keras_compat.own_weights(layer)
+    has_inner = isinstance(layer, _GATHERING_INNER_WEIGHTS)
+    own = layer.weights if has_inner else keras_compat.own_weights(layer)
     if any(isinstance(each, SplitParameter) for each in own):
         # A second run of a split layer would exchange its rows again.
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -187,6 +187,8 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                 before_it = {id(variable): value for variable, value in state}
                 after, flat, state = stage.run(taken, flat, weights, state, training)
                 _refuse_without_rows(after)
+                held = {id(weight) for weight in stage.weights}
+                refuse_assigned_weights(v.path for v, _ in state if id(v) in held)
                 known = {id(variable) for trace in traces for variable in trace.updated}
                 new = tuple(variable for variable, _ in state if id(variable) not in known)
                 shared = tuple(
@@ -210,6 +212,21 @@ def _refuse_without_rows(after):
                 "Every output of a stage of a pipeline must have an axis of rows. Received: a "
                 f"tensor of shape {spec.shape}. Choose other `stages`, so that it stays within one."
             )
+
+
+def refuse_assigned_weights(paths: Iterable[str]) -> None:
+    """Raises ValueError for weights that layers assign when they are called.
+
+    Args:
+        paths: The paths of such weights.
+    """
+    for path in paths:
+        raise ValueError(
+            "A layer in a pipeline cannot assign to a weight when it is called, as "
+            "keras.layers.SpectralNormalization does: each micro-batch would begin with another "
+            f"weight. Received: {path}. Leave the layer out of the model, or use "
+            "shard='parameters'."
+        )
 
 
 def weights_of(model: keras.Model) -> Iterator[keras.Variable]:

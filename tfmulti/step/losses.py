@@ -42,8 +42,7 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if has_whole_batch():
         return reduce(values, sample_weight, mask, reduction, dtype)
     replica_batch = current_replica_batch()
-    if replica_batch is None and getattr(tf.distribute.get_strategy(), "marks_padding", False):
-        # Keras calls a loss while it builds a model, outside a step.
+    if getattr(tf.distribute.get_strategy(), "marks_padding", False):
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
     if distributed_batch() is None:

@@ -179,7 +179,9 @@ def has_sharded(model: keras.Model) -> bool:
 def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
     """Whether a layer may change a variable in its calls, as batch normalization does."""
     changes = not keras_compat.is_stock(type(layer))
-    changes = changes or isinstance(layer, keras.layers.BatchNormalization)
+    changes = changes or isinstance(
+        layer, (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
+    )
     return changes and layer.trainable and not variable.trainable
 
 

@@ -157,7 +157,8 @@ def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:
         flat = [tf.nest.flatten(each, expand_composites=True) for each in lists]
         data = pickle.dumps(([[tensor.numpy() for tensor in each] for each in flat], known))
     lists, known = pickle.loads(broadcast(strategy, data))
-    structure = chosen.parts
+    # The lists have other numbers of rows than this worker's parts.
+    structure = specs_of(chosen.parts, static=False)
     chosen.parts, chosen.many, chosen.all_parts = (
         tf.nest.pack_sequence_as(structure, list(map(tf.constant, each)), expand_composites=True)
         if each
