@@ -29,7 +29,9 @@ OPTIMIZERS = {
     "adafactor": lambda: optimizers.Adafactor(0.01),
     "averages": lambda: optimizers.Nadam(0.01, use_ema=True, ema_overwrite_frequency=3),
     "averages at the end": lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True),
-    "accumulation": lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "accumulation": lambda: optimizers.SGD(
+        0.1, momentum=0.9, gradient_accumulation_steps=2, global_clipnorm=0.3
+    ),
     "loss scale": lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=8.0),
 }
 

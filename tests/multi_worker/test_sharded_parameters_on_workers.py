@@ -71,6 +71,16 @@ def test_each_worker_holds_its_weights_and_their_slots(fast):
 
 
 @pytest.mark.slow
+def test_norms_in_an_update_of_several_steps_and_assigned_weights_over_the_ring(
+    run_cases, tmp_path
+):
+    names = ["accumulation", "spectral"]
+    seen = run_cases(tmp_path, names)
+    for name in names:
+        assert_alike(seen, name)
+
+
+@pytest.mark.slow
 def test_a_compiled_model_is_loaded_and_cloned_with_a_sharded_optimizer(slow):
     for seen in (each["loaded"] for each in slow):
         assert max(seen["apart"]) <= CLOSE["adamw"]

@@ -172,6 +172,22 @@ def all_reduce(strategy, value: tf.Tensor) -> tf.Tensor:
     return _collective(strategy, value) if own is None else own([value])[0]
 
 
+def add_parts(strategy, values: tf.Tensor) -> tf.Tensor:
+    """Returns the sum over all workers of a few numbers, also in a branch of a step.
+
+    TensorFlow gathers in a branch, and does not add there. Numbers that are 0 on all workers but
+    one, and counts, have a sum that does not depend on the order of the workers.
+
+    Args:
+        strategy: A strategy with one replica for each worker.
+        values: A tensor of such numbers, at least 32 bits each.
+    """
+    if getattr(strategy.extended, "add", None) is not None:
+        return all_reduce(strategy, values)
+    gathered = keras_compat.gather_from_workers(strategy, values[tf.newaxis])
+    return tf.reduce_sum(gathered, axis=0)
+
+
 def _collective(strategy, value):
     # An all-reduce needs a tensor with a device; a weight created without one is read without one.
     with tf.device(strategy.extended.worker_devices[0]):

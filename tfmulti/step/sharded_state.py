@@ -334,11 +334,11 @@ class Shards:
             tf.cast(function(g) if self._counts(v) else 0.0, dtype)
             for g, v in zip(gradients, variables)
         ]
-        return owners.all_reduce(self._strategy, tf.stack(own))
+        return owners.add_parts(self._strategy, tf.stack(own))
 
     def count(self, condition: tf.Tensor) -> tf.Tensor:
         """Returns on how many workers a bool is true."""
-        return owners.all_reduce(self._strategy, tf.cast(condition, tf.float32))
+        return owners.add_parts(self._strategy, tf.cast(condition, tf.float32))
 
     def clip_global_norm(self, gradients, variables) -> list:
         """Clips gradients by the norm of all of them together, as Keras computes it."""

@@ -250,11 +250,9 @@ class Trial:
     def may_fail(self) -> bool:
         """Whether workers are together again after a step that failed on all of them.
 
-        Calls of MPI that some had begun, for state that others hold, cannot be taken back: each
-        would meet a later one of another worker.
+        A worker that fails before it has sent state that others need leaves them waiting for ever.
         """
-        over_mpi = getattr(self._case.strategy.extended, "broadcast", None) is not None
-        return not (self._state.is_sharded and over_mpi)
+        return not self._state.is_sharded
 
     @functools.cached_property
     def _operations(self) -> set[str]:
@@ -331,7 +329,8 @@ class Trial:
         try:
             outcome = run(parts)
         except Exception as error:
-            if run is self.distributed and not self._all_fail():
+            waits = run is self.distributed or self._state.is_sharded
+            if waits and not self._all_fail():
                 raise FailsHere(messages.describe_failure(self._case, error)) from error
             raise
         values = self._state.read()
