@@ -13,6 +13,21 @@ import tensorflow as tf
 from tfmulti.cluster.task import Cluster
 
 
+def refuse_servers(strategy: tf.distribute.Strategy, technique: str, instead: str) -> None:
+    """Raises ValueError for what cannot be used with parameter servers, instead of ignoring it.
+
+    Args:
+        strategy: The strategy.
+        technique: The call or the argument, as the user wrote it.
+        instead: What to do, in a sentence.
+    """
+    if getattr(strategy, "has_parameter_servers", False):
+        raise ValueError(
+            "With parameter servers each worker computes whole batches, and the servers hold the "
+            f"weights and slots. Received: {technique}. {instead}"
+        )
+
+
 def cluster_of(strategy: tf.distribute.Strategy) -> Cluster | None:
     """Returns the cluster of a strategy, seen from this worker; None without one."""
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):

@@ -57,9 +57,12 @@ def run(model, data=None, batch_size=BATCH_SIZE, epochs=EPOCHS, **settings):
 
 
 def synchronous(strategy, folder):
-    """The result of one device, with schedules, clipping, penalties and sample weights."""
+    """The result of one device, with schedules, clipping, penalties and sample weights.
+
+    Workers keep only the inputs of one layer.
+    """
     with strategy.scope():
-        model = build()
+        model = tfmulti.checkpoint_activations(build(), "dense*")
     history = run(model, max_staleness=0, validation_data=rows(21))
     alone = build()
     expected = {}
@@ -208,6 +211,12 @@ def refused(strategy, folder):
         summed = build_counting()
         largest = build()
         largest.compile("sgd", "mse", metrics=[Largest()])
+        uncompiled = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+
+    def in_scope(call):
+        with strategy.scope():
+            return call()
+
     backup = keras.callbacks.BackupAndRestore(folder / "backup")
     calls = {
         "fit": lambda: model.fit(*rows()),
@@ -219,6 +228,12 @@ def refused(strategy, folder):
         "split": lambda: run(summed, (ids(), np.zeros(301, "float32")), max_staleness=0),
         "metric": lambda: run(largest),
         "strategy": lambda: run(build()),
+        "train_on_batch": lambda: model.train_on_batch(*rows()),
+        "test_on_batch": lambda: model.test_on_batch(*rows()),
+        "scope": lambda: in_scope(lambda: run(model)),
+        "shard": lambda: in_scope(lambda: tfmulti.DistributedOptimizer("adam", shard="state")),
+        "pipeline": lambda: tfmulti.pipeline(uncompiled, stages=2),
+        "tensor": lambda: tfmulti.tensor_parallel(uncompiled, {"kernel": "column"}),
     }
     errors = {}
     for name, call in calls.items():

@@ -405,6 +405,14 @@ def refusals(strategy, folder, name):
         fit(model, epochs=1)
         model.export(folder / f"export_{topology.worker_index(strategy)}", verbose=False)
 
+    def saved_in_scope():
+        model = build(strategy)
+        fit(model, epochs=1)
+        with strategy.scope():
+            if topology.is_chief(strategy):
+                model.save(folder / "in_scope.keras")
+            plain()
+
     def no_scope():
         with tfmulti.sharded_parameters():
             pass
@@ -415,7 +423,7 @@ def refusals(strategy, folder, name):
             model.compile("adam", "mse")
         fit(model)
 
-    programs = (early, compressed, no_scope, whole, exported)
+    programs = (early, compressed, no_scope, whole, exported, saved_in_scope)
     programs = {each.__name__: each for each in programs}
     return {name: cases.message_of(program) for name, program in programs.items()}
 

@@ -132,7 +132,7 @@ def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
 
 def test_what_cannot_work_says_what_to_do(found):
     errors = found["refused"]
-    for name in ("fit", "evaluate", "predict"):
+    for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):
         assert errors[name].startswith(f"`{name}`") and "Received: " in errors[name]
     assert "tfmulti.train_async" in errors["fit"]
     assert "BackupAndRestore" in errors["callback"] and "Checkpoint" in errors["callback"]
@@ -141,6 +141,10 @@ def test_what_cannot_work_says_what_to_do(found):
     assert "model.fit" in errors["strategy"]
     assert "mean over their rows" in errors["split"] and "table" in errors["split"]
     assert "largest/most" in errors["metric"]
+    assert "outside of the strategy's scope" in errors["scope"]
+    received = {"shard": "shard='state'", "pipeline": "a pipeline", "tensor": "tensor_parallel"}
+    for name, text in received.items():
+        assert f"Received: {text}." in errors[name]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
 from tfmulti import marks
+from tfmulti.keras_compat import held
 
 
 def prepare_callbacks(original, prepare, more):
@@ -128,7 +129,10 @@ def before_saving(original, before):
 
     def save(self, *args, **kwargs):
         before(self)
-        return original(self, *args, **kwargs)
+        if not tf.distribute.has_strategy():
+            return original(self, *args, **kwargs)
+        # Saving creates variables. In the scope all workers must do so, and often only one saves.
+        return held.call_outside_scope(lambda: original(self, *args, **kwargs))
 
     return save
 

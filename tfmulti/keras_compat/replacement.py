@@ -54,6 +54,11 @@ def of_model(model, *_, **__) -> bool:
     return is_ours(getattr(model, "distribute_strategy", None))
 
 
+def of_model_or_servers(model, *_, **__) -> bool:
+    """On a model of one of our strategies, also of that for parameter servers."""
+    return of_model(model) or has_servers(getattr(model, "distribute_strategy", None))
+
+
 def of_given_model(_, model=None) -> bool:
     """When it is given a model of one of our strategies."""
     return of_model(model)

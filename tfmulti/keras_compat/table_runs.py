@@ -131,13 +131,15 @@ _CALLS = (
         for name in ("fit", "evaluate", "predict")
     ),
     *(
-        model_entry(
+        Replacement(
+            keras.Model,
             name,
             hooks.before_calls(name),
+            replacement.of_model_or_servers,
             "a step on a batch that is not verified",
             "test_canary_calls_are_not_looked_at",
-            needs=("before_batch",),
-            arguments=("x",),
+            ("before_batch",),
+            ("x",),
         )
         for name in ("train_on_batch", "test_on_batch")
     ),

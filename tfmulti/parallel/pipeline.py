@@ -71,6 +71,7 @@ def pipeline(
     _refuse_model(model, micro_batches)
     _refuse_rows(measure_rows, stages)
     strategy = model.distribute_strategy
+    topology.refuse_servers(strategy, "a pipeline", "Use the strategy multi_worker, over MPI.")
     if strategy.num_replicas_in_sync == 1 and devices is None:
         return model
     is_named = stages is not None and not isinstance(stages, int)

@@ -42,9 +42,10 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
                 stacklevel=3,
             )
         return
-    _compare_metrics(step, whole, parts)
     if splits:
+        # First: what is wrong in a loss is wrong in its metric, too.
         _compare_gradients(step, whole, parts)
+    _compare_metrics(step, whole, parts)
 
 
 def _compare_metrics(step, whole, parts):

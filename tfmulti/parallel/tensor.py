@@ -60,6 +60,11 @@ def tensor_parallel(
     _refuse_model(model)
     chosen = _chosen(model, layout)
     strategy = model.distribute_strategy
+    topology.refuse_servers(
+        strategy,
+        "tensor_parallel",
+        "Large embeddings are divided over the servers without it.",
+    )
     if strategy.num_replicas_in_sync == 1:
         return model
     number = _number_in_group(strategy, group)

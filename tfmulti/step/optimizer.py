@@ -7,7 +7,7 @@ import types
 
 import keras
 
-from tfmulti import keras_compat, marks
+from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import COMPRESSIONS, SHARDS
 from tfmulti.settings import check_choice, check_whole_number
 from tfmulti.step import (
@@ -77,6 +77,14 @@ def DistributedOptimizer(
         )
     _check_local_steps(synchronize_every, compression, shard)
     inner = keras_compat.inner_optimizer(optimizer)
+    strategy = keras_compat.strategy_of(inner)
+    for name, value, default in (
+        ("compression", compression, None),
+        ("shard", shard, None),
+        ("synchronize_every", synchronize_every, 1),
+    ):
+        if value != default:
+            topology.refuse_servers(strategy, f"{name}={value!r}", "Leave it out.")
     if synchronize_every > 1:
         local_steps.take_local_steps(inner, synchronize_every)
     if inner is not optimizer and marks.SYNCHRONIZE_EVERY.get(inner) > 1:

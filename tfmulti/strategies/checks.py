@@ -70,15 +70,19 @@ def check_scope(model: keras.Model, name: str, data) -> None:
         )
 
 
+_TRAIN = "Call tfmulti.train_async(model, data, batch_size=64, epochs=3), say."
+_EVALUATE = "Give validation_data to tfmulti.train_async."
 _INSTEAD = {
-    "fit": "Call tfmulti.train_async(model, data, batch_size=64, epochs=3), say.",
-    "evaluate": "Give validation_data to tfmulti.train_async.",
+    "fit": _TRAIN,
+    "train_on_batch": _TRAIN,
+    "test_on_batch": _EVALUATE,
+    "evaluate": _EVALUATE,
     "predict": "Call model(x), or save the model and load it on one device.",
 }
 
 
 def refuse_calls_on_servers(model: keras.Model, name: str) -> None:
-    """Raises ValueError for `fit`, `evaluate` and `predict` with parameter servers.
+    """Raises ValueError for `fit`, `evaluate`, `train_on_batch` and the like with servers.
 
     Args:
         model: The model whose method was called.

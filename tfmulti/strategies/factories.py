@@ -200,6 +200,7 @@ def _before_call(model, name, data):
 
 
 def _before_batch(model, name, data):
+    checks.refuse_calls_on_servers(model, name)
     checks.adopt_optimizers(model, name)
     if name == "test_on_batch":
         local_steps.average_weights(model)

@@ -181,6 +181,12 @@ def _check(model, callbacks, max_staleness, epochs):
             f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "
             'compile it in the scope of create_strategy("parameter_server"), or call model.fit.'
         )
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            "`train_async` must be called outside of the strategy's scope, in which the servers "
+            f"only create variables. Received: {model.name!r}, in a scope. Move the call out of "
+            "`with strategy.scope():`."
+        )
     advice = "Use 0 for synchronous steps, None for no bound."
     check_whole_number("max_staleness", max_staleness, advice, at_least=0, optional=True)
     check_whole_number("epochs", epochs, "Use for example epochs=3.")
