@@ -402,3 +402,16 @@ def test_a_layer_that_assigns_a_weight_in_its_call_is_refused():
             ValueError, match="cannot assign to a weight .* Received: .*dense/kernel"
         ):
             tfmulti.pipeline(model, devices=["CPU:0", "CPU:1"])
+
+
+def test_activations_are_checkpointed_by_the_pipeline_alone():
+    with replicas.create_strategy(1).scope():
+        dense = [layers.Dense(4) for _ in range(4)]
+        model = keras.Sequential([keras.Input((4,)), *dense])
+        staged = tfmulti.pipeline(keras.models.clone_model(model), devices=["CPU:0", "CPU:1"])
+        with pytest.raises(ValueError, match="which tfmulti.pipeline has cut"):
+            tfmulti.checkpoint_activations(staged)
+        for name in ("dense*", None):
+            again = tfmulti.checkpoint_activations(keras.models.clone_model(model), name)
+            with pytest.raises(ValueError, match="whose activations are checkpointed"):
+                tfmulti.pipeline(again, devices=["CPU:0", "CPU:1"])

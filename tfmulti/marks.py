@@ -81,6 +81,8 @@ SEES_BATCH = Mark("sees_batch", False)
 """Whether a layer's call has all rows of the global batch."""
 GATHERS = Mark("gathers", False)
 """Whether a layer gathers sharded weights for its call."""
+CHECKPOINTED = Mark("checkpointed", False)
+"""Whether a layer, or a model in parts, keeps only its inputs for gradients."""
 OF_GROUP = Mark("of_group", False)
 """Whether the gradient of a bias is that of the rows of a group of workers."""
 DEVICE = Mark("device")

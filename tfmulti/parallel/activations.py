@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.parallel import prefetch
 from tfmulti.parallel.cutting import Cut, starts_by_activations
 from tfmulti.step.parameters import (
@@ -46,7 +46,7 @@ def checkpoint_activations(
         The same model.
 
     Raises:
-        ValueError: If the model has not been built, or has no such layers.
+        ValueError: If the model has not been built, is in a pipeline, or has no such layers.
         RuntimeError: In training, if the second run of a block would differ from the first.
 
     Example:
@@ -61,11 +61,19 @@ def checkpoint_activations(
             "`checkpoint_activations` needs a model that has been built. Received: "
             f"{model.name!r}, which has not. Give it an `Input`, or call it on a batch first."
         )
+    if any(getattr(v, "stages", None) or marks.IN_STAGE.get(v) for v in model.variables):
+        raise ValueError(
+            "The stages of a pipeline compute activations again by themselves. Received: "
+            f"{model.name!r}, which tfmulti.pipeline has cut. "
+            "Use tfmulti.pipeline(..., checkpoint_activations=True)."
+        )
     blocks = _layers_with_layers(model) if layers is None else _find_layers(model, layers)
     for layer in blocks:
         layer.call = recomputed(layer, layer.call)
     if not blocks:
         _checkpoint_parts(model)
+    for layer in blocks or [model]:
+        marks.CHECKPOINTED.set(layer, True)
     return model
 
 

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import devices as devices_lib
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.parallel.cutting import starts_at, starts_by_cost
 from tfmulti.parallel.device_stages import DeviceStages
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
@@ -69,6 +69,7 @@ def pipeline(
     """
     stages = [stages] if isinstance(stages, str) else stages
     _refuse_model(model, micro_batches)
+    _refuse_layers(model, micro_batches)
     _refuse_rows(measure_rows, stages)
     strategy = model.distribute_strategy
     topology.refuse_servers(strategy, "a pipeline", "Use the strategy multi_worker, over MPI.")
@@ -121,12 +122,21 @@ def _refuse_model(model, micro_batches):
             "`pipeline` must be called before `compile`. Received: "
             f"{model.name!r}, which is compiled. Call it first."
         )
+
+
+def _refuse_layers(model, micro_batches):
     split = [v.path for v in model.weights if isinstance(v, split_weights.SplitParameter)]
     if split:
         raise ValueError(
             "`pipeline` cannot cut a model whose layers are split. Received: "
             f"{model.name!r}, with the split weight {split[0]}. Use either "
             "tfmulti.tensor_parallel or tfmulti.pipeline."
+        )
+    if any(map(marks.CHECKPOINTED.get, [model, *keras_compat.all_layers(model)])):
+        raise ValueError(
+            "The stages of a pipeline compute activations again by themselves. Received: "
+            f"{model.name!r}, whose activations are checkpointed. Leave out "
+            "tfmulti.checkpoint_activations, and use checkpoint_activations=True here."
         )
     refuse_assigned_weights(
         layer.layer.weights[0].path
