@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, verification
 from tfmulti.parallel import sharded_parameters
 from tfmulti.step import (
+    accumulation,
     local_steps,
     model_contents,
     replicated,
@@ -192,7 +193,22 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
         x = keras.utils.unpack_x_y_sample_weight(peek())[0]
         sparse_gradients.note_positions(model, keras_compat.gather_local(strategy, x))
+    _warn_of_unknown_end(model, iterator)
     _verify(model, peek, iterator)
+
+
+def _warn_of_unknown_end(model, iterator):
+    """Warns where an epoch may end between two updates, and Keras finds that out too late."""
+    is_fit = marks.CALL.get(model)[0] == "fit" and iterator is not None
+    if is_fit and iterator.num_batches is None and accumulation.defers_reduction(model):
+        warnings.warn(
+            "With `gradient_accumulation_steps` the number of batches in an epoch should be known. "
+            "Received: data of unknown size, as from a generator. If an epoch ends between two "
+            "updates, Keras drops on one device the gradients that are not applied yet, and "
+            "several replicas keep them. Give steps_per_epoch, or use "
+            "dataset.apply(tf.data.experimental.assert_cardinality(number_of_batches)).",
+            stacklevel=2,
+        )
 
 
 def _verify(model, peek, iterator):
