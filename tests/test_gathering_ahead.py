@@ -100,6 +100,7 @@ def test_a_layer_gathers_while_the_one_before_it_computes_and_no_earlier():
     assert seen == [set(), set(), {"call_a"}, {"call_a", "call_b"}]
 
 
+@pytest.mark.slow
 def test_backward_the_next_gathers_before_the_sum_of_this_ones_gradients():
     model, weights = chain("a", "b", "c", "d")
     graph, _ = trace(model, *weights)

@@ -237,6 +237,7 @@ def in_two_parts(model, data):
     return {"loss": loss}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("step", "eager"),

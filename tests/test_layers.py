@@ -127,6 +127,7 @@ def train_joined(kind, num_replicas, joined):
     return model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Joined, JoinedInAStep])
 def test_layers_that_a_call_makes_anew(kind):

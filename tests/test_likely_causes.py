@@ -144,6 +144,7 @@ class Ensemble(keras.Model):
         return {f"loss {index}": each["loss"] for index, each in enumerate(logs)}
 
 
+@pytest.mark.slow
 def test_logs_of_inner_models_are_those_of_one_device():
     found = []
     for num_replicas in (1, 3):

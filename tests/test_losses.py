@@ -201,6 +201,7 @@ class OwnTracker(keras.Sequential):
         return {"loss": self.tracker.result()}
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_weighted_by_rows_and_logged_by_another_name():
     assert_one_devices_result(lambda: OwnTracker([keras.layers.Dense(1)]), rows()[:2], loss="mse")
 

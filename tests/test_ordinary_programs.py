@@ -348,6 +348,7 @@ class MixedOver(keras.Model):
         return 0.7 * whole + 0.3 * tf.gather(whole, order)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_rows_that_are_mixed_over_the_global_batch(num_replicas):
@@ -404,6 +405,7 @@ class Recording(keras.Sequential):
         return logs
 
 
+@pytest.mark.slow
 def test_containers_of_a_step_that_runs_eagerly_are_put_back_and_named():
     strategy = create_strategy(2, verify="always")
     model = compiled(strategy, Recording, "mse", run_eagerly=True)

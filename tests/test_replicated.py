@@ -428,6 +428,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [3, 2])
 @pytest.mark.parametrize("kind", PARTS)
@@ -526,6 +527,7 @@ class OfGroups(keras.layers.Layer):
         return tf.reshape(groups, tf.shape(x))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["sequential", "own call"])
 @pytest.mark.parametrize(("num_replicas", "is_split"), [(3, False), (2, True)])

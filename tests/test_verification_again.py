@@ -231,6 +231,7 @@ def test_the_error_says_that_the_step_was_made_again():
     assert model.optimizer.iterations == len(ROWS) // 8
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [True, False])
 def test_a_step_that_changes_between_two_fits_is_verified(make):
@@ -243,6 +244,7 @@ def test_a_step_that_changes_between_two_fits_is_verified(make):
         fit(model)
 
 
+@pytest.mark.slow
 def test_a_step_that_stays_is_verified_once():
     model = compiled(3)
     fit(model, epochs=2)

@@ -159,7 +159,7 @@ FINE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FINE)
 @pytest.mark.filterwarnings("error:.*decides by a number")
 def test_no_false_alarm(name):

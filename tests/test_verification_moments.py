@@ -74,13 +74,14 @@ class Changing(later.Step):
         return logs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TERMS)
 def test_a_term_that_comes_and_goes_is_told_before_it_trains(name):
     with pytest.raises(ValueError, match="nothing has been trained yet.*, with "):
         fit(lambda: Changing(TERMS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TERMS)
 def test_a_mean_that_comes_and_goes_is_no_false_alarm(name):
@@ -153,6 +154,7 @@ def of_a_queue():
     return queue, draw
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [of_an_iterator, of_a_table, of_a_queue])
 @pytest.mark.parametrize("on_difference", ["error", "replicate"])
 def test_an_object_that_all_replicas_would_change_is_refused_and_stays(make, on_difference):
@@ -165,6 +167,7 @@ def test_an_object_that_all_replicas_would_change_is_refused_and_stays(make, on_
         assert thing.size() == (48 if make is of_a_queue else 0)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_only_read_is_exact():
     keys = tf.range(-9, 10, dtype=tf.int64)
     values = tf.lookup.KeyValueTensorInitializer(keys, tf.cast(keys, tf.float32))
@@ -175,6 +178,7 @@ def test_a_table_that_is_only_read_is_exact():
         tf.debugging.assert_near(one, many, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_results_by_chance_do_not_hide_state_that_is_in_no_variable():
     calls = [0]
 

@@ -83,6 +83,7 @@ def test_parts_of_later_batches_that_are_not_known_are_warned_of():
         trained({"x": data}, 2)
 
 
+@pytest.mark.slow
 def test_a_part_of_which_a_replica_gets_no_row_is_told_or_warned_of():
     def last_of_one():
         return cases.two_parts(12, 5, 23, 6)
@@ -155,6 +156,7 @@ def test_no_replica_is_empty_in_distributed_data_either():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("data", [dataset(17, 8), dict(x=dataset(18, 8)["x"].map(lambda *b: b))])
 def test_a_replica_that_may_be_empty_is_told_with_that_reason(data):

@@ -257,6 +257,7 @@ def fit_arrays(num_replicas, weighted=False, **compiled):
     return np.concatenate([weight.ravel() for weight in model.get_weights()]), history
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [3, 2])
 @pytest.mark.parametrize("name", [*COMBINE, *DO_NOT])

@@ -47,6 +47,7 @@ def test_workers_of_mpi_are_told_alike(mpiexec):
     assert said.count('"right": "trained"') == 2
 
 
+@pytest.mark.slow
 def test_workers_go_on_together_after_one_of_them_could_not_trace_the_step(run_workers):
     # Traces of verification: of the step on replicas, and of the step as on one device.
     workers = run_workers(2, [FAILING, "fails_in_trace=2", "fails_in_trace=3"])
