@@ -404,6 +404,29 @@ def test_a_layer_that_assigns_a_weight_in_its_call_is_refused():
             tfmulti.pipeline(model, devices=["CPU:0", "CPU:1"])
 
 
+class Halving(layers.Layer):
+    """Assigns its weight in each call."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        self.scale.assign(self.scale / 2)
+        return x * self.scale
+
+
+def test_a_layer_of_the_users_own_that_does_so_is_refused_before_it_trains():
+    with replicas.create_strategy(1).scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Halving(), layers.Dense(1)])
+        tfmulti.pipeline(model, devices=["CPU:0", "CPU:1"])
+        model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises(ValueError, match="cannot assign to a weight"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    for one, other in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_activations_are_checkpointed_by_the_pipeline_alone():
     with replicas.create_strategy(1).scope():
         dense = [layers.Dense(4) for _ in range(4)]

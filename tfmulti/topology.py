@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.cluster.task import Cluster
 
 
@@ -21,7 +22,7 @@ def refuse_servers(strategy: tf.distribute.Strategy, technique: str, instead: st
         technique: The call or the argument, as the user wrote it.
         instead: What to do, in a sentence.
     """
-    if getattr(strategy, "has_parameter_servers", False):
+    if keras_compat.has_servers(strategy):
         raise ValueError(
             "With parameter servers each worker computes whole batches, and the servers hold the "
             f"weights and slots. Received: {technique}. {instead}"

@@ -220,7 +220,8 @@ def refuse_assigned_weights(paths: Iterable[str]) -> None:
     Args:
         paths: The paths of such weights.
     """
-    for path in paths:
+    path = next(iter(paths), None)
+    if path is not None:
         raise ValueError(
             "A layer in a pipeline cannot assign to a weight when it is called, as "
             "keras.layers.SpectralNormalization does: each micro-batch would begin with another "
