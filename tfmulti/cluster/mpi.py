@@ -16,6 +16,9 @@ from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 
 SOURCE = "MPI"
+# Intel MPI's: a process that waits lets others have its core, as other MPIs do by default. With
+# more processes than cores each would wait for one that has none.
+_YIELD = ("I_MPI_THREAD_YIELD", "2")
 # The number of processes: of MPICH, Intel MPI and this package's launcher; of Open MPI.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
@@ -47,6 +50,7 @@ def world():
     Raises:
         RuntimeError: Without mpi4py, or without an MPI that it can load.
     """
+    os.environ.setdefault(*_YIELD)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -111,8 +111,9 @@ def from_owners(
     """Yields the places and the owners' values of the tensors that other workers own.
 
     Call it in a replica, on every worker. It sends some megabytes at a time, so that the old and
-    the new values are not all in memory together. Over MPI each owner broadcasts its tensors;
-    otherwise the workers gather all tensors, and send as many bytes as these have.
+    the new values are not all in memory together. Over MPI each owner broadcasts its tensors, one
+    owner after the other; otherwise the workers gather the tensors of all owners, and send as many
+    bytes as these have.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -120,14 +121,15 @@ def from_owners(
         owners: For each tensor, the number of the worker that has the value.
     """
     number, before = topology.num_workers(strategy), []
-    send = _gathered if getattr(strategy.extended, "broadcast", None) is None else _broadcast
+    by_mpi = getattr(strategy.extended, "broadcast", None) is not None
+    send = _broadcast if by_mpi else _gathered
     for dtype in sorted({value.dtype.name for value in values}):
         places = [place for place, value in enumerate(values) if value.dtype.name == dtype]
         own = [[place for place in places if owners[place] == worker] for worker in range(number)]
-        cut = [_rounds(values, each) for each in own]
+        cut = [_rounds(values, each) for each in ([places] if by_mpi else own)]
         for parts in itertools.zip_longest(*cut, fillvalue=()):
             with tf.control_dependencies(before):
-                received = list(send(strategy, values, parts))
+                received = list(send(strategy, values, parts, owners))
             before = [value for _, value in received]
             yield from received
 
@@ -197,15 +199,30 @@ def _collective(strategy, value):
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-def _broadcast(strategy, values, parts):
+def _broadcast(strategy, values, parts, owners):
     places = [place for part in parts for place in part]
-    owners = [worker for worker, part in enumerate(parts) for _ in part]
+    owners = [owners[place] for place in places]
     received = strategy.extended.broadcast([values[place] for place in places], owners)
     me = topology.worker_index(strategy)
-    return [(p, value) for p, owner, value in zip(places, owners, received) if owner != me]
+    return [
+        (p, _in_tensorflows_memory(strategy, value))
+        for p, owner, value in zip(places, owners, received)
+        if owner != me
+    ]
 
 
-def _gathered(strategy, values, parts):
+def _in_tensorflows_memory(strategy, value):
+    """Copies what MPI has received, which a variable on the CPU would keep.
+
+    TensorFlow does not return the memory of the variable's old value to the system. In it there is
+    room for the copy, and MPI's memory becomes free.
+    """
+    if "GPU" in strategy.extended.worker_devices[0]:
+        return value
+    return tf.raw_ops.DeepCopy(x=value)
+
+
+def _gathered(strategy, values, parts, _owners):
     number, me = topology.num_workers(strategy), topology.worker_index(strategy)
     sizes = [[values[place].shape.num_elements() for place in part] for part in parts]
     length = max(map(sum, sizes))
