@@ -16,8 +16,8 @@ from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 
 SOURCE = "MPI"
-# Intel MPI's: a process that waits lets others have its core, as other MPIs do by default. With
-# more processes than cores each would wait for one that has none.
+# Intel MPI's: a process that waits lets others have its core. With more processes than cores each
+# would wait, on its core, for one that has none.
 _YIELD = ("I_MPI_THREAD_YIELD", "2")
 # The number of processes: of MPICH, Intel MPI and this package's launcher; of Open MPI.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")

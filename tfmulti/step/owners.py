@@ -212,10 +212,10 @@ def _broadcast(strategy, values, parts, owners):
 
 
 def _in_tensorflows_memory(strategy, value):
-    """Copies what MPI has received, which a variable on the CPU would keep.
+    """Copies a value from MPI, so that a variable on the CPU does not keep MPI's memory.
 
-    TensorFlow does not return the memory of the variable's old value to the system. In it there is
-    room for the copy, and MPI's memory becomes free.
+    TensorFlow with oneDNN never returns freed memory, as of the variable's old value, to the
+    system: the worker would hold both. The copy reuses such memory.
     """
     if "GPU" in strategy.extended.worker_devices[0]:
         return value
