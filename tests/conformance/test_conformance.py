@@ -98,8 +98,10 @@ def broken(rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", columns.TFMULTI[4:], ids=lambda place: place.name)
-def test_two_workers_do_as_one_device(place, tmp_path):
+@pytest.mark.parametrize(
+    "place", [columns.TFMULTI[0], *columns.TFMULTI[4:]], ids=lambda place: place.name
+)
+def test_one_device_and_two_workers_do_as_plain_keras(place, tmp_path):
     rows = matrix.measure(BY_NAME, [place], tmp_path, processes.num_processes())
     assert not broken(rows)
 
