@@ -109,10 +109,12 @@ class Comparison:
                 loose.update({j: loose[i] for j in slots})
                 pairs = [(parts[j].name, values[j], others[j]) for j in slots]
                 largest_of = [self.enlarged * largest[_slot(parts[j])] for j in slots]
-                share = share_of_rounding(pairs, largest_of)
+                measured = [noise.get(j, 0.0) for j in slots]
+                share = share_of_rounding(pairs, largest_of, measured)
                 # Rounding can be nothing on one device.
                 most = max(moved[i], largest_change(others[i], before[i]))
-                allowed = np.where(loose[i], moved[i], allowed + rounding + share * most)
+                allowed = allowed + rounding + share * most
+                allowed = np.where(loose[i], np.maximum(moved[i], allowed), allowed)
             elif noise is not None and part.kind == OPTIMIZER:
                 # A gradient that is 0 but for rounding shows in the slots first.
                 scale = largest[_slot(part)] * EPSILONS * self.enlarged * eps_of(values[i])

@@ -119,32 +119,39 @@ def without_gradient(moments: dict[str, np.ndarray], close: float) -> np.ndarray
     return np.logical_and.reduce(found) if found else False
 
 
-def share_of_rounding(slots: list[tuple], largest: list[float]) -> np.ndarray | float:
+def share_of_rounding(
+    slots: list[tuple], largest: list[float], noise: list[float]
+) -> np.ndarray | float:
     """Returns the share of rounding in a variable's gradient, from 0 to 1 for each number.
 
     Terms as large as other gradients can cancel. A loss that stays the same if all outputs are
     shifted, such as Cox's or RankNet's, leaves the bias of the last layer nothing but rounding,
-    which Adam enlarges to a whole step.
+    which Adam enlarges to a whole step. Many layers of batch normalization enlarge rounding until
+    small gradients have an uncertain sign.
 
     Args:
         slots: For each slot of the variable its name, and its values on one device and on the
             replicas.
         largest: For each, the largest number of the slots of this kind of all variables.
+        noise: For each, how far rounding was measured to move a number of it.
 
     Returns:
         An array; 0 without slots, and for numbers that no gradient has reached.
 
     Example:
-    >>> share_of_rounding([("b_m", np.float32([0, 0.1, 0]), np.float32([1e-9, 0.1, 0]))], [0.1])
+    >>> slot = ("b_m", np.float32([0, 0.1, 0]), np.float32([1e-9, 0.1, 0]))
+    >>> share_of_rounding([slot], [0.1], [0.0])
     array([1.00000000e+00, 1.19209288e-07, 0.00000000e+00])
+    >>> share_of_rounding([slot], [0.1], [0.02]).round(3)
+    array([1. , 0.2, 0. ])
     """
     shares = []
-    for (name, one, many), most in zip(slots, largest):
+    for (name, one, many), most, measured in zip(slots, largest, noise):
         sizes = np.maximum(np.abs(one.astype(np.float64)), np.abs(many.astype(np.float64)))
         if not name.endswith(_FIRST_MOMENTS):
             # The others are squares.
-            sizes, most = np.sqrt(sizes), most**0.5
-        rounding = np.full_like(sizes, eps_of(one) * most)
+            sizes, most, measured = np.sqrt(sizes), most**0.5, measured**0.5
+        rounding = np.full_like(sizes, max(eps_of(one) * most, measured))
         share = np.divide(rounding, sizes, out=np.zeros_like(sizes), where=sizes > 0)
         shares.append(np.minimum(share, 1.0))
     return np.minimum.reduce(shares) if shares else 0.0

@@ -42,7 +42,9 @@ from tfmulti.verification.state import (
 )
 from tfmulti.verification.views import PLAIN, View
 
-_NUM_NOISY = 2
+# Runs that measure rounding: two, and more where a difference remains. Rounding may seldom move a
+# number at all, as the share of rows whose largest output is the right one.
+_NOISY_RUNS = (range(2), range(2, 10))
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
 # How often the time of a few rows is measured before fewer than the many rows are run.
@@ -144,9 +146,7 @@ class Trial:
             if self._is_on_any(self._is_random(begin, expected, examples)):
                 self.random = _RANDOM_NUMBERS
                 raise NotVerified(_RANDOM_NUMBERS)
-            # Measured only now: most steps show no difference at all.
-            noise = self._measure_noise(begin, expected, examples)
-            differences = self._compare(begin, expected, found, noise)
+            differences = self._beyond_rounding(begin, expected, found, examples)
             if self._is_on_any(differences):
                 self.clues.growth = self._measure_growth(begin, expected, examples)
                 if self._functions:
@@ -348,17 +348,22 @@ class Trial:
         self._comparison.enlarged = self._enlarged
         return self._comparison.differences(begin, expected, found, noise)
 
-    def _measure_noise(self, begin, expected, examples) -> list[dict]:
-        """Returns how far each value moves if the weights change in their last place.
+    def _beyond_rounding(self, begin, expected, found, examples) -> list[Difference]:
+        """Returns the differences beyond the noise, which is how far rounding moves each value.
 
-        Permuting the rows instead would fail if the result depends on their order, for example
-        through pairs of rows or random numbers.
+        The noise is measured with weights that are changed in their last place, only now, since
+        most steps show no difference at all. Permuting the rows instead would fail if the result
+        depends on their order, for example through pairs of rows or random numbers.
         """
         noise: list[dict] = [{} for _ in expected]
-        for run in range(_NUM_NOISY):
-            moved = with_moved_weights(self._state.parts, begin, run, self._compute)
-            add_noise(noise, expected, self._steps(self._reference, moved, examples))
-        return noise
+        for runs in _NOISY_RUNS:
+            for run in runs:
+                moved = with_moved_weights(self._state.parts, begin, run, self._compute)
+                add_noise(noise, expected, self._steps(self._reference, moved, examples))
+            differences = self._compare(begin, expected, found, noise)
+            if not self._is_on_any(differences):
+                break
+        return differences
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
