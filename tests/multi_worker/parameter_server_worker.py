@@ -32,8 +32,11 @@ def rows(count=NUM_ROWS):
 def build():
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(5, "tanh", kernel_regularizer="l2")]
-        + [keras.layers.Dense(1)]
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(5, "tanh", kernel_regularizer="l2", activity_regularizer="l2"),
+            keras.layers.Dense(1),
+        ]
     )
     decay = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.8)
     optimizer = keras.optimizers.Adam(decay, global_clipnorm=0.5, weight_decay=0.01)
@@ -205,9 +208,21 @@ class Largest(keras.metrics.Metric):
         return self.most.value
 
 
+def build_of_tokens():
+    """Padding counts for nothing; the recurrent layer could draw random numbers, and does not."""
+    layers = [keras.layers.Embedding(9, 4), keras.layers.GRU(4, return_sequences=True)]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers, keras.layers.Dense(9)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    model.compile("sgd", loss)
+    return model
+
+
 def refused(strategy, folder):
+    # The first batch has no padding.
+    tokens = np.random.RandomState(0).randint(1, 9, (BATCH_SIZE, 6))
     with strategy.scope():
         model = build()
+        of_tokens = build_of_tokens()
         summed = build_counting()
         largest = build()
         largest.compile("sgd", "mse", metrics=[Largest()])
@@ -226,6 +241,7 @@ def refused(strategy, folder):
         "staleness": lambda: run(model, max_staleness=-1),
         "batch_size": lambda: tfmulti.train_async(model, rows()),
         "split": lambda: run(summed, (ids(), np.zeros(301, "float32")), max_staleness=0),
+        "padding": lambda: run(of_tokens, (tokens, tokens), max_staleness=0),
         "metric": lambda: run(largest),
         "strategy": lambda: run(build()),
         "train_on_batch": lambda: model.train_on_batch(*rows()),

@@ -140,6 +140,7 @@ def test_what_cannot_work_says_what_to_do(found):
     assert errors["batch_size"].startswith("`batch_size`")
     assert "model.fit" in errors["strategy"]
     assert "mean over their rows" in errors["split"] and "table" in errors["split"]
+    assert "mean over their rows" in errors["padding"]
     assert "largest/most" in errors["metric"]
     assert "outside of the strategy's scope" in errors["scope"]
     received = {"shard": "shard='state'", "pipeline": "a pipeline", "tensor": "tensor_parallel"}

@@ -59,12 +59,15 @@ class RemoteStep:
         element_spec: The spec of a batch.
         who: Function that returns, within a step, the worker's number and process id.
 
+    Attributes:
+        is_random: Whether `compute_here` draws random numbers that differ each time.
+
     Raises:
         ValueError: When it computes a step, if parameter servers do not support the model's step.
     """
 
     def __init__(self, model: keras.Model, element_spec, who: Callable):
-        self.model, self._who = model, who
+        self.model, self._who, self.is_random = model, who, False
         with model.distribute_strategy.scope():
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64, name="tfmulti_updates")
         seeds = [v for v in model.non_trainable_variables if keras_compat.is_seed_state(v)]
@@ -102,9 +105,12 @@ class RemoteStep:
         return lambda: remote.fetch()
 
     def compute_here(self, batch) -> Answer:
-        """Computes the first step of training in this process, and changes nothing."""
+        """Computes the first step of training in this process, and changes nothing.
+
+        All rows draw the same random numbers, so that parts of a batch can be compared with it.
+        """
         if self._here is None:
-            self._here = tf.function(self._compute, reduce_retracing=True)
+            self._here = tf.function(self._compute_alike, reduce_retracing=True)
         zero = tf.constant(0, tf.int64)
         computed = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
         return self._answer((0, (0, 0), rows_lib.num_rows(batch), *computed))
@@ -154,7 +160,8 @@ class RemoteStep:
         before = [tf.identity(v.value) for v in self._states]
         state = [*zip(self._seeds, seeds), *zip(self._states, before)]
         state += zip(self._metrics, map(tf.constant, self.first_metrics))
-        with keras.StatelessScope(state_mapping=state) as scope:
+        # Without `collect_losses` what layers add to the loss would be dropped.
+        with keras.StatelessScope(state_mapping=state, collect_losses=True) as scope:
             weights = _let_read(scope, self._weights)
             gradients, logs = self._run_step(batch)
             after = [_value_in(scope, v) for v in self._states]
@@ -162,6 +169,12 @@ class RemoteStep:
         self._refuse_other_writes(scope, weights)
         changes = [_change(new, old) for new, old in zip(after, before)]
         return gradients, changes, metrics, logs
+
+    def _compute_alike(self, batch, step, part):
+        with keras_compat.fixed_random_numbers(lambda: (0, 1)) as draws:
+            computed = self._compute(batch, step, part)
+        self.is_random = bool(draws.not_replaced)
+        return computed
 
     def _run_step(self, batch) -> tuple[list, dict]:
         """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
@@ -205,7 +218,7 @@ class RemoteStep:
 
     def _test_on(self, batch):
         metrics = list(zip(self._metrics, map(tf.constant, self.first_metrics)))
-        with keras.StatelessScope(state_mapping=metrics) as scope:
+        with keras.StatelessScope(state_mapping=metrics, collect_losses=True) as scope:
             _let_read(scope, [*self._weights, *self._states, *self._seeds])
             self.model.test_step(batch)
             return [_value_in(scope, v) for v in self._metrics]

@@ -167,7 +167,9 @@ def _slot(part) -> str:
     return part.name.rsplit("_", 1)[-1]
 
 
-def with_moved_weights(parts, values: list[np.ndarray], run: int, dtype: str) -> list[np.ndarray]:
+def with_moved_weights(
+    parts, values: list[np.ndarray], run: int, dtype: str, units: int
+) -> list[np.ndarray]:
     """Returns the values of a state with its trained weights changed in their last place.
 
     Args:
@@ -175,20 +177,24 @@ def with_moved_weights(parts, values: list[np.ndarray], run: int, dtype: str) ->
         values: Its values.
         run: A number on which the directions depend.
         dtype: The dtype in which the model computes.
+        units: By how many units they change.
     """
     return [
-        move_last_place(value, f"{run} {part.name}", dtype) if part.kind == TRAINABLE else value
+        move_last_place(value, f"{run} {part.name}", dtype, units)
+        if part.kind == TRAINABLE
+        else value
         for part, value in zip(parts, values)
     ]
 
 
-def add_noise(noise: list[dict], expected, found) -> None:
+def add_noise(noise: list[dict], expected, found, share: float = 1.0) -> None:
     """Adds to what is known of rounding how far two results on one device are apart.
 
     Args:
         noise: For each step, how far each value moves.
         expected: The result of each step.
         found: Another result, from weights that were moved in their last place.
+        share: How much of the distance counts.
     """
     for at_step, (one, values), (other, moved) in zip(noise, expected, found):
         pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
@@ -198,7 +204,7 @@ def add_noise(noise: list[dict], expected, found) -> None:
         ):
             pairs += [(kind + name, many[name], few[name]) for name in many]
         for name, a, b in pairs:
-            apart = distance(a, b)
+            apart = share * distance(a, b)
             at_step[name] = max(at_step.get(name, 0.0), apart if np.isfinite(apart) else 0.0)
 
 

@@ -191,13 +191,14 @@ def distance(value, reference) -> float:
     return float(np.where(both, 0.0, np.where(np.isfinite(apart), apart, np.inf)).max())
 
 
-def move_last_place(value: np.ndarray, name: str, compute_dtype: str) -> np.ndarray:
+def move_last_place(value: np.ndarray, name: str, compute_dtype: str, units: int = 1) -> np.ndarray:
     """Returns an array with each number moved up or down by about a unit in its last place.
 
     Args:
         value: The array; others than float32 and float64 are returned unchanged.
         name: A name, on which the directions depend.
         compute_dtype: The dtype in which the model computes.
+        units: By how many units; by one if the model computes in half precision.
     """
     if value.dtype not in (np.float32, np.float64):
         return value
@@ -206,7 +207,7 @@ def move_last_place(value: np.ndarray, name: str, compute_dtype: str) -> np.ndar
     if rounding is not None:
         # A smaller change would be lost in the model's low precision.
         return value * (1 + rounding * way).astype(value.dtype)
-    return np.nextafter(value, way * np.inf)
+    return value + units * (np.nextafter(value, way * np.inf) - value)
 
 
 def _allowed(reference, change, noise, close):

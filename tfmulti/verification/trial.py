@@ -42,9 +42,10 @@ from tfmulti.verification.state import (
 )
 from tfmulti.verification.views import PLAIN, View
 
-# Runs that measure rounding: two, and more where a difference remains. Rounding may seldom move a
-# number at all, as the share of rows whose largest output is the right one.
-_NOISY_RUNS = (range(2), range(2, 10))
+# Measures of rounding: runs, by how many units in the last place these move weights, and the share
+# of the distance that counts. Where a difference remains, larger moves show jumps that rounding
+# seldom makes: of a ReLU at 0, or of the share of rows whose largest output is the right one.
+_NOISY_RUNS = ((range(2), 1, 1.0), (range(2, 10), 10, 0.2))
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
 # How often the time of a few rows is measured before fewer than the many rows are run.
@@ -356,10 +357,10 @@ class Trial:
         depends on their order, for example through pairs of rows or random numbers.
         """
         noise: list[dict] = [{} for _ in expected]
-        for runs in _NOISY_RUNS:
+        for runs, units, share in _NOISY_RUNS:
             for run in runs:
-                moved = with_moved_weights(self._state.parts, begin, run, self._compute)
-                add_noise(noise, expected, self._steps(self._reference, moved, examples))
+                moved = with_moved_weights(self._state.parts, begin, run, self._compute, units)
+                add_noise(noise, expected, self._steps(self._reference, moved, examples), share)
             differences = self._compare(begin, expected, found, noise)
             if not self._is_on_any(differences):
                 break
