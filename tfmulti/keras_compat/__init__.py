@@ -9,7 +9,8 @@ private names that are only read.
 # Several names on a line: ruff would make it 140 lines.
 # fmt: off
 from tfmulti.keras_compat.accessors import (
-    WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics, build_model,
+    WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics, axes_of,
+    build_model,
     compiled_losses, inner_optimizer, is_batched, is_stock, keep_on_each_replica,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,

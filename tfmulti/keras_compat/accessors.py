@@ -170,6 +170,12 @@ def is_stock(thing) -> bool:
     return str(kind.__module__).startswith("keras.")
 
 
+def axes_of(part) -> list:
+    """Returns the axes along which a layer, a loss or a metric computes, as they were given."""
+    settings = {**getattr(part, "_fn_kwargs", {}), **vars(part)}
+    return [settings[name] for name in ("axis", "axes") if name in settings]
+
+
 def sums_activity_penalty(layer: keras.layers.Layer) -> bool:
     """Whether a layer's activity penalty is a sum over rows, as in Keras before 3.14."""
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])

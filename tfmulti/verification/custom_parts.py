@@ -10,6 +10,7 @@ import types
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks
@@ -181,7 +182,17 @@ def is_stock(model: keras.Model, kind: str) -> bool:
         return False
     # Float8 layers keep the maximum over the local rows of each replica.
     layers = keras_compat.all_layers(model)
-    return all(getattr(layer, "quantization_mode", None) is None for layer in layers)
+    if any(getattr(layer, "quantization_mode", None) is not None for layer in layers):
+        return False
+    losses = [] if kind == "predict" else keras_compat.compiled_losses(model)
+    metrics = [] if kind == "predict" else keras_compat.all_metrics(model)
+    return not any(map(_may_combine_rows, [*layers, *losses, *metrics]))
+
+
+def _may_combine_rows(part) -> bool:
+    """Whether a layer, a loss or a metric is along the first axis, or one that may be the first."""
+    axes = tf.nest.flatten(keras_compat.axes_of(part))
+    return any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
 
 
 def _operations(layer) -> list:
