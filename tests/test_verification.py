@@ -276,6 +276,33 @@ def test_stock_parts_are_left_to_the_matrix():
         assert strategy.seconds_verified == 0
 
 
+def one_number_a_row():
+    return keras.Sequential([dense(), layers.Dense(1, "sigmoid"), layers.Reshape(())])
+
+
+def softmax_over_rows():
+    return keras.Sequential([dense(), layers.Softmax(axis=0)])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (softmax_over_rows, "mse"),
+        (one_number_a_row, "categorical_crossentropy"),
+        (dense, keras.losses.CosineSimilarity(axis=-2)),
+        (dense, keras.losses.CosineSimilarity(axis=0)),
+        (lambda: keras.Sequential([dense(), layers.UnitNormalization(axis=(0, 1))]), "mse"),
+    ],
+)
+def test_parts_of_keras_that_combine_rows_are_told(make, loss):
+    strategy = create_strategy()
+    model = compile_in(strategy, make, loss=loss)
+    x, y = cases.rows()
+    with pytest.raises(ValueError, match="one device's result"):
+        model.fit(x, y[:, 0] if make is one_number_a_row else y, batch_size=8, verbose=0)
+
+
 def test_an_unknown_setting_is_refused():
     with pytest.raises(ValueError, match="`verify` must be one of auto, always, never"):
         tfmulti.create_strategy("one_device", verify="sometimes")

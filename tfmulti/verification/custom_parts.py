@@ -184,6 +184,10 @@ def is_stock(model: keras.Model, kind: str) -> bool:
     layers = keras_compat.all_layers(model)
     if any(getattr(layer, "quantization_mode", None) is not None for layer in layers):
         return False
+    # Keras's losses and metrics are along the last axis, which is that of the rows then.
+    outputs = tf.nest.flatten(getattr(model, "outputs", []))
+    if any(len(output.shape) < 2 for output in outputs):
+        return False
     losses = [] if kind == "predict" else keras_compat.compiled_losses(model)
     metrics = [] if kind == "predict" else keras_compat.all_metrics(model)
     return not any(map(_may_combine_rows, [*layers, *losses, *metrics]))
