@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
@@ -106,6 +107,24 @@ def unit():
     return layers.UnitNormalization()
 
 
+def along_rows():
+    """A layer of Keras's own that combines the rows of the batch."""
+    return layers.Softmax(axis=0)
+
+
+def one_number_a_row(wrap):
+    """Keras's own divergence is a sum along the last axis, which is that of the rows here."""
+    last = [layers.Dense(1, "sigmoid"), layers.Reshape(())]
+    model = keras.Sequential([keras.Input((5,)), common.hidden(), *last])
+    model.compile(wrap(common.sgd()), "kl_divergence")
+    return model
+
+
+def chances(num_rows):
+    x, y = common.numbers(num_rows)
+    return x, (1 / (1 + np.exp(-y))).ravel().astype("float32")
+
+
 def weighted_numbers(num_rows):
     return (*common.numbers(num_rows), common.weights(num_rows))
 
@@ -200,6 +219,13 @@ GUARANTEES = [
     guarantee("compute_average_loss of all, in compile", common.regressor(loss=averaged_over_all)),
     guarantee("masked_loss of the transformer", tagger(masked_loss), common.tagged),
     guarantee("loss by boolean_mask", tagger(without_zeros), common.tagged),
+    guarantee(
+        "softmax along the rows",
+        common.classifier(body=(common.hidden, along_rows)),
+        common.plain,
+        must=TOLD,
+    ),
+    guarantee("divergence of one number a row", one_number_a_row, chances, must=TOLD),
     guarantee("Dice", overlap(keras.losses.Dice), segmented),
     guarantee("Tversky", overlap(keras.losses.Tversky), segmented),
     guarantee("Circle", common.classifier(body=(common.hidden, unit), loss=circle), common.plain),
