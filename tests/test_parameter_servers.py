@@ -97,6 +97,16 @@ def test_rows_are_looked_up_in_the_parts_of_a_table(cuts):
     np.testing.assert_array_equal(np.concatenate(counts), [1, 0, 0, 2, 1, 1, 0, 0, 0, 1])
 
 
+def test_code_computes_with_the_whole_of_a_table_that_is_cut():
+    parts = [keras.Variable(np.full((rows, 2), rows, "float32")) for rows in (3, 1)]
+    table = partitioned.PartitionedTable(parts)
+    with tf.GradientTape() as tape:
+        found = keras.ops.matmul(np.ones((1, 2), "float32"), keras.ops.transpose(table))
+    np.testing.assert_array_equal(found, [[6, 6, 6, 2]])
+    for gradient in tape.gradient(found, [part.value for part in parts]):
+        np.testing.assert_array_equal(gradient, np.ones(gradient.shape))
+
+
 @pytest.mark.parametrize("seed", [None, 7, "generator"])
 def test_a_part_is_drawn_in_pieces_that_differ(monkeypatch, seed):
     monkeypatch.setattr(partitioned, "_PIECE_BYTES", 4 * 8 * 30)

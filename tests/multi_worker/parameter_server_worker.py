@@ -82,6 +82,46 @@ def synchronous(strategy, folder):
     }
 
 
+class Tied(keras.Model):
+    """A model whose outputs are the products with a table that is cut over the servers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(IDS, COLUMNS)
+        self.hidden = keras.layers.Dense(COLUMNS)
+
+    def call(self, words):
+        hidden = self.hidden(self.table(words))
+        return keras.ops.matmul(hidden, keras.ops.transpose(self.table.embeddings))
+
+
+def tied(strategy, folder):
+    """The weights of such a model, and of one that plain Keras has trained."""
+
+    def build_tied():
+        keras.utils.set_random_seed(1)
+        model = Tied()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        model(np.zeros((1,), "int32"))
+        return model
+
+    words = np.arange(24, dtype="int32") * 100
+    with strategy.scope():
+        model = build_tied()
+    history = run(model, (words, words + 1), max_staleness=0, epochs=1)
+    alone = build_tied()
+    order = epoch_order(len(words), 0, 0)
+    logs = alone.fit(words[order], words[order] + 1, batch_size=BATCH_SIZE, shuffle=False)
+    one = np.concatenate([np.ravel(weight) for weight in values_of(model.weights)])
+    other = np.concatenate([np.ravel(weight) for weight in values_of(alone.weights)])
+    return {
+        "apart": float(np.abs(np.sort(one) - np.sort(other)).max()),
+        "losses": [history.history["loss"], logs.history["loss"]],
+        "parts": len(model.table.embeddings.parts),
+    }
+
+
 class SumOfPredictions(keras.losses.Loss):
     """The sum of predictions: each example adds one to the gradient of its row."""
 
@@ -325,7 +365,17 @@ def distributed(strategy):
 
 CASES = {
     each.__name__: each
-    for each in (synchronous, counted, slots, bounded, own_step, refused, killed_worker, resumed)
+    for each in (
+        synchronous,
+        counted,
+        slots,
+        bounded,
+        own_step,
+        tied,
+        refused,
+        killed_worker,
+        resumed,
+    )
 }
 
 

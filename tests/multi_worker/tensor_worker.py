@@ -17,6 +17,7 @@ from custom_steps import CustomStep, Penalized
 
 import tfmulti
 from tfmulti import topology
+from tfmulti.parallel.group_rows import Group
 from tfmulti.step.split_weights import SplitParameter
 
 layers, optimizers, ops = keras.layers, keras.optimizers, keras.ops
@@ -59,6 +60,23 @@ def attention(**more):
     return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
 
 
+def crossed(returns_scores=False):
+    """Attention between two sequences, with a mask of each row's own and one of the keys."""
+    given = keras.Input((TOKENS,), dtype="int32")
+    one = layers.Embedding(WORDS_KNOWN, 16, name="table")(given)
+    # Another sequence, which is one token shorter, and has a mask.
+    other = layers.Embedding(WORDS_KNOWN, 16, mask_zero=True)(given[:, 1:])
+    sees = ops.expand_dims(given > 2, 2) & ops.expand_dims(given[:, 1:] > 1, 1)
+    attended = layers.MultiHeadAttention(4, 8, use_bias=False, name="attention")(
+        one, other, attention_mask=sees, return_attention_scores=returns_scores
+    )
+    if returns_scores:
+        two = ops.mean(attended[0], 1) + ops.mean(attended[1], (1, 2, 3))[:, None]
+    else:
+        two = ops.mean(attended, 1)
+    return keras.Model(given, layers.Dense(3)(two))
+
+
 class Placed(layers.Layer):
     """A table of words, and one of their positions, which all rows read."""
 
@@ -77,10 +95,10 @@ def placed():
     return keras.Sequential([keras.Input((TOKENS,), dtype="int32"), *hidden])
 
 
-def grouped():
+def grouped(heads=4, keys=2):
     given = keras.Input((TOKENS,), dtype="int32")
     one = layers.Embedding(WORDS_KNOWN, 16, name="table")(given)
-    two = layers.GroupQueryAttention(8, 4, 2, name="attention")(one, one)
+    two = layers.GroupQueryAttention(8, heads, keys, name="attention")(one, one)
     return keras.Model(given, layers.Dense(3)(layers.GlobalAveragePooling1D()(two)))
 
 
@@ -212,6 +230,22 @@ TRAINED = {
         "layout": {"(query|key|value)/": "column", "attention_output": "row"},
         "x": WORDS,
     },
+    "grouped queries with uneven keys": {
+        "model": lambda: grouped(heads=6, keys=3),
+        "layout": {"(query|key|value)/": "column", "attention_output": "row"},
+        "x": WORDS,
+    },
+    "two sequences": {
+        "model": crossed,
+        "layout": HEADS,
+        "x": WORDS,
+        "global_batch_size": 3,
+    },
+    "scores of attention": {
+        "model": lambda: crossed(returns_scores=True),
+        "layout": HEADS,
+        "x": WORDS,
+    },
     "words and positions": {
         "model": placed,
         "layout": {"table": "vocabulary", "places": "vocabulary"},
@@ -298,6 +332,34 @@ def halves(strategy, folder, name):
     return {"weights": apart(*models)}
 
 
+def exchanges(strategy, folder, name):
+    """What workers exchange in the forward passes of attention whose scores drop out."""
+    keras.config.set_floatx("float32")
+    seen = []
+
+    def counted(original):
+        def call(*arguments):
+            seen.append(original.__name__)
+            return original(*arguments)
+
+        return call
+
+    names = ("all_gather", "reduce_scatter", "rows_to_features", "features_to_rows")
+    before = {each: getattr(Group, each) for each in names}
+    with strategy.scope(), tfmulti.sharded_parameters():
+        model = tfmulti.tensor_parallel(attention(dropout=0.3), HEADS)
+        optimizer = tfmulti.DistributedOptimizer("adam", shard="parameters")
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    batches = tfmulti.distribute_train((WORDS, CLASSES), strategy, 8)
+    history = model.fit(batches, epochs=2, verbose=0).history
+    for each in names:
+        setattr(Group, each, counted(before[each]))
+    model.evaluate(batches, verbose=0)
+    for each in names:
+        setattr(Group, each, before[each])
+    return {"loss": history["loss"], "seen": sorted(set(seen))}
+
+
 def refusals(strategy, folder, name):
     def needs(create_model, optimizer=None, **more):
         def program():
@@ -342,7 +404,7 @@ def refusals(strategy, folder, name):
     }
 
 
-CASES = {"life": life, "halves": halves, "refusals": refusals}
+CASES = {"life": life, "halves": halves, "exchanges": exchanges, "refusals": refusals}
 
 
 def run_case(strategy, folder, name):

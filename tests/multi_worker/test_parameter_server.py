@@ -70,7 +70,7 @@ def start(tmp_path):
 def found(tmp_path_factory):
     """What the chief saw in cases that train in one job, one after the other."""
     folder = tmp_path_factory.mktemp("servers")
-    names = ("synchronous", "counted", "slots", "bounded", "own_step", "refused")
+    names = ("synchronous", "counted", "slots", "bounded", "own_step", "tied", "refused")
     done = launch([PROGRAM, folder, *names], "--all_output")
     assert done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -101,6 +101,12 @@ def test_a_large_embedding_is_cut_over_the_servers_and_saved_whole(found):
     assert case["parts"] == [35_000, 35_000]
     assert len(set(case["places"])) == 2 and all("/job:ps" in place for place in case["places"])
     assert case["loads"]
+
+
+def test_a_table_that_is_cut_can_be_the_output_layer_too(found):
+    case = found["tied"]
+    assert case["parts"] == 2 and case["apart"] < 1e-6
+    np.testing.assert_allclose(*case["losses"], rtol=1e-6)
 
 
 def test_the_slots_of_a_part_are_on_its_server(found):

@@ -22,7 +22,7 @@ def fast_fixture(over_mpi):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_over_mpi, tmp_path_factory):
-    names = (*SLOW, "halves", "refusals")
+    names = (*SLOW, "halves", "exchanges", "refusals")
     return run_over_mpi(tmp_path_factory.mktemp("tensor"), names, at_once=4)
 
 
@@ -51,6 +51,13 @@ def test_every_model_and_setting_gives_the_result_of_copies(slow, name):
 @pytest.mark.slow
 def test_sums_of_halves_are_rounded_as_products_are(slow):
     assert all(each["halves"]["weights"] < 2**-7 for each in slow)
+
+
+@pytest.mark.slow
+def test_workers_exchange_inputs_and_outputs_of_attention_and_not_its_heads(slow):
+    for each in (worker_seen["exchanges"] for worker_seen in slow):
+        assert each["seen"] == ["all_gather", "reduce_scatter"]
+        assert np.isfinite(each["loss"]).all()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tfmulti.keras_compat.accessors import (
     compiled_losses, inner_optimizer, is_batched, is_stock, keep_on_each_replica,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
-    own_losses, random_layers, set_initial_epoch, set_mask, slots_of, stateful_layers,
+    own_losses, random_layers, remove_mask, set_initial_epoch, set_mask, slots_of, stateful_layers,
     states_from_rows, step_of, sums_activity_penalty, take_initial_epoch, updated_variables,
     variant_tensor,
 )
@@ -42,7 +42,9 @@ from tfmulti.keras_compat.patches import (
     MAX_BYTES, MAX_ROWS, around_call_of, gather_local, rows_from_all_over, update_metric_by,
     without_tuning,
 )
-from tfmulti.keras_compat.randomness import Draws, draws_of, fixed_random_numbers
+from tfmulti.keras_compat.randomness import (
+    Draws, draws_of, fixed_random_numbers, same_draws_along,
+)
 from tfmulti.keras_compat.reference import (
     as_first_replica, as_one_device, compiled_state, computes_like_one_device, container_of,
     handle_key, handles_of, in_separate_traces, on_first_replica, operations_of,

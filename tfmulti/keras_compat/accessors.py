@@ -205,6 +205,11 @@ def set_mask(tensor, mask) -> None:
         keras_backend.set_keras_mask(tensor, mask)
 
 
+def remove_mask(tensor) -> None:
+    """Removes the mask that `set_mask` or a layer has attached to a tensor."""
+    keras_backend.set_keras_mask(tensor, None)
+
+
 _ACTIVATIONS = {"Sigmoid": tf.nn.sigmoid, "Softmax": tf.nn.softmax}
 
 

@@ -53,6 +53,7 @@ class Draw:
         num_rows: This replica's rows, an int or a scalar.
         salt: Changes all numbers if it is not 0, an int or a scalar.
         without_rows: Whether the first axis is known not to be that of rows.
+        same_along: An axis along which all numbers are the same, or None.
     """
 
     output: tf.Tensor
@@ -61,6 +62,7 @@ class Draw:
     num_rows: int | tf.Tensor
     salt: int | tf.Tensor = 0
     without_rows: bool = False
+    same_along: int | None = None
 
     def size(self, axis: int) -> int | tf.Tensor:
         """Returns the size of an axis of the output: an int if known, else an int64 scalar."""
@@ -117,7 +119,8 @@ class Draw:
         return _mix(code)
 
     def _steps(self, size, axis):
-        return tf.range(tf.cast(size, tf.int64)) * _mixed(axis + 2)
+        factor = 0 if axis == self.same_along else _mixed(axis + 2)
+        return tf.range(tf.cast(size, tf.int64)) * factor
 
     def _hashes_of_unknown_rank(self, start):
         shape = tf.shape(self.output, tf.int64)

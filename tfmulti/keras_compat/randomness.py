@@ -189,6 +189,7 @@ class Draws:
         self._rows = rows
         self._only_graphs = not tf.executing_eagerly()
         self._paused = False
+        self._same_along: int | None = None
         self._ordered: set = set()
 
     def create_variable(self, next_creator, **kwargs):
@@ -256,7 +257,15 @@ class Draws:
     def _replaced(self, op_type, inputs, output):
         first_row, num_rows, *salt = self._rows()
         known = self.number in self._numbers_without_rows
-        draw = Draw(output, self.number, first_row, num_rows, *salt, without_rows=known)
+        draw = Draw(
+            output,
+            self.number,
+            first_row,
+            num_rows,
+            *salt,
+            without_rows=known,
+            same_along=self._same_along,
+        )
         self.shuffles |= op_type in _SHUFFLES and draw.may_have_rows()
         new = REPLACEMENTS[op_type](draw, dict(zip(_inputs_of(op_type), inputs)))
         if not tf.executing_eagerly():
@@ -377,8 +386,8 @@ def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterato
     Yields:
         The `Draws`; None outside of `fixed_random_numbers`.
     """
-    draws = getattr(getattr(_SCOPE.value, "replace", None), "__self__", None)
-    if not isinstance(draws, Draws):
+    draws = _current_draws()
+    if draws is None:
         yield None
         return
     before = draws._rows, draws.number
@@ -389,3 +398,26 @@ def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterato
         yield draws
     finally:
         draws._rows, draws.number = before
+
+
+@contextlib.contextmanager
+def same_draws_along(axis: int) -> Iterator[None]:
+    """Draws the same numbers for all rows, and along one more axis, in `fixed_random_numbers`.
+
+    For code that may have rows of several replicas and a part of that axis.
+    """
+    draws = _current_draws()
+    if draws is None:
+        yield
+        return
+    before = draws._rows, draws._same_along
+    draws._rows, draws._same_along = lambda: (0, 1, *before[0]()[2:]), axis
+    try:
+        yield
+    finally:
+        draws._rows, draws._same_along = before
+
+
+def _current_draws() -> Draws | None:
+    draws = getattr(getattr(_SCOPE.value, "replace", None), "__self__", None)
+    return draws if isinstance(draws, Draws) else None

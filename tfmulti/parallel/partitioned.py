@@ -80,6 +80,10 @@ class PartitionedTable:
         """The whole table as a tensor."""
         return tf.concat([tf.convert_to_tensor(part) for part in self.parts], 0)
 
+    def __tf_tensor__(self, dtype=None, name=None) -> tf.Tensor:
+        """Returns the whole table to code that computes with it, as tied output layers do."""
+        return tf.convert_to_tensor(self.value, dtype, name=name)
+
     def numpy(self) -> np.ndarray:
         """Returns the whole table."""
         return np.concatenate([keras.ops.convert_to_numpy(part) for part in self.parts])

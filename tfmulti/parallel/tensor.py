@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import keras
 
 from tfmulti import keras_compat, topology
-from tfmulti.parallel import tensor_layers
+from tfmulti.parallel import tensor_attention, tensor_layers
 from tfmulti.parallel.group_rows import Group
 from tfmulti.step import parameters, split_weights
 
@@ -75,11 +75,15 @@ def tensor_parallel(
         axis = tensor_layers.axes_of(layer, kind).of_weight
         split_weights.split(tensor_layers.weight_of(layer), strategy, axis, number)
     pairs = tensor_layers.pairs_of(model, chosen)
+    heads = tensor_attention.heads_of(keras_compat.all_layers(model), chosen, workers)
     pair_of = {id(layer): pair for pair, both in pairs for layer in both}
+    pair_of |= {id(layer): each for each in heads for layer in each.layers}
     for layer, kind in chosen:
         layer.call = tensor_layers.split_call(layer, kind, workers, pair_of.get(id(layer)))
     for pair, _ in pairs:
         pair.set_calls()
+    for each in heads:
+        each.set_calls()
     return model
 
 

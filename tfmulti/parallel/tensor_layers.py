@@ -126,17 +126,42 @@ class Pair:
         """Returns this worker's part of the first layer's outputs, for the rows of its group."""
         rows, counts = group.all_gather(current_replica_batch().real_rows(inputs))
         self._entered = (counts, inputs)
-        outputs = _product(layer, rows, compute_with(weight_of(layer)))
-        if layer.bias is not None:
-            bias = _whole_bias(layer)
-            outputs += tf.cast(bias[slice(*weight_of(layer).split.bounds())], outputs.dtype)
-        return outputs if layer.activation is None else layer.activation(outputs)
+        return own_columns(layer, rows)
 
     def row(self, layer, group, part):
         """Returns the second layer's outputs for this worker's rows, given a part of the inputs."""
         counts, inputs = self._entered
-        outputs = _product(layer, part, compute_with(weight_of(layer)))
-        return _add_bias(layer, with_padding(group.reduce_scatter(outputs, counts), inputs))
+        return sum_of_parts(layer, group, part, counts, inputs)
+
+
+def own_columns(layer: keras.layers.Layer, rows: tf.Tensor) -> tf.Tensor:
+    """Returns this worker's part of the outputs of a layer that is split by columns.
+
+    Args:
+        layer: A `Dense`, or an `EinsumDense` whose first axis of the bias is the one of the split.
+        rows: The inputs of the workers of the group.
+    """
+    outputs = _product(layer, rows, compute_with(weight_of(layer)))
+    if layer.bias is not None:
+        bias = _whole_bias(layer)
+        outputs += tf.cast(bias[slice(*weight_of(layer).split.bounds())], outputs.dtype)
+    return outputs if layer.activation is None else layer.activation(outputs)
+
+
+def sum_of_parts(
+    layer: keras.layers.Layer, group: Group, part: tf.Tensor, counts: tf.Tensor, like: tf.Tensor
+) -> tf.Tensor:
+    """Returns the outputs of a layer that is split by rows, for this worker's rows.
+
+    Args:
+        layer: The layer.
+        group: The workers that have the parts.
+        part: This worker's part of the inputs, for the rows of the group.
+        counts: How many rows each worker has.
+        like: A tensor with this worker's rows, and its padding.
+    """
+    outputs = _product(layer, part, compute_with(weight_of(layer)))
+    return _add_bias(layer, with_padding(group.reduce_scatter(outputs, counts), like))
 
 
 def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.Layer]]]:
