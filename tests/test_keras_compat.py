@@ -514,7 +514,7 @@ def test_canary_calls_are_not_looked_at(name):
             return self.inner(x - tf.reduce_mean(x, axis=0))
 
     def call():
-        with ours(verify="always").scope():
+        with ours(verify="always", on_difference="error").scope():
             model = Centred()
             model.compile("sgd", "mse")
         x, y = rows(8)

@@ -19,7 +19,7 @@ from replicas import create_strategy
 from test_keras_compat import ours, rows, stock
 
 from tfmulti import keras_compat
-from tfmulti.keras_compat import TABLE, randomness, replacement, table
+from tfmulti.keras_compat import TABLE, replaced_ops, replacement, table
 from tfmulti.keras_compat.replacement import is_replaced, replace
 
 INSTALLED = [entry for entry in TABLE if entry.make is not None]
@@ -282,7 +282,7 @@ def test_no_canary_reads_upstreams_source():
 
 
 def test_what_is_replaced_for_a_time_is_in_the_table():
-    here = {(id(owner), name) for owner, name, _ in randomness._AROUND}
+    here = {(id(owner), name) for owner, name, _ in replaced_ops._AROUND}
     listed = {(id(e.owner), e.name) for e in TABLE if e.within == "replaced_ops"}
     assert here == listed
 

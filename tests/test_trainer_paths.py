@@ -179,6 +179,25 @@ def test_sources_of_batches(source):
         assert_same(one, train(num_replicas))
 
 
+def test_no_batch_of_a_generator_is_drawn_before_a_step_takes_it():
+    taken = []
+
+    def batches():
+        for number in range(6):
+            taken.append(number)
+            yield np.full((5, 1), number, "float32")
+
+    spec = tf.TensorSpec([None, 1], tf.float32)
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    strategy = create_strategy(3)
+    iterator = iter(strategy.experimental_distribute_dataset(data))
+    for number in range(3):
+        parts = strategy.experimental_local_results(next(iterator))
+        assert [len(part) for part in parts] == [2, 2, 1]
+        assert all((part.numpy() == number).all() for part in parts)
+        assert taken == list(range(number + 1))
+
+
 WINDOWS = np.random.RandomState(0).rand(60, 3).astype("float32")
 
 

@@ -182,6 +182,14 @@ def sums_activity_penalty(layer: keras.layers.Layer) -> bool:
     return version < (3, 14) and getattr(layer, "activity_regularizer", None) is not None
 
 
+def is_from_python(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset has the batches of a Python generator or a `PyDataset`, as they are."""
+    while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset"):
+        dataset = dataset._input_dataset
+    function = getattr(getattr(dataset, "_map_func", None), "_func", None)
+    return getattr(function, "__qualname__", "").startswith("_from_generator.")
+
+
 def loss_of(fn) -> keras.losses.Loss:
     """Creates a loss from a function, as `compile` does."""
     name = getattr(fn, "__name__", type(fn).__name__)

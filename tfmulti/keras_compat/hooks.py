@@ -261,12 +261,15 @@ def follow_position(epoch_iterator) -> None:
 
 
 def feed_of(epoch_iterator) -> tuple:
-    """Returns the user's own dataset or None, and whether all batches have the same size."""
+    """Returns the user's own dataset or None, whether all batches have the same size, and shapes.
+
+    The shapes are those of the parts of a batch, as a step is traced for.
+    """
     own = getattr(epoch_iterator.data_adapter, "_dataset", None)
     spec = getattr(epoch_iterator._distributed_dataset, "element_spec", None)
     leaves = [getattr(x, "_value_specs", (x,))[0] for x in tf.nest.flatten(spec)]
     shapes = [x.shape for x in leaves if getattr(x, "shape", None) is not None]
-    return own, any(shape.rank and shape[0] is not None for shape in shapes)
+    return own, any(shape.rank and shape[0] is not None for shape in shapes), shapes
 
 
 def noting_result(original, note_result):

@@ -114,17 +114,27 @@ class WholeBatches:
     Args:
         dataset: The batches, the same on every worker.
         strategy: The strategy whose replicas take them.
+        on_demand: Whether batches are drawn only when a step takes them, and divided as TensorFlow
+            divides dense ones.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy):
+    def __init__(
+        self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, on_demand: bool = False
+    ):
         self.strategy, self.element_spec = strategy, dataset.element_spec
         numbers, count = topology.local_batch_indices(strategy), strategy.num_replicas_in_sync
 
         def cut(*parts):
             batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
-            return tuple(rows.take_replica_rows(batch, number, count) for number in numbers)
+            return tuple(
+                rows.take_replica_rows(batch, number, count, in_chunks=on_demand)
+                for number in numbers
+            )
 
-        self._batches = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+        if on_demand:
+            self._batches = dataset.map(cut)
+        else:
+            self._batches = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
         self._number = register(self)
 
     def __iter__(self) -> ReplicaIterator:

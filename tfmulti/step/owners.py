@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -106,7 +106,10 @@ def owned_bytes(variable) -> int:
 
 
 def from_owners(
-    strategy: tf.distribute.Strategy, values: list[tf.Tensor], owners: list[int]
+    strategy: tf.distribute.Strategy,
+    values: list[tf.Tensor],
+    owners: list[int],
+    not_kept: Container[int] = (),
 ) -> Iterator[tuple[int, tf.Tensor]]:
     """Yields the places and the owners' values of the tensors that other workers own.
 
@@ -119,19 +122,34 @@ def from_owners(
         strategy: A strategy with one replica for each worker.
         values: Dense tensors, of the same shapes and dtypes on all workers.
         owners: For each tensor, the number of the worker that has the value.
+        not_kept: The places of tensors that no variable keeps, as those that are assigned to rows.
     """
-    number, before = topology.num_workers(strategy), []
+    before = []
     by_mpi = getattr(strategy.extended, "broadcast", None) is not None
     send = _broadcast if by_mpi else _gathered
-    for dtype in sorted({value.dtype.name for value in values}):
-        places = [place for place, value in enumerate(values) if value.dtype.name == dtype]
+    for parts in _all_rounds(values, owners, not_kept, topology.num_workers(strategy), by_mpi):
+        with tf.control_dependencies(before):
+            received = list(send(strategy, values, parts, owners))
+        if by_mpi:
+            received = [
+                (p, v if p in not_kept else _in_tensorflows_memory(strategy, v))
+                for p, v in received
+            ]
+        before = [value for _, value in received]
+        yield from received
+
+
+def _all_rounds(values, owners, not_kept, number, by_mpi) -> Iterator[tuple]:
+    """Yields the places of tensors to send at once, those of each owner or of all together."""
+    kinds = sorted({(value.dtype.name, i in not_kept) for i, value in enumerate(values)})
+    for dtype, rows in kinds:
+        places = [
+            i for i, x in enumerate(values) if x.dtype.name == dtype and (i in not_kept) == rows
+        ]
         own = [[place for place in places if owners[place] == worker] for worker in range(number)]
-        cut = [_rounds(values, each) for each in ([places] if by_mpi else own)]
-        for parts in itertools.zip_longest(*cut, fillvalue=()):
-            with tf.control_dependencies(before):
-                received = list(send(strategy, values, parts, owners))
-            before = [value for _, value in received]
-            yield from received
+        # All rows of a variable are sent together, and the others one after the other.
+        each = [places] if by_mpi and not rows else own
+        yield from itertools.zip_longest(*(_rounds(values, x) for x in each), fillvalue=())
 
 
 def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
@@ -204,11 +222,7 @@ def _broadcast(strategy, values, parts, owners):
     owners = [owners[place] for place in places]
     received = strategy.extended.broadcast([values[place] for place in places], owners)
     me = topology.worker_index(strategy)
-    return [
-        (p, _in_tensorflows_memory(strategy, value))
-        for p, owner, value in zip(places, owners, received)
-        if owner != me
-    ]
+    return [(p, value) for p, owner, value in zip(places, owners, received) if owner != me]
 
 
 def _in_tensorflows_memory(strategy, value):

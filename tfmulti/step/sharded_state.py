@@ -380,16 +380,16 @@ class Shards:
         for variable in variables:
             split = self._splits.get(keras_compat.variable_index(self._optimizer, variable))
             if split is not None:
-                parts = range(split.parts)
-                sent += [(self._rows(variable, split, part), part) for part in parts]
+                sent += [(self._rows(variable, split, i), i) for i in range(split.parts)]
             elif not isinstance(variable, parameters.ShardedParameter):
                 sent.append((variable, self._owner(variable)))
         computed = [g for g in tf.nest.flatten(gradients, expand_composites=True) if g is not None]
         # A step that fails does so before any worker waits: MPI would match that with a later call.
         with tf.control_dependencies(computed):
             values = [tf.identity(getattr(each, "value", each)) for each, _ in sent]
+        rows = {i for i, (x, _) in enumerate(sent) if isinstance(x, keras_compat.UpdatedRows)}
         owned_by = [owner for _, owner in sent]
-        for place, value in owners.from_owners(self._strategy, values, owned_by):
+        for place, value in owners.from_owners(self._strategy, values, owned_by, rows):
             self._optimizer.assign(sent[place][0], value)
 
     def _step(self, _slot) -> int:

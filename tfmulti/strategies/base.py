@@ -145,7 +145,11 @@ class _KerasRepairs:
             return iterators.WholeBatches(dataset, self)
         if self.num_replicas_in_sync > 1 and all(isinstance(s, tf.TensorSpec) for s in specs):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
-            dataset = _copied(dataset)
+            dataset, is_from_python = _copied(dataset), keras_compat.is_from_python(dataset)
+            if is_from_python:
+                # A generator goes on in the next call, and a callback may change what it yields:
+                # no more batches may be drawn ahead than Keras draws on one device.
+                return iterators.WholeBatches(dataset, self, on_demand=True)
         return super().experimental_distribute_dataset(dataset, options)
 
 

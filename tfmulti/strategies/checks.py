@@ -351,16 +351,17 @@ def _first_rows(data):
 def _feed(peek, iterator) -> Feed:
     if iterator is None:
         return Feed(peek, alone=True)
-    own, static = keras_compat.feed_of(iterator)
+    own, static, shapes = keras_compat.feed_of(iterator)
     plan = getattr(own, "plan", None)
     if plan is None:
         batches = keras_compat.batch_sizes_of(iterator)
-        return Feed(peek, static=static, batches=batches, in_chunks=_is_in_chunks(own))
+        in_chunks = _is_in_chunks(own)
+        return Feed(peek, static=static, batches=batches, in_chunks=in_chunks, shapes=shapes)
     padded = plan.remainder == "pad"
     # With padding, a replica batch may have no real row at all.
     batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
     even = plan.remainder in _EVEN
-    return Feed(peek, static=even, counted=True, padded=padded, batches=batches)
+    return Feed(peek, static=even, counted=True, padded=padded, batches=batches, shapes=shapes)
 
 
 def _is_in_chunks(dataset) -> bool:

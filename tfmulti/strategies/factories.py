@@ -31,6 +31,7 @@ from tfmulti.step import (
 )
 from tfmulti.step.optimizer import distribute_loaded
 from tfmulti.strategies import (
+    alike,
     checks,
     coordination,
     predict_on_batch,
@@ -196,6 +197,8 @@ def _before_call(model, name, data):
     local_steps.average_weights(model)
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
+    if name == "fit":
+        alike.compare_models(model)
     checks.before_call(model, name, data)
 
 

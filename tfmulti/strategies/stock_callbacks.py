@@ -18,6 +18,7 @@ import keras
 from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
 from tfmulti.step import sharded_state, slots
+from tfmulti.strategies.alike import SameOnAllWorkers
 from tfmulti.strategies.verify_again import VerifyAgain
 
 # The attribute that holds the output path of each stock callback.
@@ -92,7 +93,8 @@ def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], .
     gathers = [GatherState()] if topology.num_workers(strategy) > 1 else []
     # After the user's, of which one may change the step when an epoch begins.
     again = [VerifyAgain()] if keras_compat.is_ours(strategy) else []
-    return [*first_step, *gathers], again
+    same = [SameOnAllWorkers()] if topology.num_workers(strategy) > 1 else []
+    return [*first_step, *gathers], [*same, *again]
 
 
 def _gathering(method):

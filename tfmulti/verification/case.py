@@ -43,10 +43,12 @@ class Feed(Batches):
     Attributes:
         peek: Function that returns a batch, of all local replicas.
         alone: Whether the batch is given by itself.
+        shapes: The shapes of the parts of a batch, as the step is traced for; empty if unknown.
     """
 
     peek: Callable
     alone: bool = False
+    shapes: Sequence[tf.TensorShape] = ()
 
 
 @dataclasses.dataclass
@@ -71,6 +73,7 @@ class Case(Batches):
     def of(cls, model: keras.Model, kind: str, rows: Rows, feed: Feed) -> Case:
         """Returns the case of some rows of a feed."""
         known = {each.name: getattr(feed, each.name) for each in dataclasses.fields(Batches)}
+        rows.note_shapes(feed.shapes)
         case = cls(model, kind, rows, **known)
         if feed.alone and rows.are_unequal:
             case.batches = [tuple(rows.counts)]

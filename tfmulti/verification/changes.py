@@ -10,7 +10,7 @@ from tfmulti.verification.differences import compare, largest_change
 from tfmulti.verification.state import OPTIMIZER, OTHER, OWN, TRAINABLE, WEIGHT
 
 # A variable of more numbers than this is no setting.
-_MOST_SETTINGS = 64
+_MOST_SETTINGS = 4096
 
 
 def used_by(functions: list) -> set[int]:

@@ -19,15 +19,17 @@ _CHOOSING = ("GatherV2", "OneHot", "Case", "StatelessCase", *_BITS)
 # Each number costs a few more steps. A longer constant is a table rather than a list of cases.
 _MOST = 8
 _MOST_AT_ONCE = 4
+# How far from a limit that is no whole number, by its size and at least.
+_APART, _LEAST_APART = 0.01, 1e-4
 
 
 def find_compared_numbers(graph) -> list[float]:
     """Returns numbers with which a step compares rows or variables, or by which it chooses.
 
     A step that leaves out labels of -999, or changes at a phase of 2 or after 1,000 steps, holds
-    this number in its graph. For whole numbers that are limits, the numbers on both sides of the
-    limit are returned. Comparisons in Keras's code count where they test for equality, since their
-    number may be an argument of the user's, such as `ignore_class`.
+    this number in its graph. For limits, the numbers on both sides of the limit are returned.
+    Comparisons in Keras's code count where they test for equality, since their number may be an
+    argument of the user's, such as `ignore_class`.
 
     Args:
         graph: The graph of the step on one device.
@@ -54,6 +56,10 @@ def _choices(operation) -> list[float]:
     elif operation.type == "GatherV2":
         # A table of numbers; a matrix holds embeddings.
         table = operation.inputs[0]
+        if table.shape.rank == 1 and (values := tf.get_static_value(table)) is not None:
+            # One place of each value that it has.
+            places = np.unique(values, return_index=True)[1][:_MOST]
+            return [float(place) for place in sorted(places, reverse=True)]
         number = table.shape[0] if table.shape.rank == 1 else None
     else:
         number = len(operation.get_attr("branches"))
@@ -70,12 +76,14 @@ def _around(operation) -> list[float]:
     left, right = operation.inputs
     limits = [(number, _MIRRORED) for number in _constants(left)]
     limits += [(number, _ORDERINGS) for number in _constants(right)]
-    return [
-        number + apart
-        for number, steps in limits
-        if number == round(number)
-        for apart in steps[operation.type]
-    ]
+    found = []
+    for number, steps in limits:
+        if number == round(number):
+            found += [number + apart for apart in steps[operation.type]]
+        else:
+            apart = max(_APART * abs(number), _LEAST_APART)
+            found += [number - apart, number + apart]
+    return found
 
 
 def _constants(tensor) -> list[float]:

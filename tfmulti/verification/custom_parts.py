@@ -32,6 +32,8 @@ _ALONG_AXES = frozenset(
     "Concatenate ExpandDims LogSoftmax Max Mean Min Normalize Norm Prod Softmax Squeeze Stack "
     "Std Sum Var".split()
 )
+# Layers of Keras's own that combine each row with another one of the batch.
+_MIXING = ("CutMix", "MixUp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +196,9 @@ def is_stock(model: keras.Model, kind: str) -> bool:
 
 
 def _may_combine_rows(part) -> bool:
-    """Whether a layer, a loss or a metric is along the first axis, or one that may be the first."""
+    """Whether a layer, a loss or a metric mixes rows, or is along what may be their axis."""
+    if type(part).__name__ in _MIXING:
+        return True
     axes = tf.nest.flatten(keras_compat.axes_of(part))
     return any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
 

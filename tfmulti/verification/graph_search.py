@@ -3,6 +3,8 @@
 - Decisions: a step may skip an update where its loss is large, or train a discriminator only while
   its accuracy is low. One device decides by the mean of the batch, and each replica by the mean of
   its own rows. They decide alike for most rows.
+- Ratios: a mean of the rows that have a property is a sum divided by their number. The mean of
+  the replicas' ratios is not the ratio of the batch, but no difference shows while no row has it.
 - A replica's own random numbers, multiplied by what all replicas' numbers made. Hutchinson's
   estimate of the diagonal of the Hessian draws random signs z of a weight's shape, and multiplies
   them by the gradient of sum(gradient * z). Each replica draws its own z, and the gradient is
@@ -30,6 +32,9 @@ _DECIDING = {
 }
 # Those that compare a number of the batch with every row.
 _COMPARING = {"Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum"}
+# Those that are not linear in an input, and the number of the input.
+_NOT_LINEAR = {"Div": 1, "DivNoNan": 1, "RealDiv": 1, "Xdivy": 1, "Reciprocal": 0}
+_NOT_LINEAR |= {"Log": 0, "Log1p": 0, "Pow": 0, "Rsqrt": 0, "Sqrt": 0}
 # In gradients of the others, with the same inputs.
 _DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
 _PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
@@ -46,6 +51,8 @@ _ADDING = {
 _CHOOSING = ("Select", "SelectV2")
 _UPDATING = ("Assign", "Resource")
 _DRAWING_ALIKE = ("StatelessRandom", "StatelessTruncatedNormal", "StatelessParameterizedTruncated")
+# In the names of operations that a tape has made.
+_GRADIENT = "gradient_tape/"
 _NOTHING: frozenset = frozenset()
 # What these change is no variable: no replica has one of its own, and nothing restores it.
 _CHANGING = ("LookupTableInsert", "LookupTableRemove", "LookupTableImport", "Barrier")
@@ -77,6 +84,35 @@ def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
         if not updating.isdisjoint({each, *gradients}) and (place := place_of(each)):
             found[f"{each.type} at {place}"] = None
     return list(found)
+
+
+def find_ratios(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
+    """Returns where a step divides by a number of one replica's own rows, or the like.
+
+    Such numbers have no axis of rows, as a count of some rows or a mean loss, and are no numbers of
+    the batch. Only what reaches an update or an output counts; gradients are left out, and what
+    Keras and tfmulti do themselves.
+
+    Args:
+        graph: The graph of the step on the local replicas, traced for any number of rows.
+        rows_of_replicas: For each local replica, the tensors of its rows.
+    """
+    operations = graph.get_operations()
+    depends = _dependencies(operations, rows_of_replicas)
+    reaching = reaching_updates(operations, graph.outputs)
+    return _named(
+        each
+        for each in operations
+        if each.type in _NOT_LINEAR
+        and each in reaching
+        and _GRADIENT not in each.name
+        and _is_of_own_rows(each.inputs[_NOT_LINEAR[each.type]], depends)
+    )
+
+
+def _is_of_own_rows(tensor, depends) -> bool:
+    """Whether a value was made from one replica's rows, and has no axis of rows."""
+    return tensor.shape.is_fully_defined() and len(depends[_source(tensor)]) == 1
 
 
 def _decides(operation, depends) -> bool:

@@ -79,7 +79,9 @@ def _at_moment(part, value, view, is_counter):
 
 
 def _may_equal(part, value, number, is_counter) -> bool:
-    """Whether a variable is a phase or a count, of whole numbers, that could have a number."""
+    """Whether a variable is a phase, a count or a single weight that could have a number."""
+    if value.dtype.kind == "f":
+        return part.kind not in (METRIC, OPTIMIZER) and value.size == 1
     if value.dtype.kind not in "iu":
         return False
     if part.kind == OPTIMIZER:

@@ -200,6 +200,22 @@ def describe_decisions(case: Case, decisions: list[str]) -> str:
     )
 
 
+def describe_ratios(case: Case, places: list[str]) -> str:
+    """Returns the warning for a step that divides by a number of one replica's own rows.
+
+    Args:
+        case: The verified step.
+        places: The operations with file and line; not empty.
+    """
+    return (
+        f"`{_METHODS[case.kind]}` divides by a number, or takes the root or logarithm of one, that "
+        f"each replica computes from its own rows: {', '.join(places[:MOST_NAMED])}. The rows that "
+        "were tried show no difference, but if the number differs between replicas, as the number "
+        "of rows with some property does, the result is not that of one device. Compute the "
+        f"number from {causes.ALL_ROWS}."
+    )
+
+
 def describe_own_noise(case: Case, places: list[str]) -> str:
     """Returns the warning for a step that multiplies one replica's random numbers by reduced ones.
 

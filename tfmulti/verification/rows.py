@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ class Rows:
             have such; else empty.
         many: Many rows of the first batch; empty if a few are all.
         all_parts: As many rows as the first batch has, if they are not many; else empty.
+        open_axes: The axes of each part that have other sizes in later batches, without the first.
     """
 
     def __init__(self, batch):
@@ -39,6 +41,17 @@ class Rows:
         self.unlike: list[int] = []
         self.many: list = []
         self.all_parts: list = []
+        self.open_axes: list[tuple[int, ...]] = [() for _ in self.parts]
+
+    def note_shapes(self, shapes: Sequence[tf.TensorShape]) -> None:
+        """Notes which axes of the parts have unknown sizes.
+
+        Args:
+            shapes: Those of the parts, and of nothing before them; may be fewer.
+        """
+        self.open_axes = [
+            _open_axes(part, shape) for part, shape in zip(self.parts, shapes)
+        ] + self.open_axes[len(shapes) :]
 
     def pack(self, parts):
         """Returns parts in the batch's structure."""
@@ -168,9 +181,16 @@ def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:
     return known
 
 
-def specs_of(parts: list, static: bool) -> list[tf.TypeSpec]:
-    """Returns the input signature of a trace; the number of rows is unknown unless `static`."""
-    return [_spec(part, static) for part in parts]
+def specs_of(parts: list, static: bool, open_axes: Sequence = ()) -> list[tf.TypeSpec]:
+    """Returns the input signature of a trace.
+
+    Args:
+        parts: The parts.
+        static: Whether all sizes are known, also the number of rows.
+        open_axes: More axes of each part whose size is unknown unless `static`.
+    """
+    axes = itertools.chain(() if static else open_axes, itertools.repeat(()))
+    return [_spec(part, static, some) for part, some in zip(parts, axes)]
 
 
 def take_replica_batches(strategy, batch, *, counted: bool, padded: bool, in_chunks: bool = False):
@@ -264,14 +284,21 @@ def _take(part, number):
     return part[:number]
 
 
-def _spec(part, static):
+def _open_axes(part, shape):
+    if not isinstance(part, tf.Tensor) or shape.rank != part.shape.rank:
+        return ()
+    return tuple(axis for axis in range(1, shape.rank) if shape[axis] is None)
+
+
+def _spec(part, static, open_axes):
     count = part.shape[0] if static else None
     if isinstance(part, tf.RaggedTensor):
         shape = [count, *part.shape[1:]]
         return tf.RaggedTensorSpec(shape, part.dtype, part.ragged_rank, part.row_splits.dtype)
     if isinstance(part, tf.SparseTensor):
         return tf.SparseTensorSpec([count, *part.shape[1:]], part.dtype)
-    return tf.TensorSpec([count, *part.shape[1:]], part.dtype)
+    sizes = [None if axis in open_axes else size for axis, size in enumerate(part.shape)]
+    return tf.TensorSpec([count, *sizes[1:]], part.dtype)
 
 
 def _with_paths(structure, path=()):

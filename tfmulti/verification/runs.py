@@ -18,7 +18,7 @@ from tfmulti.step.rows import num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.comparison import Outcome, by_name
-from tfmulti.verification.graph_search import find_decisions, find_own_noise
+from tfmulti.verification.graph_search import find_decisions, find_own_noise, find_ratios
 
 # A gate that is open half of the time is the same on two replicas in every other run.
 _NUM_SALTS = 6
@@ -87,6 +87,7 @@ class Distributed:
         shuffles: Whether it puts rows in a random order.
         sizes: The first axes of draws, as `Draws.sizes`.
         decisions: Where it decides by one replica's own rows; empty if it runs eagerly.
+        ratios: Where it divides by a number of such rows, or the like.
         own_noise: Where random numbers of one replica meet reduced ones; likewise.
     """
 
@@ -98,7 +99,8 @@ class Distributed:
         without_rows: frozenset = frozenset(),
         draws_freely: bool = False,
     ):
-        self._case, self.decisions, self.own_noise = case, [], []
+        self._case = case
+        self.decisions, self.ratios, self.own_noise = [], [], []
         self._draws_freely = draws_freely
         self._rows: list[list[tf.Tensor]] = []
         self._noise: list[list[tuple[int, tf.Tensor]]] = []
@@ -114,6 +116,7 @@ class Distributed:
         is_split = case.strategy.num_replicas_in_sync > 1 and not case.is_replicated
         if is_split and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
+            self.ratios = find_ratios(self.function.graph, self._rows)
             self.own_noise = find_own_noise(self.function.graph, self._rows, self._noise)
         self._draws_without_rows = any(self._noise)
         self._rows, self._noise = [], []
@@ -240,7 +243,7 @@ def is_built(model: keras.Model) -> bool:
 
 def _trace_built(case, function, example, is_done=lambda: False):
     """Traces a function; first builds, in the scope, everything that the trace would build."""
-    specs = rows_lib.specs_of(example, case.is_traced_static)
+    specs = rows_lib.specs_of(example, case.is_traced_static, case.rows.open_axes)
     noted: collections.Counter = collections.Counter()
     while not is_done():
         optimizers = model_contents.optimizers_of(case.model, nested=True)

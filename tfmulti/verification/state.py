@@ -241,8 +241,12 @@ _OF_KERAS = ("built", "stop_training")
 _MADE_BY_KERAS = ("history", "train_function", "test_function", "predict_function")
 
 
+# An array with more numbers is data rather than state.
+_MOST_IN_ARRAY = 2**20
+
+
 class Numbers:
-    """The numbers that a model, and the objects that it holds, have as Python attributes.
+    """The numbers and arrays that a model, and the objects that it holds, have as attributes.
 
     Args:
         model: The model; None for nothing.
@@ -254,21 +258,30 @@ class Numbers:
             for path, thing in (walk(model) if model is not None else ())
             if hasattr(thing, "__dict__")
             for name, value in vars(thing).items()
-            if isinstance(value, _NUMBERS) and not name.startswith("_") and name not in _OF_KERAS
+            if _is_number(value) and not name.startswith("_") and name not in _OF_KERAS
         ]
+        self._contents = [np.copy(v) if isinstance(v, np.ndarray) else v for *_, v in self._held]
 
     def changed(self) -> list[str]:
         """Returns the names of those that have another value now."""
         return [
             f"{path}/{name}" if path else name
-            for path, thing, name, value in self._held
-            if not _is_same(vars(thing).get(name), value)
+            for (path, thing, name, _), was in zip(self._held, self._contents)
+            if not _is_same(vars(thing).get(name), was)
         ]
 
     def restore(self) -> None:
         """Gives them the values that they had."""
-        for _, thing, name, value in self._held:
+        for (_, thing, name, value), was in zip(self._held, self._contents):
             vars(thing)[name] = value
+            if isinstance(value, np.ndarray) and not _is_same(value, was):
+                value[...] = was
+
+
+def _is_number(value) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc" and value.size <= _MOST_IN_ARRAY
+    return isinstance(value, _NUMBERS)
 
 
 def attributes_of(model: keras.Model) -> dict[str, object]:
@@ -376,4 +389,6 @@ def _differs(container, was) -> bool:
 
 
 def _is_same(value, other) -> bool:
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return value.dtype == other.dtype and np.array_equal(value, other, equal_nan=True)
     return value is other or (isinstance(value, _NUMBERS) and bool(value == other))

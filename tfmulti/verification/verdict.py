@@ -24,9 +24,11 @@ from tfmulti.verification.views import (
     WAYS,
     View,
     later_views,
+    views_of_lengths,
     views_of_moments,
     views_of_numbers,
     views_of_outliers,
+    views_of_signs,
 )
 
 _ELSEWHERE = "another worker could not run it"
@@ -145,6 +147,8 @@ def _found_in_graph(trial, case) -> list[str]:
     """Returns warnings of what a comparison of results need not show."""
     step = trial.distributed
     told = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
+    # A decision often comes before a division: one warning of them suffices.
+    told += [messages.describe_ratios(case, step.ratios)] if step.ratios and not told else []
     told += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
     told += [messages.SHUFFLES] if step.shuffles else []
     return told + _lists_of_replicas(trial, case)
@@ -187,6 +191,7 @@ def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
     for views in (
         *later_views(ways),
         *views_of_outliers(trial.tests_numbers),
+        *_views_that_may_fail(trial, case),
         *views_of_numbers(trial.compared_numbers, trial.may_fail),
         *views_of_moments(moments),
     ):
@@ -198,6 +203,14 @@ def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
             if seen.least > _UNKNOWN:
                 break
     return (_SAME if proven else _UNKNOWN), None
+
+
+def _views_that_may_fail(trial, case):
+    if not trial.may_fail:
+        return []
+    has_lengths = not case.is_traced_static
+    lengths = views_of_lengths(case.rows, trial.compared_numbers) if has_lengths else []
+    return [*views_of_signs(), *lengths]
 
 
 def _try_view(trial, view, case, workers) -> _Seen:

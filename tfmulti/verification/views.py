@@ -21,6 +21,10 @@ NAN_LABELS, NAN_INPUTS = "labels that are NaN", "inputs that are NaN"
 # The factor of outliers.
 ENLARGED = 1000.0
 SPOILED = (NOT_NUMBERS, NAN_LABELS, NAN_INPUTS)
+# Some rows have the opposite sign: a mask or a count may be by a sign that no row has yet.
+SIGNS, INPUT_SIGNS = "opposite signs", "opposite signs of inputs"
+# Sequences are longer or shorter, where later batches may have such.
+LENGTHS = "sequences of length"
 # Some labels, or some numbers of the inputs, become one number.
 SOME_LABELS, SOME_INPUTS = "some labels", "some inputs"
 _WHOLE_LABELS = "some labels of whole numbers"
@@ -28,6 +32,8 @@ _WHOLE_LABELS = "some labels of whole numbers"
 _IGNORED = (-1, -100)
 # Many rows of the first batch, as they are: a limit, a rank or a rare row may show only there.
 MANY = "many rows"
+# The longest sequence that a number which the step compares with is tried as.
+_LONGEST = 1024
 # Numbers of rows that the replicas cannot share alike, of parts that have different numbers.
 UNLIKE = "other numbers of rows"
 # An optimizer that accumulates updates in the step after these, and other things happen every so
@@ -80,7 +86,8 @@ class View:
     def __str__(self):
         what = [f"other {way}" if way in WAYS else way for way in self.ways]
         if self.number is not None:
-            what = [f"{' and '.join(what) or 'variables'} at {self.number:g}"]
+            word = " " if LENGTHS in self.ways else " at "
+            what = [f"{' and '.join(what) or 'variables'}{word}{self.number:g}"]
         if self.iterations:
             what.append(f"optimizer.iterations at {self.iterations}")
         if self.ratio is not None:
@@ -147,9 +154,52 @@ def views_of_numbers(compared: list[float], may_fail: bool) -> list[tuple[View, 
     if may_fail:
         views += [View((_WHOLE_LABELS,), number=label) for label in _IGNORED]
     for number in compared:
-        ways = ((SOME_LABELS,), (SOME_INPUTS,), ()) if may_fail else ((),)
+        # Rows are on both sides of most limits that are no whole numbers.
+        of_rows = may_fail and number == int(number)
+        ways = ((SOME_LABELS,), (SOME_INPUTS,), ()) if of_rows else ((),)
         views += [View(way, number=number) for way in ways]
     return [(view,) for view in views]
+
+
+def views_of_signs() -> list[tuple[View, ...]]:
+    """Returns views in which some rows have the opposite sign, with a fallback."""
+    return [(View((SIGNS,)), View((INPUT_SIGNS,)))]
+
+
+def views_of_lengths(rows, compared: list[float]) -> list[tuple[View, ...]]:
+    """Returns views with other lengths of sequences, where the data may have such.
+
+    Args:
+        rows: The `Rows`.
+        compared: The numbers that the step compares with, which may be lengths.
+    """
+    have = sorted({part.shape[axis] for part, axis in _open_axes(rows)})
+    if not have:
+        return []
+    lengths = [have[-1] * 2, max(have[-1] // 2, 1)]
+    lengths += [int(n) for n in compared if 1 <= n <= _LONGEST and n == int(n)]
+    return [(View((LENGTHS,), number=n),) for n in dict.fromkeys(lengths) if n != have[-1]]
+
+
+def _open_axes(rows):
+    return [(part, axis) for part, axes in zip(rows.parts, rows.open_axes) for axis in axes]
+
+
+def _with_length(rows, parts, number):
+    """Returns parts whose longest open axis has a length, and those of others that go with it.
+
+    A part that lacks a few steps, as targets do, lacks as many then.
+    """
+    longest = max(part.shape[axis] for part, axis in _open_axes(rows))
+    resized = []
+    for part, axes in zip(parts, rows.open_axes):
+        for axis in axes:
+            have = part.shape[axis]
+            near = have + int(number) - longest
+            size = near if 2 * have > longest else round(have * number / longest)
+            part = tf.gather(part, tf.range(max(1, size)) % have, axis=axis)
+        resized.append(part)
+    return resized
 
 
 def vary_rows(rows, parts: list, view: View) -> tuple[list, tuple[str, ...]]:
@@ -168,6 +218,8 @@ def vary_rows(rows, parts: list, view: View) -> tuple[list, tuple[str, ...]]:
     """
     if UNLIKE in view.ways:
         return rows.first(rows.unlike), view.ways
+    if LENGTHS in view.ways:
+        return _with_length(rows, parts, view.number), view.ways
     roles = rows.roles()
     # Ragged and sparse parts stay unchanged: their lengths vary already.
     dense = all(isinstance(part, tf.Tensor) for part in parts)
@@ -293,6 +345,18 @@ def _spoil(arrays, roles, of_roles):
     return [spoil(array, role) for array, role in zip(arrays, roles)]
 
 
+def _negate(arrays, roles, of_roles):
+    """Changes the sign of some rows, in neighbouring replica batches of others."""
+
+    def negate(array, role):
+        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role not in of_roles:
+            return array
+        chosen = np.resize(_WHOSE, len(array)).reshape([-1] + [1] * (array.ndim - 1)) == 2
+        return np.where(chosen, -array, array)
+
+    return [negate(array, role) for array, role in zip(arrays, roles)]
+
+
 def _set_some(arrays, roles, of_role, kinds, number):
     """Gives some rows, or some numbers of each row, another number."""
 
@@ -328,6 +392,8 @@ _VARY = {
     NOT_NUMBERS: functools.partial(_spoil, of_roles=(0, 1)),
     NAN_LABELS: functools.partial(_spoil, of_roles=(1,)),
     NAN_INPUTS: functools.partial(_spoil, of_roles=(0,)),
+    SIGNS: functools.partial(_negate, of_roles=(0, 1)),
+    INPUT_SIGNS: functools.partial(_negate, of_roles=(0,)),
     SOME_LABELS: functools.partial(_set_some, of_role=1, kinds="iuf"),
     SOME_INPUTS: functools.partial(_set_some, of_role=0, kinds="iuf"),
     _WHOLE_LABELS: functools.partial(_set_some, of_role=1, kinds="i"),

@@ -1,0 +1,31 @@
+"""Workers that are unlike one another are told: other layers, losses, learning rates, weights."""
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "unlike_worker.py"
+SAME_MODEL = "All workers must train the same model"
+SAME_WEIGHTS = "All workers must have the same weights and learning rates"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, rule, received",
+    [
+        ("slope", SAME_MODEL, "another layer 5 (LeakyReLU)"),
+        ("order", SAME_MODEL, "another layer 2 (Dense), layer 3 (Dense)"),
+        ("loss", SAME_MODEL, "another loss"),
+        ("rate", SAME_WEIGHTS, "different learning rates, [0.5] here, after epoch 1"),
+        ("weights", SAME_WEIGHTS, "different weights, after epoch 1"),
+    ],
+)
+def test_what_one_worker_has_otherwise_is_told(run_workers, case, rule, received):
+    told = "".join(run_workers(2, [PROGRAM, case], check=False))
+    assert rule in told and received in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
+def test_names_and_seeds_are_no_difference(run_workers):
+    assert all("trained" in each for each in run_workers(2, [PROGRAM, "alike"]))

@@ -1,0 +1,54 @@
+"""A worker that does something other than the first one: `python unlike_worker.py CASE`."""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+
+import tfmulti
+
+CASE = sys.argv[1]
+IS_CHIEF = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+
+
+def here(case):
+    return case == CASE and not IS_CHIEF
+
+
+class Change(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if CASE == "rate" and IS_CHIEF:
+            self.model.optimizer.learning_rate.assign(0.5)
+        if here("weights"):
+            self.model.layers[-1].bias.assign([1.0])
+
+
+def build():
+    activations = ["relu", "tanh"] if here("order") else ["tanh", "relu"]
+    given = keras.Input((4,))
+    branches = [keras.layers.Dense(3, each)(given) for each in activations]
+    hidden = keras.layers.LeakyReLU(0.1 if here("slope") else 0.2)(keras.layers.Add()(branches))
+    hidden = keras.layers.Dropout(0.1)(hidden)
+    return keras.Model(given, keras.layers.Dense(1)(hidden))
+
+
+def main():
+    strategy = tfmulti.create_strategy("multi_worker")
+    # Keras counts the layers of a process, and draws seeds: neither is a difference.
+    if not IS_CHIEF:
+        keras.layers.Dense(1)
+    rate = keras.optimizers.schedules.CosineDecay(0.1, 9) if CASE == "alike" else 0.01
+    with strategy.scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(rate), "mae" if here("loss") else "mse")
+    x = np.random.RandomState(0).randn(32, 4).astype("float32")
+    model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, callbacks=[Change()])
+    print("trained", flush=True)
+
+
+if __name__ == "__main__":
+    main()
