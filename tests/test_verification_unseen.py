@@ -77,8 +77,7 @@ def of_lengths(*lengths):
             x = random.randn(BATCH_SIZE, length, WIDTH).astype("float32")
             yield x, x[..., :1]
 
-    shape = [BATCH_SIZE, None]
-    specs = tuple(tf.TensorSpec([None, *shape[1:], size], tf.float32) for size in (WIDTH, 1))
+    specs = tuple(tf.TensorSpec([None, None, size], tf.float32) for size in (WIDTH, 1))
     return tf.data.Dataset.from_generator(batches, output_signature=specs)
 
 

@@ -93,7 +93,7 @@ def _comparable(config):
 class SameOnAllWorkers(keras.callbacks.Callback):
     """Raises ValueError where workers have come to hold other learning rates or weights.
 
-    It compares them when epochs and `fit` begin and end, after the user's callbacks.
+    It compares them when an epoch begins and when `fit` ends, after the user's callbacks.
     """
 
     def __init__(self):
