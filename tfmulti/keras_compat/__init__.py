@@ -36,7 +36,7 @@ from tfmulti.keras_compat.held import (
     held_values, hold, in_stateless_scope, is_initialized, move_held, own_weights, put_on,
 )
 from tfmulti.keras_compat.hooks import (
-    feed_of, follow_position, number_of_batches, set_number_of_batches,
+    distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
 )
 from tfmulti.keras_compat.patches import (
     MAX_BYTES, MAX_ROWS, around_call_of, gather_local, rows_from_all_over, update_metric_by,

@@ -260,6 +260,11 @@ def follow_position(epoch_iterator) -> None:
     epoch_iterator._enumerate_iterator = enumerate_rest
 
 
+def distributed_dataset_of(epoch_iterator):
+    """Returns the distributed dataset that Keras iterates over."""
+    return epoch_iterator._distributed_dataset
+
+
 def feed_of(epoch_iterator) -> tuple:
     """Returns the user's own dataset or None, whether all batches have the same size, and shapes.
 

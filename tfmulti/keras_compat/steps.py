@@ -205,7 +205,7 @@ def update_by(optimizer, grads, variables) -> None:
     optimizer._backend_reset_gradient_accumulators()
 
 
-def mark_steps(original, before_making):
+def mark_steps(original, before_making, watch):
     """Marks the steps of which Keras makes its functions for training and evaluation.
 
     A step can be a `tf.function`, a partial or a lambda, which have neither the name `train_step`
@@ -215,6 +215,7 @@ def mark_steps(original, before_making):
     Args:
         original: Keras's own method.
         before_making: Function of the model and the kind of step.
+        watch: Function of the model, the kind of step, and Keras's function; returns another.
     """
 
     def make_function(self, step_function):
@@ -224,7 +225,7 @@ def mark_steps(original, before_making):
         kind = "train" if step_function == self.train_step else "test"
         marks.STEP.set(step, (kind, self))
         before_making(self, kind)
-        return original(self, step)
+        return watch(self, kind, original(self, step))
 
     return make_function
 

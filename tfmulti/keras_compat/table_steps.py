@@ -34,7 +34,7 @@ _STEPS = (
         "a step that is a tf.function, a partial or a lambda is not recognized as Keras's, and "
         "trains each replica on its own rows",
         "test_canary_a_step_by_another_name",
-        needs=("before_making",),
+        needs=("before_making", "watch"),
         arguments=("step_function",),
     ),
     scope_entry(

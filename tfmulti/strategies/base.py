@@ -16,6 +16,7 @@ from tfmulti.step import (
     model_contents,
     replicated,
     rows,
+    samples,
     wrapped_step,
 )
 from tfmulti.strategies import checks
@@ -48,6 +49,8 @@ class _KerasRepairs:
     verify = "auto"
     # What to do where verification finds another result: "replicate" or "error".
     on_difference = REPLICATE
+    # Whether batches are kept on their way to the replicas, for spot checks.
+    keeps_samples = False
     # Seconds that verification has taken so far.
     seconds_verified = 0.0
     # True while every replica computes like one device: in verification and replicated steps.
@@ -139,13 +142,22 @@ class _KerasRepairs:
         if distribute_to is not None:
             return distribute_to(self)
         dataset = keras_compat.without_tuning(dataset)
+        if self.num_replicas_in_sync == 1:
+            return super().experimental_distribute_dataset(dataset, options)
+        sampled = samples.Samples()
+        distributed = self._distribute(dataset, options, sampled)
+        marks.SAMPLES.set(distributed, sampled)
+        return distributed
+
+    def _distribute(self, dataset, options, sampled):
+        """Distributes a dataset for several replicas, of which some batches are kept as samples."""
+        keep = sampled.of if self.keeps_samples else lambda batches: batches
         specs = tf.nest.flatten(dataset.element_spec)
-        uneven = any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
-        if uneven and self.num_replicas_in_sync > 1:
-            return iterators.WholeBatches(dataset, self)
-        if self.num_replicas_in_sync > 1 and all(isinstance(s, tf.TensorSpec) for s in specs):
+        if any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs):
+            return iterators.WholeBatches(keep(dataset), self)
+        if all(isinstance(s, tf.TensorSpec) for s in specs):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
-            dataset, is_from_python = _copied(dataset), keras_compat.is_from_python(dataset)
+            is_from_python, dataset = keras_compat.is_from_python(dataset), keep(_copied(dataset))
             if is_from_python:
                 # A generator goes on in the next call, and a callback may change what it yields:
                 # no more batches may be drawn ahead than Keras draws on one device.

@@ -223,6 +223,7 @@ def _verify(model, peek, iterator):
         marks.FEED.set(model, None)
     verification.verify_once(model, _KINDS[name], feed, WORKERS)
     if name == "fit":
+        feed.samples = samples_of(iterator)
         marks.FEED.set(model, feed)
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
@@ -346,6 +347,13 @@ def _first_rows(data):
         rows = tf.nest.map_structure(lambda p: p[:_MAX_ROWS], data, expand_composites=False)
     # What a step of `predict` is given: no tuple, unless the model has several inputs.
     return keras.utils.pack_x_y_sample_weight(rows)
+
+
+def samples_of(iterator):
+    """Returns the batches that are kept of those that Keras's iterator reads, or None."""
+    if iterator is None:
+        return None
+    return marks.SAMPLES.get(keras_compat.distributed_dataset_of(iterator))
 
 
 def _feed(peek, iterator) -> Feed:

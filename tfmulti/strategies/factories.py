@@ -35,6 +35,7 @@ from tfmulti.strategies import (
     checks,
     coordination,
     predict_on_batch,
+    spot_checks,
     stock_callbacks,
     verify_again,
 )
@@ -200,6 +201,7 @@ def _before_call(model, name, data):
     if name == "fit":
         alike.compare_models(model)
     checks.before_call(model, name, data)
+    spot_checks.prepare(model, name)
 
 
 def _before_batch(model, name, data):
@@ -229,6 +231,7 @@ def _repair_keras():
         before_batch=_before_batch,
         before_call=_before_call,
         before_making=verify_again.verify_again,
+        watch=spot_checks.watched,
         before_pass=coordination.before_pass,
         before_saving=checks.before_saving,
         build_table=partitioned.build,

@@ -19,7 +19,7 @@ from absl import logging
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
-from tfmulti.step import replicated
+from tfmulti.step import local_steps, model_contents, replicated
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
@@ -27,7 +27,7 @@ from tfmulti.verification.custom_parts import is_stock, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.state import Numbers, restored
-from tfmulti.verification.verdict import Verdict, find_out
+from tfmulti.verification.verdict import Verdict, find_out, look_again
 from tfmulti.verification.verdict import Workers as Workers
 
 
@@ -72,6 +72,9 @@ def verify_once(
         marks.SETTINGS.set(model, found.settings if on_any else None)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
+    case.seconds = seconds
+    checked = case if found.error is None and case.trial is not None else None
+    marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: checked})
     logging.info("Verified %s_step in %.2f s.", kind, seconds)
     unknown = whole is None and bool(found.reason)
     if error is not None or (unknown and early):
@@ -80,6 +83,78 @@ def verify_once(
     elif unknown:
         _warn(kind, found.reason)
     _warn_of_findings(case, found, whole)
+    if error is not None:
+        raise error
+
+
+def may_be_verified(model: keras.Model, kind: str) -> bool:
+    """Whether a step is verified on several replicas, whatever its data.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    verify = model.distribute_strategy.verify
+    return verify == "always" or (verify == "auto" and not is_stock(model, kind))
+
+
+def can_check(model: keras.Model, kind: str) -> bool:
+    """Whether a step was verified, and can be compared again while it runs; on all workers alike.
+
+    Not if it runs Python code each time, which may count how often, or has been replicated.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+    """
+    case = marks.CHECKED.get(model).get(kind)
+    return case is not None and not (case.eager or case.is_replicated or case.trial.calls_python)
+
+
+def is_between_updates(model: keras.Model) -> bool:
+    """Whether replicas or workers hold sums or weights of their own until the next update.
+
+    Args:
+        model: The model.
+    """
+    sums = [each for each in model_contents.optimizers_of(model) if marks.HAS_LOCAL_SUMS.get(each)]
+    return bool(local_steps.num_pending(model)) or any(map(keras_compat.is_accumulating, sums))
+
+
+def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Workers) -> None:
+    """Compares a verified step with one device once more, amid the training; a collective.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        drawn: A batch that the step had, or None if this worker has kept none.
+        number: How many steps ago the step was verified.
+        workers: Collective functions of the workers.
+
+    Raises:
+        ValueError: If the result on several replicas differs from that of one device, and the
+            step cannot be replicated.
+    """
+    strategy, case = model.distribute_strategy, marks.CHECKED.get(model)[kind]
+    rows = None
+    if drawn is not None:
+        batch = keras_compat.gather_local(strategy, drawn)
+        rows = rows_lib.Rows(batch) if rows_lib.can_be_cut(batch) else None
+    if not workers.agree(strategy, rows is not None and case.takes(rows)):
+        return
+    begin = time.perf_counter()
+    case.rows, case.num_later = rows, number
+    _choose_rows(case, drawn, workers, early=True)
+    with restored(Numbers(model)), quiet_tensorflow():
+        differs, found = look_again(case, workers)
+        whole, error = None, None
+        if differs:
+            whole, error = _replicate(case, found, workers, early=False)
+    strategy.seconds_verified += time.perf_counter() - begin
+    if whole is not None:
+        # Its function, made next, is for what was verified here.
+        marks.VERIFIED.get(model)[2].add(kind)
+        _warn_of_findings(case, found, whole)
     if error is not None:
         raise error
 
@@ -249,7 +324,7 @@ def _is_wanted(strategy, model, kind, feed) -> bool:
     in_parts = several or num_micro_batches(model) > 1
     if not in_parts or strategy.verify == "never":
         return False
-    return strategy.verify == "always" or feed.padded or not is_stock(model, kind)
+    return feed.padded or may_be_verified(model, kind)
 
 
 def _is_first_time(case, key) -> bool:

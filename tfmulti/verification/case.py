@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmulti.step import replicated
 from tfmulti.step.rows import count_rows
+from tfmulti.step.samples import Samples
 from tfmulti.verification import custom_parts, sizes
 from tfmulti.verification.rows import Rows
 
@@ -44,11 +45,13 @@ class Feed(Batches):
         peek: Function that returns a batch, of all local replicas.
         alone: Whether the batch is given by itself.
         shapes: The shapes of the parts of a batch, as the step is traced for; empty if unknown.
+        samples: Some of the batches that are read while the step runs, or None.
     """
 
     peek: Callable
     alone: bool = False
     shapes: Sequence[tf.TensorShape] = ()
+    samples: Samples | None = None
 
 
 @dataclasses.dataclass
@@ -61,6 +64,9 @@ class Case(Batches):
         rows: Rows of the first batch.
         is_traced_static: Whether it is traced for one number of rows, as some steps need.
         is_whole: Whether that is the number of rows of a batch, as a layer needs that makes groups.
+        trial: The comparison that found no difference, `verification.trial.Trial`; None before.
+        seconds: How long it took to verify it.
+        num_later: How many steps later a spot check compares it; 0 before the first step.
     """
 
     model: keras.Model
@@ -68,6 +74,9 @@ class Case(Batches):
     rows: Rows
     is_traced_static: bool = False
     is_whole: bool = False
+    trial: object | None = None
+    num_later: int = 0
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, model: keras.Model, kind: str, rows: Rows, feed: Feed) -> Case:
@@ -93,6 +102,13 @@ class Case(Batches):
     def is_replicated(self) -> bool:
         """Whether every replica computes this step from all rows."""
         return replicated.is_replicated(self.model, self.kind)
+
+    def takes(self, rows: Rows) -> bool:
+        """Whether the traced step can run on these rows, which then replace those of the case."""
+        rows.open_axes = self.rows.open_axes
+        if (self.is_whole or self.rows.are_unequal) and rows.counts != self.rows.counts:
+            return False
+        return rows.form() == self.rows.form() and rows.fit(self.rows)
 
     @property
     def num_micro_batches(self) -> int:

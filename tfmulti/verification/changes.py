@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.verification.differences import compare, largest_change
-from tfmulti.verification.state import OPTIMIZER, OTHER, OWN, TRAINABLE, WEIGHT
+from tfmulti.verification.state import OPTIMIZER, OTHER, OWN, TRAINABLE, WEIGHT, State
 
 # A variable of more numbers than this is no setting.
 _MOST_SETTINGS = 4096
@@ -62,6 +62,26 @@ def unchanged_settings(
         and begin[i].tobytes() == end[i].tobytes()
         and (not functions or keras_compat.handle_key(part.handle) in used)
     ]
+
+
+def make_alike(model) -> str:
+    """Makes trained weights and slots the same on all local replicas: those of the first one.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The name of one that they held differently, or "".
+    """
+    state, name = State(model), ""
+    kept = [part for part in state.parts if part.kind in (TRAINABLE, OPTIMIZER) and part.replica]
+    for part in kept:
+        handles = part.handle, state.parts[part.first].handle
+        value, first = map(keras_compat.read_handle, handles)
+        if value.tobytes() != first.tobytes():
+            name = name or part.name
+            keras_compat.write_handle(part.handle, first)
+    return name
 
 
 def find_drift(

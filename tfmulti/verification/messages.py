@@ -60,6 +60,8 @@ def describe(
 
 def _so_far(case) -> str:
     """Says what has been done before the step that was verified."""
+    if case.num_later:
+        return f"that was so on the first rows, and is not {case.num_later} steps later"
     if case.kind == TRAIN and marks.FEED.get(case.model) is not None:
         return "it was exact before it was changed"
     return f"nothing has been {'trained' if case.kind == TRAIN else 'computed'} yet"
@@ -83,11 +85,18 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
         reason: Why it could not run in parts, or "".
     """
     number = case.strategy.num_replicas_in_sync
-    rule = (
-        f"Every replica computes `{_METHODS[case.kind]}` from the whole global batch, because in "
-        f"{number} parts it {'cannot run' if reason else 'differs from one device'}. The result is "
-        "that of one device; so are the time and the memory that a step takes."
+    later = (
+        f"That showed {case.num_later} steps after it was verified, with rows of a later batch; "
+        "steps before may have differed too, so train again once it is changed. "
+        if case.num_later
+        else ""
     )
+    every = "From now on every" if later else "Every"
+    rule = (
+        f"{every} replica computes `{_METHODS[case.kind]}` from the whole global batch, because in "
+        f"{number} parts it {'cannot run' if reason else 'differs from one device'}. The result is "
+        f"that of one device; so are the time and the memory that a step takes. {later}"
+    ).strip()
     stop = 'Set `on_difference="error"` in create_strategy to stop instead.'
     if error is None and reason:
         return (
@@ -167,7 +176,7 @@ def describe_unlike(case: Case) -> str:
 
 
 def describe_drift(case: Case, name: str) -> ValueError:
-    """Returns the error for replicas that would end a step with different weights.
+    """Returns the error for replicas that would end a step, or have ended, with unlike weights.
 
     Args:
         case: The verified step.
@@ -175,11 +184,14 @@ def describe_drift(case: Case, name: str) -> ValueError:
     """
     parts = custom_parts.find_custom_parts(case.model, case.kind)
     steps = [part for part in parts if part.kind in (custom_parts.STEP, custom_parts.OPTIMIZER)]
-    finding = causes.find(causes.DRIFT, explanation.name_parts(steps or parts))
+    cause, when = causes.DRIFT, " after the first step"
+    if case.num_later:
+        cause, when = causes.REPLICAS, ""
+    finding = causes.find(cause, explanation.name_parts(steps or parts))
     return _error(
         f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; "
         f"{_so_far(case)}.",
-        f"{name or 'a weight'}, which differs between replicas after the first step",
+        f"{name or 'a weight'}, which differs between replicas{when}",
         finding,
         finding.advice,
     )
@@ -304,6 +316,7 @@ def _say(first, case, counts) -> str:
     where = f" at {list(first.row)}" if first.row else ""
     rows = " + ".join(str(count) for count in dict.fromkeys(counts[first.step - 1]))
     step = "the first step" if first.step == 1 else f"step {first.step}"
+    step = "one step" if case.num_later else step
     one, many = _number(first.one_device), _number(first.on_replicas)
     few = _say_few(first, case)
     return (

@@ -141,6 +141,18 @@ class Rows:
         """Returns parts with all rows repeated once."""
         return [_repeat(part, 2) for part in parts]
 
+    def fit(self, others: Rows) -> bool:
+        """Whether each part has the sizes of another's, but for rows and open axes."""
+        pairs = zip(self.parts, others.parts, self.open_axes)
+        return all(
+            not isinstance(part, tf.Tensor)
+            or all(
+                part.shape[axis] == other.shape[axis] or axis in axes
+                for axis in range(1, part.shape.rank)
+            )
+            for part, other, axes in pairs
+        )
+
     def form(self) -> tuple:
         """Returns a key that is equal for batches of the same structure."""
         names = [str(path) for path, _ in _with_paths(self.structure)]

@@ -21,7 +21,6 @@ from tfmulti.verification.comparison import (
     NothingChanges,
     NotVerified,
     Outcome,
-    add_noise,
     finite_values,
     with_moved_weights,
 )
@@ -31,6 +30,7 @@ from tfmulti.verification.explanation import Clues
 from tfmulti.verification.graph_search import find_repeated_noise, find_shared_objects
 from tfmulti.verification.later_state import reads_scalar, vary_state
 from tfmulti.verification.origin import find_origin
+from tfmulti.verification.rounding import Rounding
 from tfmulti.verification.runs import Distributed, trace_both
 from tfmulti.verification.state import (
     OPTIMIZER,
@@ -42,10 +42,6 @@ from tfmulti.verification.state import (
 )
 from tfmulti.verification.views import PLAIN, View
 
-# Measures of rounding: runs, by how many units in the last place these move weights, and the share
-# of the distance that counts. Where a difference remains, larger moves show jumps that rounding
-# seldom makes: of a ReLU at 0, or of the share of rows whose largest output is the right one.
-_NOISY_RUNS = ((range(2), 1, 1.0), (range(2, 10), 10, 0.2))
 # How long one step on many rows may take; it also bounds the memory that they need.
 _MOST_SECONDS = 2.0
 # How often the time of a few rows is measured before fewer than the many rows are run.
@@ -162,6 +158,13 @@ class Trial:
         finally:
             self._state.write(original)
 
+    def begin_again(self) -> None:
+        """Takes the case's rows, and the state as it is now; lets go of what was read before."""
+        self._examples = self._case.examples()
+        self._original = self._at_begin = self._comparison = None
+        self.__dict__.pop("_state", None)
+        self.clues, self.outside, self.attributes = Clues(), [], []
+
     def _find_shared(self) -> list[str]:
         number = topology.num_local_replicas(self._case.strategy)
         return find_shared_objects(self.distributed.function.graph, number)
@@ -246,6 +249,14 @@ class Trial:
         if not self._functions or not reads_scalar(self._reference.function.graph):
             return 0
         return int(max(_LEAST_MOMENTS, min(views.NUM_MOMENTS, _SECONDS_OF_MOMENTS / self._seconds)))
+
+    @property
+    def calls_python(self) -> bool:
+        """Whether a traced step calls Python functions of the user."""
+        if not self._functions:
+            return True
+        operations = keras_compat.operations_of(self._reference.function)
+        return any("PyFunc" in kind for kind in operations)
 
     @property
     def may_fail(self) -> bool:
@@ -350,21 +361,16 @@ class Trial:
         return self._comparison.differences(begin, expected, found, noise)
 
     def _beyond_rounding(self, begin, expected, found, examples) -> list[Difference]:
-        """Returns the differences beyond the noise, which is how far rounding moves each value.
-
-        The noise is measured with weights that are changed in their last place, only now, since
-        most steps show no difference at all. Permuting the rows instead would fail if the result
-        depends on their order, for example through pairs of rows or random numbers.
-        """
-        noise: list[dict] = [{} for _ in expected]
-        for runs, units, share in _NOISY_RUNS:
-            for run in runs:
-                moved = with_moved_weights(self._state.parts, begin, run, self._compute, units)
-                add_noise(noise, expected, self._steps(self._reference, moved, examples), share)
-            differences = self._compare(begin, expected, found, noise)
-            if not self._is_on_any(differences):
-                break
-        return differences
+        rounding = Rounding(
+            functools.partial(with_moved_weights, self._state.parts, begin, dtype=self._compute),
+            lambda start: self._steps(self._reference, start, examples),
+            lambda start: self._distribute(start, examples),
+            self._compare,
+            self._is_on_any,
+        )
+        if self._case.num_later:
+            return rounding.differences_that_last(begin, expected, found)
+        return rounding.differences(begin, expected, found)
 
     def _look_for_changes(self, begin, expected):
         """Raises `NothingChanges` if nothing changed: a learning rate of 0 hides all gradients."""
@@ -379,8 +385,7 @@ class Trial:
     def _is_random(self, begin, expected, examples) -> bool:
         if self._reference.not_replaced:
             return True
-        calls_python = any("PyFunc" in kind for kind in self._operations)
-        if self._functions and not calls_python:
+        if self._functions and not self.calls_python:
             return False
         again = self._steps(self._reference, begin, examples)
         return bool(self._compare(begin, expected, again, None))

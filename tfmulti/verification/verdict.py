@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import topology
-from tfmulti.verification import messages
+from tfmulti.verification import changes, messages
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.comparison import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.custom_parts import neutral_layers
@@ -112,6 +112,7 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if first.least == _UNKNOWN:
             return Verdict(None, reason or _ELSEWHERE)
         if first.least > _UNKNOWN:
+            case.trial = trial
             drift = _find_drift(trial, case, workers)
             if drift is not None:
                 return Verdict(drift)
@@ -127,6 +128,32 @@ def find_out(case: Case, workers: Workers) -> Verdict:
             told += _unlike_later(trial, case, workers)
             return Verdict(None, reason, settings=trial.settings, warnings=told)
     return Verdict(None, reason or _ELSEWHERE, runs)
+
+
+def look_again(case: Case, workers: Workers) -> tuple[bool, Verdict]:
+    """Compares a verified step once more, with the rows that its case now has.
+
+    Args:
+        case: The step.
+        workers: Collective functions of the workers.
+
+    Returns:
+        Whether it differs on any worker, and the verdict of this worker.
+    """
+    name = changes.make_alike(case.model)
+    if not workers.agree(case.strategy, not name):
+        drift = messages.describe_drift(case, name)
+        if topology.num_workers(case.strategy) > 1:
+            # Other workers may hold other weights still.
+            del drift.finding
+        return True, Verdict(drift)
+    case.trial.begin_again()
+    seen = _try_view(case.trial, View((MANY,)), case, workers)
+    if seen.least == _UNKNOWN:
+        # A step of a fixed number of rows, or one for which many rows take too long.
+        seen = _try_view(case.trial, PLAIN, case, workers)
+    case.trial.begin_again()
+    return seen.most == _DIFFERS, Verdict(seen.error)
 
 
 def _find_drift(trial, case, workers) -> ValueError | None:

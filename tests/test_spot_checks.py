@@ -1,0 +1,301 @@
+"""A verified step is compared with one device again amid the training."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from replicas import create_strategy
+
+import tfmulti
+from tfmulti.step.samples import Samples, fibonacci
+from tfmulti.strategies import spot_checks
+
+NUM_ROWS, BATCH = 64, 8
+GENERATOR = np.random.default_rng(0)
+ROWS = GENERATOR.normal(size=(NUM_ROWS, 4)).astype("float32")
+TARGETS = GENERATOR.normal(size=(NUM_ROWS, 3)).astype("float32")
+# More numbers than are looked at when an epoch begins.
+NUM_SETTINGS = 5000
+
+
+class Step(keras.Model):
+    """A step with a term of the whole batch, of which a setting decides."""
+
+    def __init__(self, net=None):
+        super().__init__()
+        self.net = net or keras.layers.Dense(3)
+        self.settings = tf.Variable(tf.zeros(NUM_SETTINGS), trainable=False)
+
+    def call(self, x, training=False):
+        return self.net(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = tf.reduce_mean(tf.square(outputs - y)) + self.settings[7] * self.term(outputs)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def term(self, outputs):
+        return tf.reduce_max(outputs)
+
+
+class Switch(keras.callbacks.Callback):
+    """Sets the setting after a step in the middle of an epoch."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after, self.steps = after, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == self.after:
+            self.model.settings.assign(tf.ones(NUM_SETTINGS))
+
+
+def arrays(strategy):
+    return {"x": ROWS, "y": TARGETS, "batch_size": BATCH, "shuffle": False}
+
+
+def dataset(strategy):
+    return {"x": tf.data.Dataset.from_tensor_slices((ROWS, TARGETS)).batch(BATCH)}
+
+
+def distributed(strategy):
+    return {"x": tfmulti.distribute_train((ROWS, TARGETS), strategy, BATCH)}
+
+
+def fit(
+    num_replicas,
+    make=Step,
+    feed=arrays,
+    callbacks=(),
+    optimizer="sgd",
+    epochs=3,
+    compiled=None,
+    **settings,
+):
+    strategy = create_strategy(num_replicas, **settings)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = make()
+        model.compile(optimizer() if callable(optimizer) else optimizer, **(compiled or {}))
+    history = model.fit(**feed(strategy), epochs=epochs, callbacks=[*callbacks], verbose=0)
+    return model, history.history
+
+
+@pytest.mark.parametrize("feed", [arrays, dataset, distributed])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_term_that_begins_amid_an_epoch_is_told(num_replicas, feed):
+    with pytest.raises(ValueError, match="that was so on the first rows, and is not 13 steps") as e:
+        fit(num_replicas, feed=feed, callbacks=[Switch(after=10)])
+    assert "Received: loss:" in str(e.value) or "weight" in str(e.value)
+    assert "one step, of 8 rows" in str(e.value)
+
+
+class AtEpoch(keras.callbacks.Callback):
+    """Keeps the weights with which the last epoch begins."""
+
+    weights: list = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        AtEpoch.weights = self.model.get_weights()
+
+
+def test_from_then_on_every_replica_computes_the_whole_batch():
+    with pytest.warns(UserWarning, match="From now on every replica .* 13 steps after") as caught:
+        callbacks = [Switch(after=10), AtEpoch()]
+        model, _ = fit(2, callbacks=callbacks, on_difference="replicate")
+    assert sum("From now on" in str(w.message) for w in caught) == 1
+    # The last epoch goes on from there as one device would.
+    one, _ = fit(1, epochs=0)
+    one.set_weights(AtEpoch.weights)
+    one.settings.assign(tf.ones(NUM_SETTINGS))
+    one.fit(**arrays(None), verbose=0)
+    for value, other in zip(model.get_weights(), one.get_weights()):
+        np.testing.assert_allclose(value, other, atol=1e-6)
+
+
+class RareRows(Step):
+    """The square of a mean over rows with a property that only one batch has."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = tf.reduce_mean(tf.square(outputs - y))
+            is_rare = tf.math.floormod(tf.floor(1000 * tf.abs(x[:, 0])), 97) == 13
+            rare = tf.where(is_rare, outputs[:, 0], 0.0)
+            loss += tf.square(tf.reduce_mean(rare))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_property_that_no_first_row_has_is_told_when_a_batch_has_it():
+    rows = ROWS.copy()
+    rows[np.floor(1000 * np.abs(rows[:, 0])) % 97 == 13] = 0
+    # In the fifth batch, and none of those that are tried before training.
+    rows[33:39, 0] = 0.0135
+
+    def feed(strategy):
+        return {"x": tf.data.Dataset.from_tensor_slices((rows, TARGETS)).batch(BATCH)}
+
+    with pytest.raises(ValueError, match="is not 5 steps later"):
+        fit(2, RareRows, feed)
+
+
+class Decides(Step):
+    """Each replica changes the learning rate by its own loss."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        rate = self.optimizer.learning_rate
+        rate.assign(rate * tf.where(logs["loss"] < self.settings[3], 1.0, 0.9))
+        return logs
+
+    def term(self, outputs):
+        return 0.0
+
+
+def test_replicas_that_have_come_apart_are_made_alike_with_a_warning():
+    class Limit(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            # Between the losses of the two replicas.
+            self.model.settings.assign(tf.fill([NUM_SETTINGS], float(logs["loss"])))
+
+    with pytest.warns(UserWarning, match="From now on.*, which differs between replicas"):
+        model, _ = fit(2, Decides, callbacks=[Limit()], on_difference="replicate")
+    local = model.distribute_strategy.experimental_local_results
+    rates = [float(value) for value in local(model.optimizer.learning_rate.value)]
+    assert rates[0] == rates[1]
+    with pytest.raises(ValueError, match="All 2 replicas must hold the same weights"):
+        fit(2, Decides, callbacks=[Limit()])
+
+
+def relu():
+    dense = [keras.layers.Dense(16, "relu"), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)]
+    return Step(keras.Sequential(dense))
+
+
+def normalized():
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+    return Step(keras.Sequential(layers))
+
+
+def dropping():
+    return Step(keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(3)]))
+
+
+def stock():
+    return keras.Sequential([keras.layers.Dense(3)])
+
+
+def adam(**settings):
+    return lambda: keras.optimizers.Adam(0.01, **settings)
+
+
+ORDINARY = {
+    "a trained-out linear model": {"optimizer": lambda: keras.optimizers.SGD(0.3), "epochs": 30},
+    "jumps": {"make": relu, "optimizer": adam(), "epochs": 12},
+    "local statistics": {"make": normalized, "optimizer": adam(), "epochs": 8},
+    "dropout": {"make": dropping, "optimizer": adam(), "epochs": 8},
+    "sign updates": {"make": relu, "optimizer": lambda: keras.optimizers.Lion(0.001), "epochs": 8},
+    "sums of three steps": {
+        "make": stock,
+        "optimizer": adam(gradient_accumulation_steps=3),
+        "compiled": {"loss": "mse"},
+        "verify": "always",
+    },
+    "several steps at once": {"make": relu, "compiled": {"steps_per_execution": 4}},
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
+    checked, check = [], spot_checks.verification.spot_check
+    monkeypatch.setattr(spot_checks, "_OF_FIRST", 100.0)
+    monkeypatch.setattr(
+        spot_checks.verification,
+        "spot_check",
+        lambda *args: (checked.append(args[3]), check(*args)),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*replica computes|.*not verified")
+        model, history = fit(2, **ORDINARY[name])
+    assert checked, "no spot check was made"
+    if name == "sums of three steps":
+        assert not any(number % 3 for number in checked)
+    unverified, others = fit(2, **{**ORDINARY[name], "verify": "never"})
+    assert history == others
+    for value, other in zip(model.get_weights(), unverified.get_weights()):
+        np.testing.assert_array_equal(value, other)
+
+
+def test_checks_become_rare():
+    progress = spot_checks._Progress(None, first=1.0)
+    due = []
+    for number in range(1, 1001):
+        if progress.count(progress, 1):
+            due.append(number)
+            progress.is_due = False
+    assert due == [2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987]
+
+
+def test_checks_take_a_small_part_of_the_time():
+    progress = spot_checks._Progress(None, first=1.0)
+    assert progress.is_affordable
+    progress.spent = 0.3
+    assert not progress.is_affordable
+    progress.began -= 100.0
+    assert progress.is_affordable
+
+
+def test_stock_models_and_evaluation_keep_no_batches():
+    model, _ = fit(2, stock, compiled={"loss": "mse"})
+    assert not model.distribute_strategy.keeps_samples
+    model, _ = fit(2)
+    assert model.distribute_strategy.keeps_samples
+    with model.distribute_strategy.scope():
+        model.compile(loss="mse")
+    model.evaluate(ROWS, TARGETS, verbose=0)
+    assert not model.distribute_strategy.keeps_samples
+
+
+def kept(data, read):
+    samples = Samples()
+    iterator = iter(samples.of(data))
+    for _ in range(read):
+        next(iterator)
+    return samples
+
+
+def test_samples_are_those_that_were_trained_on():
+    data = tf.data.Dataset.range(200).batch(2)
+    samples = kept(data.prefetch(4), 10)
+    assert samples.latest(6).numpy().tolist() == [12, 13]
+    assert kept(data, 90).latest(89).numpy().tolist() == [176, 177]
+    assert kept(data, 2).latest(-1) is None
+
+
+def test_samples_of_other_kinds_of_tensors():
+    ragged = tf.ragged.constant([[1], [2, 3], [4, 5, 6], [7]])
+    texts = tf.constant(["a", "b", "c", "d"])
+    data = tf.data.Dataset.from_tensor_slices({"ids": ragged, "text": texts}).batch(2)
+    batch = kept(data, 2).latest(1)
+    assert batch["ids"].to_list() == [[4, 5, 6], [7]]
+    assert batch["text"].numpy().tolist() == [b"c", b"d"]
+
+
+def test_large_batches_are_cut():
+    data = tf.data.Dataset.from_tensors((tf.ones([64, 2**17]), tf.range(64)))
+    rows, numbers = kept(data, 1).latest(0)
+    assert rows.shape == (7, 2**17) and numbers.numpy().tolist() == list(range(7))
+
+
+def test_numbers_of_later_checks():
+    assert fibonacci()[:5] == [2, 3, 5, 8, 13] and fibonacci()[-1] >= 2**50

@@ -1,0 +1,131 @@
+"""Spot checks: a verified step is compared with one device again and again while `fit` runs.
+
+Before the first step, no one knows what later rows and a later state bring: a phase, a weight that
+passes a limit, a rare class. So the step is compared again after 2, 3, 5, 8, 13, ... steps, with a
+batch that it was just trained on and the state that it has then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+
+import keras
+
+from tfmulti import keras_compat, marks, verification
+from tfmulti.step.samples import fibonacci
+from tfmulti.strategies import checks
+from tfmulti.verification.case import TRAIN, Case
+
+# Spot checks take at most these shares of the time of training, and of the first verification.
+_OF_TRAINING, _OF_FIRST = 0.05, 0.25
+
+
+@dataclasses.dataclass
+class _Progress:
+    """How far the training with a verified step has come.
+
+    Attributes:
+        case: The step.
+        first: How many seconds its verification took.
+        began: When the first step was taken.
+        steps: How many steps have been taken.
+        in_pass: How many of them with the current iterator.
+        spent: How many seconds spot checks have taken.
+        is_due: Whether it is time for one.
+        is_over: Whether there are no more of them.
+    """
+
+    case: Case
+    first: float
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    steps: int = 0
+    in_pass: int = 0
+    spent: float = 0.0
+    is_due: bool = False
+    is_over: bool = False
+    iterator: Callable = lambda: None
+
+    def __post_init__(self):
+        self._due = iter(fibonacci())
+        self._next = next(self._due)
+
+    def count(self, iterator, number: int) -> bool:
+        """Counts steps; returns whether a spot check is due."""
+        if self.iterator() is not iterator:
+            self.iterator, self.in_pass = weakref.ref(iterator), 0
+        self.steps, self.in_pass = self.steps + number, self.in_pass + number
+        if self.steps >= self._next:
+            self._next = next(itertools.dropwhile(lambda each: each <= self.steps, self._due))
+            self.is_due = True
+        return self.is_due
+
+    @property
+    def is_affordable(self) -> bool:
+        """Whether there is time for another spot check."""
+        elapsed = time.perf_counter() - self.began
+        return self.spent <= max(_OF_FIRST * self.first, _OF_TRAINING * elapsed)
+
+
+def prepare(model: keras.Model, name: str) -> None:
+    """Has the batches of `fit` kept for spot checks, if there will be any.
+
+    Args:
+        model: The model whose method is called.
+        name: The name of the method.
+    """
+    strategy = model.distribute_strategy
+    if keras_compat.is_ours(strategy):
+        several = strategy.num_replicas_in_sync > 1
+        wanted = name == "fit" and several and verification.may_be_verified(model, TRAIN)
+        strategy.keeps_samples = wanted
+
+
+def watched(model: keras.Model, kind: str, function: Callable) -> Callable:
+    """Returns Keras's function of a step, after which spot checks are made while `fit` runs.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        function: Keras's function of an iterator.
+    """
+    if kind != TRAIN or model.distribute_strategy.num_replicas_in_sync == 1:
+        return function
+    progress: _Progress | None = None
+
+    @functools.wraps(function)
+    def step(iterator):
+        nonlocal progress
+        logs = function(iterator)
+        feed = marks.FEED.get(model)
+        case = marks.CHECKED.get(model).get(kind)
+        if feed is None or feed.samples is None or case is None:
+            return logs
+        if progress is None or progress.case is not case:
+            progress = _Progress(case, case.seconds)
+        if progress.count(iterator, model.steps_per_execution) and not progress.is_over:
+            _check(model, kind, feed, progress)
+        return logs
+
+    return step
+
+
+def _check(model, kind, feed, progress):
+    if verification.is_between_updates(model):
+        return
+    progress.is_due = False
+    strategy = model.distribute_strategy
+    can = verification.can_check(model, kind)
+    if not can or not checks.WORKERS.agree(strategy, progress.is_affordable):
+        progress.is_over = not can
+        return
+    begin = time.perf_counter()
+    drawn = feed.samples.latest(progress.in_pass - 1)
+    verification.spot_check(model, kind, drawn, progress.steps, checks.WORKERS)
+    progress.spent += time.perf_counter() - begin
+    # A step that all replicas compute from the whole batch has another function.
+    model.make_train_function()
