@@ -137,16 +137,8 @@ class RareRows(Step):
 
 
 def test_a_property_that_no_first_row_has_is_told_when_a_batch_has_it():
-    rows = ROWS.copy()
-    rows[np.floor(1000 * np.abs(rows[:, 0])) % 97 == 13] = 0
-    # In the fifth batch, and none of those that are tried before training.
-    rows[33:39, 0] = 0.0135
-
-    def feed(strategy):
-        return {"x": tf.data.Dataset.from_tensor_slices((rows, TARGETS)).batch(BATCH)}
-
     with pytest.raises(ValueError, match="is not 5 steps later"):
-        fit(2, RareRows, feed)
+        fit(2, RareRows, lambda strategy: {"x": rare_rows()})
 
 
 class Decides(Step):
@@ -255,14 +247,12 @@ def test_checks_take_a_small_part_of_the_time():
     assert progress.is_affordable
 
 
-def test_stock_models_and_evaluation_keep_no_batches():
+def test_stock_models_and_predict_keep_no_batches():
     model, _ = fit(2, stock, compiled={"loss": "mse"})
     assert not model.distribute_strategy.keeps_samples
     model, _ = fit(2)
     assert model.distribute_strategy.keeps_samples
-    with model.distribute_strategy.scope():
-        model.compile(loss="mse")
-    model.evaluate(ROWS, TARGETS, verbose=0)
+    model.predict(ROWS, verbose=0)
     assert not model.distribute_strategy.keeps_samples
 
 
@@ -299,3 +289,40 @@ def test_large_batches_are_cut():
 
 def test_numbers_of_later_checks():
     assert fibonacci()[:5] == [2, 3, 5, 8, 13] and fibonacci()[-1] >= 2**50
+
+
+class Measures(Step):
+    """Logs a mean over rows with a rare property, squared, when it is evaluated."""
+
+    def test_step(self, data):
+        x, y = data
+        outputs = self(x)
+        is_rare = tf.math.floormod(tf.floor(1000 * tf.abs(x[:, 0])), 97) == 13
+        rare = tf.reduce_mean(tf.where(is_rare, outputs[:, 0], 0.0))
+        return {"error": tf.reduce_mean(tf.square(outputs - y)) + tf.square(rare)}
+
+
+def rare_rows():
+    rows = ROWS.copy()
+    rows[np.floor(1000 * np.abs(rows[:, 0])) % 97 == 13] = 0
+    # In the fifth batch, and none of those that are tried before.
+    rows[33:39, 0] = 0.0135
+    return tf.data.Dataset.from_tensor_slices((rows, TARGETS)).batch(BATCH)
+
+
+def test_evaluation_is_told_of_rows_that_come_later():
+    model, _ = fit(2, Measures)
+    with pytest.raises(ValueError, match="`test_step` must .* is not 5 steps later"):
+        model.evaluate(rare_rows(), verbose=0)
+    with pytest.raises(ValueError, match="`test_step` must .* is not 5 steps later"):
+        model.fit(ROWS, TARGETS, validation_data=rare_rows(), verbose=0)
+
+
+def test_evaluation_goes_on_with_the_whole_batch():
+    model, _ = fit(2, Measures, on_difference="replicate")
+    with pytest.warns(UserWarning, match="From now on .* so evaluate again"):
+        model.evaluate(rare_rows(), verbose=0)
+    one, _ = fit(1, Measures)
+    one.set_weights(model.get_weights())
+    expected = one.evaluate(rare_rows(), verbose=0)
+    assert model.evaluate(rare_rows(), verbose=0) == pytest.approx(expected, abs=1e-6)

@@ -110,6 +110,11 @@ class Driver(later.Step):
 
 def test_a_decision_by_local_rows_after_the_update_is_reported():
     with pytest.warns(UserWarning, match="decides by a number .*: Less at .*moments.py"):
+        fit(Driver, on_difference="replicate")
+
+
+def test_replicas_that_decided_differently_are_told():
+    with pytest.raises(ValueError, match="learning_rate, which differs between replicas"):
         fit(Driver)
 
 

@@ -65,6 +65,8 @@ FEED = Mark("feed")
 """While `fit` runs, the description of its data, `verification.case.Feed`."""
 CHECKED = Mark("checked", {})
 """Its verified steps, `verification.case.Case` by kind, for spot checks."""
+SAMPLES = Mark("samples", {})
+"""By kind of step, the batches that are kept of the data that it has, or None."""
 REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 PREDICT = Mark("predict", (None, None))
@@ -105,8 +107,8 @@ LAUNCHES = Mark("launches", False)
 """Whether a launcher of collectives belongs to one of our strategies."""
 AGREED = Mark("agreed", False)
 """Whether workers have agreed on the number of batches of an iterator."""
-SAMPLES = Mark("samples")
-"""The batches that were kept of a distributed dataset, `step.samples.Samples`."""
+SAMPLE = Mark("sample")
+"""The batches that are kept of a distributed dataset, `step.samples.Samples`."""
 STEP = Mark("step")
 """The kind of step that a function is, and its model."""
 PATH = Mark("path")

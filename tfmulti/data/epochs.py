@@ -217,7 +217,7 @@ class EpochDataset(tf.data.Dataset):
         batches = self._replica_batches_of(topology.local_batch_indices(strategy), log, keep)
         distributed = Pass(batches, self._position, strategy, self.element_spec)
         sampled.unpack = lambda step: without_count(distributed.peek(step))
-        marks.SAMPLES.set(distributed, sampled)
+        marks.SAMPLE.set(distributed, sampled)
         return distributed
 
     def _replica_batches_of(self, numbers: tuple[int, ...], log, keep) -> tf.data.Dataset:

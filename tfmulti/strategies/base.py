@@ -146,7 +146,7 @@ class _KerasRepairs:
             return super().experimental_distribute_dataset(dataset, options)
         sampled = samples.Samples()
         distributed = self._distribute(dataset, options, sampled)
-        marks.SAMPLES.set(distributed, sampled)
+        marks.SAMPLE.set(distributed, sampled)
         return distributed
 
     def _distribute(self, dataset, options, sampled):

@@ -218,12 +218,12 @@ def _verify(model, peek, iterator):
     if _KINDS[name] == TRAIN:
         sharded_parameters.forget_values(model)
     feed = _feed(functools.cache(peek), iterator)
+    marks.SAMPLES.set(model, {**marks.SAMPLES.get(model), _KINDS[name]: _samples_of(iterator)})
     if name == "fit":
         # Of an earlier `fit` that has failed.
         marks.FEED.set(model, None)
     verification.verify_once(model, _KINDS[name], feed, WORKERS)
     if name == "fit":
-        feed.samples = samples_of(iterator)
         marks.FEED.set(model, feed)
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
@@ -349,11 +349,11 @@ def _first_rows(data):
     return keras.utils.pack_x_y_sample_weight(rows)
 
 
-def samples_of(iterator):
+def _samples_of(iterator):
     """Returns the batches that are kept of those that Keras's iterator reads, or None."""
     if iterator is None:
         return None
-    return marks.SAMPLES.get(keras_compat.distributed_dataset_of(iterator))
+    return marks.SAMPLE.get(keras_compat.distributed_dataset_of(iterator))
 
 
 def _feed(peek, iterator) -> Feed:

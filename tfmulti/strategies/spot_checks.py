@@ -19,7 +19,7 @@ import keras
 from tfmulti import keras_compat, marks, verification
 from tfmulti.step.samples import fibonacci
 from tfmulti.strategies import checks
-from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.case import TEST, TRAIN, Case
 
 # Spot checks take at most these shares of the time of training, and of the first verification.
 _OF_TRAINING, _OF_FIRST = 0.05, 0.25
@@ -72,7 +72,7 @@ class _Progress:
 
 
 def prepare(model: keras.Model, name: str) -> None:
-    """Has the batches of `fit` kept for spot checks, if there will be any.
+    """Has the batches of `fit` and `evaluate` kept for spot checks, if there will be any.
 
     Args:
         model: The model whose method is called.
@@ -80,20 +80,22 @@ def prepare(model: keras.Model, name: str) -> None:
     """
     strategy = model.distribute_strategy
     if keras_compat.is_ours(strategy):
+        kinds = {"fit": (TRAIN, TEST), "evaluate": (TEST,)}.get(name, ())
         several = strategy.num_replicas_in_sync > 1
-        wanted = name == "fit" and several and verification.may_be_verified(model, TRAIN)
-        strategy.keeps_samples = wanted
+        strategy.keeps_samples = several and any(
+            verification.may_be_verified(model, kind) for kind in kinds
+        )
 
 
 def watched(model: keras.Model, kind: str, function: Callable) -> Callable:
-    """Returns Keras's function of a step, after which spot checks are made while `fit` runs.
+    """Returns Keras's function of a step, after which spot checks are made.
 
     Args:
         model: The model.
         kind: `"train"` or `"test"`.
         function: Keras's function of an iterator.
     """
-    if kind != TRAIN or model.distribute_strategy.num_replicas_in_sync == 1:
+    if model.distribute_strategy.num_replicas_in_sync == 1:
         return function
     progress: _Progress | None = None
 
@@ -101,31 +103,31 @@ def watched(model: keras.Model, kind: str, function: Callable) -> Callable:
     def step(iterator):
         nonlocal progress
         logs = function(iterator)
-        feed = marks.FEED.get(model)
+        samples = marks.SAMPLES.get(model).get(kind)
         case = marks.CHECKED.get(model).get(kind)
-        if feed is None or feed.samples is None or case is None:
+        if samples is None or case is None:
             return logs
         if progress is None or progress.case is not case:
             progress = _Progress(case, case.seconds)
         if progress.count(iterator, model.steps_per_execution) and not progress.is_over:
-            _check(model, kind, feed, progress)
+            _check(model, kind, samples, progress)
         return logs
 
     return step
 
 
-def _check(model, kind, feed, progress):
-    if verification.is_between_updates(model):
+def _check(model, kind, samples, progress):
+    if kind == TRAIN and verification.is_between_updates(model):
         return
     progress.is_due = False
-    strategy = model.distribute_strategy
     can = verification.can_check(model, kind)
-    if not can or not checks.WORKERS.agree(strategy, progress.is_affordable):
+    affordable = progress.is_affordable
+    if not can or not checks.WORKERS.agree(model.distribute_strategy, affordable):
         progress.is_over = not can
         return
     begin = time.perf_counter()
-    drawn = feed.samples.latest(progress.in_pass - 1)
+    drawn = samples.latest(progress.in_pass - 1)
     verification.spot_check(model, kind, drawn, progress.steps, checks.WORKERS)
     progress.spent += time.perf_counter() - begin
     # A step that all replicas compute from the whole batch has another function.
-    model.make_train_function()
+    model.make_train_function() if kind == TRAIN else model.make_test_function()

@@ -73,6 +73,7 @@ class VerifyAgain(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Lets go of the data."""
         marks.FEED.set(self.model, None)
+        marks.SAMPLES.set(self.model, {})
 
     def _has_changed(self) -> bool:
         settings = marks.SETTINGS.get(self.model) or ()

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfmulti.step import replicated
 from tfmulti.step.rows import count_rows
-from tfmulti.step.samples import Samples
 from tfmulti.verification import custom_parts, sizes
 from tfmulti.verification.rows import Rows
 
@@ -45,13 +44,11 @@ class Feed(Batches):
         peek: Function that returns a batch, of all local replicas.
         alone: Whether the batch is given by itself.
         shapes: The shapes of the parts of a batch, as the step is traced for; empty if unknown.
-        samples: Some of the batches that are read while the step runs, or None.
     """
 
     peek: Callable
     alone: bool = False
     shapes: Sequence[tf.TensorShape] = ()
-    samples: Samples | None = None
 
 
 @dataclasses.dataclass
