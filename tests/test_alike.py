@@ -1,7 +1,9 @@
 """What stands for the configuration of a model, by which workers compare theirs."""
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfmulti.strategies import alike
 
@@ -49,3 +51,27 @@ def test_parts_without_a_configuration_are_left_out():
     model.compile("sgd", "mse")
     assert "layer 3 (Dense)" in alike._descriptions(model)
     assert "layer 2 (Own)" not in alike._descriptions(model)
+
+
+ROWS = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [ROWS[:20], ROWS[::-1], ROWS + 1, ROWS.astype("int32"), {"x": ROWS, "y": ROWS}],
+    ids=["fewer", "reversed", "other numbers", "rounded", "two parts"],
+)
+def test_other_data_are_seen(other):
+    assert not alike.are_same_data(alike.describe_data(ROWS), alike.describe_data(other))
+
+
+@pytest.mark.parametrize("change", [lambda x: x * np.float32(1 + 1e-6), tf.constant])
+def test_the_same_data_are_the_same(change):
+    assert alike.are_same_data(alike.describe_data(ROWS), alike.describe_data(change(ROWS)))
+
+
+def test_texts_are_compared_and_other_data_are_not():
+    texts = np.array(["a", "b"])
+    assert not alike.are_same_data(alike.describe_data(texts), alike.describe_data(texts[::-1]))
+    assert alike.describe_data(tf.data.Dataset.range(3)) == []
+    assert alike.describe_data(x for x in [1]) == []

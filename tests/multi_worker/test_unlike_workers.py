@@ -27,5 +27,20 @@ def test_what_one_worker_has_otherwise_is_told(run_workers, case, rule, received
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, received",
+    [
+        ("rows", "arrays of other shapes or values than on the first worker"),
+        ("own rows", "arrays of other shapes or values than on the first worker"),
+        ("fewer", "(12, 4) here and (16, 4) there"),
+    ],
+)
+def test_other_data_on_one_worker_are_told(run_workers, case, received):
+    told = "".join(run_workers(2, [PROGRAM, case], check=False))
+    assert "Every worker must be given the whole data" in told and received in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
 def test_names_and_seeds_are_no_difference(run_workers):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, "alike"]))

@@ -46,8 +46,12 @@ def main():
     with strategy.scope():
         model = build()
         model.compile(keras.optimizers.SGD(rate), "mae" if here("loss") else "mse")
-    x = np.random.RandomState(0).randn(32, 4).astype("float32")
-    model.fit(x, x[:, :1], batch_size=16, epochs=2, verbose=0, callbacks=[Change()])
+    x = np.random.RandomState(1 if here("rows") or here("own rows") else 0).randn(32, 4)
+    x = x.astype("float32")[: 12 if here("fewer") else 16 if CASE == "fewer" else None]
+    given = {"x": x, "y": x[:, :1], "batch_size": 16}
+    if CASE == "own rows":
+        given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
+    model.fit(**given, epochs=2, verbose=0, callbacks=[Change()])
     print("trained", flush=True)
 
 

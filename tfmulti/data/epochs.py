@@ -119,6 +119,11 @@ class EpochDataset(tf.data.Dataset):
         ).map(_join)
         super().__init__(keras_compat.variant_tensor(self._global))
 
+    @property
+    def arrays(self):
+        """The arrays that it was made of; None for a stream."""
+        return getattr(self._source, "arrays", None)
+
     def _inputs(self):
         return [self._global]
 

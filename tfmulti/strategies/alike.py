@@ -27,6 +27,8 @@ _LEFT_OUT = ("seed", "name", "shared_object_id")
 _COUNTER = re.compile(r"_\d+(?=[\"/])")
 # The entries of a variable that are compared: an update changes most of them.
 _MOST_ENTRIES = 4096
+# Of arrays these rows are compared, the first numbers of each, to this part of the largest one.
+_MOST_ROWS, _FIRST_NUMBERS, _CLOSE = 16, 16, 1e-3
 # Below the largest whole number that workers can compare.
 _MASK = 2**24 - 1
 _ADVICE = (
@@ -35,22 +37,78 @@ _ADVICE = (
 )
 
 
-def compare_models(model: keras.Model) -> None:
-    """Raises ValueError if another layer, loss or optimizer is on the chief; before `fit`.
+def compare_models(model: keras.Model, data) -> None:
+    """Raises ValueError if another layer, loss, optimizer or data is on the chief; before `fit`.
 
     Every worker must call it.
 
     Args:
         model: The model.
+        data: The first argument of `fit`; only arrays are compared.
     """
     strategy = model.distribute_strategy
     if not getattr(strategy, "checks_call_order", False):
         return
-    here, key = _descriptions(model), f"tfmulti/model/{next(_numbers)}"
+    here, key = [_descriptions(model), describe_data(data)], f"tfmulti/model/{next(_numbers)}"
     if topology.is_chief(strategy):
         keras_compat.publish(key, json.dumps(here))
         return
     there = json.loads(keras_compat.read_published(key, *topology.cluster_of(strategy).tasks[0]))
+    _refuse_other_models(strategy, here[0], there[0])
+    if not are_same_data(here[1], there[1]):
+        raise ValueError(
+            "Every worker must be given the whole data, the same on all of them; it takes its "
+            f"share of each batch. Received: on {topology.worker_name(strategy)} arrays of other "
+            f"shapes or values than on the first worker, {_shapes(here[1])} here and "
+            f"{_shapes(there[1])} there. Load all rows on every worker, in the same order, and "
+            "seed what is drawn; tfmulti.distribute_train reads only the rows that it needs."
+        )
+
+
+def _shapes(parts) -> str:
+    return ", ".join(str(tuple(shape)) for shape, _ in parts) or "no arrays"
+
+
+def describe_data(data) -> list:
+    """Returns the shape of each array, and some of its numbers, as JSON; [] for other data.
+
+    Args:
+        data: Arrays, a dataset that `distribute_train` made of arrays, or anything else.
+    """
+    leaves = tf.nest.flatten(getattr(data, "arrays", data), expand_composites=False)
+    if not all(isinstance(leaf, (np.ndarray, tf.Tensor)) and len(leaf.shape) for leaf in leaves):
+        return []
+    return [[list(map(int, leaf.shape)), _some_numbers(leaf)] for leaf in leaves]
+
+
+def _some_numbers(array) -> list[float]:
+    number = int(array.shape[0])
+    rows = np.unique(np.linspace(0, number - 1, min(number, _MOST_ROWS)).astype(int))
+    taken = [np.asarray(array[row]).reshape(-1)[:_FIRST_NUMBERS] for row in rows]
+    values = np.concatenate(taken or [np.zeros(0)])
+    if values.dtype.kind not in "biuf":
+        return [float(zlib.crc32(repr(values.tolist()).encode()))]
+    return values.astype(float).tolist()
+
+
+def are_same_data(one: list, other: list) -> bool:
+    """Whether two workers have the same data; another processor may compute other last digits.
+
+    Args:
+        one: What `describe_data` returned.
+        other: The same on another worker.
+    """
+    if [shape for shape, _ in one] != [shape for shape, _ in other]:
+        return False
+    pairs = [(np.array(a), np.array(b)) for (_, a), (_, b) in zip(one, other)]
+    return all(
+        a.shape == b.shape
+        and np.allclose(a, b, _CLOSE, _CLOSE * np.max(np.abs(b), initial=0), equal_nan=True)
+        for a, b in pairs
+    )
+
+
+def _refuse_other_models(strategy, here, there):
     differing = [name for name in here | there if here.get(name) != there.get(name)]
     if differing:
         raise ValueError(

@@ -199,7 +199,7 @@ def _before_call(model, name, data):
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
     if name == "fit":
-        alike.compare_models(model)
+        alike.compare_models(model, data)
     checks.before_call(model, name, data)
     spot_checks.prepare(model, name)
 
