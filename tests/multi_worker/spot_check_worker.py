@@ -35,6 +35,21 @@ def run_case(strategy, feed, callbacks=(), make=programs.Step, **compiled):
     return {"told": told, "loss": history.history["loss"], "weights": weights}
 
 
+def evaluate(strategy):
+    """Returns the warnings, and the second result, of evaluating rows that come later."""
+    strategy.on_difference = "replicate"
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = programs.Measures()
+        model.compile("sgd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.evaluate(programs.rare_rows(), verbose=0)
+        result = model.evaluate(programs.rare_rows(), verbose=0)
+    told = [str(each.message) for each in caught if "From now on" in str(each.message)]
+    return {"told": told, "result": result}
+
+
 def main(logical_cpus, communication):
     # All that are due, however little time there is.
     spot_checks._OF_FIRST = 1000.0
@@ -48,6 +63,7 @@ def main(logical_cpus, communication):
         strategy.on_difference = "error"
         done[f"error, {name}"] = run_case(strategy, feed, [programs.Switch(after=10)])
         done[f"stays, {name}"] = run_case(strategy, feed, make=programs.relu)
+    done["evaluates"] = evaluate(strategy)
     print(json.dumps(done))
 
 

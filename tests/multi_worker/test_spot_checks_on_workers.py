@@ -27,6 +27,11 @@ def test_two_workers_of_mpi(mpiexec):
 
 def assert_told(workers):
     assert len(workers) == 2
+    one = spot_check_worker.evaluate(create_strategy(1))
+    assert one["told"] == []
+    for said in workers:
+        assert "so evaluate again" in said["evaluates"]["told"][0]
+        np.testing.assert_allclose(said["evaluates"]["result"], one["result"], atol=1e-6)
     for name, feed in spot_check_worker.FEEDS.items():
         stays = spot_check_worker.run_case(create_strategy(1), feed, make=programs.relu)
         for said in workers:
