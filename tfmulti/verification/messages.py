@@ -85,18 +85,19 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
         reason: Why it could not run in parts, or "".
     """
     number = case.strategy.num_replicas_in_sync
-    rule = (
-        f"Every replica computes `{_METHODS[case.kind]}` from the whole global batch, because in "
-        f"{number} parts it {'cannot run' if reason else 'differs from one device'}. The result is "
-        "that of one device; so are the time and the memory that a step takes."
-    )
+    head, later = "Every replica computes", ""
     if case.num_later:
+        head = "From now on every replica computes"
         again = "train" if case.kind == TRAIN else "evaluate"
-        rule = (
-            f"From now on e{rule[1:]} That showed {case.num_later} steps after it was verified, "
-            "with rows of a later batch; steps before may have differed too, so "
-            f"{again} again once it is changed."
+        later = (
+            f" That showed {case.num_later} steps after it was verified, with rows of a later "
+            f"batch; steps before may have differed too, so {again} again once it is changed."
         )
+    rule = (
+        f"{head} `{_METHODS[case.kind]}` from the whole global batch, because in "
+        f"{number} parts it {'cannot run' if reason else 'differs from one device'}. The result is "
+        f"that of one device; so are the time and the memory that a step takes.{later}"
+    )
     stop = 'Set `on_difference="error"` in create_strategy to stop instead.'
     if error is None and reason:
         return (
