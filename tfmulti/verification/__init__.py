@@ -143,6 +143,8 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     if not workers.agree(strategy, rows is not None and case.takes(rows)):
         return
     begin = time.perf_counter()
+    # A worker that got no row of this batch takes those of the first worker, as all do.
+    rows.counts = [max(count, 1) for count in rows.counts]
     case.rows, case.num_later = rows, number
     _choose_rows(case, drawn, workers, early=True)
     with restored(Numbers(model)), quiet_tensorflow():
