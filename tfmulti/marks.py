@@ -67,6 +67,8 @@ CHECKED = Mark("checked", {})
 """Its verified steps, `verification.case.Case` by kind, for spot checks."""
 SAMPLES = Mark("samples", {})
 """By kind of step, the batches that are kept of the data that it has, or None."""
+PENDING = Mark("pending", {})
+"""By kind of step, the data with which it will be verified when its first batch has been drawn."""
 REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 PREDICT = Mark("predict", (None, None))

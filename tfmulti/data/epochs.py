@@ -124,6 +124,11 @@ class EpochDataset(tf.data.Dataset):
         """The arrays that it was made of; None for a stream."""
         return getattr(self._source, "arrays", None)
 
+    @property
+    def stream(self):
+        """The dataset that it was made of; None for arrays."""
+        return getattr(self._source, "dataset", None)
+
     def _inputs(self):
         return [self._global]
 

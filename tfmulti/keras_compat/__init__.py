@@ -12,6 +12,7 @@ from tfmulti.keras_compat.accessors import (
     WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics, axes_of,
     build_model,
     compiled_losses, inner_optimizer, is_batched, is_from_python, is_stock, keep_on_each_replica,
+    reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
     own_losses, random_layers, remove_mask, set_initial_epoch, set_mask, slots_of, stateful_layers,

@@ -14,6 +14,7 @@ from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import dataset_ops
 
 from tfmulti import marks
+from tfmulti.keras_compat.reference import operations_of
 
 STEP_KINDS = {"train_step": "train", "test_step": "test"}
 
@@ -188,6 +189,24 @@ def is_from_python(dataset: tf.data.Dataset) -> bool:
         dataset = dataset._input_dataset
     function = getattr(getattr(dataset, "_map_func", None), "_func", None)
     return getattr(function, "__qualname__", "").startswith("_from_generator.")
+
+
+def reads_by_python(epoch_iterator) -> bool:
+    """Whether reading a batch calls Python code, of which another call may draw other numbers."""
+    adapter = epoch_iterator.data_adapter
+    if hasattr(adapter, "py_dataset"):
+        return True
+    own = getattr(adapter, "_dataset", None)
+    if hasattr(own, "distribute_to"):
+        own = own.stream
+    return isinstance(own, tf.data.Dataset) and _calls_python(own)
+
+
+def _calls_python(dataset) -> bool:
+    for function in dataset._functions():
+        if any("PyFunc" in kind for kind in operations_of(function.function)):
+            return True
+    return any(map(_calls_python, dataset._inputs()))
 
 
 def loss_of(fn) -> keras.losses.Loss:

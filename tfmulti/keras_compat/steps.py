@@ -215,7 +215,8 @@ def mark_steps(original, before_making, watch):
     Args:
         original: Keras's own method.
         before_making: Function of the model and the kind of step.
-        watch: Function of the model, the kind of step, and Keras's function; returns another.
+        watch: Function of the model, the kind of step, and a function that makes Keras's function;
+            returns another.
     """
 
     def make_function(self, step_function):
@@ -225,7 +226,7 @@ def mark_steps(original, before_making, watch):
         kind = "train" if step_function == self.train_step else "test"
         marks.STEP.set(step, (kind, self))
         before_making(self, kind)
-        return watch(self, kind, original(self, step))
+        return watch(self, kind, lambda: original(self, step))
 
     return make_function
 

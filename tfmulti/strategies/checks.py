@@ -7,7 +7,6 @@ import warnings
 import weakref
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, verification
@@ -17,11 +16,12 @@ from tfmulti.step import (
     local_steps,
     model_contents,
     replicated,
+    rows,
     slots,
     sparse_gradients,
     whole_batch,
 )
-from tfmulti.strategies import coordination
+from tfmulti.strategies import coordination, feeds
 from tfmulti.verification import Workers
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
 from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
@@ -143,9 +143,6 @@ def _is_outside(value, strategy, several) -> bool:
 
 
 _KINDS = {"fit": TRAIN, "train_on_batch": TRAIN, "evaluate": TEST, "test_on_batch": TEST}
-_EVEN = ("drop", "repeat_first")
-# Rows of ragged or sparse data with which `predict` is verified.
-_MAX_ROWS = 64
 WORKERS = Workers(
     coordination.min_and_max,
     coordination.broadcast,
@@ -217,17 +214,61 @@ def _verify(model, peek, iterator):
         return
     if _KINDS[name] == TRAIN:
         sharded_parameters.forget_values(model)
-    feed = _feed(functools.cache(peek), iterator)
-    marks.SAMPLES.set(model, {**marks.SAMPLES.get(model), _KINDS[name]: _samples_of(iterator)})
+    kind, feed = _KINDS[name], feeds.feed_of(functools.cache(peek), iterator)
+    feed.validates = name == "fit" and validates
+    marks.SAMPLES.set(model, {**marks.SAMPLES.get(model), kind: feeds.samples_of(iterator)})
+    # Of an earlier call that has failed.
+    marks.PENDING.set(model, {})
     if name == "fit":
-        # Of an earlier `fit` that has failed.
         marks.FEED.set(model, None)
-    verification.verify_once(model, _KINDS[name], feed, WORKERS)
-    if name == "fit":
+    if not feed.by_python:
+        verify_feed(model, kind, feed)
+    elif verification.knows(model, kind, feed):
+        marks.FEED.set(model, feed if name == "fit" else None)
+    else:
+        verify_at_first_batch(model, kind, feed)
+
+
+def verify_at_first_batch(model: keras.Model, kind: str, feed: Feed) -> None:
+    """Has a step verified when its next batch has been drawn.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        feed: The description of its data.
+    """
+    marks.PENDING.set(model, {**marks.PENDING.get(model), kind: feed})
+
+
+def verify_with(model: keras.Model, kind: str, batch) -> None:
+    """Verifies a step with a batch that has been drawn, if it is to be.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        batch: The batch, as the replicas receive it.
+    """
+    feed = marks.PENDING.get(model)[kind]
+    marks.PENDING.set(model, {})
+    feed.peek = lambda: rows.without_count(batch)
+    verify_feed(model, kind, feed)
+    verification.note_known(model, kind, feed)
+
+
+def verify_feed(model: keras.Model, kind: str, feed: Feed) -> None:
+    """Verifies a step, of `fit` the one of validation too, and warns of what differs by choice.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        feed: The description of its data.
+    """
+    verification.verify_once(model, kind, feed, WORKERS)
+    if marks.CALL.get(model)[0] == "fit" and kind == TRAIN:
         marks.FEED.set(model, feed)
         _warn_of_local_normalization(model)
         _warn_of_local_steps(model)
-    if name == "fit" and validates:
+    if feed.validates:
         verification.verify_once(model, TEST, feed, WORKERS, early=True)
 
 
@@ -291,12 +332,12 @@ def before_call(model: keras.Model, name: str, data) -> None:
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(strategy)
     if strategy.verify != "never":
-        batch = _first_rows(data)
+        batch = feeds.first_rows(data)
         if batch is not None:
             feed = Feed(
                 lambda: batch,
                 batches=keras_compat.batch_sizes_of_dataset(data),
-                in_chunks=_is_in_chunks(data),
+                in_chunks=feeds.is_in_chunks(data),
             )
             verification.verify_once(model, PREDICT, feed, WORKERS)
 
@@ -325,54 +366,3 @@ def _refuse_stateful(model):
             f"Received: {layers[0].name}, stateful=True, on several replicas. "
             'Use stateful=False, or create_strategy("one_device").'
         )
-
-
-def _first_rows(data):
-    """Returns some rows of the data of `predict`, or None if reading would consume them."""
-    if isinstance(data, tf.data.Dataset):
-        iterator = iter(data)
-        peek = getattr(iterator, "peek", None)
-        return peek() if peek else next(iterator, None)
-    if isinstance(data, keras.utils.PyDataset):
-        batch = data[0]
-        # As Keras does.
-        return (batch,) if isinstance(batch, np.ndarray) else batch
-    kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
-    parts = tf.nest.flatten(data, expand_composites=False)
-    if not all(isinstance(part, kinds) for part in parts):
-        return None
-    if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
-        rows = keras_compat.rows_from_all_over(data)
-    else:
-        rows = tf.nest.map_structure(lambda p: p[:_MAX_ROWS], data, expand_composites=False)
-    # What a step of `predict` is given: no tuple, unless the model has several inputs.
-    return keras.utils.pack_x_y_sample_weight(rows)
-
-
-def _samples_of(iterator):
-    """Returns the batches that are kept of those that Keras's iterator reads, or None."""
-    if iterator is None:
-        return None
-    return marks.SAMPLE.get(keras_compat.distributed_dataset_of(iterator))
-
-
-def _feed(peek, iterator) -> Feed:
-    if iterator is None:
-        return Feed(peek, alone=True)
-    own, static, shapes = keras_compat.feed_of(iterator)
-    plan = getattr(own, "plan", None)
-    if plan is None:
-        batches = keras_compat.batch_sizes_of(iterator)
-        in_chunks = _is_in_chunks(own)
-        return Feed(peek, static=static, batches=batches, in_chunks=in_chunks, shapes=shapes)
-    padded = plan.remainder == "pad"
-    # With padding, a replica batch may have no real row at all.
-    batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
-    even = plan.remainder in _EVEN
-    return Feed(peek, static=even, counted=True, padded=padded, batches=batches, shapes=shapes)
-
-
-def _is_in_chunks(dataset) -> bool:
-    """Whether TensorFlow, and not `WholeBatches`, splits batches into replica batches."""
-    specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
-    return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)

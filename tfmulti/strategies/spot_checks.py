@@ -7,6 +7,7 @@ batch that it was just trained on and the state that it has then.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable
 
 import keras
+import tensorflow as tf
 
 from tfmulti import keras_compat, marks, verification
 from tfmulti.step.samples import fibonacci
@@ -87,14 +89,15 @@ def prepare(model: keras.Model, name: str) -> None:
         )
 
 
-def watched(model: keras.Model, kind: str, function: Callable) -> Callable:
+def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
     """Returns Keras's function of a step, after which spot checks are made.
 
     Args:
         model: The model.
         kind: `"train"` or `"test"`.
-        function: Keras's function of an iterator.
+        make: Makes Keras's function of an iterator.
     """
+    function = make()
     if model.distribute_strategy.num_replicas_in_sync == 1:
         return function
     progress: _Progress | None = None
@@ -102,7 +105,10 @@ def watched(model: keras.Model, kind: str, function: Callable) -> Callable:
     @functools.wraps(function)
     def step(iterator):
         nonlocal progress
-        logs = function(iterator)
+        if kind in marks.PENDING.get(model):
+            logs = _verify_and_run(model, kind, make, iterator)
+        else:
+            logs = function(iterator)
         samples = marks.SAMPLES.get(model).get(kind)
         case = marks.CHECKED.get(model).get(kind)
         if samples is None or case is None:
@@ -114,6 +120,23 @@ def watched(model: keras.Model, kind: str, function: Callable) -> Callable:
         return logs
 
     return step
+
+
+def _verify_and_run(model, kind, make, iterator):
+    """Verifies a step with the next batch, and then runs it on this batch."""
+    batches = [iterator.get_next()]
+    # The last batches can be fewer than are run at once.
+    with contextlib.suppress(tf.errors.OutOfRangeError, StopIteration):
+        while len(batches) < model.steps_per_execution:
+            batches.append(iterator.get_next())
+    checks.verify_with(model, kind, batches[0])
+    # A step that all replicas compute from the whole batch has another function.
+    _make_function(model, kind)
+    return make()(batches)
+
+
+def _make_function(model, kind):
+    model.make_train_function() if kind == TRAIN else model.make_test_function()
 
 
 def _check(model, kind, samples, progress):
@@ -130,4 +153,4 @@ def _check(model, kind, samples, progress):
     verification.spot_check(model, kind, drawn, progress.steps, checks.WORKERS)
     progress.spent += time.perf_counter() - begin
     # A step that all replicas compute from the whole batch has another function.
-    model.make_train_function() if kind == TRAIN else model.make_test_function()
+    _make_function(model, kind)

@@ -29,7 +29,9 @@ def verify_again(model: keras.Model, kind: str) -> None:
 
 def _verify_within_fit(model):
     feed = marks.FEED.get(model)
-    if feed is not None:
+    if feed is not None and feed.by_python:
+        checks.verify_at_first_batch(model, TRAIN, feed)
+    elif feed is not None:
         verification.verify_once(model, TRAIN, feed, checks.WORKERS)
 
 

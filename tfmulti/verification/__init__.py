@@ -192,6 +192,34 @@ def forget(model: keras.Model, kind: str) -> None:
         done[1].difference_update([key for key in done[1] if key[0] == kind])
 
 
+def knows(model: keras.Model, kind: str, feed: Feed) -> bool:
+    """Whether a step was verified with data of this form, as far as that is known unread.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        feed: The description of its data.
+    """
+    done = marks.VERIFIED.get(model)
+    is_current = done is not None and done[0] is keras_compat.compiled_state(model)
+    return is_current and (kind, feed.key) in done[1]
+
+
+def note_known(model: keras.Model, kind: str, feed: Feed) -> None:
+    """Notes that a step was verified, with a batch after its function was made.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+        feed: The description of its data.
+    """
+    done = marks.VERIFIED.get(model)
+    if done is not None:
+        done[1].add((kind, feed.key))
+        if getattr(model, f"{kind}_function") is not None:
+            done[2].discard(kind)
+
+
 def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> bool:
     """Builds a model by tracing its step, in cases that Keras's own build could miss.
 

@@ -44,11 +44,21 @@ class Feed(Batches):
         peek: Function that returns a batch, of all local replicas.
         alone: Whether the batch is given by itself.
         shapes: The shapes of the parts of a batch, as the step is traced for; empty if unknown.
+        by_python: Whether reading a batch calls Python code: then no other batch than those that
+            steps take may be read.
+        validates: Whether the call will evaluate other data, too.
     """
 
     peek: Callable
     alone: bool = False
     shapes: Sequence[tf.TensorShape] = ()
+    by_python: bool = False
+    validates: bool = False
+
+    @property
+    def key(self) -> str:
+        """What tells such data from others, before they are read."""
+        return str([(shape.rank, shape[1:]) for shape in self.shapes])
 
 
 @dataclasses.dataclass

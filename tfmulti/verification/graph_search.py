@@ -28,15 +28,19 @@ from tfmulti.step.row_axis import OF_SHAPES
 # Operations with a kink or a jump.
 _DECIDING = {
     *("Abs", "Greater", "GreaterEqual", "IsFinite", "IsInf", "IsNan", "Less", "LessEqual"),
-    *("Maximum", "Minimum", "Relu", "Relu6", "Sign"),
+    *("Maximum", "Minimum", "Relu", "Relu6", "Sign", "Ceil", "ClipByValue", "Elu", "Floor"),
+    *("FloorDiv", "FloorMod", "LeakyRelu", "Rint", "Round", "Selu"),
 }
+# Those that choose or order the numbers of a vector, and the number of the input.
+_CHOOSING_OF = {"ArgMax": 0, "ArgMin": 0, "TopKV2": 0, "Max": 0, "Min": 0}
+_CHOOSING_OF |= {"LowerBound": 1, "UpperBound": 1}
 # Those that compare a number of the batch with every row.
 _COMPARING = {"Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum"}
 # Those that are not linear in an input, and the number of the input.
 _NOT_LINEAR = {"Div": 1, "DivNoNan": 1, "RealDiv": 1, "Xdivy": 1, "Reciprocal": 0}
 _NOT_LINEAR |= {"Log": 0, "Log1p": 0, "Pow": 0, "Rsqrt": 0, "Sqrt": 0}
 # In gradients of the others, with the same inputs.
-_DECIDING_GRADIENT = {"GreaterEqual", "LessEqual", "Sign"}
+_DECIDING_GRADIENT = {"Greater", "GreaterEqual", "LeakyReluGrad", "Less", "LessEqual", "Sign"}
 _PACKAGES = [Path(module.__file__).parent for module in (tf, keras)]
 _TENSORFLOW, _KERAS = (f"{folder}{os.sep}" for folder in _PACKAGES)
 # Keras's functions of tensors and of step counts are called by everybody's code.
@@ -63,10 +67,10 @@ _DRAWING = ("IteratorGetNext",)
 def find_decisions(graph, rows_of_replicas: list[list[tf.Tensor]]) -> list[str]:
     """Returns where a step decides by one replica's own rows: the operation, file and line.
 
-    A decision is taken by a number of the batch, such as its mean loss: alone, or for each row
-    that is compared with it; by whether any row of the batch has a property; or by the place of
-    a row among the others. Only what reaches an update of a variable counts. What Keras and
-    tfmulti decide themselves is left out.
+    A decision is taken by a number of the batch, such as its mean loss: alone, among a few others,
+    or for each row that is compared with it; by whether any row of the batch has a property; or by
+    the place of a row among the others. Only what reaches an update of a variable counts. What
+    Keras and tfmulti decide themselves is left out.
 
     Args:
         graph: The graph of the step on the local replicas.
@@ -120,8 +124,15 @@ def _decides(operation, depends) -> bool:
     inputs, kind = list(operation.inputs), operation.type
     if kind in ("Any", "All"):
         return operation.outputs[0].shape.rank == 0
-    if kind == "TopKV2":
-        return inputs[0].shape.rank == 1 and inputs[0].shape[0] is None
+    if kind == "TopKV2" and inputs[0].shape.rank == 1 and inputs[0].shape[0] is None:
+        return True
+    if kind in _CHOOSING_OF:
+        return _is_of_own_rows(inputs[_CHOOSING_OF[kind]], depends)
+    if kind == "Cast":
+        one = inputs[0]
+        return (
+            one.shape.rank == 0 and one.dtype.is_floating > operation.outputs[0].dtype.is_floating
+        )
     if kind == "Cumsum":
         axis = tf.get_static_value(inputs[1])
         return axis == 0 and bool(inputs[0].shape.rank) and inputs[0].shape[0] is None

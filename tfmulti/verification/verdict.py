@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -100,7 +101,7 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if whole and not agree(bool(case.rows.whole)):
             break
         case.is_traced_static, case.is_whole = static, whole
-        trial, reason = _try(lambda: Trial(case, agree, all_fail), case.model)
+        trial, reason = _try(lambda: Trial(case, agree, all_fail), case)
         runs = (runs or trial is not None) and not whole
         if not agree(trial is not None):
             workers.align(case.strategy)
@@ -160,7 +161,7 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     """Returns the error where replicas would end with different weights."""
     if case.kind != TRAIN or not trial.distributed.draws:
         return None
-    found, _ = _try(trial.drifting, case.model)
+    found, _ = _try(trial.drifting, case)
     name, number = found or ("", 0)
     # If a worker could not run the step, the other workers have nothing to compare with.
     ran, _ = workers.min_and_max(case.strategy, int(found is not None))
@@ -241,7 +242,7 @@ def _views_that_may_fail(trial, case):
 
 
 def _try_view(trial, view, case, workers) -> _Seen:
-    found, reason, kind = _found(trial, view, case.model)
+    found, reason, kind = _found(trial, view, case)
     error = None
     if trial.shared:
         error, kind = messages.describe_shared(case, trial.shared), _DIFFERS
@@ -258,9 +259,9 @@ def _try_view(trial, view, case, workers) -> _Seen:
     return seen
 
 
-def _found(trial, view, model):
+def _found(trial, view, case):
     try:
-        found, reason = _try(lambda: trial.differences(view), model)
+        found, reason = _try(lambda: trial.differences(view), case)
     except NothingChanges as error:
         return None, str(error), _NOTHING
     except NotVerified as error:
@@ -268,10 +269,12 @@ def _found(trial, view, model):
     return found, reason, _FAILED if found is None else _SAME
 
 
-def _try(function, model):
+def _try(function, case):
     """Returns the result of a function and "", or None and the reason why it failed."""
     try:
-        with same_random_numbers(), neutral_layers(model):
+        # Amid the training another thread may be drawing numbers for batches.
+        draws = contextlib.nullcontext() if case.num_later else same_random_numbers()
+        with draws, neutral_layers(case.model):
             return function(), ""
     except (NotVerified, FailsHere):
         raise

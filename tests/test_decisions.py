@@ -1,0 +1,84 @@
+"""A step that decides by a number of one replica's rows is told, in whatever words it decides."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+from replicas import create_strategy
+
+GENERATOR = np.random.default_rng(0)
+ROWS = GENERATOR.normal(size=(48, 6)).astype("float32")
+TARGETS = GENERATOR.normal(size=(48, 2)).astype("float32")
+# No mean of losses comes near, whatever rows are made up.
+FAR = 1e12
+
+
+def stop(value):
+    return tf.stop_gradient(value)
+
+
+def both(a, b):
+    return tf.stack([a, b + FAR])
+
+
+DECIDING = {
+    "the larger of two": lambda a, b: tf.reduce_max(both(a, b)) + a,
+    "where the larger one is": lambda a, b: tf.gather([1.0, 2.0], tf.argmax(both(a, b))) * a,
+    "two of three": lambda a, b: tf.reduce_sum(tf.math.top_k([a, b + FAR, b + 2 * FAR], 2)[0]) + a,
+    "the first in order": lambda a, b: tf.sort(both(a, b))[0],
+    "a level": lambda a, b: a * (1 + tf.floor(stop(a) / FAR)),
+    "a rounded number": lambda a, b: a * (1 + tf.round(stop(a) / FAR)),
+    "a whole number": lambda a, b: a * tf.cast(1 + tf.cast(stop(a) / FAR, tf.int32), tf.float32),
+    "a branch": lambda a, b: tf.switch_case(
+        tf.cast(stop(a) / FAR, tf.int32), [lambda: a, lambda: b]
+    ),
+    "a place among limits": lambda a, b: (
+        a * (1 + tf.cast(tf.searchsorted([FAR], stop(a)[None])[0], tf.float32))
+    ),
+    "a leaky unit": lambda a, b: b + tf.nn.leaky_relu(a + FAR, 0.1) - FAR,
+    "an exponential unit": lambda a, b: b + tf.nn.elu(a + 1.0),
+    "a range": lambda a, b: b + ops.clip(a, -1.0, FAR),
+    "a remainder": lambda a, b: a * (1 + tf.math.floordiv(stop(b), FAR)),
+}
+
+
+class Step(keras.Model):
+    def __init__(self, combine):
+        super().__init__()
+        self.combine, self.dense = combine, keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            errors = tf.square(self(x) - y)
+            loss = self.combine(tf.reduce_mean(errors[:, 0]), tf.reduce_mean(errors[:, 1]))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": tf.reduce_mean(errors)}
+
+
+def fit(combine):
+    strategy = create_strategy(2)
+    with strategy.scope():
+        model = Step(combine)
+        model.compile("sgd")
+    model.fit(ROWS, TARGETS, batch_size=24, verbose=0)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_decision_is_told_with_its_line(name):
+    with pytest.warns(UserWarning, match="`train_step` decides by .*test_decisions.py:"):
+        fit(DECIDING[name])
+
+
+def test_no_decision_is_told_where_none_is_made():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*decides by a number")
+        fit(lambda a, b: a + 2 * b)

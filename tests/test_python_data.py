@@ -1,0 +1,174 @@
+"""Data that Python code makes: verification reads no batch that one device would not read."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from replicas import create_strategy
+
+NUM_BATCHES, SIZE = 5, 8
+GENERATOR = np.random.default_rng(0)
+ROWS = GENERATOR.normal(size=(NUM_BATCHES * SIZE, 4)).astype("float32")
+TARGETS = GENERATOR.normal(size=(NUM_BATCHES * SIZE, 1)).astype("float32")
+SIGNATURE = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
+
+
+class Noise:
+    """Adds random numbers to rows, and counts how often."""
+
+    def __init__(self, is_global):
+        np.random.seed(5)
+        self.calls, self._draw = 0, np.random if is_global else np.random.RandomState(5)
+
+    def __call__(self, x, y):
+        self.calls += 1
+        return x + self._draw.normal(0, 0.3, x.shape).astype("float32"), y
+
+    def batch(self, index):
+        rows = slice(SIZE * index, SIZE * (index + 1))
+        return self(ROWS[rows], TARGETS[rows])
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, noise, strategy):
+        super().__init__()
+        self.noise = noise
+
+    def __len__(self):
+        return NUM_BATCHES
+
+    def __getitem__(self, index):
+        return self.noise.batch(index)
+
+
+def from_generator(noise, strategy):
+    def generate():
+        yield from (noise.batch(index) for index in range(NUM_BATCHES))
+
+    return known(tf.data.Dataset.from_generator(generate, output_signature=SIGNATURE))
+
+
+def known(dataset, number=NUM_BATCHES):
+    return dataset.apply(tf.data.experimental.assert_cardinality(number))
+
+
+def mapped(noise, strategy):
+    def add(x, y):
+        x, y = tf.numpy_function(noise, [x, y], [tf.float32, tf.float32])
+        return tf.ensure_shape(x, (None, 4)), tf.ensure_shape(y, (None, 1))
+
+    return tf.data.Dataset.from_tensor_slices((ROWS, TARGETS)).batch(SIZE).map(add)
+
+
+def generator(noise, strategy):
+    while True:
+        yield from (noise.batch(index) for index in range(NUM_BATCHES))
+
+
+class Step(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.term(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def test_step(self, data):
+        x, y = data
+        return {"error": tf.reduce_mean(tf.square(self(x) - y))}
+
+    def term(self, errors):
+        return tf.reduce_mean(errors)
+
+
+class Largest(Step):
+    def term(self, errors):
+        return tf.reduce_max(errors)
+
+
+def train(num_replicas, make, is_global=False, model_of=Step, steps=1, validates=False, **settings):
+    """Returns the weights, the history, and how often noise was drawn."""
+    strategy = create_strategy(num_replicas, **settings)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = model_of()
+        model.compile(keras.optimizers.Adam(0.05), steps_per_execution=steps)
+    noise, more = Noise(is_global), {}
+    if make is generator:
+        more["steps_per_epoch"] = NUM_BATCHES
+    if validates:
+        more["validation_data"] = make(noise, strategy)
+    data = make(noise, strategy)
+    history = model.fit(data, epochs=3, verbose=0, **more).history
+    more.pop("validation_data", None)
+    again = model.fit(data, epochs=1, verbose=0, **more).history
+    return model.get_weights(), [*history.values(), *again.values()], noise.calls
+
+
+def assert_same(found, expected):
+    assert found[2] == expected[2]
+    for value, other in zip([*found[0], *found[1]], [*expected[0], *expected[1]]):
+        np.testing.assert_allclose(value, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
+@pytest.mark.parametrize("make", [Batches, from_generator, mapped])
+def test_no_batch_is_read_for_verification(make, is_global):
+    expected = train(1, make, is_global)
+    for verify in ("always", "never"):
+        assert_same(train(2, make, is_global, verify=verify), expected)
+
+
+@pytest.mark.parametrize("make", [Batches, mapped])
+@pytest.mark.parametrize("more", [{"validates": True}, {"steps": 2}, {"steps": 3}], ids=str)
+def test_nor_with_validation_or_several_steps_at_once(make, more):
+    # With both data from one generator of random numbers, their order matters.
+    assert_same(train(3, make, **more), train(1, make, **more))
+
+
+def test_batches_of_a_generator():
+    # Keras's own thread reads them ahead, so how often is no matter.
+    found, expected = train(2, generator), train(1, generator)
+    np.testing.assert_allclose(found[0][0], expected[0][0], atol=0.2)
+
+
+@pytest.mark.parametrize("make", [Batches, mapped])
+def test_a_step_that_differs_is_told_before_its_first_update(make):
+    with pytest.raises(ValueError, match="nothing has been trained yet"):
+        train(2, make, model_of=Largest)
+
+
+@pytest.mark.parametrize("make", [Batches, from_generator])
+def test_such_a_step_is_replicated_from_its_first_update_on(make):
+    with pytest.warns(UserWarning, match="Every replica computes"):
+        found = train(2, make, model_of=Largest, on_difference="replicate")
+    assert_same(found, train(1, make, model_of=Largest))
+
+
+class Phase(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.term = Largest.term.__get__(self.model)
+            self.model.make_train_function(force=True)
+
+
+def test_a_step_that_changes_is_verified_with_the_next_batch():
+    for num_replicas in (1, 2):
+        strategy = create_strategy(num_replicas)
+        with strategy.scope():
+            model = Step()
+            model.compile("sgd")
+        noise = Noise(False)
+        if num_replicas == 1:
+            model.fit(mapped(noise, strategy), epochs=2, verbose=0, callbacks=[Phase()])
+            continue
+        with pytest.raises(ValueError, match="it was exact before it was changed"):
+            model.fit(mapped(noise, strategy), epochs=2, verbose=0, callbacks=[Phase()])

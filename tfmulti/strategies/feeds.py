@@ -1,0 +1,75 @@
+"""Describes the data of a call for verification, and reads a few rows for it."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmulti import keras_compat, marks
+from tfmulti.verification.case import Feed
+
+_EVEN = ("drop", "repeat_first")
+# Rows of ragged or sparse data with which `predict` is verified.
+_MAX_ROWS = 64
+
+
+def first_rows(data):
+    """Returns some rows of the data of `predict`, or None if reading would consume them."""
+    if isinstance(data, tf.data.Dataset):
+        iterator = iter(data)
+        peek = getattr(iterator, "peek", None)
+        return peek() if peek else next(iterator, None)
+    if isinstance(data, keras.utils.PyDataset):
+        batch = data[0]
+        # As Keras does.
+        return (batch,) if isinstance(batch, np.ndarray) else batch
+    kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    parts = tf.nest.flatten(data, expand_composites=False)
+    if not all(isinstance(part, kinds) for part in parts):
+        return None
+    if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
+        rows = keras_compat.rows_from_all_over(data)
+    else:
+        rows = tf.nest.map_structure(lambda p: p[:_MAX_ROWS], data, expand_composites=False)
+    # What a step of `predict` is given: no tuple, unless the model has several inputs.
+    return keras.utils.pack_x_y_sample_weight(rows)
+
+
+def samples_of(iterator):
+    """Returns the batches that are kept of those that Keras's iterator reads, or None."""
+    if iterator is None:
+        return None
+    return marks.SAMPLE.get(keras_compat.distributed_dataset_of(iterator))
+
+
+def feed_of(peek, iterator) -> Feed:
+    """Describes the data of `fit`, `evaluate` or a call with one batch.
+
+    Args:
+        peek: Function that returns a batch, as the replicas receive it.
+        iterator: Keras's iterator over the batches; None for one batch.
+    """
+    if iterator is None:
+        return Feed(peek, alone=True)
+    own, static, shapes = keras_compat.feed_of(iterator)
+    plan = getattr(own, "plan", None)
+    if plan is None:
+        batches = keras_compat.batch_sizes_of(iterator)
+        in_chunks = is_in_chunks(own)
+        feed = Feed(peek, static=static, batches=batches, in_chunks=in_chunks, shapes=shapes)
+        feed.by_python = keras_compat.reads_by_python(iterator)
+        return feed
+    padded = plan.remainder == "pad"
+    # With padding, a replica batch may have no real row at all.
+    batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
+    even = plan.remainder in _EVEN
+    feed = Feed(peek, static=even, counted=True, padded=padded, batches=batches, shapes=shapes)
+    feed.by_python = keras_compat.reads_by_python(iterator)
+    return feed
+
+
+def is_in_chunks(dataset) -> bool:
+    """Whether TensorFlow, and not `WholeBatches`, splits batches into replica batches."""
+    specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
+    return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
