@@ -307,3 +307,34 @@ def test_a_step_reduces_as_little_as_it_needs(distributed, reductions, all_reduc
     else:
         model.fit(x, y, batch_size=8, verbose=0)
     assert len(all_reduces) == 2 * reductions
+
+
+class Centred(keras.Model):
+    """Predicts how far each row is from the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def predict_step(self, data):
+        outputs = self(data[0] if isinstance(data, tuple) else data)
+        return {"apart": outputs - tf.reduce_mean(outputs, 0), "mean": tf.reduce_mean(outputs)}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_predict_on_batch_of_a_custom_step_is_one_devices(eager):
+    predictions = []
+    for num_replicas in (3, 1):
+        keras.utils.set_random_seed(0)
+        with create_strategy(num_replicas).scope():
+            model = Centred()
+            model.compile("sgd", "mse", run_eagerly=eager)
+        x = rows()[0]
+        predictions.append([model.predict_on_batch(part) for part in (x, x[:2], x)])
+    for found, expected in zip(*predictions):
+        assert found["apart"].shape == expected["apart"].shape
+        np.testing.assert_allclose(found["apart"], expected["apart"], atol=1e-6)
+        np.testing.assert_allclose(found["mean"], expected["mean"], atol=1e-6)

@@ -72,7 +72,7 @@ PENDING = Mark("pending", {})
 REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
 PREDICT = Mark("predict", (None, None))
-"""The function of `predict_on_batch`, and whether it runs eagerly."""
+"""The function of `predict_on_batch`, and whether it runs eagerly and on one replica."""
 TABLE_READS = Mark("table_reads")
 """How each embedding table is read, by the variable's id: see `step.sparse_gradients`."""
 AVERAGE = Mark("average")

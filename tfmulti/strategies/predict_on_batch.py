@@ -1,20 +1,30 @@
-"""`predict_on_batch` on several replicas, which predict each given row once."""
+"""`predict_on_batch` on several replicas, which predict each given row once.
+
+Keras's own parts predict a row from that row alone, so replicas divide the rows. Other parts might
+combine rows, and a comparison with one device would need all workers: one replica then predicts
+all of the rows.
+"""
 
 from __future__ import annotations
+
+import contextlib
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import marks
+from tfmulti import keras_compat, marks, verification
 from tfmulti.step import wrapped_step
+from tfmulti.verification.case import PREDICT
 
 
 def predict(model: keras.Model, x):
-    """Predicts a batch on this worker's replicas, each of which predicts a part of the rows.
+    """Predicts a batch on this worker's replicas.
 
-    Keras would give every replica the whole batch, and concatenate all predictions. No other
-    worker takes part, so each worker can predict different rows at any time.
+    Each of them predicts a part of the rows, or the first one all of them, where a model has parts
+    that are not Keras's own, unless the strategy has `verify="never"`. Keras would give every
+    replica the whole batch, and concatenate all predictions. No other worker takes part, so each
+    worker can predict different rows at any time.
 
     Args:
         model: The model.
@@ -24,14 +34,17 @@ def predict(model: keras.Model, x):
         The predictions for these rows, in their order, as NumPy arrays; ragged and sparse tensors
         stay tensors.
     """
-    function, eager = marks.PREDICT.get(model)
-    if function is None or eager != model.run_eagerly:
+    function, made_for = marks.PREDICT.get(model)
+    how = model.run_eagerly, _is_whole(model)
+    if function is None or made_for != how:
         function = _create_function(model)
-        marks.PREDICT.set(model, (function, model.run_eagerly))
+        marks.PREDICT.set(model, (function, how))
     x = tf.nest.map_structure(
         lambda part: tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part, x
     )
-    outputs = function((x,))
+    strategy = model.distribute_strategy
+    with _as_one_device(strategy) if _is_whole(model) else contextlib.nullcontext():
+        outputs = function((x,))
     return tf.nest.map_structure(
         lambda part: part.numpy() if isinstance(part, tf.Tensor) else part,
         outputs,
@@ -39,10 +52,22 @@ def predict(model: keras.Model, x):
     )
 
 
+def _is_whole(model) -> bool:
+    in_stages = marks.MICRO_BATCHES.get(model) > 1
+    return not in_stages and verification.may_be_verified(model, PREDICT)
+
+
+@contextlib.contextmanager
+def _as_one_device(strategy):
+    with keras_compat.as_one_device(strategy), keras_compat.on_first_replica(strategy):
+        yield
+
+
 def _create_function(model):
-    strategy = model.distribute_strategy
-    fn = wrapped_step.wrap_step(model.predict_step, "predict", model, padded=False)
-    fn = wrapped_step.divide_whole_batch(fn)
+    strategy, fn = model.distribute_strategy, model.predict_step
+    if not _is_whole(model):
+        fn = wrapped_step.wrap_step(fn, "predict", model, padded=False)
+        fn = wrapped_step.divide_whole_batch(fn)
 
     def predict_rows(data):
         outputs = strategy.run(fn, args=(data,))
