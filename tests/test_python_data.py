@@ -1,5 +1,7 @@
 """Data that Python code makes: verification reads no batch that one device would not read."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -46,6 +48,19 @@ def from_generator(noise, strategy):
         yield from (noise.batch(index) for index in range(NUM_BATCHES))
 
     return known(tf.data.Dataset.from_generator(generate, output_signature=SIGNATURE))
+
+
+def read_ahead(noise, strategy):
+    """More batches, of which another thread draws several while the step is verified."""
+
+    def generate():
+        for index in range(8 * NUM_BATCHES):
+            # As long as it takes to trace a step, this thread is still drawing.
+            time.sleep(0.02)
+            yield noise.batch(index % NUM_BATCHES)
+
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=SIGNATURE)
+    return known(dataset.prefetch(8 * NUM_BATCHES), 8 * NUM_BATCHES)
 
 
 def known(dataset, number=NUM_BATCHES):
@@ -125,6 +140,10 @@ def test_no_batch_is_read_for_verification(make, is_global):
     expected = train(1, make, is_global)
     for verify in ("always", "never"):
         assert_same(train(2, make, is_global, verify=verify), expected)
+
+
+def test_numbers_that_another_thread_draws_are_not_drawn_again():
+    assert_same(train(2, read_ahead, is_global=True), train(1, read_ahead, is_global=True))
 
 
 @pytest.mark.parametrize("make", [Batches, mapped])

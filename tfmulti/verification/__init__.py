@@ -145,7 +145,7 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     begin = time.perf_counter()
     # A worker that got no row of this batch takes those of the first worker, as all do.
     rows.counts = [max(count, 1) for count in rows.counts]
-    case.rows, case.num_later = rows, number
+    case.rows, case.num_later, case.is_read_meanwhile = rows, number, True
     _choose_rows(case, drawn, workers, early=True)
     with restored(Numbers(model)), quiet_tensorflow():
         differs, found = look_again(case, workers)

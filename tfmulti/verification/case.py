@@ -72,6 +72,7 @@ class Case(Batches):
         is_traced_static: Whether it is traced for one number of rows, as some steps need.
         is_whole: Whether that is the number of rows of a batch, as a layer needs that makes groups.
         trial: The comparison that found no difference, `verification.trial.Trial`; None before.
+        is_read_meanwhile: Whether Python code may be reading later batches in another thread.
         seconds: How long it took to verify it.
         num_later: How many steps later a spot check compares it; 0 before the first step.
     """
@@ -83,6 +84,7 @@ class Case(Batches):
     is_whole: bool = False
     trial: object | None = None
     num_later: int = 0
+    is_read_meanwhile: bool = False
     seconds: float = 0.0
 
     @classmethod
@@ -91,6 +93,7 @@ class Case(Batches):
         known = {each.name: getattr(feed, each.name) for each in dataclasses.fields(Batches)}
         rows.note_shapes(feed.shapes)
         case = cls(model, kind, rows, **known)
+        case.is_read_meanwhile = feed.by_python
         if feed.alone and rows.are_unequal:
             case.batches = [tuple(rows.counts)]
         return case

@@ -248,10 +248,7 @@ def _trace_built(case, function, example, is_done=lambda: False):
     while not is_done():
         optimizers = model_contents.optimizers_of(case.model, nested=True)
         noting = keras_compat.noting_unbuilt(optimizers, case.model, noted)
-        with same_random_numbers(), noting as unbuilt:
-            # A step may draw from Python's or NumPy's generators during the trace.
-            random.seed(0)
-            np.random.seed(0)
+        with same_random_numbers(case, seed=0), noting as unbuilt:
             run = _ending_at(unbuilt, function)
             traced = tf.function(run).get_concrete_function(*specs)
             if not unbuilt:
@@ -298,12 +295,25 @@ def _create_outside(next_creator, **kwargs):
 
 
 @contextlib.contextmanager
-def same_random_numbers():
-    """Restores the random states of Python, NumPy and TensorFlow on exit."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with keras_compat.same_eager_numbers():
+def same_random_numbers(case: Case, seed: int | None = None):
+    """Restores the random states of TensorFlow, Python and NumPy on exit.
+
+    Those of Python and NumPy are left alone while another thread may draw from them for batches.
+
+    Args:
+        case: The step to verify.
+        seed: Where Python's and NumPy's begin, since a step may draw from them in its trace.
+    """
+    with keras_compat.same_eager_numbers():
+        if case.is_read_meanwhile:
             yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+            return
+        python, numpy = random.getstate(), np.random.get_state()
+        try:
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed)
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -272,9 +271,7 @@ def _found(trial, view, case):
 def _try(function, case):
     """Returns the result of a function and "", or None and the reason why it failed."""
     try:
-        # Amid the training another thread may be drawing numbers for batches.
-        draws = contextlib.nullcontext() if case.num_later else same_random_numbers()
-        with draws, neutral_layers(case.model):
+        with same_random_numbers(case), neutral_layers(case.model):
             return function(), ""
     except (NotVerified, FailsHere):
         raise
