@@ -134,6 +134,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(value, other, atol=2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
 @pytest.mark.parametrize("make", [Batches, from_generator, mapped])
 def test_no_batch_is_read_for_verification(make, is_global):
@@ -142,10 +143,12 @@ def test_no_batch_is_read_for_verification(make, is_global):
         assert_same(train(2, make, is_global, verify=verify), expected)
 
 
+@pytest.mark.slow
 def test_numbers_that_another_thread_draws_are_not_drawn_again():
     assert_same(train(2, read_ahead, is_global=True), train(1, read_ahead, is_global=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [Batches, mapped])
 @pytest.mark.parametrize("more", [{"validates": True}, {"steps": 2}, {"steps": 3}], ids=str)
 def test_nor_with_validation_or_several_steps_at_once(make, more):
@@ -159,12 +162,14 @@ def test_batches_of_a_generator():
     np.testing.assert_allclose(found[0][0], expected[0][0], atol=0.2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [Batches, mapped])
 def test_a_step_that_differs_is_told_before_its_first_update(make):
     with pytest.raises(ValueError, match="nothing has been trained yet"):
         train(2, make, model_of=Largest)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [Batches, from_generator])
 def test_such_a_step_is_replicated_from_its_first_update_on(make):
     with pytest.warns(UserWarning, match="Every replica computes"):

@@ -88,6 +88,7 @@ def fit(
     return model, history.history
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("feed", [arrays, dataset, distributed])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_a_term_that_begins_amid_an_epoch_is_told(num_replicas, feed):
@@ -207,6 +208,7 @@ ORDINARY = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
     checked, check = [], spot_checks.verification.spot_check
