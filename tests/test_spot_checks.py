@@ -193,8 +193,8 @@ def adam(**settings):
 
 
 ORDINARY = {
-    "a trained-out linear model": {"optimizer": lambda: keras.optimizers.SGD(0.3), "epochs": 30},
-    "jumps": {"make": relu, "optimizer": adam(), "epochs": 12},
+    "a trained-out linear model": {"optimizer": lambda: keras.optimizers.SGD(0.3), "epochs": 12},
+    "jumps": {"make": relu, "optimizer": adam(), "epochs": 6},
     "local statistics": {"make": normalized, "optimizer": adam(), "epochs": 8},
     "dropout": {"make": dropping, "optimizer": adam(), "epochs": 8},
     "sign updates": {"make": relu, "optimizer": lambda: keras.optimizers.Lion(0.001), "epochs": 8},
