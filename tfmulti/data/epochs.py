@@ -115,7 +115,7 @@ class EpochDataset(tf.data.Dataset):
         if plan.remainder == "pad":
             strategy.marks_padding = True
         self._global = self._replica_batches_of(
-            tuple(range(plan.num_replicas)), _no_audit, _as_they_are
+            tuple(range(plan.num_replicas)), _no_audit, Samples(wanted=False)
         ).map(_join)
         super().__init__(keras_compat.variant_tensor(self._global))
 
@@ -222,15 +222,14 @@ class EpochDataset(tf.data.Dataset):
                 "Pass the model's strategy to distribute_train or distribute_eval."
             )
         log = self.audit.record if self.audit else _no_audit
-        sampled = Samples()
-        keep = sampled.of if getattr(strategy, "keeps_samples", False) else _as_they_are
-        batches = self._replica_batches_of(topology.local_batch_indices(strategy), log, keep)
+        sampled = Samples(getattr(strategy, "keeps_samples", False))
+        batches = self._replica_batches_of(topology.local_batch_indices(strategy), log, sampled)
         distributed = Pass(batches, self._position, strategy, self.element_spec)
         sampled.unpack = lambda step: without_count(distributed.peek(step))
         marks.SAMPLE.set(distributed, sampled)
         return distributed
 
-    def _replica_batches_of(self, numbers: tuple[int, ...], log, keep) -> tf.data.Dataset:
+    def _replica_batches_of(self, numbers: tuple[int, ...], log, sampled) -> tf.data.Dataset:
         def begin(_):
             epoch, step = tf.numpy_function(self._position.begin, [], [tf.int64] * 2)
             return tf.ensure_shape(epoch, []), tf.ensure_shape(step, [])
@@ -239,7 +238,7 @@ class EpochDataset(tf.data.Dataset):
             return count, tuple(self._finish(batch, weights) for batch, weights in batches)
 
         start = tf.data.Dataset.range(1).map(begin)
-        dataset = keep(self._source.batches(self.plan, numbers, start, log).map(finish))
+        dataset = sampled.of(self._source.batches(self.plan, numbers, start, log).map(finish))
         options = tf.data.Options()
         # Without this, its thread would delay the end of `fit` by seconds.
         options.autotune.enabled = False
@@ -286,10 +285,6 @@ class Pass:
         if self.strategy.num_replicas_in_sync > 1:
             batches = tuple(Counted(batch, count) for batch in batches)
         return iterators.to_replicas(self.strategy, batches)
-
-
-def _as_they_are(batches):
-    return batches
 
 
 def _no_audit(epoch, step, replica, rows):

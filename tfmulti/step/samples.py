@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -32,12 +33,17 @@ _LATER = tuple(number - 1 for number in fibonacci())
 class Samples:
     """Batches of a dataset, by their number in a pass over it.
 
+    Args:
+        wanted: Whether any are to be kept.
+
     Attributes:
         unpack: Function that makes a batch, as the replicas receive it, of an element.
     """
 
-    def __init__(self):
+    def __init__(self, wanted: bool = True):
         self.unpack: Callable = lambda element: element
+        # A thread of tf.data keeps them while the training looks for one.
+        self._wanted, self._lock = wanted, threading.Lock()
         self._kept: collections.OrderedDict[int, list] = collections.OrderedDict()
         self._spec = None
 
@@ -48,7 +54,8 @@ class Samples:
             dataset: Batches, or the replica batches of this worker.
         """
         self._spec = dataset.element_spec
-        if not all(isinstance(spec, _SPECS) for spec in tf.nest.flatten(self._spec)):
+        known = all(isinstance(spec, _SPECS) for spec in tf.nest.flatten(self._spec))
+        if not (self._wanted and known):
             return dataset
 
         def note(number, element):
@@ -71,24 +78,26 @@ class Samples:
         Args:
             number: Which one is being trained on, from 0: later ones may have been read.
         """
-        numbers = [each for each in self._kept if each <= number]
-        if not numbers:
-            return None
-        tensors = self._kept[numbers[-1]]
+        with self._lock:
+            numbers = [each for each in self._kept if each <= number]
+            if not numbers:
+                return None
+            tensors = self._kept[numbers[-1]]
         element = tf.nest.pack_sequence_as(self._spec, tensors, expand_composites=True)
         return self.unpack(element)
 
     def _keep(self, number, *tensors):
         number = int(number)
-        if not number:
-            self._kept.clear()
         with tf.device("CPU:0"):
             tensors = self._small(list(tensors))
-        if tensors is not None:
-            self._kept.pop(number, None)
-            self._kept[number] = tensors
-        while len(self._kept) > _NUM_KEPT:
-            self._kept.popitem(last=False)
+        with self._lock:
+            if not number:
+                self._kept.clear()
+            if tensors is not None:
+                self._kept.pop(number, None)
+                self._kept[number] = tensors
+            while len(self._kept) > _NUM_KEPT:
+                self._kept.popitem(last=False)
 
     def _small(self, tensors):
         """Returns tensors of few bytes, or None: rows of another form than dense are not cut."""

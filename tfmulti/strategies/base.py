@@ -144,20 +144,22 @@ class _KerasRepairs:
         dataset = keras_compat.without_tuning(dataset)
         if self.num_replicas_in_sync == 1:
             return super().experimental_distribute_dataset(dataset, options)
-        sampled = samples.Samples()
+        sampled = samples.Samples(self.keeps_samples)
         distributed = self._distribute(dataset, options, sampled)
         marks.SAMPLE.set(distributed, sampled)
         return distributed
 
     def _distribute(self, dataset, options, sampled):
         """Distributes a dataset for several replicas, of which some batches are kept as samples."""
-        keep = sampled.of if self.keeps_samples else lambda batches: batches
         specs = tf.nest.flatten(dataset.element_spec)
         if any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs):
-            return iterators.WholeBatches(keep(dataset), self)
+            return iterators.WholeBatches(sampled.of(dataset), self)
         if all(isinstance(s, tf.TensorSpec) for s in specs):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
-            is_from_python, dataset = keras_compat.is_from_python(dataset), keep(_copied(dataset))
+            is_from_python, dataset = (
+                keras_compat.is_from_python(dataset),
+                sampled.of(_copied(dataset)),
+            )
             if is_from_python:
                 # A generator goes on in the next call, and a callback may change what it yields:
                 # no more batches may be drawn ahead than Keras draws on one device.
