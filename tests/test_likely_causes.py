@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from replicas import create_strategy
 
+import tfmulti
+
 RNG = np.random.RandomState(0)
 ROWS = RNG.randn(43, 6).astype("float32")
 
@@ -65,6 +67,49 @@ class Noise(Net):
         return self.learn(x + 0.1 * tf.random.stateless_normal(tf.shape(x), seed), y)
 
 
+class Generator(Net):
+    """Draws numbers for its rows, from a generator that each replica has for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(4)
+
+    def train_step(self, data):
+        x, y = data
+        return self.learn(x + 0.1 * self.generator.normal(tf.shape(x)), y)
+
+
+class DrawsForAll(Net):
+    """Draws numbers for the whole batch from a generator of Keras, and its order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def train_step(self, data):
+        x, y = map(tfmulti.gather_batch, data)
+        order = keras.random.shuffle(tf.range(tf.shape(x)[0]), seed=self.seeds)
+        mixed = 0.7 * x + 0.3 * tf.gather(x, order)
+        mixed += keras.random.normal(tf.shape(mixed), 0.0, 0.1, seed=self.seeds)
+        return self.learn(*tfmulti.local_rows((mixed, y)))
+
+
+class Counts(keras.layers.Layer):
+    """Counts its calls in a Python number."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x * (1.0 + 0.1 * self.calls)
+
+
+class WithCounts(Net):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.Sequential([keras.layers.Dense(2), Counts(), keras.layers.Dense(1)])
+
+
 class RootOfResult(Net):
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         logs = super().compute_metrics(x, y, y_pred, sample_weight)
@@ -79,20 +124,28 @@ def fit(make, y=ROWS[:, :1], optimizer="sgd", num_replicas=3, **settings):
     return model, model.fit(ROWS, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "make, cause",
     [
         (RowsSeen, "state made from local rows, in train_step .*test_likely_causes.py"),
         (DualAscent, "state made from local rows, in train_step"),
         (Noise, "random numbers for rows, .* in StatelessRandomNormalV2 at .*test_likely_causes"),
+        (WithCounts, "a Python number that changes with each call, in Counts"),
         (RootOfResult, "a log that is not a mean over rows, in compute_metrics .*likely_causes"),
     ],
 )
 def test_the_likely_cause_is(make, cause):
-    loss = {"loss": "mae", "metrics": ["mse"]} if make is RootOfResult else {}
+    loss = {"loss": "mae", "metrics": ["mse"]} if make in (RootOfResult, WithCounts) else {}
     with pytest.raises(ValueError, match=f"Likely cause: {cause}"):
         fit(make, **loss)
+
+
+@pytest.mark.parametrize("make", [DrawsForAll, Generator])
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_random_numbers_are_no_difference(make, num_replicas, recwarn):
+    fit(make, num_replicas=num_replicas)
+    assert not [each for each in recwarn if "train_step" in str(each.message)]
 
 
 def cox(y, risk):

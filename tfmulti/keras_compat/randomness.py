@@ -39,8 +39,14 @@ class Draws:
             first op in a graph, or "". If it is not empty, the results are random.
     """
 
-    def __init__(self, rows: Callable, seeds_of_generators: set, without_rows=frozenset()):
-        self.number = 0
+    def __init__(
+        self,
+        rows: Callable,
+        seeds_of_generators: set,
+        without_rows=frozenset(),
+        whole_rows: Callable | None = None,
+    ):
+        self.number, self._whole_rows = 0, whole_rows
         self.sizes: dict[int, tuple[int, bool]] = {}
         self.without_rows: list[tuple[int, tf.Tensor]] = []
         self._numbers_without_rows = without_rows
@@ -51,7 +57,8 @@ class Draws:
         self._only_graphs = not tf.executing_eagerly()
         self._paused = False
         self._same_along: int | None = None
-        self._ordered: set = set()
+        # Numbers that may be sorted for an order of rows; whether those are of this replica alone.
+        self._ordered: dict = {}
 
     def create_variable(self, next_creator, **kwargs):
         """Creates a variable with the random values that its initializer draws."""
@@ -63,7 +70,7 @@ class Draws:
         self._ordered.clear()
         self.without_rows = []
         self._seeds = set()
-        self._rows = None
+        self._rows = self._whole_rows = None
 
     @contextlib.contextmanager
     def _pause(self):
@@ -117,6 +124,9 @@ class Draws:
 
     def _replaced(self, op_type, inputs, output):
         first_row, num_rows, *salt = self._rows()
+        whole = self._whole_rows(output) if self._whole_rows else None
+        if whole is not None:
+            first_row, num_rows = 0, whole
         known = self.number in self._numbers_without_rows
         draw = Draw(
             output,
@@ -127,7 +137,8 @@ class Draws:
             without_rows=known,
             same_along=self._same_along,
         )
-        self.shuffles |= op_type in _SHUFFLES and draw.may_have_rows()
+        mixes_rows = whole is None and draw.may_have_rows()
+        self.shuffles |= op_type in _SHUFFLES and mixes_rows
         new = REPLACEMENTS[op_type](draw, dict(zip(_inputs_of(op_type), inputs)))
         if not tf.executing_eagerly():
             new.set_shape(output.shape)
@@ -138,7 +149,7 @@ class Draws:
             and draw.may_have_rows()
             and op_type.endswith(("Uniform", "UniformV2"))
         ):
-            self._ordered.add(new.ref())
+            self._ordered[new.ref()] = mixes_rows
         return new
 
     def _note_rows(self, draw, new):
@@ -156,14 +167,15 @@ class Draws:
         """
         if not (isinstance(inputs[0], tf.Tensor) and inputs[0].ref() in self._ordered):
             return None
+        mixes_rows = self._ordered[inputs[0].ref()]
         if op_type == "TopKV2":
-            self.shuffles = True
+            self.shuffles |= mixes_rows
             with self._pause():
                 values, order = outputs
                 new = tf.range(tf.size(order), dtype=order.dtype)
                 return [values, tf.ensure_shape(new, order.shape)]
         if len(inputs) == 1 or tf.convert_to_tensor(inputs[1]).shape.rank == 0:
-            self._ordered.add(outputs[0].ref())
+            self._ordered[outputs[0].ref()] = mixes_rows
         return None
 
 
@@ -184,7 +196,9 @@ def is_random(op_type: str) -> bool:
 
 
 @contextlib.contextmanager
-def fixed_random_numbers(rows: Callable, without_rows=frozenset()) -> Iterator[Draws]:
+def fixed_random_numbers(
+    rows: Callable, without_rows=frozenset(), whole_rows: Callable | None = None
+) -> Iterator[Draws]:
     """Replaces random numbers by numbers that depend only on the draw, the row and the column.
 
     A replica with rows 3 and 4 of the global batch then draws for them the same numbers as one
@@ -222,12 +236,14 @@ def fixed_random_numbers(rows: Callable, without_rows=frozenset()) -> Iterator[D
             an outer graph are captured. The number of rows should be known statically (an int, or
             `tf.shape(x)[0]`) if the batch's size is.
         without_rows: Numbers of draws that are known to have no rows, whatever their size.
+        whole_rows: Function of the output of a random op; returns the number of rows of the global
+            batch if it has these, gathered from all replicas, else None.
 
     Yields:
         A `Draws`, which is complete, and without tensors, when the context ends.
     """
     with seeds.noting_seeds() as seeds_of_generators:
-        draws = Draws(rows, seeds_of_generators, without_rows)
+        draws = Draws(rows, seeds_of_generators, without_rows, whole_rows)
         try:
             with replaced_ops(draws.replace), tf.variable_creator_scope(draws.create_variable):
                 yield draws

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, verification
 from tfmulti.strategies import checks, coordination
 from tfmulti.verification.case import TRAIN
-from tfmulti.verification.state import attributes_of
+from tfmulti.verification.python_values import attributes_of
 
 # After so many changes a step is verified again at the changes of which the number is 2^k.
 _ALWAYS = 3

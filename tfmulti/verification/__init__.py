@@ -25,8 +25,8 @@ from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
+from tfmulti.verification.python_values import Numbers, restored
 from tfmulti.verification.runs import Distributed
-from tfmulti.verification.state import Numbers, restored
 from tfmulti.verification.verdict import Verdict, find_out, look_again
 from tfmulti.verification.verdict import Workers as Workers
 

@@ -17,6 +17,7 @@ SUM_STEP = "a step that sums over the batch"
 BATCH_STEP = "a step that depends on the whole batch at once"
 INPUT_GRADIENT = "a gradient with respect to inputs that mixes rows"
 STATE = "state made from local rows"
+PYTHON_STATE = "a Python number that changes with each call"
 METRIC = "a metric that compares rows"
 METRIC_OF_NUMBERS = "a metric that is given a number computed from local rows"
 LOG = "a log that is not a mean over rows"
@@ -72,6 +73,9 @@ ADVICE = {
     "changes.",
     STATE: f"Update it from {ALL_ROWS}. A mean over rows may stay in self.add_weight(..., "
     "trainable=False), of which replicas average the changes, but not in a tf.Variable.",
+    PYTHON_STATE: "TensorFlow reads it once for each trace, so its value depends on how often the "
+    "step is traced, and each replica changes it: keep the number in a variable, "
+    "self.add_weight(..., trainable=False), or count with optimizer.iterations.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
     METRIC_OF_NUMBERS: "Pass it a value for each row of the replica: of gathered values, "
     "tfmulti.local_rows(values).",

@@ -75,14 +75,20 @@ def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding
         logging = [part for part in parts if part.kind == custom_parts.METRIC]
         return causes.find(causes.LOG, name_parts(steps or logging or parts))
     if origin and origin.layer:
-        cause = causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS
-        if origin.adds and origin.layer.activity_regularizer is not None:
-            return causes.find_activity_regularizer(name_parts(_parts_of(parts, origin)))
-        cause = cause if origin.adds else causes.STATISTICS
-        return causes.find(cause, name_parts(_parts_of(parts, origin)))
+        return _explain_origin(origin, name_parts(_parts_of(parts, origin)))
     return _explain_loss(
         case, found, clues, [p for p in parts if not origin or p.kind != custom_parts.LAYER]
     )
+
+
+def _explain_origin(origin: Origin, name: str) -> causes.Finding:
+    if origin.counts:
+        return causes.find(causes.PYTHON_STATE, name)
+    if not origin.adds:
+        return causes.find(causes.STATISTICS, name)
+    if origin.layer.activity_regularizer is not None:
+        return causes.find_activity_regularizer(name)
+    return causes.find(causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS, name)
 
 
 def _counts(difference) -> bool:

@@ -307,9 +307,10 @@ def describe_containers(case: Case, names: list[str]) -> str:
     return (
         f"`{_METHODS[case.kind]}` changes {', '.join(names[:MOST_NAMED])} of "
         f"{type(case.model).__name__}, with run_eagerly=True: {case.strategy.num_replicas_in_sync} "
-        "replicas each do so in every step, with numbers from their own rows. To record what a "
-        "step computes, return it as a log and collect the logs in a callback's "
-        "`on_train_batch_end`."
+        "replicas each do so in every step, with numbers from their own rows. If the step reads it "
+        "again, training differs from one device: keep such numbers in a variable, computed from "
+        "tfmulti.gather_batch(rows). To record what a step computes, return it as a log and "
+        "collect the logs in a callback's `on_train_batch_end`."
     )
 
 

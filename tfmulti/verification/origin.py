@@ -33,11 +33,13 @@ class Origin:
         layer: The layer; None if the outputs of every layer are equal.
         adds: Whether the difference is in a loss that the layer adds, not in its outputs.
         sums: Whether that loss on one device is the sum of the replicas' losses.
+        counts: Whether the call of the layer changes a Python number that the layer holds.
     """
 
     layer: keras.Layer | None = None
     adds: bool = False
     sums: bool = False
+    counts: bool = False
 
 
 @dataclasses.dataclass
@@ -47,6 +49,7 @@ class _Event:
     layer: keras.Layer
     given: list[np.ndarray] | None
     gives: list[np.ndarray]
+    counts: bool = False
 
 
 def find_origin(case: Case, state: State, examples: list, close: float) -> Origin | None:
@@ -128,9 +131,9 @@ def _events(case, run, examples) -> list[list[_Event]]:
             mine.events.append(_Event(*event))
 
     def on_call(layer, call, args, kwargs):
-        given = _arrays((args, kwargs))
+        given, numbers = _arrays((args, kwargs)), _python_numbers(layer)
         outputs = call(*args, **kwargs)
-        note(layer, given, _arrays(outputs))
+        note(layer, given, _arrays(outputs), numbers != _python_numbers(layer))
         return outputs
 
     layers = [case.model, *keras_compat.all_layers(case.model)]
@@ -162,7 +165,7 @@ def _first(whole, distributed, num_rows, close) -> Origin | None:
         rows = [(e, part) for e, part in zip(here, parts) if part[1] > part[0]]
         if any(_differ(e.gives, event.gives, part, num_rows, close) for e, part in rows):
             if not any(_differ(e.given, event.given, part, num_rows, close) for e, part in rows):
-                return Origin(event.layer)
+                return Origin(event.layer, counts=event.counts)
     return Origin()
 
 
@@ -190,3 +193,8 @@ def _unlike(value, reference, close) -> bool:
 def _arrays(structure) -> list[np.ndarray]:
     flat = tf.nest.flatten(structure, expand_composites=True)
     return [value.numpy() for value in flat if isinstance(value, tf.Tensor)]
+
+
+def _python_numbers(layer) -> dict[str, float]:
+    held = vars(layer).items()
+    return {name: value for name, value in held if type(value) in (int, float)}

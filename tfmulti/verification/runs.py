@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.first_replica import replica_number
-from tfmulti.step.rows import num_rows
+from tfmulti.step.rows import current_replica_batch, num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.comparison import Outcome, by_name
@@ -168,7 +168,9 @@ class Distributed:
             def rows():
                 return (0, 1, salt) if case.rows.are_unequal else (start, num_rows(data), salt)
 
-            with keras_compat.fixed_random_numbers(rows, self._without_rows) as draws:
+            with keras_compat.fixed_random_numbers(
+                rows, self._without_rows, _num_gathered_rows
+            ) as draws:
                 outputs = step(data)
                 self._noise.append(draws.without_rows)
             self.sizes.update(draws.sizes)
@@ -209,6 +211,14 @@ def trace_both(case: Case, example: list) -> tuple[Distributed, Reference]:
         many = Distributed(case, example, without_rows=by_chance)
         one = Reference(case, example, by_chance)
     return many, one
+
+
+def _num_gathered_rows(drawn: tf.Tensor) -> tf.Tensor | None:
+    """Returns the number of rows of the whole batch if random numbers are drawn for these."""
+    batch = current_replica_batch()
+    if batch is None or not batch.has_gathered_rows(drawn):
+        return None
+    return tf.shape(batch.gathered[0])[0]
 
 
 @contextlib.contextmanager

@@ -1,12 +1,8 @@
-"""Reads and restores what a step reads or changes: variables, for each replica, and attributes."""
+"""Reads and restores the variables that a step reads or changes, for each replica."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import TypeVar
 
 import keras
 import numpy as np
@@ -14,6 +10,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
+from tfmulti.verification.python_values import walk
 
 TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
     "trainable weight",
@@ -25,9 +22,8 @@ TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
 )
 """The role of a variable in the model; METRIC and OTHER are restored, but not compared."""
 COMPARED = (TRAINABLE, WEIGHT, OPTIMIZER, OWN)
-_RANDOM_STATES = ("seed_generator_state", "StateVar")
-# How deep parts of a model are looked for.
-_DEPTH = 8
+_OF_GENERATOR = "StateVar"
+_RANDOM_STATES = ("seed_generator_state", _OF_GENERATOR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +37,7 @@ class Part:
         replica: The local replica, from 0; None for a variable that all replicas share.
         first: The index in `State.parts` of the first copy of the same variable.
         is_owned: Whether other workers have no copy: sharded state or a sharded weight.
+        is_added: Whether each replica has a part of its own, and its value is their sum.
     """
 
     handle: tf.Tensor
@@ -49,6 +46,7 @@ class Part:
     replica: int | None
     first: int
     is_owned: bool = False
+    is_added: bool = False
 
     @property
     def is_internal(self) -> bool:
@@ -59,6 +57,11 @@ class Part:
     def is_random_state(self) -> bool:
         """Whether it is the state of a random generator of Keras or TensorFlow."""
         return self.name.split("/")[-1].split(":")[0] in _RANDOM_STATES
+
+    @property
+    def counts_numbers(self) -> bool:
+        """Whether it advances by as many numbers as TensorFlow's generator draws: for its rows."""
+        return self.is_random_state and self.name.split("/")[-1].startswith(_OF_GENERATOR)
 
 
 class State:
@@ -124,6 +127,16 @@ class State:
         """
         return [values[part.first] if part.replica else v for part, v in zip(self.parts, values)]
 
+    def with_sums_of_zero(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns values in which sums over replicas, as in a metric, begin at zero.
+
+        A step with all rows on one replica would go on from that replica's part of a sum.
+
+        Args:
+            values: What `read` returned.
+        """
+        return [np.zeros_like(v) if part.is_added else v for part, v in zip(self.parts, values)]
+
     def to_compare(self, values: list[np.ndarray]) -> list[int]:
         """Returns the indices of the parts that have one device's values after a step.
 
@@ -136,6 +149,7 @@ class State:
             for i, part in enumerate(self.parts)
             if part.kind in COMPARED
             and part.replica is not None
+            and not part.counts_numbers
             and values[i].tobytes() == values[part.first].tobytes()
         ]
 
@@ -166,18 +180,15 @@ class State:
                 handle = (parts or (value,))[0].handle
                 self._add_part(handle, name, kind, replica=0, is_owned=True)
             elif isinstance(value, tf.distribute.DistributedValues):
-                first = len(self.parts)
+                first, added = len(self.parts), _is_added(value)
+                kind_here = METRIC if added and kind in (OWN, WEIGHT) else kind
                 for replica, part in enumerate(parts):
-                    self._add_part(part.handle, name, self._kind_of(value, kind), replica, first)
+                    self._add_part(part.handle, name, kind_here, replica, first, added=added)
             else:
-                kind_here, replica = self._kind_of(value, kind), self._shared_by
+                replica, added = self._shared_by, _is_added(value)
+                kind_here = METRIC if added and kind in (OWN, WEIGHT) else kind
                 kind_here = OTHER if kind_here == OWN and replica is None else kind_here
-                self._add_part(value.handle, name, kind_here, replica)
-
-    def _kind_of(self, value, kind):
-        added = value.aggregation == tf.VariableAggregation.SUM
-        read = value.synchronization == tf.VariableSynchronization.ON_READ
-        return METRIC if added and read and kind in (OWN, WEIGHT) else kind
+                self._add_part(value.handle, name, kind_here, replica, added=added)
 
     def _add_handle(self, handle, names):
         container = keras_compat.container_of(handle)
@@ -186,209 +197,22 @@ class State:
         name = names.get(keras_compat.handle_key(handle), "a variable")
         self._add_part(handle, name, OTHER, None)
 
-    def _add_part(self, handle, name, kind, replica, first=None, is_owned=False):
+    def _add_part(self, handle, name, kind, replica, first=None, is_owned=False, added=False):
         key = keras_compat.handle_key(handle)
         if key not in self._known:
             self._known.add(key)
             first = len(self.parts) if first is None else first
-            self.parts.append(Part(handle, name, kind, replica, first, is_owned))
+            self.parts.append(Part(handle, name, kind, replica, first, is_owned, added))
+
+
+def _is_added(variable) -> bool:
+    return (
+        variable.aggregation == tf.VariableAggregation.SUM
+        and variable.synchronization == tf.VariableSynchronization.ON_READ
+    )
 
 
 def _held_variables(model) -> dict:
     """Returns the variables that a model holds, by attribute path, such as `moving/0`."""
     kinds = (keras.Variable, tf.Variable)
     return {path: thing for path, thing in walk(model) if isinstance(thing, kinds)}
-
-
-def walk(model) -> list:
-    """Returns the model and all objects that it holds in attributes and containers, with paths."""
-    seen, found, level = set(), [], [("", model)]
-    for _ in range(_DEPTH):
-        below = []
-        for path, thing in level:
-            if id(thing) not in seen:
-                seen.add(id(thing))
-                found.append((path, thing))
-                start = f"{path}/" if path else ""
-                below += [(f"{start}{name}", part) for name, part in _held_by(thing)]
-        level = below
-    return found
-
-
-def _held_by(thing) -> list:
-    if isinstance(thing, dict):
-        return list(thing.items())
-    if isinstance(thing, (list, tuple, set)):
-        return list(enumerate(thing))
-    if isinstance(thing, (keras.Variable, tf.Variable, tf.Tensor, np.ndarray, str, type)):
-        return []
-    if isinstance(thing, (tf.distribute.Strategy, tf.data.Dataset)) or not _may_hold(thing):
-        return []
-    return list(vars(thing).items())
-
-
-def _may_hold(thing) -> bool:
-    module = str(type(thing).__module__)
-    foreign = ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
-    # Classes of a script belong to `__main__`.
-    mine = module == "__main__" or not module.startswith(foreign)
-    return hasattr(thing, "__dict__") and mine
-
-
-_NUMBERS = (bool, int, float, np.number)
-# Keras sets these itself.
-_OF_KERAS = ("built", "stop_training")
-_MADE_BY_KERAS = ("history", "train_function", "test_function", "predict_function")
-
-
-# An array with more numbers is data rather than state.
-_MOST_IN_ARRAY = 2**20
-
-
-class Numbers:
-    """The numbers and arrays that a model, and the objects that it holds, have as attributes.
-
-    Args:
-        model: The model; None for nothing.
-    """
-
-    def __init__(self, model: keras.Model | None):
-        self._held = [
-            (path, thing, name, value)
-            for path, thing in (walk(model) if model is not None else ())
-            if hasattr(thing, "__dict__")
-            for name, value in vars(thing).items()
-            if _is_number(value) and not name.startswith("_") and name not in _OF_KERAS
-        ]
-        self._contents = [np.copy(v) if isinstance(v, np.ndarray) else v for *_, v in self._held]
-
-    def changed(self) -> list[str]:
-        """Returns the names of those that have another value now."""
-        return [
-            f"{path}/{name}" if path else name
-            for (path, thing, name, _), was in zip(self._held, self._contents)
-            if not _is_same(vars(thing).get(name), was)
-        ]
-
-    def restore(self) -> None:
-        """Gives them the values that they had."""
-        for (_, thing, name, value), was in zip(self._held, self._contents):
-            vars(thing)[name] = value
-            if isinstance(value, np.ndarray) and not _is_same(value, was):
-                value[...] = was
-
-
-def _is_number(value) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc" and value.size <= _MOST_IN_ARRAY
-    return isinstance(value, _NUMBERS)
-
-
-def attributes_of(model: keras.Model) -> dict[str, object]:
-    """Returns what a model and its objects hold, by path: numbers and text, or which object."""
-    simple = (*_NUMBERS, str, bytes)
-    found = {}
-    for path, thing in walk(model):
-        held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
-        for name, value in held.items():
-            if not str(name).startswith("_") and name not in (*_OF_KERAS, *_MADE_BY_KERAS):
-                found[f"{path}/{name}"] = value if isinstance(value, simple) else id(value)
-    return found
-
-
-_CONTAINERS = (list, dict, set, collections.deque)
-_PLAIN = (*_NUMBERS, str, bytes, type(None), np.ndarray, tf.Tensor)
-
-
-class Containers:
-    """The lists, dicts, sets and deques of numbers or text that a model and its objects hold.
-
-    What holds layers or other objects is left out, and so are private attributes.
-
-    Args:
-        model: The model; None for nothing.
-    """
-
-    def __init__(self, model: keras.Model | None):
-        held = [
-            (f"{path}/{name}" if path else name, value)
-            for path, thing in (walk(model) if model is not None else ())
-            if hasattr(thing, "__dict__") and not isinstance(thing, _CONTAINERS)
-            for name, value in vars(thing).items()
-            if isinstance(value, _CONTAINERS) and not name.startswith("_") and _is_plain(value)
-        ]
-        inner = [(name, part) for name, value in held for part in _containers_in(value)]
-        self._held = [(name, part, list(_items(part))) for name, part in inner]
-
-    def changed(self) -> list[str]:
-        """Returns the names of those that have other contents now, each once."""
-        return list(dict.fromkeys(name for name, part, was in self._held if _differs(part, was)))
-
-    def restore(self) -> None:
-        """Gives them the contents that they had; one that has got other objects stays."""
-        for _, part, was in self._held:
-            if _differs(part, was) and _is_plain(part):
-                _refill(part, was)
-
-
-_Held = TypeVar("_Held", Numbers, Containers)
-
-
-@contextlib.contextmanager
-def restored(values: _Held) -> Iterator[_Held]:
-    """Gives the numbers or the containers of a model back what they had, on exit."""
-    try:
-        yield values
-    finally:
-        values.restore()
-
-
-def _refill(container, was):
-    """Puts contents back; Keras would make copies of containers that are put into its own."""
-    if isinstance(container, list):
-        container[:] = was
-    elif isinstance(container, dict):
-        before = dict(was)
-        for name in [each for each in container if each not in before]:
-            del container[name]
-        for name, value in before.items():
-            if name not in container or container[name] is not value:
-                container[name] = value
-    else:
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(was)
-
-
-def _is_plain(value, depth=_DEPTH) -> bool:
-    if isinstance(value, (*_CONTAINERS, tuple)) and depth:
-        return all(_is_plain(part, depth - 1) for part in _values(value))
-    return isinstance(value, _PLAIN)
-
-
-def _containers_in(value, depth=_DEPTH) -> list:
-    """Returns a container and those within it."""
-    if not isinstance(value, (*_CONTAINERS, tuple)) or not depth:
-        return []
-    inner = [part for each in _values(value) for part in _containers_in(each, depth - 1)]
-    return [value, *inner] if isinstance(value, _CONTAINERS) else inner
-
-
-def _values(value):
-    return value.values() if isinstance(value, dict) else value
-
-
-def _items(value):
-    return value.items() if isinstance(value, dict) else value
-
-
-def _differs(container, was) -> bool:
-    now = list(_items(container))
-    if isinstance(container, dict):
-        now, was = [part for pair in now for part in pair], [part for pair in was for part in pair]
-    return len(now) != len(was) or not all(_is_same(a, b) for a, b in zip(now, was))
-
-
-def _is_same(value, other) -> bool:
-    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
-        return value.dtype == other.dtype and np.array_equal(value, other, equal_nan=True)
-    return value is other or (isinstance(value, _NUMBERS) and bool(value == other))

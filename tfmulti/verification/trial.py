@@ -30,16 +30,10 @@ from tfmulti.verification.explanation import Clues
 from tfmulti.verification.graph_search import find_repeated_noise, find_shared_objects
 from tfmulti.verification.later_state import reads_scalar, vary_state
 from tfmulti.verification.origin import find_origin
+from tfmulti.verification.python_values import Containers, Numbers, restored
 from tfmulti.verification.rounding import Rounding
 from tfmulti.verification.runs import Distributed, trace_both
-from tfmulti.verification.state import (
-    OPTIMIZER,
-    TRAINABLE,
-    Containers,
-    Numbers,
-    State,
-    restored,
-)
+from tfmulti.verification.state import OPTIMIZER, TRAINABLE, State
 from tfmulti.verification.views import PLAIN, View
 
 # How long one step on many rows may take; it also bounds the memory that they need.
@@ -279,7 +273,7 @@ class Trial:
         """Returns the initial state; it is read once, since every comparison restores it."""
         if self._at_begin is None:
             self._case.model.reset_metrics()
-            self._at_begin = self._state.read()
+            self._at_begin = self._state.with_sums_of_zero(self._state.read())
             kind = self._case.kind
             self._comparison = Comparison(kind, self._state, self._at_begin, self._close)
         if not view.varies_state:
