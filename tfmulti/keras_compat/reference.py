@@ -6,6 +6,7 @@ import contextlib
 import itertools
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.eager import context
@@ -194,16 +195,37 @@ def _dtype_of_handle(handle):
     return tf.dtypes.as_dtype(data.shape_and_type[0].dtype)
 
 
-def read_handle(handle: tf.Tensor):
-    """Returns the value of a variable as a NumPy array."""
-    return tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of_handle(handle)).numpy()
+# Others, such as bfloat16, Python's buffers cannot describe.
+_VIEWED = (tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+class _View(np.ndarray):
+    """A read-only array in the memory of a tensor.
+
+    A variable that is given the tensor takes that memory, until an update gives it other memory;
+    so a state is read and restored without copies.
+    """
+
+    tensor: tf.Tensor | None = None
+
+
+def read_handle(handle: tf.Tensor) -> np.ndarray:
+    """Returns the value of a variable as a NumPy array, which can be read-only."""
+    tensor = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_dtype_of_handle(handle))
+    if "CPU" not in tensor.device or tensor.dtype not in _VIEWED:
+        return tensor.numpy()
+    view = np.asarray(memoryview(tensor)).view(_View)
+    view.tensor = tensor
+    return view
 
 
 def write_handle(handle: tf.Tensor, value) -> None:
     """Assigns a value to a variable."""
+    tensor = value.tensor if isinstance(value, _View) else None
     with tf.device(handle.device):
-        value = tf.constant(value, _dtype_of_handle(handle))
-        tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+        if tensor is None or tensor.device != handle.device:
+            tensor = tf.constant(value, _dtype_of_handle(handle))
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tensor)
 
 
 def container_of(handle: tf.Tensor):

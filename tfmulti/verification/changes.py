@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.verification.differences import compare, largest_change
+from tfmulti.verification.differences import compare, largest_change, same_bits
 from tfmulti.verification.state import OPTIMIZER, OTHER, OWN, TRAINABLE, WEIGHT, State
 
 # A variable of more numbers than this is no setting.
@@ -37,7 +37,7 @@ def changed_outside(parts: list, begin: list[np.ndarray], ends) -> list[str]:
         and part.kind in (WEIGHT, OTHER)
         and not part.is_random_state
         and not part.is_internal
-        and any(end[i].tobytes() != begin[i].tobytes() for end in ends)
+        and any(not same_bits(end[i], begin[i]) for end in ends)
     ]
 
 
@@ -59,7 +59,7 @@ def unchanged_settings(
         if part.kind in (WEIGHT, OWN, OTHER)
         and not (part.is_internal or part.is_random_state)
         and begin[i].size <= _MOST_SETTINGS
-        and begin[i].tobytes() == end[i].tobytes()
+        and same_bits(begin[i], end[i])
         and (not functions or keras_compat.handle_key(part.handle) in used)
     ]
 
@@ -78,7 +78,7 @@ def make_alike(model) -> str:
     for part in kept:
         handles = part.handle, state.parts[part.first].handle
         value, first = map(keras_compat.read_handle, handles)
-        if value.tobytes() != first.tobytes():
+        if not same_bits(value, first):
             name = name or part.name
             keras_compat.write_handle(part.handle, first)
     return name
@@ -101,7 +101,7 @@ def find_drift(
         if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
             continue
         first = part.first
-        if begin[first].tobytes() != before.tobytes():
+        if not same_bits(begin[first], before):
             continue
         change = largest_change(end[first], begin[first])
         if compare(end[first], value, change, 0.0, close) is not None:

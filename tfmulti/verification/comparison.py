@@ -101,7 +101,8 @@ class Comparison:
             part = parts[i]
             allowed = 0.0 if noise is None else noise.get(i, 0.0)
             # Rounding errors of one step persist, even if the next step changes little.
-            moved[i] = max(moved[i], largest_change(values[i], before[i]))
+            change = largest_change(values[i], before[i]) if part.first == i else 0.0
+            moved[i] = max(moved[i], moved[part.first], change)
             if noise is not None and part.kind == TRAINABLE:
                 slots = [j for j in self._state.slots_of(i) if values[j].shape == values[i].shape]
                 moments = {parts[j].name: values[j] for j in slots}

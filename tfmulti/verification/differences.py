@@ -26,6 +26,8 @@ _ROUNDINGS = {
     "float64": 2**-24,
 }
 _NOISE = 10
+# How many numbers are compared at a time.
+_CHUNK = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +76,60 @@ def compare(value, reference, change=None, noise: float = 0.0, close: float = CL
     a, b = np.asarray(value), np.asarray(reference)
     if a.shape != b.shape:
         return f"of shape {b.shape}", f"of shape {a.shape}", np.inf, ()
-    if a.tobytes() == b.tobytes() and a.dtype == b.dtype:
+    if same_bits(a, b):
         return None
     if not _is_float(a) or not _is_float(b):
         return _first_unequal(a, b)
-    allowed = _allowed(b, change, noise, close)
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    change = largest_change(b) if change is None else change
+    flat, expected = a.reshape(-1), b.reshape(-1)
+    noise = np.broadcast_to(noise, b.shape).reshape(-1) if np.ndim(noise) else noise
+    worst, found = 0, 1.0
+    for part in _chunks(flat):
+        some = noise[part] if np.ndim(noise) else noise
+        size = _sizes(flat[part], expected[part], change, some, close)
+        index = int(np.argmax(size))
+        if size[index] > found:
+            worst, found = part.start + index, float(size[index])
+    if found == 1:
+        return None
+    index = tuple(int(i) for i in np.unravel_index(worst, b.shape)) if b.ndim else ()
+    return expected[worst].item(), flat[worst].item(), found, index
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays have the same bits: two zeros of opposite signs are not the same.
+
+    >>> same_bits(np.float32([0.0, np.nan]), np.float32([0.0, np.nan]))
+    True
+    >>> same_bits(np.float32([0.0]), np.float32([-0.0]))
+    False
+    """
+    if a is b:
+        return True
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype.hasobject:
+        return a.tobytes() == b.tobytes()
+    flat, other = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (a, b))
+    return np.array_equal(flat, other)
+
+
+def _chunks(flat: np.ndarray) -> list[slice]:
+    """Returns slices of a flat array that fit in a processor's cache, and need little memory."""
+    return [slice(start, start + _CHUNK) for start in range(0, flat.size, _CHUNK)]
+
+
+def _sizes(value, reference, change, noise, close) -> np.ndarray:
+    """Returns the distances of numbers, in multiples of what is allowed."""
     with np.errstate(invalid="ignore", over="ignore"):
+        # Most pairs are as near as the largest change alone allows.
+        if np.abs(_widened(value) - _widened(reference)).max() <= 0.9 * close * change:
+            return np.zeros(1)
+        allowed = _allowed(reference, change, noise, close)
+        a, b = value.astype(np.float64), reference.astype(np.float64)
         apart = np.abs(a - b)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
-        size = np.where(same, 0.0, np.where(np.isfinite(apart), apart / allowed, np.inf))
-    index = np.unravel_index(int(np.argmax(size)), size.shape) if size.size else ()
-    if not size.size or size[index] <= 1:
-        return None
-    return b[index].item(), a[index].item(), float(size[index]), tuple(int(i) for i in index)
+        return np.where(same, 0.0, np.where(np.isfinite(apart), apart / allowed, np.inf))
 
 
 def without_gradient(moments: dict[str, np.ndarray], close: float) -> np.ndarray | bool:
@@ -171,12 +213,23 @@ def largest_change(value, before=None) -> float:
     value = np.asarray(value)
     if not _is_float(value):
         return 0.0
-    change = value.astype(np.float64)
-    if before is not None:
-        with np.errstate(invalid="ignore"):
-            change = change - np.asarray(before).astype(np.float64)
-    change = np.abs(change[np.isfinite(change)])
-    return float(change.max()) if change.size else 0.0
+    flat, most = value.reshape(-1), 0.0
+    earlier = None if before is None else np.asarray(before).reshape(-1)
+    for part in _chunks(flat):
+        pair = flat[part], 0.0 if earlier is None else earlier[part]
+        with np.errstate(invalid="ignore", over="ignore"):
+            largest = np.abs(_widened(pair[0]) - _widened(pair[1])).max()
+            if not np.isfinite(largest):
+                change = np.abs(np.float64(pair[0]) - np.float64(pair[1]))
+                largest = np.max(change, where=np.isfinite(change), initial=0.0)
+        most = max(most, float(largest))
+    return most
+
+
+def _widened(value):
+    """Returns numbers of a dtype whose differences of near numbers are exact."""
+    narrow = np.asarray(value).dtype not in (np.float32, np.float64)
+    return np.asarray(value).astype(np.float64) if narrow else value
 
 
 def distance(value, reference) -> float:
@@ -214,11 +267,10 @@ def _allowed(reference, change, noise, close):
     kind = np.finfo(np.float64) if reference.dtype == np.float64 else np.finfo(np.float32)
     eps = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(reference.dtype.name, float(kind.eps))
     b = np.abs(reference.astype(np.float64))
-    largest = largest_change(reference) if change is None else change
     b = np.where(np.isfinite(b), b, 0.0)
     noise = np.where(np.isfinite(noise), noise, 0.0)
     # Some devices flush denormal numbers to zero.
-    return _LAST_PLACES * eps * b + _NOISE * noise + close * largest + 1e-37
+    return _LAST_PLACES * eps * b + _NOISE * noise + close * change + 1e-37
 
 
 def _first_unequal(a, b):

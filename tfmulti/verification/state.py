@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
+from tfmulti.verification.differences import same_bits
 from tfmulti.verification.python_values import walk
 
 TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
@@ -150,7 +151,7 @@ class State:
             if part.kind in COMPARED
             and part.replica is not None
             and not part.counts_numbers
-            and values[i].tobytes() == values[part.first].tobytes()
+            and same_bits(values[i], values[part.first])
         ]
 
     def write(self, values: list[np.ndarray]) -> None:
