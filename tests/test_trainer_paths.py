@@ -338,3 +338,44 @@ def test_predict_on_batch_of_a_custom_step_is_one_devices(eager):
         assert found["apart"].shape == expected["apart"].shape
         np.testing.assert_allclose(found["apart"], expected["apart"], atol=1e-6)
         np.testing.assert_allclose(found["mean"], expected["mean"], atol=1e-6)
+
+
+class OwnTrainFunction(keras.Model):
+    """Makes the function of a step itself, by the strategy or as on one device."""
+
+    def __init__(self, by_strategy):
+        super().__init__()
+        self.dense, self.by_strategy = keras.layers.Dense(1), by_strategy
+
+    def call(self, x):
+        return self.dense(x)
+
+    def make_train_function(self, force=False):
+        strategy = self.distribute_strategy
+
+        @tf.function
+        def function(iterator):
+            if not self.by_strategy:
+                return self.train_step(next(iterator))
+            logs = strategy.run(self.train_step, args=(next(iterator),))
+            return {name: strategy.reduce("MEAN", log, axis=None) for name, log in logs.items()}
+
+        self.train_function = function
+        return function
+
+
+def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
+    x = np.random.RandomState(0).randn(21, 3).astype("float32")
+
+    def trained(num_replicas, by_strategy=True):
+        keras.utils.set_random_seed(0)
+        with create_strategy(num_replicas).scope():
+            model = OwnTrainFunction(by_strategy)
+            model.compile("adam", "mse")
+        model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, three in zip(trained(1), trained(3)):
+        np.testing.assert_allclose(three, one, atol=1e-6)
+    with pytest.raises(ValueError, match="`make_train_function` of your own must.* Write `outputs"):
+        trained(3, by_strategy=False)

@@ -112,11 +112,37 @@ def before_calls(name: str):
             validates = kwargs.get("validation_data") is not None or kwargs.get("validation_split")
             marks.CALL.set(self, (name, bool(validates)))
             before(self, name, args[0] if args else kwargs.get("x"))
-            return original(self, *args, **kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            except (TypeError, ValueError, AttributeError) as error:
+                own = _FUNCTIONS.get(name, "")
+                is_own = getattr(type(self), own, None) is not getattr(keras.Model, own, None)
+                # Keras speaks of a tensor that is none.
+                if not is_own or "PerReplica" not in str(error):
+                    raise
+                raise _own_function_error(own) from error
 
         return call
 
     return make
+
+
+_FUNCTIONS = {
+    "fit": "make_train_function",
+    "evaluate": "make_test_function",
+    "predict": "make_predict_function",
+}
+
+
+def _own_function_error(name: str) -> ValueError:
+    step = f"self.{name.removeprefix('make_').removesuffix('_function')}_step"
+    return ValueError(
+        f"A `{name}` of your own must run the step by the strategy, as Keras's does: its iterator "
+        "gives a part of the batch for each replica. Received: one that uses all parts as if they "
+        f"were a tensor. Write `outputs = self.distribute_strategy.run({step}, "
+        "args=(next(iterator),))` and return reduced outputs, or leave the method out and override "
+        f"`{step.removeprefix('self.')}`."
+    )
 
 
 def before_saving(original, before):
