@@ -20,7 +20,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.framework import ops
 
 import tfmulti
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.keras_compat import TABLE, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
 from tfmulti.step import local_steps
@@ -1039,6 +1039,21 @@ def test_canary_a_variable_of_replicas_is_no_number(kind):
     with pytest.raises(TypeError, match="MirroredVariable"):
         number(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
     assert number(replicas.create_strategy(2)) == (3, 3)
+
+
+def test_canary_assignments_are_not_counted():
+    """TensorFlow does not tell how often a variable was assigned a value."""
+
+    def assigned(strategy):
+        with strategy.scope():
+            variable = tf.Variable([0.0, 0.0], trainable=False)
+        variable.assign([1.0, 2.0])
+        variable.assign_add([1.0, 2.0])
+        return marks.NUM_ASSIGNED.get(variable), variable.numpy().tolist()
+
+    stock = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert assigned(stock) == (0, [2.0, 4.0])
+    assert assigned(replicas.create_strategy(2)) == (2, [2.0, 4.0])
 
 
 @pytest.mark.slow

@@ -20,6 +20,13 @@ TARGETS = GENERATOR.normal(size=(NUM_ROWS, 3)).astype("float32")
 NUM_SETTINGS = 5000
 
 
+@pytest.fixture(autouse=True)
+def _enough_time(request, monkeypatch):
+    """Makes all checks that are due, however slow the machine is."""
+    if "small_part_of_the_time" not in request.node.name:
+        monkeypatch.setattr(spot_checks, "_OF_FIRST", 1000.0)
+
+
 class Step(keras.Model):
     """A step with a term of the whole batch, of which a setting decides."""
 
@@ -96,6 +103,41 @@ def test_a_term_that_begins_amid_an_epoch_is_told(num_replicas, feed):
         fit(num_replicas, feed=feed, callbacks=[Switch(after=10)])
     assert "Received: loss:" in str(e.value) or "weight" in str(e.value)
     assert "one step, of 8 rows" in str(e.value)
+
+
+class FewSettings(Step):
+    """More settings than are varied before the first step, and few enough to be looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = tf.Variable(tf.zeros(12), trainable=False)
+
+
+class Window(keras.callbacks.Callback):
+    """Sets the settings for three steps of the third epoch, between two checks that are due."""
+
+    steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.steps in (17, 20):
+            self.model.settings.assign(tf.ones(12) if self.steps == 17 else tf.zeros(12))
+        self.steps += 1
+
+
+def test_what_a_callback_sets_for_three_steps_is_told_before_the_first_of_them():
+    window = Window()
+    with pytest.raises(ValueError, match="and is not 17 steps later"):
+        fit(2, FewSettings, callbacks=[window])
+    assert window.model.optimizer.iterations.numpy() == 17
+
+
+def test_what_a_callback_sets_for_three_steps_trains_as_on_one_device():
+    (one, history), callbacks = fit(1, FewSettings, callbacks=[Window()]), [Window()]
+    with pytest.warns(UserWarning, match="From now on every replica .* 17 steps after"):
+        many, other = fit(2, FewSettings, callbacks=callbacks, on_difference="replicate")
+    np.testing.assert_allclose(other["loss"], history["loss"], atol=1e-6)
+    for value, expected in zip(many.get_weights(), one.get_weights()):
+        np.testing.assert_allclose(value, expected, atol=1e-6)
 
 
 class AtEpoch(keras.callbacks.Callback):
@@ -212,7 +254,6 @@ ORDINARY = {
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
     checked, check = [], spot_checks.verification.spot_check
-    monkeypatch.setattr(spot_checks, "_OF_FIRST", 100.0)
     monkeypatch.setattr(
         spot_checks.verification,
         "spot_check",

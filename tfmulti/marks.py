@@ -99,6 +99,8 @@ MICRO_BATCHES = Mark("micro_batches", 1)
 """The micro-batches into which a model with such stages divides a batch."""
 IS_SHARDED = Mark("is_sharded", False)
 """Whether a slot has one owner."""
+NUM_ASSIGNED = Mark("num_assigned", 0)
+"""How often a variable of several replicas was assigned a value outside of steps."""
 NUMBER = Mark("number")
 """A variable's number, which no other one gets."""
 

@@ -317,6 +317,20 @@ def noting_result(original, note_result):
     return result
 
 
+def counting_assignments(original):
+    """Counts how often a variable is assigned a value outside of steps, as callbacks do.
+
+    Args:
+        original: `DistributedVariable.assign`, `assign_add` or `assign_sub`.
+    """
+
+    def assign(self, *args, **kwargs):
+        marks.NUM_ASSIGNED.set(self, marks.NUM_ASSIGNED.get(self) + 1)
+        return original(self, *args, **kwargs)
+
+    return assign
+
+
 def number_of(kind):
     """Returns a `make` for `int` or `float` of a variable, which return its value.
 

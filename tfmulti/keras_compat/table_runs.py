@@ -116,6 +116,19 @@ _NUMBERS = tuple(
     for name, kind in (("__int__", int), ("__float__", float))
 )
 
+_ASSIGNMENTS = tuple(
+    Replacement(
+        values.DistributedVariable,
+        name,
+        hooks.counting_assignments,
+        replacement.of_value,
+        "a step that differs while a callback has changed a setting, between two spot checks",
+        "test_canary_assignments_are_not_counted",
+        arguments=("value",),
+    )
+    for name in ("assign", "assign_add", "assign_sub")
+)
+
 _CALLS = (
     *(
         Replacement(
@@ -346,6 +359,7 @@ _FOR_A_TIME = (
 ENTRIES = (
     *_OPTIMIZERS,
     *_NUMBERS,
+    *_ASSIGNMENTS,
     *_CALLS,
     *_AVERAGES,
     *_DATA,

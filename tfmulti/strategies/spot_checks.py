@@ -2,7 +2,8 @@
 
 Before the first step, no one knows what later rows and a later state bring: a phase, a weight that
 passes a limit, a rare class. So the step is compared again after 2, 3, 5, 8, 13, ... steps, with a
-batch that it was just trained on and the state that it has then.
+batch that it was just trained on and the state that it has then. In one process it is compared as
+well before the step that follows a callback's change of a small variable that it reads.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat, marks, verification
+from tfmulti import keras_compat, marks, topology, verification
 from tfmulti.step.samples import fibonacci
 from tfmulti.strategies import checks
 from tfmulti.verification.case import TEST, TRAIN, Case
+from tfmulti.verification.differences import same_bits
 
 # Spot checks take at most these shares of the time of training, and of the first verification.
 _OF_TRAINING, _OF_FIRST = 0.05, 0.25
@@ -34,6 +36,7 @@ class _Progress:
     Attributes:
         case: The step.
         first: How many seconds its verification took.
+        changes: What callbacks change between its runs.
         began: When the first step was taken.
         steps: How many steps have been taken.
         in_pass: How many of them with the current iterator.
@@ -44,6 +47,7 @@ class _Progress:
 
     case: Case
     first: float
+    changes: _Changes | None = None
     began: float = dataclasses.field(default_factory=time.perf_counter)
     steps: int = 0
     in_pass: int = 0
@@ -66,11 +70,58 @@ class _Progress:
             self.is_due = True
         return self.is_due
 
+    def must_look(self, model: keras.Model, iterator) -> bool:
+        """Whether callbacks have changed what the step reads: it is checked before it runs."""
+        is_current = marks.CHECKED.get(model).get(self.case.kind) is self.case
+        if self.is_over or not is_current or not self.changes.are_new():
+            return False
+        self.is_due = True
+        # Of another pass no batch has been kept yet.
+        return self.iterator() is iterator
+
     @property
     def is_affordable(self) -> bool:
         """Whether there is time for another spot check."""
         elapsed = time.perf_counter() - self.began
         return self.spent <= max(_OF_FIRST * self.first, _OF_TRAINING * elapsed)
+
+
+class _Changes:
+    """The small variables that a step reads and leaves, which a callback may set between two steps.
+
+    Workers would have to agree in every step on whether one of them has set any, so they do not
+    look: they find it at the next spot check, or when an epoch begins.
+
+    Args:
+        case: The step.
+    """
+
+    def __init__(self, case: Case):
+        looks = case.kind == TRAIN and topology.num_workers(case.strategy) == 1
+        self._settings = list(marks.SETTINGS.get(case.model) or ()) if looks else []
+        self._variables = [keras_compat.container_of(handle) for handle, _ in self._settings]
+        self._assigned = self._count()
+        self._number, self._due = 0, itertools.chain([1], fibonacci())
+        self._next = next(self._due)
+
+    def are_new(self) -> bool:
+        """Whether values were set since the last call; after several times, mostly False."""
+        assigned = self._count()
+        if assigned == self._assigned:
+            return False
+        self._assigned = assigned
+        now = [(handle, keras_compat.read_handle(handle)) for handle, _ in self._settings]
+        pairs = zip(now, self._settings)
+        if all(same_bits(value, then) for (_, value), (_, then) in pairs):
+            return False
+        self._settings, self._number = now, self._number + 1
+        if self._number < self._next:
+            return False
+        self._next = next(self._due)
+        return True
+
+    def _count(self) -> int:
+        return sum(marks.NUM_ASSIGNED.get(variable) for variable in self._variables)
 
 
 def prepare(model: keras.Model, name: str) -> None:
@@ -105,6 +156,10 @@ def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
     @functools.wraps(function)
     def step(iterator):
         nonlocal progress
+        if progress is not None and progress.must_look(model, iterator):
+            other = _check(model, kind, marks.SAMPLES.get(model)[kind], progress)
+            if other is not None:
+                return other(iterator)
         if kind in marks.PENDING.get(model):
             logs = _verify_and_run(model, kind, make, iterator)
         else:
@@ -114,7 +169,7 @@ def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
         if samples is None or case is None:
             return logs
         if progress is None or progress.case is not case:
-            progress = _Progress(case, case.seconds)
+            progress = _Progress(case, case.seconds, _Changes(case))
         if progress.count(iterator, model.steps_per_execution) and not progress.is_over:
             _check(model, kind, samples, progress)
         return logs
@@ -139,18 +194,21 @@ def _make_function(model, kind):
     model.make_train_function() if kind == TRAIN else model.make_test_function()
 
 
-def _check(model, kind, samples, progress):
+def _check(model, kind, samples, progress) -> Callable | None:
+    """Compares a step once more, if there is time; returns the function of one that is replaced."""
     if kind == TRAIN and verification.is_between_updates(model):
-        return
+        return None
     progress.is_due = False
     can = verification.can_check(model, kind)
     affordable = progress.is_affordable
     if not can or not checks.WORKERS.agree(model.distribute_strategy, affordable):
         progress.is_over = not can
-        return
-    begin = time.perf_counter()
+        return None
+    begin, before = time.perf_counter(), getattr(model, f"{kind}_function")
     drawn = samples.latest(progress.in_pass - 1)
     verification.spot_check(model, kind, drawn, progress.steps, checks.WORKERS)
     progress.spent += time.perf_counter() - begin
     # A step that all replicas compute from the whole batch has another function.
     _make_function(model, kind)
+    now = getattr(model, f"{kind}_function")
+    return None if now is before else now
