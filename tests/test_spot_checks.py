@@ -1,5 +1,6 @@
 """A verified step is compared with one device again amid the training."""
 
+import types
 import warnings
 
 import keras
@@ -9,6 +10,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import keras_compat, marks
 from tfmulti.step.samples import Samples, fibonacci
 from tfmulti.strategies import spot_checks
 
@@ -129,6 +131,29 @@ def test_what_a_callback_sets_for_three_steps_is_told_before_the_first_of_them()
     with pytest.raises(ValueError, match="and is not 17 steps later"):
         fit(2, FewSettings, callbacks=[window])
     assert window.model.optimizer.iterations.numpy() == 17
+
+
+def test_what_changes_often_is_compared_and_read_more_and_more_rarely(monkeypatch):
+    with create_strategy(2).scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        setting = tf.Variable([0.0, 0.0], trainable=False)
+    handle = setting.values[0].handle
+    marks.SETTINGS.set(model, [(handle, keras_compat.read_handle(handle))])
+    changes = spot_checks._Changes(
+        types.SimpleNamespace(model=model, kind="train", strategy=model.distribute_strategy)
+    )
+    reads, read_handle = [], keras_compat.read_handle
+    monkeypatch.setattr(keras_compat, "read_handle", lambda h: reads.append(h) or read_handle(h))
+    assert not changes.are_new() and not reads
+    setting.assign([0.0, 0.0])
+    assert not changes.are_new() and len(reads) == 1
+    due = []
+    for number in range(1, 101):
+        setting.assign_add([1.0, 0.0])
+        if changes.are_new():
+            due.append(number)
+    assert due == [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
+    assert len(reads) == 1 + len(due)
 
 
 def test_what_a_callback_sets_for_three_steps_trains_as_on_one_device():

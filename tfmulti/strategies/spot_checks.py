@@ -103,6 +103,7 @@ class _Changes:
         self._assigned = self._count()
         self._number, self._due = 0, itertools.chain([1], fibonacci())
         self._next = next(self._due)
+        self._were_new = False
 
     def are_new(self) -> bool:
         """Whether values were set since the last call; after several times, mostly False."""
@@ -110,12 +111,15 @@ class _Changes:
         if assigned == self._assigned:
             return False
         self._assigned = assigned
+        if self._were_new and self._number + 1 < self._next:
+            # An average of weights, say, changes with every step: no need to read it.
+            self._number += 1
+            return False
         now = [(handle, keras_compat.read_handle(handle)) for handle, _ in self._settings]
         pairs = zip(now, self._settings)
-        if all(same_bits(value, then) for (_, value), (_, then) in pairs):
-            return False
-        self._settings, self._number = now, self._number + 1
-        if self._number < self._next:
+        self._were_new = not all(same_bits(value, then) for (_, value), (_, then) in pairs)
+        self._settings, self._number = now, self._number + self._were_new
+        if not self._were_new or self._number < self._next:
             return False
         self._next = next(self._due)
         return True
