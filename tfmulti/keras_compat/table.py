@@ -21,6 +21,7 @@ from keras.src.random import seed_generator
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers import trainer as base_trainer
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.data.ops import dataset_ops, flat_map_op, prefetch_op
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute import parameter_server_strategy_v2 as servers_strategy
@@ -88,6 +89,10 @@ READ = (
     ),
     (servers_strategy.ParameterServerStrategyV2Extended, "_variable_count", None),
     (base_trainer.Trainer, "_initial_epoch", None),
+    (dataset_ops.DatasetV2, "_functions", ()),
+    (dataset_ops.DatasetV2, "_inputs", ()),
+    (flat_map_op._FlatMapDataset, "_map_func", None),
+    (prefetch_op._PrefetchDataset, "_input_dataset", None),
 )
 # Where each private name lives, and the arguments that it is used with.
 NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE if not each.adds), *READ)
