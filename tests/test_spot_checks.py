@@ -74,6 +74,10 @@ def dataset(strategy):
     return {"x": tf.data.Dataset.from_tensor_slices((ROWS, TARGETS)).batch(BATCH)}
 
 
+def validated(strategy):
+    return arrays(strategy) | {"validation_data": (ROWS[:20], TARGETS[:20])}
+
+
 def distributed(strategy):
     return {"x": tfmulti.distribute_train((ROWS, TARGETS), strategy, BATCH)}
 
@@ -271,12 +275,24 @@ ORDINARY = {
         "compiled": {"loss": "mse"},
         "verify": "always",
     },
+    "sums that an epoch's end cuts, validated": {
+        "make": stock,
+        "feed": validated,
+        "optimizer": adam(gradient_accumulation_steps=3),
+        "compiled": {"loss": "mse"},
+        "verify": "always",
+    },
     "several steps at once": {"make": relu, "compiled": {"steps_per_execution": 4}},
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ORDINARY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "sums that" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in ORDINARY
+    ],
+)
 def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
     checked, check = [], spot_checks.verification.spot_check
     monkeypatch.setattr(

@@ -200,7 +200,7 @@ def _make_function(model, kind):
 
 def _check(model, kind, samples, progress) -> Callable | None:
     """Compares a step once more, if there is time; returns the function of one that is replaced."""
-    if kind == TRAIN and verification.is_between_updates(model):
+    if verification.is_between_updates(model):
         return None
     progress.is_due = False
     can = verification.can_check(model, kind)
