@@ -105,7 +105,7 @@ def raises_in_three_parts(*texts, kind=ValueError):
 
 def test_digits_are_those_of_scikit_learn():
     datasets = pytest.importorskip(
-        "sklearn.datasets", reason="needs scikit-learn: pip install 'tfmulti[third_party]'"
+        "sklearn.datasets", reason="needs scikit-learn: pip install 'tfmulti[libraries]'"
     )
     x, y = map(np.concatenate, zip(*load_dataset()))
     ours = sorted(map(tuple, np.c_[x.reshape(1797, 64) * 16, y]))

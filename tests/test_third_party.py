@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from replicas import create_strategy
 
-NEEDS_HUB = "needs keras-hub: pip install 'tfmulti[third_party]'"
+NEEDS_HUB = "needs keras-hub: pip install 'tfmulti[libraries]'"
 BATCH = 8
 # Batches of 8, 8 and 5, none of which divides evenly among 3 replicas, nor the last among 2.
 COUNT = 21
@@ -170,7 +170,7 @@ def regression(hp):
 def search(directory, num_replicas=None, **arguments):
     """Returns what two trials scored, and the best one's weights."""
     tuner_lib = pytest.importorskip(
-        "keras_tuner", reason="needs keras-tuner: pip install 'tfmulti[third_party]'"
+        "keras_tuner", reason="needs keras-tuner: pip install 'tfmulti[libraries]'"
     )
     strategy = create_strategy(num_replicas) if num_replicas else None
     tuner = tuner_lib.RandomSearch(
