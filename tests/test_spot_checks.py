@@ -10,7 +10,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti import keras_compat, marks
+from tfmulti import keras_compat, marks, verification
 from tfmulti.step.samples import Samples, fibonacci
 from tfmulti.strategies import spot_checks
 
@@ -263,6 +263,19 @@ def adam(**settings):
     return lambda: keras.optimizers.Adam(0.01, **settings)
 
 
+class Groups(keras.layers.Layer):
+    """Takes the mean of each four rows away."""
+
+    def call(self, x):
+        groups = keras.ops.reshape(x, (-1, 4, x.shape[-1]))
+        groups -= keras.ops.mean(groups, axis=1, keepdims=True)
+        return keras.ops.reshape(groups, (-1, x.shape[-1]))
+
+
+def grouped():
+    return keras.Sequential([keras.layers.Dense(3), Groups()])
+
+
 ORDINARY = {
     "a trained-out linear model": {"optimizer": lambda: keras.optimizers.SGD(0.3), "epochs": 12},
     "jumps": {"make": relu, "optimizer": adam(), "epochs": 6},
@@ -282,6 +295,7 @@ ORDINARY = {
         "compiled": {"loss": "mse"},
         "verify": "always",
     },
+    "groups of rows that need whole batches": {"make": grouped, "compiled": {"loss": "mse"}},
     "several steps at once": {"make": relu, "compiled": {"steps_per_execution": 4}},
 }
 
@@ -289,7 +303,9 @@ ORDINARY = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if "sums that" in name else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name.startswith(("sums that", "groups"))
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in ORDINARY
     ],
 )
@@ -301,7 +317,7 @@ def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatc
         lambda *args: (checked.append(args[3]), check(*args)),
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*replica computes|.*not verified")
+        warnings.filterwarnings("error", message=".*replica computes|.*not (verified|compared)")
         model, history = fit(2, **ORDINARY[name])
     assert checked, "no spot check was made"
     if name == "sums of three steps":
@@ -310,6 +326,17 @@ def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatc
     assert history == others
     for value, other in zip(model.get_weights(), unverified.get_weights()):
         np.testing.assert_array_equal(value, other)
+
+
+def test_a_check_that_fails_by_itself_does_not_end_the_training(monkeypatch):
+    def fail(case, workers):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(verification, "look_again", fail)
+    with pytest.warns(UserWarning, match="`train_step` is not compared any more: .*no memory") as w:
+        model, _ = fit(2)
+    assert sum("any more" in str(each.message) for each in w) == 1
+    assert model.optimizer.iterations.numpy() == 24
 
 
 def test_checks_become_rare():

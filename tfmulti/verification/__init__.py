@@ -146,9 +146,22 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     # A worker that got no row of this batch takes those of the first worker, as all do.
     rows.counts = [max(count, 1) for count in rows.counts]
     case.rows, case.num_later, case.is_read_meanwhile = rows, number, True
-    _choose_rows(case, drawn, workers, early=True)
+    # A step that needs all rows of its batch takes them from those that are chosen here.
+    is_whole, case.is_whole = case.is_whole, False
+    try:
+        _choose_rows(case, drawn, workers, early=True)
+        case.is_whole = is_whole
+        with restored(Numbers(model)), quiet_tensorflow():
+            differs, found = look_again(case, workers)
+    except Exception as error:
+        if topology.num_workers(strategy) > 1:
+            # Others may wait for what this worker does next.
+            raise
+        marks.CHECKED.set(model, {**marks.CHECKED.get(model), kind: None})
+        reason = messages.shorten(error)
+        warnings.warn(f"`{kind}_step` is not compared any more: {reason}.", stacklevel=3)
+        return
     with restored(Numbers(model)), quiet_tensorflow():
-        differs, found = look_again(case, workers)
         whole, error = None, None
         if differs:
             whole, error = _replicate(case, found, workers, early=False)
