@@ -295,7 +295,11 @@ ORDINARY = {
         "compiled": {"loss": "mse"},
         "verify": "always",
     },
-    "groups of rows that need whole batches": {"make": grouped, "compiled": {"loss": "mse"}},
+    "groups of rows that need whole batches": {
+        "make": grouped,
+        "feed": distributed,
+        "compiled": {"loss": "mse"},
+    },
     "several steps at once": {"make": relu, "compiled": {"steps_per_execution": 4}},
 }
 
