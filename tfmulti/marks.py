@@ -6,6 +6,8 @@ name begins with `tfmulti_`; Keras does not track it.
 
 from __future__ import annotations
 
+PREFIX = "tfmulti_"
+
 
 class Mark:
     """One attribute.
@@ -21,7 +23,7 @@ class Mark:
     """
 
     def __init__(self, name: str, default=None):
-        self._name, self._default = f"tfmulti_{name}", default
+        self._name, self._default = f"{PREFIX}{name}", default
 
     def get(self, thing):
         """Returns the value that an object has, or the default; of None, too."""

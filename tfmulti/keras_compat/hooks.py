@@ -325,7 +325,9 @@ def counting_assignments(original):
     """
 
     def assign(self, *args, **kwargs):
-        marks.NUM_ASSIGNED.set(self, marks.NUM_ASSIGNED.get(self) + 1)
+        is_step = tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None
+        if not is_step:
+            marks.NUM_ASSIGNED.set(self, marks.NUM_ASSIGNED.get(self) + 1)
         return original(self, *args, **kwargs)
 
     return assign

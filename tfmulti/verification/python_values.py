@@ -11,6 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import marks
+
+# Attributes that are not looked at, and those that tfmulti sets.
+_PRIVATE = ("_", marks.PREFIX)
 # How deep parts of a model are looked for.
 _DEPTH = 8
 
@@ -73,7 +77,7 @@ class Numbers:
             for path, thing in (walk(model) if model is not None else ())
             if hasattr(thing, "__dict__")
             for name, value in vars(thing).items()
-            if _is_number(value) and not name.startswith("_") and name not in _OF_KERAS
+            if _is_number(value) and not name.startswith(_PRIVATE) and name not in _OF_KERAS
         ]
         self._contents = [np.copy(v) if isinstance(v, np.ndarray) else v for *_, v in self._held]
 
@@ -106,7 +110,7 @@ def attributes_of(model: keras.Model) -> dict[str, object]:
     for path, thing in walk(model):
         held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
         for name, value in held.items():
-            if not str(name).startswith("_") and name not in (*_OF_KERAS, *_MADE_BY_KERAS):
+            if not str(name).startswith(_PRIVATE) and name not in (*_OF_KERAS, *_MADE_BY_KERAS):
                 found[f"{path}/{name}"] = value if isinstance(value, simple) else id(value)
     return found
 
@@ -130,7 +134,7 @@ class Containers:
             for path, thing in (walk(model) if model is not None else ())
             if hasattr(thing, "__dict__") and not isinstance(thing, _CONTAINERS)
             for name, value in vars(thing).items()
-            if isinstance(value, _CONTAINERS) and not name.startswith("_") and _is_plain(value)
+            if isinstance(value, _CONTAINERS) and not name.startswith(_PRIVATE) and _is_plain(value)
         ]
         inner = [(name, part) for name, value in held for part in _containers_in(value)]
         self._held = [(name, part, list(_items(part))) for name, part in inner]
