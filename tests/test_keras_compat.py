@@ -1043,6 +1043,25 @@ def test_canary_a_variable_of_replicas_is_no_number(kind):
     assert number(replicas.create_strategy(2)) == (3, 3)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_value_that_was_read_stays_while_its_variable_changes(jit_compile):
+    variable = tf.Variable([1.0, 2.0])
+    read, expected = keras_compat.read_handle(variable.handle), [1.0, 2.0]
+
+    @tf.function(jit_compile=jit_compile)
+    def twice():
+        variable.assign_add(variable)
+
+    def scatter():
+        variable.scatter_nd_add([[0]], [5.0])
+
+    for change in (lambda: variable.assign([7.0, 8.0]), twice, scatter, twice):
+        change()
+        assert read.tolist() == expected != variable.numpy().tolist()
+        keras_compat.write_handle(variable.handle, read)
+        assert variable.numpy().tolist() == expected
+
+
 def test_canary_assignments_are_not_counted():
     """TensorFlow does not tell how often a variable was assigned a value."""
 

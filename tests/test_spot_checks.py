@@ -276,43 +276,31 @@ def grouped():
     return keras.Sequential([keras.layers.Dense(3), Groups()])
 
 
+SUMS = {
+    "make": stock,
+    "optimizer": adam(gradient_accumulation_steps=3),
+    "compiled": {"loss": "mse"},
+    "verify": "always",
+}
 ORDINARY = {
-    "a trained-out linear model": {"optimizer": lambda: keras.optimizers.SGD(0.3), "epochs": 12},
-    "jumps": {"make": relu, "optimizer": adam(), "epochs": 6},
-    "local statistics": {"make": normalized, "optimizer": adam(), "epochs": 8},
-    "dropout": {"make": dropping, "optimizer": adam(), "epochs": 8},
-    "sign updates": {"make": relu, "optimizer": lambda: keras.optimizers.Lion(0.001), "epochs": 8},
-    "sums of three steps": {
-        "make": stock,
-        "optimizer": adam(gradient_accumulation_steps=3),
-        "compiled": {"loss": "mse"},
-        "verify": "always",
-    },
-    "sums that an epoch's end cuts, validated": {
-        "make": stock,
-        "feed": validated,
-        "optimizer": adam(gradient_accumulation_steps=3),
-        "compiled": {"loss": "mse"},
-        "verify": "always",
-    },
+    "sums that an epoch's end cuts, validated": SUMS | {"feed": validated},
     "groups of rows that need whole batches": {
         "make": grouped,
         "feed": distributed,
         "compiled": {"loss": "mse"},
     },
+    "a trained-out linear model": {"optimizer": lambda: keras.optimizers.SGD(0.3), "epochs": 12},
+    "jumps": {"make": relu, "optimizer": adam(), "epochs": 6},
+    "local statistics": {"make": normalized, "optimizer": adam(), "epochs": 8},
+    "dropout": {"make": dropping, "optimizer": adam(), "epochs": 8},
+    "sign updates": {"make": relu, "optimizer": lambda: keras.optimizers.Lion(0.001), "epochs": 8},
+    "sums of three steps": SUMS,
     "several steps at once": {"make": relu, "compiled": {"steps_per_execution": 4}},
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name.startswith(("sums that", "groups"))
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in ORDINARY
-    ],
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
     checked, check = [], spot_checks.verification.spot_check
     monkeypatch.setattr(

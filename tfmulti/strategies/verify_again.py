@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, verification
 from tfmulti.strategies import checks, coordination
 from tfmulti.verification.case import TRAIN
+from tfmulti.verification.differences import same_bits
 from tfmulti.verification.python_values import attributes_of
 
 # After so many changes a step is verified again at the changes of which the number is 2^k.
@@ -80,6 +81,6 @@ class VerifyAgain(keras.callbacks.Callback):
     def _has_changed(self) -> bool:
         settings = marks.SETTINGS.get(self.model) or ()
         values = [(keras_compat.read_handle(handle), value) for handle, value in settings]
-        by_variable = any(now.tobytes() != then.tobytes() for now, then in values)
+        by_variable = any(not same_bits(now, then) for now, then in values)
         is_eager = self._attributes is not None
         return by_variable or (is_eager and self._attributes != attributes_of(self.model))

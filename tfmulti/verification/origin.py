@@ -21,6 +21,7 @@ from tfmulti.sharding import replica_slice
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import Case
 from tfmulti.verification.differences import CLOSE, compare
+from tfmulti.verification.python_values import Numbers
 from tfmulti.verification.runs import Distributed, Reference
 from tfmulti.verification.state import State
 
@@ -131,9 +132,9 @@ def _events(case, run, examples) -> list[list[_Event]]:
             mine.events.append(_Event(*event))
 
     def on_call(layer, call, args, kwargs):
-        given, numbers = _arrays((args, kwargs)), _python_numbers(layer)
+        given, numbers = _arrays((args, kwargs)), Numbers(layer)
         outputs = call(*args, **kwargs)
-        note(layer, given, _arrays(outputs), numbers != _python_numbers(layer))
+        note(layer, given, _arrays(outputs), bool(numbers.changed()))
         return outputs
 
     layers = [case.model, *keras_compat.all_layers(case.model)]
@@ -193,8 +194,3 @@ def _unlike(value, reference, close) -> bool:
 def _arrays(structure) -> list[np.ndarray]:
     flat = tf.nest.flatten(structure, expand_composites=True)
     return [value.numpy() for value in flat if isinstance(value, tf.Tensor)]
-
-
-def _python_numbers(layer) -> dict[str, float]:
-    held = vars(layer).items()
-    return {name: value for name, value in held if type(value) in (int, float)}
