@@ -299,6 +299,11 @@ def keep_on_each_replica(variables) -> None:
             variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
+def replace_table(layer: keras.layers.Embedding, table) -> None:
+    """Makes an object the table of an embedding, `layer.embeddings`, in place of a variable."""
+    object.__setattr__(layer, "_embeddings", table)
+
+
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
     """Makes the `fit` that has just begun start at an epoch, as `BackupAndRestore` does."""
     model._initial_epoch = epoch

@@ -15,18 +15,44 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import losses as keras_losses
 from keras.src.backend.common import global_state
+from keras.src.backend.common import variables as keras_variables
+from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
+from keras.src.ops import function as keras_function
+from keras.src.ops import node
+from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
-from keras.src.trainers import epoch_iterator
+from keras.src.trainers import compile_utils, epoch_iterator
 from keras.src.trainers import trainer as base_trainer
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    generator_data_adapter,
+    py_dataset_adapter,
+    tf_dataset_adapter,
+)
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.data.ops import dataset_ops, flat_map_op, prefetch_op
+from tensorflow.python.data.ops import (
+    dataset_ops,
+    flat_map_op,
+    prefetch_op,
+    structured_function,
+    zip_op,
+)
 from tensorflow.python.distribute import collective_all_reduce_strategy as mwms
-from tensorflow.python.distribute import cross_device_utils
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    cross_device_utils,
+    distribute_lib,
+    input_lib,
+    mirrored_strategy,
+)
 from tensorflow.python.distribute import parameter_server_strategy_v2 as servers_strategy
 from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import ops, registry
+from tensorflow.python.ops import resource_variable_ops
 
 from tfmulti.keras_compat import table_runs, table_steps
 
@@ -87,15 +113,73 @@ READ = (
         "_create_variable_round_robin",
         ("next_creator",),
     ),
-    (servers_strategy.ParameterServerStrategyV2Extended, "_variable_count", None),
-    (base_trainer.Trainer, "_initial_epoch", None),
     (dataset_ops.DatasetV2, "_functions", ()),
     (dataset_ops.DatasetV2, "_inputs", ()),
-    (flat_map_op._FlatMapDataset, "_map_func", None),
-    (prefetch_op._PrefetchDataset, "_input_dataset", None),
+    (dataset_ops.DatasetV2, "_as_serialized_graph", ()),
+    (py_dataset_adapter.PyDatasetAdapter, "_standardize_batch", ("batch",)),
+    (keras_optimizer.TFOptimizer, "_backend_reset_gradient_accumulators", ()),
+    (keras.optimizers.LossScaleOptimizer, "_common_apply", ("grads",)),
+    (ops.Graph, "_get_function", ("name",)),
+    (ops.SymbolicTensor, "_id", None),
+    (distribute_lib.StrategyExtendedV2, "_num_replicas_in_sync", None),
+    (distributed_values.PerReplicaSpec, "_component_specs", None),
+    (cross_device_utils.CollectiveReplicaLauncher, "_all_gather", ("input_tensor", "options")),
 )
+# The same for attributes of objects that methods of these classes set, or these functions.
+ATTRIBUTES = {
+    keras_variables.Variable: (
+        *("_aggregation", "_constraint", "_dtype", "_shape", "_synchronization", "_value"),
+    ),
+    keras.Layer: ("_seed_generators", "_trainable_variables", "_non_trainable_variables"),
+    keras.layers.BatchNormalization: ("_reduction_axes",),
+    keras.Sequential: ("_functional",),
+    keras_function.Function: ("_nodes_by_depth",),
+    node.Node: ("_keras_history",),
+    keras.activations.softmax: ("_keras_logits",),
+    keras.layers.Embedding: ("_embeddings",),
+    keras_losses.LossFunctionWrapper: ("_fn_kwargs",),
+    keras.metrics.MeanMetricWrapper: ("_fn", "_fn_kwargs"),
+    keras.metrics.FBetaScore: ("_built",),
+    base_optimizer.BaseOptimizer: (
+        *("_accumulated_gradients", "_iterations", "_learning_rate", "_trainable_variables"),
+        "_model_variables_moving_average",
+    ),
+    keras_optimizer.TFOptimizer: ("_distribution_strategy",),
+    base_trainer.Trainer: (
+        *("_initial_epoch", "_compile_config", "_compile_loss", "_compile_metrics"),
+    ),
+    compile_utils.CompileLoss: ("_flat_losses",),
+    epoch_iterator.EpochIterator: ("_num_batches",),
+    keras_trainer.TFEpochIterator: ("_distributed_dataset",),
+    generator_data_adapter.GeneratorDataAdapter: ("_first_batches",),
+    array_data_adapter.ArrayDataAdapter: ("_inputs",),
+    tf_dataset_adapter.TFDatasetAdapter: ("_dataset",),
+    servers_strategy.ParameterServerStrategyV2Extended: ("_variable_count",),
+    input_lib.DistributedDataset: ("_strategy",),
+    mirrored_strategy.MirroredExtended: ("_devices",),
+    mwms.CollectiveAllReduceExtended: ("_collective_keys", "_cross_device_ops"),
+    cross_device_ops.CollectiveAllReduce: ("_launchers",),
+    cross_device_utils.CollectiveKeys: ("_instance_key_table",),
+    distribute_lib.ReplicaContextBase: ("_replica_id_in_sync_group",),
+    distributed_values.PerReplicaSpec: ("_value_specs",),
+    distributed_values.DistributedVariable: (
+        *("_aggregation", "_distribute_strategy", "_distributed_container"),
+    ),
+    resource_variable_ops.get_eager_safe_handle_data: ("_handle_data",),
+    polymorphic_function.Function: ("_autograph", "_jit_compile", "_python_function"),
+    context.Context: ("_thread_local_data", "_rng"),
+    dataset_ops.DatasetV2: ("_variant_tensor",),
+    flat_map_op._FlatMapDataset: ("_map_func",),
+    structured_function.StructuredFunctionWrapper: ("_func",),
+    prefetch_op._PrefetchDataset: ("_input_dataset",),
+    zip_op._ZipDataset: ("_datasets",),
+}
 # Where each private name lives, and the arguments that it is used with.
-NAMES = (*((each.owner, each.name, each.arguments) for each in TABLE if not each.adds), *READ)
+NAMES = (
+    *((each.owner, each.name, each.arguments) for each in TABLE if not each.adds),
+    *READ,
+    *((owner, name, None) for owner, names in ATTRIBUTES.items() for name in names),
+)
 
 
 def installed_versions() -> dict[str, str]:
@@ -129,12 +213,17 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
 def _fits(owner, name, arguments) -> bool:
     value = getattr(owner, name, None)
     if value is None:
-        # An attribute of objects, which their class sets in `__init__`.
-        is_attribute = arguments is None and inspect.isclass(owner)
-        return is_attribute and name in inspect.unwrap(owner.__init__).__code__.co_names
+        return arguments is None and name in _attributes_set_by(owner)
     if arguments is None:
         return True
     return set(arguments) <= set(inspect.signature(inspect.unwrap(value)).parameters)
+
+
+def _attributes_set_by(owner) -> set[str]:
+    """Returns the names of attributes that a function or a class's methods set, and others."""
+    functions = vars(owner).values() if inspect.isclass(owner) else [owner]
+    plain = [inspect.unwrap(each) for each in functions if inspect.isfunction(each)]
+    return {name for each in plain for name in each.__code__.co_names}
 
 
 def _was_tried(name, version) -> bool:

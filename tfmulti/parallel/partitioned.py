@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmulti.keras_compat import accessors
 from tfmulti.sharding import replica_slice
 
 SMALLEST_PART_BYTES = 256 * 1024
@@ -49,9 +50,10 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
     else:
         tables = _create_parts(layer, parts)
         layer.built = True
-        object.__setattr__(layer, "_embeddings", PartitionedTable(tables))
-        object.__setattr__(layer, "save_own_variables", lambda store: _save(layer, store))
-        object.__setattr__(layer, "load_own_variables", lambda store: _load(layer, store))
+        table = PartitionedTable(tables)
+        accessors.replace_table(layer, table)
+        object.__setattr__(layer, "save_own_variables", lambda store: _save(table, store))
+        object.__setattr__(layer, "load_own_variables", lambda store: _load(table, store))
     object.__setattr__(layer, "call", lambda inputs: _call(layer, tables, inputs))
 
 
@@ -240,9 +242,9 @@ def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
     return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
 
 
-def _save(layer, store):
-    store["0"] = layer._embeddings.numpy()
+def _save(table, store):
+    store["0"] = table.numpy()
 
 
-def _load(layer, store):
-    layer._embeddings.assign(np.asarray(store["0"]))
+def _load(table, store):
+    table.assign(np.asarray(store["0"]))
