@@ -24,6 +24,7 @@ from documentation.pages import (
 
 import tfmulti
 from tfmulti.launch.config import read_hosts
+from tfmulti.verification import causes
 
 PAGES = page_names()
 LANGUAGES = {"python", "sh", "diff", "json", "yaml", "text"}
@@ -283,6 +284,14 @@ def test_every_entry_point_and_target_is_in_the_reference():
         assert f"<!-- flags: {module} -->" in page
     for target in commands.make_targets() - {"install"}:
         assert f"`make {target}`" in prose_of("docs/reference/command-line.md"), target
+
+
+def test_every_cause_is_in_a_table_of_the_pages():
+    pages = [ROOT / "docs/exact.md", ROOT / "docs/howto/parity.md"]
+    rows = [line for page in pages for line in page.read_text().splitlines() if line[:1] == "|"]
+    told = [name for name in causes.ADVICE if name != causes.UNKNOWN]
+    missing = [name for name in told if not any(name in row for row in rows)]
+    assert not missing, f"no row tells what to do about {missing}"
 
 
 def test_messages_that_are_quoted_are_those_of_the_package():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfmulti
 from tfmulti.runtime import command_line, errors
 
 
@@ -27,6 +28,15 @@ def test_the_users_innermost_line_is_named_and_frameworks_are_passed_over():
     assert place.startswith("tests/test_error_messages.py:") or "test_error_messages.py:" in place
     assert "in build" in place
     assert 'keras.layers.Dense(3, activation="reluu")  # The line.' in place
+
+
+def test_the_users_line_is_the_one_that_called_tfmulti():
+    def scale():
+        return tfmulti.scale_learning_rate(0.1, 0)  # The call.
+
+    error = raised_by(scale)
+    assert "`global_batch_size` and" in errors.cause_of(error)
+    assert "# The call." in errors.place_of(error)
 
 
 def test_a_function_within_a_data_pipeline_is_found_by_its_line():

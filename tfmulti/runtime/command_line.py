@@ -34,7 +34,7 @@ _KINDS = {
 
 
 def define_flags(settings: type) -> flags.FlagValues:
-    """Returns one flag for each field of a dataclass, made by `config.setting`."""
+    """Returns one flag for each field of a dataclass, made by `settings.setting`."""
     values = flags.FlagValues()
     for field in dataclasses.fields(settings):
         _define(values, field)

@@ -150,6 +150,6 @@ def _is_users(path) -> bool:
     if path.startswith("<") or "__autograph_generated" in path or not os.path.exists(path):
         return False
     folders = [sysconfig.get_path(name) for name in _LIBRARIES]
-    folders.append(str(Path(__file__).parent))
+    folders.append(str(Path(__file__).parents[1]))
     within = any(path.startswith(folder + os.sep) for folder in folders if folder)
     return not within and not any(part in path for part in _INSTALLED)

@@ -66,7 +66,7 @@ class TrainConfig:
         None, "Optimizer; momentum is SGD with momentum 0.9. By default adam.", choices.OPTIMIZERS
     )
     learning_rate: float | None = setting(
-        None, "Rate for the base batch size. By default the optimizer's own.", at_least=0.0
+        None, "Rate for the base batch size; by default, 0.001 for adam.", at_least=0.0
     )
     learning_rate_scaling: str = setting(
         "none", "How the rate grows with the global batch size.", choices.SCALING_RULES
