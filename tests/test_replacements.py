@@ -18,6 +18,7 @@ import test_keras_compat as canaries
 from replicas import create_strategy
 from test_keras_compat import ours, rows, stock
 
+import tfmulti
 from tfmulti import keras_compat
 from tfmulti.keras_compat import TABLE, replaced_ops, replacement, table
 from tfmulti.keras_compat.replacement import is_replaced, replace
@@ -285,6 +286,40 @@ def test_what_is_replaced_for_a_time_is_in_the_table():
     here = {(id(owner), name) for owner, name, _ in replaced_ops._AROUND}
     listed = {(id(e.owner), e.name) for e in TABLE if e.within == "replaced_ops"}
     assert here == listed
+
+
+def test_what_is_private_to_keras_and_tensorflow_is_in_the_table():
+    package = Path(tfmulti.__file__).parent
+    of_table = {name for _, name, _ in table.NAMES} | {"_replace"}
+    of_python = {"_exit", "_run_exitfuncs", "_replace"}
+    files = [path for path in package.rglob("*.py") if path.name != "table.py"]
+    names = {path: _private_names(ast.parse(path.read_text())) for path in files}
+    of_package = {name for _, own in names.values() for name in own}
+    for path, (used, own) in names.items():
+        in_compat = path.parent.name == "keras_compat"
+        known = own | of_table if in_compat else of_package | of_python
+        assert used <= known, f"{path.name} uses {used - known}"
+
+
+def _private_names(tree):
+    """The private attributes that a module uses, and what it defines itself."""
+    used, own = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            is_own = isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+            (own if is_own else used).add(node.attr)
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            if ast.unparse(node.func).split(".")[-1].strip("_") in (
+                "getattr",
+                "setattr",
+                "hasattr",
+            ):
+                used.add(str(getattr(node.args[1], "value", "")))
+    return {name for name in used if re.match("_[a-zA-Z]", name)}, own
 
 
 def test_the_page_of_the_site_lists_every_entry():

@@ -303,20 +303,6 @@ def feed_of(epoch_iterator) -> tuple:
     return own, any(shape.rank and shape[0] is not None for shape in shapes), shapes
 
 
-def noting_result(original, note_result):
-    """Records the results of metrics, so that they are recognized in a step's logs.
-
-    Args:
-        original: `Mean.result`.
-        note_result: Function of `original` and a metric.
-    """
-
-    def result(self):
-        return note_result(original, self)
-
-    return result
-
-
 def counting_assignments(original):
     """Counts how often a variable is assigned a value outside of steps, as callbacks do.
 

@@ -256,8 +256,7 @@ def count_replica_rows_in_moments(original, current_replica_batch):
         keep = functools.partial(tf.reduce_sum, axis=axes, keepdims=True)
         sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]
         if not is_one:
-            counted = replica_batch.num_real > 0
-            sums = [tf.where(counted, value, tf.zeros_like(value)) for value in sums]
+            sums = [replica_batch.zero_if_empty(value) for value in sums]
             sums = context.all_reduce("SUM", sums)
         total, squares, count = sums
         mean = tf.math.divide_no_nan(total, count)
@@ -335,20 +334,6 @@ def update_with_function(original, update):
         return update(original, self, function, y_true, y_pred, sample_weight)
 
     return update_state
-
-
-def build_tables(original, build):
-    """Creates large embeddings in parts, and makes servers look up their rows.
-
-    Args:
-        original: `Embedding.build`.
-        build: Function of `original`, a layer and the shape of its inputs.
-    """
-
-    def build_layer(self, input_shape=None):
-        return build(original, self, input_shape)
-
-    return build_layer
 
 
 def update_metric_by(metric: keras.metrics.Metric, update) -> None:

@@ -79,8 +79,6 @@ READ = (
     (keras_trainer, "reduce_per_replica", ("values", "strategy", "reduction")),
     (keras.Model, "_symbolic_build", ("data_batch",)),
     (keras.Model, "_flatten_layers", ()),
-    (keras.optimizers.Optimizer, "_backend_update_step", ("grads", "trainable_variables")),
-    (keras.optimizers.Optimizer, "_backend_apply_gradients", ("grads", "trainable_variables")),
     (keras.optimizers.Optimizer, "_clip_gradients", ("grads",)),
     (keras.optimizers.Optimizer, "_get_variable_index", ("variable",)),
     (keras.optimizers.Optimizer, "_track_variable", ("variable",)),

@@ -1,10 +1,9 @@
-"""The entries of the table around steps: for optimizers, calls, callbacks and data."""
+"""The entries of the table around steps: for calls, callbacks, data, remat and servers."""
 
 from __future__ import annotations
 
 import keras
 from keras.src.backend.tensorflow import core as keras_core
-from keras.src.optimizers import base_optimizer
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops import multi_device_iterator_ops
@@ -20,88 +19,12 @@ from tfmulti.keras_compat import (
     hooks,
     patches,
     replacement,
-    steps,
 )
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
+from tfmulti.keras_compat.table_steps import SHAPES
 
-_MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
-_SHAPES = '"Shape mismatch in the collective instance"'
 _UNLIKE = "waiting for ever, or mixed results, if workers call different methods"
 
-
-def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
-    """Returns an entry for an update that each replica does as an optimizer without replicas."""
-    plain = plain or getattr(base_optimizer.BaseOptimizer, name)
-    make, used = steps.update_alike(plain), replacement.of_optimizer
-    canary = "test_canary_an_optimizers_update_goes_across_replicas"
-    needs = ("gradients_are_global",)
-    return Replacement(owner, name, make, used, repairs, canary, needs, arguments)
-
-
-_OPTIMIZERS = (
-    _optimizer(
-        "_backend_update_step",
-        f"{_MERGE_CALL}, and a second reduction of gradients",
-        ("grads", "trainable_variables"),
-        plain=steps.update_on_devices,
-    ),
-    _optimizer("_apply_weight_decay", _MERGE_CALL, ("variables",), plain=steps.decay_on_devices),
-    _optimizer("_backend_increment_gradient_accumulators", _MERGE_CALL, ("grads",)),
-    _optimizer(
-        "_overwrite_model_variables_with_average_value", _MERGE_CALL, ("trainable_variables",)
-    ),
-    _optimizer(
-        "_tf_apply",
-        f"{_MERGE_CALL} under loss scaling, and replicas that judge by their own gradients",
-        ("grads", "trainable_variables"),
-        owner=keras.optimizers.LossScaleOptimizer,
-        plain=keras.optimizers.LossScaleOptimizer._common_apply,
-    ),
-    Replacement(
-        keras.optimizers.Optimizer,
-        "_backend_apply_gradients",
-        patches.around,
-        replacement.of_optimizer,
-        "a reduction at each step of `gradient_accumulation_steps`",
-        "test_canary_an_accumulating_optimizer_reduces_at_each_step",
-        ("accumulate",),
-        ("grads", "trainable_variables"),
-    ),
-    *(
-        Replacement(
-            kind,
-            "apply",
-            steps.within_replicas,
-            replacement.of_optimizer,
-            message,
-            canary,
-            ("reduce_in_step",),
-            arguments=("grads", "trainable_variables"),
-        )
-        for kind, message, canary in (
-            (
-                keras.optimizers.Optimizer,
-                "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name "
-                "no cause",
-                "test_canary_an_optimizer_outside_of_replicas",
-            ),
-            (
-                keras.optimizers.LossScaleOptimizer,
-                "weights that differ between replicas, where each has computed the whole batch "
-                "with random numbers of its own",
-                "test_canary_loss_scaling_applies_each_replicas_gradients",
-            ),
-        )
-    ),
-    model_entry(
-        "compile_from_config",
-        hooks.after_loading,
-        "a loaded model's optimizer that is not distributed any more",
-        "test_canary_a_file_holds_the_users_optimizer",
-        needs=("distribute_loaded",),
-        arguments=("config",),
-    ),
-)
 
 _NUMBERS = tuple(
     Replacement(
@@ -259,14 +182,14 @@ _DATA = (
             (
                 "_use_unique_instance_key",
                 coordination.never_unique,
-                f"{_SHAPES}: keys that are new in each call do not reach Keras's nested functions",
+                f"{SHAPES}: keys that are new in each call do not reach Keras's nested functions",
                 "test_canary_new_keys_do_not_reach_nested_functions",
                 (),
             ),
             (
                 "_all_gather",
                 coordination.gather_by_shape,
-                f"{_SHAPES} if sparse gradients have different numbers of rows in different steps; "
+                f"{SHAPES} if sparse gradients have different numbers of rows in different steps; "
                 "and no gather of bfloat16",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "options"),
@@ -274,7 +197,7 @@ _DATA = (
             (
                 "all_reduce",
                 coordination.reduce_by_size,
-                f"{_SHAPES} if sums have different numbers of rows in different steps",
+                f"{SHAPES} if sums have different numbers of rows in different steps",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "control_input", "options"),
             ),
@@ -301,7 +224,7 @@ _SERVERS = (
     Replacement(
         keras.layers.Embedding,
         "build",
-        patches.build_tables,
+        patches.around,
         replacement.in_scope_of_servers,
         "tables that every worker receives whole in each step, and \"'ShardedVariable' object has "
         "no attribute 'handle'\" if TensorFlow cuts them",
@@ -357,7 +280,6 @@ _FOR_A_TIME = (
 
 
 ENTRIES = (
-    *_OPTIMIZERS,
     *_NUMBERS,
     *_ASSIGNMENTS,
     *_CALLS,

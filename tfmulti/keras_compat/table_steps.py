@@ -1,4 +1,4 @@
-"""The entries of the table in steps: for steps, losses, metrics and layers."""
+"""The entries of the table in steps: for steps, losses, metrics, layers and optimizers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
+from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import custom_gradient
 
-from tfmulti.keras_compat import held, hooks, patches, seeds, steps, tracing
-from tfmulti.keras_compat.replacement import model_entry, scope_entry
+from tfmulti.keras_compat import held, hooks, patches, replacement, seeds, steps, tracing
+from tfmulti.keras_compat.replacement import Replacement, model_entry, scope_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
-_SHAPES = '"Shape mismatch in the collective instance"'
+SHAPES = '"Shape mismatch in the collective instance"'
+
+
+def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
+    """Returns an entry for an update that each replica does as an optimizer without replicas."""
+    plain = plain or getattr(base_optimizer.BaseOptimizer, name)
+    make, used = steps.update_alike(plain), replacement.of_optimizer
+    canary = "test_canary_an_optimizers_update_goes_across_replicas"
+    needs = ("gradients_are_global",)
+    return Replacement(owner, name, make, used, repairs, canary, needs, arguments)
+
 
 _STEPS = (
     model_entry(
@@ -176,7 +187,7 @@ _LOSSES = (
     scope_entry(
         keras.metrics.Mean,
         "result",
-        hooks.noting_result,
+        patches.around,
         "one replica's result for a metric that a step logs under another name",
         "test_canary_a_result_under_another_name_is_one_replicas",
         needs=("note_result",),
@@ -235,7 +246,7 @@ _LAYERS = (
         keras.Variable,
         "_initialize",
         hooks.before_variables,
-        f"{_SHAPES}, or waiting for ever, if workers build different models, because creating a "
+        f"{SHAPES}, or waiting for ever, if workers build different models, because creating a "
         "variable is a collective; and counts of updates that cannot change in a branch",
         "test_canary_a_branch_cannot_count_updates",
         needs=("compare_variable",),
@@ -244,4 +255,69 @@ _LAYERS = (
 )
 
 
-ENTRIES = (*_STEPS, *_LOSSES, *_LAYERS)
+_OPTIMIZERS = (
+    _optimizer(
+        "_backend_update_step",
+        f"{_MERGE_CALL}, and a second reduction of gradients",
+        ("grads", "trainable_variables"),
+        plain=steps.update_on_devices,
+    ),
+    _optimizer("_apply_weight_decay", _MERGE_CALL, ("variables",), plain=steps.decay_on_devices),
+    _optimizer("_backend_increment_gradient_accumulators", _MERGE_CALL, ("grads",)),
+    _optimizer(
+        "_overwrite_model_variables_with_average_value", _MERGE_CALL, ("trainable_variables",)
+    ),
+    _optimizer(
+        "_tf_apply",
+        f"{_MERGE_CALL} under loss scaling, and replicas that judge by their own gradients",
+        ("grads", "trainable_variables"),
+        owner=keras.optimizers.LossScaleOptimizer,
+        plain=keras.optimizers.LossScaleOptimizer._common_apply,
+    ),
+    Replacement(
+        keras.optimizers.Optimizer,
+        "_backend_apply_gradients",
+        patches.around,
+        replacement.of_optimizer,
+        "a reduction at each step of `gradient_accumulation_steps`",
+        "test_canary_an_accumulating_optimizer_reduces_at_each_step",
+        ("accumulate",),
+        ("grads", "trainable_variables"),
+    ),
+    *(
+        Replacement(
+            kind,
+            "apply",
+            steps.within_replicas,
+            replacement.of_optimizer,
+            message,
+            canary,
+            ("reduce_in_step",),
+            arguments=("grads", "trainable_variables"),
+        )
+        for kind, message, canary in (
+            (
+                keras.optimizers.Optimizer,
+                "\"'NoneType' object has no attribute 'merge_call'\", and other errors that name "
+                "no cause",
+                "test_canary_an_optimizer_outside_of_replicas",
+            ),
+            (
+                keras.optimizers.LossScaleOptimizer,
+                "weights that differ between replicas, where each has computed the whole batch "
+                "with random numbers of its own",
+                "test_canary_loss_scaling_applies_each_replicas_gradients",
+            ),
+        )
+    ),
+    model_entry(
+        "compile_from_config",
+        hooks.after_loading,
+        "a loaded model's optimizer that is not distributed any more",
+        "test_canary_a_file_holds_the_users_optimizer",
+        needs=("distribute_loaded",),
+        arguments=("config",),
+    ),
+)
+
+ENTRIES = (*_STEPS, *_LOSSES, *_LAYERS, *_OPTIMIZERS)

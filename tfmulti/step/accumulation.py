@@ -1,9 +1,9 @@
 """Keras's `gradient_accumulation_steps` with one reduction for each update.
 
 In Keras's own training step each replica accumulates its local gradients, and only the sum of k
-steps is reduced: k steps send as many bytes as one. `defers_reduction` lists where every step reduces instead: where
-something reads the gradients of each step, as a custom `train_step` does, or saves the sums between
-updates, as `callbacks.Checkpoint` does, which can resume in the middle of an accumulation.
+steps is reduced: k steps send as many bytes as one. `defers_reduction` lists where every step
+reduces instead: where something reads the gradients of each step, as a custom `train_step` does,
+or saves the sums between updates, as `callbacks.Checkpoint` does.
 
 Each replica's sum is scaled by the number of replicas, so that the mean over replicas is the sum
 of the whole batch. A restored checkpoint writes that value to every replica, which is therefore
