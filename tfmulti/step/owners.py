@@ -54,6 +54,28 @@ def by_bytes(
     return owned_by
 
 
+def in_order(sizes: list[int], num_workers: int) -> list[int]:
+    """Assigns each variable, as it is created, to the worker with the fewest bytes.
+
+    Args:
+        sizes: The bytes of each variable.
+        num_workers: The number of workers.
+
+    >>> in_order([4, 9, 5], 2)
+    [0, 1, 0]
+    """
+    held, owned_by = [0] * num_workers, []
+    for size in sizes:
+        owned_by.append(with_fewest(held))
+        held[owned_by[-1]] += size
+    return owned_by
+
+
+def with_fewest(held: list[int]) -> int:
+    """Returns the worker that holds the fewest bytes, the first of several."""
+    return held.index(min(held))
+
+
 def is_uneven(held: list[int]) -> bool:
     """Whether one worker has many more bytes than the mean of all."""
     most, mean = max(held), sum(held) / len(held)
@@ -67,7 +89,7 @@ def _greedily(sizes, num_workers, known, divided) -> list[int | None]:
         held[owner] += sizes[place]
     left = set(range(len(sizes))) - set(known) - divided
     for place in sorted(left, key=lambda place: -sizes[place]):
-        owned_by[place] = held.index(min(held))
+        owned_by[place] = with_fewest(held)
         held[owned_by[place]] += sizes[place]
     return owned_by
 

@@ -110,7 +110,7 @@ class Parameters:
             return
         if not is_large(variable):
             return
-        owner = self._held.index(min(self._held)) if owner is None else owner
+        owner = owners.with_fewest(self._held) if owner is None else owner
         self._hold(variable, owner, owner == self.worker)
 
     def place(self, variable: keras.Variable, stage: int, stages: int) -> None:

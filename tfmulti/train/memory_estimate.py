@@ -185,7 +185,7 @@ def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
     """
     large = [v for v in model.variables if parameters.is_large(v)]
     sizes = [owners.bytes_of(v) for v in large]
-    owned_by = owners.by_bytes(sizes, num_workers)
+    owned_by = owners.in_order(sizes, num_workers)
     held = owners.bytes_of_each(large, num_workers, owned_by)
     elsewhere = {id(v) for v, o in zip(large, owned_by) if o != held.index(max(held))}
     graph, gradients = step
