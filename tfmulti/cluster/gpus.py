@@ -1,13 +1,18 @@
-"""Divides a host's GPUs among its tasks, if the scheduler lets every task see all of them."""
+"""The GPUs that CUDA_VISIBLE_DEVICES names, and their division among a host's processes."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tfmulti.cluster.errors import setting_error
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_GPU = "-1"
+
+_NO_DEVICES = ("", NO_GPU, "NoDevFiles")
 _DEVICE = re.compile(r"nvidia[0-9]+")
 
 
@@ -15,6 +20,38 @@ def count_gpus(devices: str = "/dev") -> int:
     """Returns the number of NVIDIA GPUs of this host, from its device files, without the driver."""
     folder = Path(devices)
     return sum(bool(_DEVICE.fullmatch(path.name)) for path in folder.glob("nvidia*"))
+
+
+def list_visible(
+    environ: Mapping[str, str] = os.environ, count: Callable[[], int] = count_gpus
+) -> list[str]:
+    """Returns the GPUs that a process may use, without TensorFlow, which would allocate them.
+
+    Args:
+        environ: The environment.
+        count: Returns the number of GPUs of this host; called if no variable has it.
+
+    >>> list_visible({"CUDA_VISIBLE_DEVICES": "2,3"}), list_visible({"CUDA_VISIBLE_DEVICES": "-1"})
+    (['2', '3'], [])
+    """
+    given = environ.get(VISIBLE)
+    if given is None:
+        return [str(number) for number in range(count())]
+    names = [name.strip() for name in given.split(",")]
+    # CUDA uses the entries before the first unknown one.
+    bad = next((i for i, name in enumerate(names) if name in _NO_DEVICES), len(names))
+    return names[:bad]
+
+
+def divide(visible: list[str], num_processes: int) -> list[str]:
+    """Returns CUDA_VISIBLE_DEVICES for each process: equally many GPUs; the remaining stay idle.
+
+    >>> divide(["0", "1", "2"], 2)
+    ['0', '1']
+    """
+    each = len(visible) // num_processes
+    parts = [visible[each * index : each * (index + 1)] for index in range(num_processes)]
+    return [",".join(part) for part in parts]
 
 
 def share_gpus(
@@ -46,27 +83,22 @@ def share_gpus(
     """
     if num_tasks == 1 or _bound_by_slurm(environ):
         return None
-    given = environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
-        visible = [str(number) for number in range(count())]
-    else:
-        visible = [name for name in given.split(",") if name.strip()]
-    if not visible or visible[0].startswith("-") or visible == ["NoDevFiles"]:
+    visible = list_visible(environ, count)
+    if not visible:
         return None
     if len(visible) < num_tasks:
         on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-        if given is not None and on_node != str(len(visible)):
+        if VISIBLE in environ and on_node != str(len(visible)):
             # Somebody has divided them already.
             return None
         raise setting_error(
-            "CUDA_VISIBLE_DEVICES",
+            VISIBLE,
             "must have a GPU for each task of the host",
             received=f"{len(visible)} GPUs, {num_tasks} tasks on this host",
             source="Slurm",
             advice="Ask for fewer tasks (--ntasks-per-node) or more GPUs (--gpus-per-task=1).",
         )
-    each = len(visible) // num_tasks
-    return ",".join(visible[local_index * each : (local_index + 1) * each])
+    return divide(visible, num_tasks)[local_index]
 
 
 def _bound_by_slurm(environ) -> bool:

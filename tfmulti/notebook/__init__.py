@@ -28,9 +28,6 @@ from tfmulti.launch.job import Job
 from tfmulti.launch.logs import Log
 from tfmulti.notebook import serialization, worker
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NONE = "-1"
-
 
 def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
     """Returns the environment variables that give each worker its GPUs.
@@ -51,28 +48,9 @@ def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
     if num_workers == 1 or not visible:
         return [{} for _ in range(num_workers)]
     if len(visible) < num_workers:
-        return [{VISIBLE: _NONE} for _ in range(num_workers)]
+        return [{gpus.VISIBLE: gpus.NO_GPU} for _ in range(num_workers)]
     # The same number for each: every worker of a strategy has as many replicas.
-    each = len(visible) // num_workers
-    return [
-        {VISIBLE: ",".join(visible[each * index : each * (index + 1)])}
-        for index in range(num_workers)
-    ]
-
-
-def list_visible(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the GPUs that this process may use, without TensorFlow, which would allocate them.
-
-    >>> list_visible({"CUDA_VISIBLE_DEVICES": "2,3"}), list_visible({"CUDA_VISIBLE_DEVICES": "-1"})
-    (['2', '3'], [])
-    """
-    given = environ.get(VISIBLE)
-    if given is not None:
-        names = [name.strip() for name in given.split(",")]
-        # CUDA uses the entries before the first unknown one.
-        bad = next((i for i, name in enumerate(names) if name in ("", _NONE)), len(names))
-        return names[:bad]
-    return [str(number) for number in range(gpus.count_gpus())]
+    return [{gpus.VISIBLE: names} for names in gpus.divide(visible, num_workers)]
 
 
 GRACE_S = 5.0
@@ -249,7 +227,7 @@ class CellLog(Log):
 
 
 def _create_job(folder, config) -> Job:
-    visible = dict(enumerate(variables(config.num_workers, list_visible())))
+    visible = dict(enumerate(variables(config.num_workers, gpus.list_visible())))
     kind = Log if config.all_output else CellLog
     if config.log_dir is None:
         # This folder is kept until the error has been explained.
