@@ -21,6 +21,15 @@ REMAINDERS = ("uneven", "pad", "drop", "repeat_first")
 PADDING_WEIGHT = np.float32(-0.0)
 
 
+def is_padding(weights: np.ndarray) -> np.ndarray:
+    """Returns which weights are those of padding rows.
+
+    >>> is_padding(np.float32([1.0, 0.0, -0.0]))
+    array([False, False,  True])
+    """
+    return (weights == 0) & np.signbit(weights)
+
+
 def epoch_order(num_examples: int, seed: int | None, epoch: int) -> np.ndarray:
     """Returns the order of the examples in one epoch.
 

@@ -9,14 +9,16 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfmulti import topology
 from tfmulti.runtime.scoped import Scoped
+from tfmulti.sharding import PADDING_WEIGHT
 from tfmulti.step import row_axis, weighting
 
-_NEGATIVE_ZERO = -(2**31)
-_KINDS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+_PADDING_BITS = int(PADDING_WEIGHT.view(np.int32))
+_KINDS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, np.ndarray)
 
 
 class Counted(NamedTuple):
@@ -39,7 +41,7 @@ def without_count(data):
 def parts_of(data) -> list | None:
     """Returns the tensors of a batch, or None if one of them has no axis of rows."""
     parts = [part for part in tf.nest.flatten(data, expand_composites=False) if part is not None]
-    known = all(isinstance(part, _KINDS) and part.shape.rank for part in parts)
+    known = all(isinstance(part, _KINDS) and tf.TensorShape(part.shape).rank for part in parts)
     return parts if parts and known else None
 
 
@@ -78,7 +80,7 @@ def without_padding(data):
     weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None
     if not isinstance(weights, tf.Tensor) or weights.dtype != tf.float32 or not weights.shape.rank:
         return data
-    marked = tf.bitcast(weights, tf.int32) == _NEGATIVE_ZERO
+    marked = tf.bitcast(weights, tf.int32) == _PADDING_BITS
     is_padding = tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
     num_real = tf.shape(is_padding)[0] - tf.reduce_sum(tf.cast(is_padding, tf.int32))
     return _map(lambda part: part[:num_real], data)

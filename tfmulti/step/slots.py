@@ -87,7 +87,7 @@ class SlotVariable(keras.Variable):
         """
         if not (self.is_here or (self._with_weight and keras_compat.are_held_values())):
             raise RuntimeError(
-                "With shard='state' a slot can be read only by its own variable's update: one "
+                "With sharded state a slot can be read only by its own variable's update: one "
                 f"worker keeps it. Received: a read of {self.path}, which worker {self.owner} "
                 f"keeps, on worker {self._shards.worker}. Update each variable from its own slots, "
                 "log no slots in a step, or leave shard out for this optimizer."
@@ -250,14 +250,14 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
     read = keras_compat.variables_read(since, others)
     if read:
         raise RuntimeError(
-            "With shard='state' an update of a variable may read only that variable. "
+            "With sharded state an update of a variable may read only that variable. "
             f"Received: {type(optimizer).__name__}.update_step of {variable.path}, which "
             f"reads {read[0].path}. Compute what needs all variables before the updates, in "
             "the step, or leave shard out for this optimizer."
         )
     if changed:
         raise RuntimeError(
-            "With shard='state' an update of a variable may change only its own slots. "
+            "With sharded state an update of a variable may change only its own slots. "
             f"Received: {type(optimizer).__name__}.update_step, which changes "
             f"{changed[0].path}. Create each slot in `build` with add_variable_from_reference, "
             "count updates by `iterations`, or leave shard out for this optimizer."

@@ -19,10 +19,10 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import marks
+from tfmulti.step.row_axis import OF_SHAPES
 
 TOKENS, POSITIONS, UNIQUE = "tokens", "positions", "unique"
 _COPIES = ("Cast", "Identity", "Reshape", "SelectV2")
-_SHAPES = ("Rank", "Shape", "ShapeN", "Size")
 
 
 def kind_of(grad) -> str:
@@ -181,7 +181,7 @@ def _sources(tensor) -> set[str]:
         if operation.name in seen:
             continue
         seen.add(operation.name)
-        if operation.type in _SHAPES:
+        if operation.type in OF_SHAPES:
             found.add("shapes")
         elif operation.type == "Placeholder" and not _is_captured_value(operation):
             found.add("data")

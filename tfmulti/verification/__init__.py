@@ -20,6 +20,7 @@ from absl import logging
 from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
 from tfmulti.step import local_steps, model_contents, replicated
+from tfmulti.step.rows import parts_of
 from tfmulti.verification import messages
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
@@ -52,7 +53,7 @@ def verify_once(
         return
     drawn = feed.peek()
     batch = keras_compat.gather_local(strategy, drawn)
-    if not rows_lib.can_be_cut(batch):
+    if parts_of(batch) is None:
         _warn(kind, "a part of the batch has no rows")
         return
     case = Case.of(model, kind, rows_lib.Rows(batch), feed)
@@ -139,7 +140,7 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     rows = None
     if drawn is not None:
         batch = keras_compat.gather_local(strategy, drawn)
-        rows = rows_lib.Rows(batch) if rows_lib.can_be_cut(batch) else None
+        rows = rows_lib.Rows(batch) if parts_of(batch) else None
     if not workers.agree(strategy, rows is not None and case.takes(rows)):
         return
     begin = time.perf_counter()
@@ -248,7 +249,7 @@ def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> boo
     batch = keras_compat.gather_local(model.distribute_strategy, batch)
     dense = all(isinstance(p, tf.Tensor) for p in tf.nest.flatten(batch) if p is not None)
     own = keras_compat.has_custom_step(model, kind)
-    if not rows_lib.can_be_cut(batch) or (dense and not own):
+    if parts_of(batch) is None or (dense and not own):
         return False
     case = Case(model, kind, rows_lib.Rows(batch))
     error = _build(case, workers)

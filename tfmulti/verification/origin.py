@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.sharding import replica_slice
-from tfmulti.verification import rows as rows_lib
+from tfmulti.step.rows import count_rows
 from tfmulti.verification.case import Case
 from tfmulti.verification.differences import CLOSE, compare
 from tfmulti.verification.python_values import Numbers
@@ -77,7 +77,7 @@ def find_origin(case: Case, state: State, examples: list, close: float) -> Origi
         return None
     finally:
         tf.config.run_functions_eagerly(before)
-    return _first(whole, distributed, int(rows_lib.rows.count_rows(examples[-1][0])), close)
+    return _first(whole, distributed, int(count_rows(examples[-1][0])), close)
 
 
 @contextlib.contextmanager

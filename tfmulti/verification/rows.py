@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import topology
 from tfmulti.keras_compat import MAX_BYTES, MAX_ROWS
-from tfmulti.sharding import PADDING_WEIGHT
+from tfmulti.sharding import PADDING_WEIGHT, is_padding
 from tfmulti.step import iterators, rows
 from tfmulti.step.rows import Counted
 
@@ -126,8 +126,7 @@ class Rows:
         counted = range(have)
         if padded and self.roles()[-1] == 2:
             weights = self.parts[-1].numpy().reshape([have, -1])[:, 0]
-            is_padding = (weights == 0) & np.signbit(weights)
-            counted = np.flatnonzero(~is_padding).tolist() or counted
+            counted = np.flatnonzero(~is_padding(weights)).tolist() or counted
         chosen = _indices_all_over(counted, number)
         return [_gather(part, chosen) for part in self.parts]
 
@@ -158,13 +157,6 @@ class Rows:
         names = [str(path) for path, _ in _with_paths(self.structure)]
         kinds = [(type(part).__name__, part.dtype.name, part.shape.rank) for part in self.parts]
         return tuple(names), tuple(kinds)
-
-
-def can_be_cut(batch) -> bool:
-    """Whether every part of a batch has rows."""
-    parts = [p for p in tf.nest.flatten(batch, expand_composites=False) if p is not None]
-    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, np.ndarray)
-    return bool(parts) and all(isinstance(p, kinds) and len(p.shape) for p in parts)
 
 
 def of_the_chief(chosen: Rows, known: tuple, strategy, broadcast) -> tuple:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.first_replica import replica_number
-from tfmulti.step.rows import current_replica_batch, num_rows
+from tfmulti.step.rows import count_rows, current_replica_batch, num_rows
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.comparison import Outcome, by_name
@@ -149,7 +149,7 @@ class Distributed:
 
     def _run(self, *parts):
         case, strategy = self._case, self._case.strategy
-        all_rows = rows_lib.rows.count_rows(parts[0])
+        all_rows = count_rows(parts[0])
         number = strategy.num_replicas_in_sync
         step = _step_of(case)
 

@@ -333,28 +333,20 @@ def _enlarge(arrays, roles, factor):
     return [enlarge(array, role) for array, role in zip(arrays, roles)]
 
 
-def _spoil(arrays, roles, of_roles):
-    """Makes the numbers of some rows NaN; the first replica batch keeps its numbers."""
+def _change_some(arrays, roles, of_roles, change):
+    """Changes the numbers of some rows; the first replica batch keeps its numbers."""
 
-    def spoil(array, role):
+    def change_some(array, role):
         if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role not in of_roles:
             return array
         chosen = np.resize(_WHOSE, len(array)).reshape([-1] + [1] * (array.ndim - 1)) == 2
-        return np.where(chosen, array.dtype.type(np.nan), array)
+        return np.where(chosen, change(array), array)
 
-    return [spoil(array, role) for array, role in zip(arrays, roles)]
+    return [change_some(array, role) for array, role in zip(arrays, roles)]
 
 
-def _negate(arrays, roles, of_roles):
-    """Changes the sign of some rows, in neighbouring replica batches of others."""
-
-    def negate(array, role):
-        if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or role not in of_roles:
-            return array
-        chosen = np.resize(_WHOSE, len(array)).reshape([-1] + [1] * (array.ndim - 1)) == 2
-        return np.where(chosen, -array, array)
-
-    return [negate(array, role) for array, role in zip(arrays, roles)]
+_spoil = functools.partial(_change_some, change=lambda array: array.dtype.type(np.nan))
+_negate = functools.partial(_change_some, change=np.negative)
 
 
 def _set_some(arrays, roles, of_role, kinds, number):
