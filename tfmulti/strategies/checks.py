@@ -22,7 +22,7 @@ from tfmulti.step import (
     whole_batch,
 )
 from tfmulti.strategies import coordination, feeds
-from tfmulti.verification import Workers
+from tfmulti.verification import Workers, verified
 from tfmulti.verification.case import PREDICT, TEST, TRAIN, Feed
 from tfmulti.verification.custom_parts import local_normalization, num_micro_batches
 
@@ -223,7 +223,7 @@ def _verify(model, peek, iterator):
         marks.FEED.set(model, None)
     if not feed.by_python:
         verify_feed(model, kind, feed)
-    elif verification.knows(model, kind, feed):
+    elif verified.knows(model, kind, feed):
         marks.FEED.set(model, feed if name == "fit" else None)
     else:
         verify_at_first_batch(model, kind, feed)
@@ -252,7 +252,7 @@ def verify_with(model: keras.Model, kind: str, batch) -> None:
     marks.PENDING.set(model, {})
     feed.peek = lambda: rows.without_count(batch)
     verify_feed(model, kind, feed)
-    verification.note_known(model, kind, feed)
+    verified.note_feed(model, kind, feed)
 
 
 def verify_feed(model: keras.Model, kind: str, feed: Feed) -> None:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, verification
 from tfmulti.strategies import checks, coordination
+from tfmulti.verification import verified
 from tfmulti.verification.case import TRAIN
 from tfmulti.verification.differences import same_bits
 from tfmulti.verification.python_values import attributes_of
@@ -22,8 +23,8 @@ def verify_again(model: keras.Model, kind: str) -> None:
         model: The model.
         kind: `"train"` or `"test"`.
     """
-    if not verification.note_made(model, kind):
-        verification.forget(model, kind)
+    if not verified.take_function(model, kind):
+        verified.forget(model, kind)
         if kind == TRAIN:
             _verify_within_fit(model)
 
@@ -50,7 +51,7 @@ class VerifyAgain(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Notes the attributes that an eager step was verified with."""
-        verification.note_made(self.model, TRAIN)
+        verified.take_function(self.model, TRAIN)
         if self.model.run_eagerly or tf.config.functions_run_eagerly():
             self._attributes = attributes_of(self.model)
 
@@ -66,7 +67,7 @@ class VerifyAgain(keras.callbacks.Callback):
         self._changes += 1
         # What changes with every epoch, as a weight of the loss, is not verified every time.
         if self._changes <= _ALWAYS or self._changes.bit_count() == 1:
-            verification.forget(self.model, TRAIN)
+            verified.forget(self.model, TRAIN)
             _verify_within_fit(self.model)
             # A step that all replicas compute from the whole batch has another function.
             self.model.make_train_function()

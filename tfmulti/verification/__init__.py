@@ -21,7 +21,7 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
 from tfmulti.step import local_steps, model_contents, replicated
 from tfmulti.step.rows import parts_of
-from tfmulti.verification import messages
+from tfmulti.verification import messages, verified
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, num_micro_batches
@@ -60,8 +60,8 @@ def verify_once(
     if early and not feed.alone:
         # The numbers of rows of later data are not those of this feed.
         case.batches = None
-    key = _key(case)
-    if not _is_first_time(case, key):
+    form = verified.note(case)
+    if form is None:
         return
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
@@ -69,7 +69,7 @@ def verify_once(
         found = find_out(case, workers)
         whole, error = _replicate(case, found, workers, early)
     if kind == TRAIN:
-        on_any = workers.min_and_max(strategy, int(bool(found.settings)))[1]
+        on_any = workers.any(strategy, bool(found.settings))
         marks.SETTINGS.set(model, found.settings if on_any else None)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
@@ -80,7 +80,7 @@ def verify_once(
     unknown = whole is None and bool(found.reason)
     if error is not None or (unknown and early):
         # Another attempt shall verify again.
-        marks.VERIFIED.get(model)[1].discard(key)
+        verified.withdraw(model, form)
     elif unknown:
         _warn(kind, found.reason)
     _warn_of_findings(case, found, whole)
@@ -169,7 +169,7 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     strategy.seconds_verified += time.perf_counter() - begin
     if whole is not None:
         # Its function, made next, is for what was verified here.
-        marks.VERIFIED.get(model)[2].add(kind)
+        verified.expect_function(model, kind)
         _warn_of_findings(case, found, whole)
     if error is not None:
         raise error
@@ -180,58 +180,6 @@ def _warn_of_findings(case, found, whole):
         warnings.warn(messages.describe_replicated(case, found.error, found.reason), stacklevel=3)
     for text in (whole or found).warnings:
         warnings.warn(text, stacklevel=3)
-
-
-def note_made(model: keras.Model, kind: str) -> bool:
-    """Notes that the function of a step is made; returns whether it is for what was verified last.
-
-    If it is not, the step may compute something else than the one that was verified, by a Python
-    attribute that a callback has changed.
-
-    Args:
-        model: The model.
-        kind: `"train"` or `"test"`.
-    """
-    done = marks.VERIFIED.get(model)
-    if done is None or kind not in done[2]:
-        return False
-    done[2].remove(kind)
-    return True
-
-
-def forget(model: keras.Model, kind: str) -> None:
-    """Has the next call verify a kind of step again."""
-    done = marks.VERIFIED.get(model)
-    if done is not None:
-        done[1].difference_update([key for key in done[1] if key[0] == kind])
-
-
-def knows(model: keras.Model, kind: str, feed: Feed) -> bool:
-    """Whether a step was verified with data of this form, as far as that is known unread.
-
-    Args:
-        model: The model.
-        kind: `"train"` or `"test"`.
-        feed: The description of its data.
-    """
-    done = marks.VERIFIED.get(model)
-    is_current = done is not None and done[0] is keras_compat.compiled_state(model)
-    return is_current and (kind, feed.key) in done[1]
-
-
-def note_known(model: keras.Model, kind: str, feed: Feed) -> None:
-    """Notes that a step was verified, with a batch after its function was made.
-
-    Args:
-        model: The model.
-        kind: `"train"` or `"test"`.
-        feed: The description of its data.
-    """
-    done = marks.VERIFIED.get(model)
-    if done is not None:
-        done[1].add((kind, feed.key))
-        if getattr(model, f"{kind}_function") is not None:
-            done[2].discard(kind)
 
 
 def build_by_step(model: keras.Model, kind: str, batch, workers: Workers) -> bool:
@@ -306,14 +254,14 @@ def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError 
     why = messages.NEEDS_PARTS if wanted and may and not can else ""
     may = may and wanted and can
     cannot = found.error is not None and not may
-    if workers.min_and_max(strategy, int(may) + 2 * int(cannot))[1] == 1:
+    if workers.any(strategy, may) and not workers.any(strategy, cannot):
         replicated.replicate(case.model, case.kind)
         whole = find_out(case, workers)
-        if not workers.min_and_max(strategy, int(bool(whole.error or whole.reason)))[1]:
+        if not workers.any(strategy, bool(whole.error or whole.reason)):
             return whole, None
         replicated.distribute_again(case.model, case.kind)
         why = messages.why_not_exact(whole.error, whole.reason)
-    if workers.min_and_max(strategy, int(found.error is not None))[1]:
+    if workers.any(strategy, found.error is not None):
         error = found.error or ValueError(messages.elsewhere(case.kind))
         return None, messages.with_reason(error, why)
     if not (workers.agree(strategy, found.runs) or wanted or early):
@@ -369,24 +317,6 @@ def _is_wanted(strategy, model, kind, feed) -> bool:
     if not in_parts or strategy.verify == "never":
         return False
     return feed.padded or may_be_verified(model, kind)
-
-
-def _is_first_time(case, key) -> bool:
-    compiled = keras_compat.compiled_state(case.model)
-    done = marks.VERIFIED.get(case.model)
-    if done is None or done[0] is not compiled:
-        done = (compiled, set(), set())
-        marks.VERIFIED.set(case.model, done)
-    if key in done[1] or _key(case, small=True) in done[1]:
-        return False
-    done[1].add(key)
-    done[2].add(case.kind)
-    return True
-
-
-def _key(case, small=False):
-    shares = case.rows.are_unequal and tuple(case.shares_alike(each) for each in case.sizes())
-    return case.kind, case.rows.form(), case.padded, small or case.may_leave_empty, shares
 
 
 def _warn(kind, reason):

@@ -58,6 +58,10 @@ class Workers(NamedTuple):
         """Returns whether something is true on all workers; each must call it."""
         return bool(self.min_and_max(strategy, int(can))[0])
 
+    def any(self, strategy: tf.distribute.Strategy, holds: bool) -> bool:
+        """Returns whether something is true on any worker; each must call it."""
+        return bool(self.min_and_max(strategy, int(holds))[1])
+
 
 class _Seen(NamedTuple):
     """The result of one comparison: minimum and maximum over workers, and the local error."""
@@ -163,9 +167,9 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     found, _ = _try(trial.drifting, case)
     name, number = found or ("", 0)
     # If a worker could not run the step, the other workers have nothing to compare with.
-    ran, _ = workers.min_and_max(case.strategy, int(found is not None))
+    ran = workers.agree(case.strategy, found is not None)
     least, most = workers.min_and_max(case.strategy, number)
-    named = workers.min_and_max(case.strategy, int(bool(name)))[1]
+    named = workers.any(case.strategy, bool(name))
     drifts = ran and (named or least != most)
     return messages.describe_drift(case, name) if drifts else None
 
