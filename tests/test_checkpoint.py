@@ -55,7 +55,7 @@ def adam():
     return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
 
-def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, **settings):
+def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=(), first=(), **settings):
     """Trains, from the start or from what the folder holds."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
@@ -74,7 +74,7 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
         validation_data=tfmulti.distribute_eval(rows(), strategy, BATCH_SIZE),
         epochs=EPOCHS,
         verbose=0,
-        callbacks=[stopper, *(own or []), saver, *more],
+        callbacks=[*first, stopper, *own, saver, *more],
     )
     return [weight.copy() for weight in model.get_weights()], history, told
 
@@ -82,6 +82,25 @@ def train(num_replicas, folder, *more, optimizer=adam, dropout=True, own=None, *
 def train_until_killed(num_replicas, folder, steps, **settings):
     with pytest.raises(Killed):
         train(num_replicas, folder, End(steps, kill), **settings)
+
+
+def test_callbacks_state_is_kept_where_other_callbacks_come_and_go(whole, tmp_path):
+    expected, history, _ = whole(2)
+    with pytest.raises(Killed):
+        train(2, tmp_path, End(5, kill), every_steps=1, own=[keras.callbacks.EarlyStopping()])
+    other = [keras.callbacks.LambdaCallback(), keras.callbacks.EarlyStopping(patience=9)]
+    weights, resumed, told = train(2, tmp_path, every_steps=1, first=other)
+    assert_same_weights(weights, expected)
+    assert_same_history(resumed, history)
+    assert not [line for line in told if "not among the callbacks" in line]
+
+
+def test_a_callback_that_is_missing_is_told(tmp_path):
+    with pytest.raises(Killed):
+        train(2, tmp_path, End(5, kill), every_steps=1, own=[keras.callbacks.EarlyStopping()])
+    _, _, told = train(2, tmp_path, every_steps=1)
+    missing = "EarlyStopping is in the checkpoint, and not among the callbacks of this run"
+    assert missing in told
 
 
 def assert_same_weights(some, others):

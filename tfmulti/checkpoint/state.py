@@ -211,11 +211,23 @@ def _compare(generation, variables):
         )
 
 
+def _pair(remembered, callbacks) -> list:
+    """Returns the callback that has each remembered state, or None: the next of the same class.
+
+    Their places do not tell: several workers have more callbacks than one process.
+    """
+    left, found = list(callbacks), []
+    for kind, _ in remembered:
+        places = [i for i, each in enumerate(left) if type(each).__name__ == kind]
+        found.append(left.pop(places[0]) if places else None)
+    return found
+
+
 def _restore_callbacks(remembered, tensors, callbacks):
-    for number, ((kind, values), callback) in enumerate(zip(remembered, callbacks)):
-        if type(callback).__name__ != kind:
+    for number, callback in enumerate(_pair(remembered, callbacks)):
+        if callback is None:
             continue
-        for name, value in values.items():
+        for name, value in remembered[number][1].items():
             whole = type(getattr(callback, name, None)) is int and isinstance(value, float)
             setattr(callback, name, int(value) if whole else value)
         start = f"callback/{number}/"
@@ -255,7 +267,7 @@ def resume(
         folder: The folder of the checkpoints.
         model: A model of the same layers, built, with its optimizers.
         dataset: The result of `distribute_train`, or None.
-        callbacks: The callbacks of this `fit`, in the same order.
+        callbacks: The callbacks of this `fit`; those of one class in the same order.
         print_fn: Function of one line of text.
 
     Raises:
@@ -277,6 +289,9 @@ def resume(
     if dataset is not None and state["position"] is not None:
         dataset.set_position(*state["position"])
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
+    for (kind, values), callback in zip(state["callbacks"], _pair(state["callbacks"], callbacks)):
+        if values and callback is None:
+            print_fn(f"{kind} is in the checkpoint, and not among the callbacks of this run")
     if state["num_replicas"] != strategy.num_replicas_in_sync:
         _report_differences(model, state["num_replicas"], strategy, print_fn)
     return Resumed(state, tensors)
