@@ -57,6 +57,7 @@ class RemoteStep:
     Args:
         model: A compiled model, built in the scope of the strategy.
         element_spec: The spec of a batch.
+        test_spec: The spec of a batch for evaluation, which may lack sample weights.
         who: Function that returns, within a step, the worker's number and process id.
 
     Attributes:
@@ -66,7 +67,7 @@ class RemoteStep:
         ValueError: When it computes a step, if parameter servers do not support the model's step.
     """
 
-    def __init__(self, model: keras.Model, element_spec, who: Callable):
+    def __init__(self, model: keras.Model, element_spec, test_spec, who: Callable):
         self.model, self._who, self.is_random = model, who, False
         with model.distribute_strategy.scope():
             self._updates = tf.Variable(0, trainable=False, dtype=tf.int64, name="tfmulti_updates")
@@ -81,7 +82,7 @@ class RemoteStep:
         self.first_metrics = self._reset_metrics()
         number = tf.TensorSpec([], tf.int64)
         self._train = tf.function(self._train_on, input_signature=[element_spec, number, number])
-        self._test = tf.function(self._test_on, input_signature=[element_spec])
+        self._test = tf.function(self._test_on, input_signature=[test_spec])
         self._apply = tf.function(self._apply_now, reduce_retracing=True)
         self._results = tf.function(self._results_of)
         self._here = None

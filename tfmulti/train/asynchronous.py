@@ -85,7 +85,8 @@ def train_async(
         test = _dataset(distribute_eval, validation_data, strategy, size)
     remote_step.build(model, _two_rows(train.element_spec))
     strategy.requests = requests = SettledRequests()
-    step = RemoteStep(model, _any_rows(train.element_spec), who_computes)
+    specs = [_any_rows(each.element_spec) for each in (train, test or train)]
+    step = RemoteStep(model, *specs, who_computes)
     if strategy.verify != "never" and train.steps_left():
         split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
     path = os.environ.get(environment.PROGRESS)
