@@ -71,6 +71,7 @@ class Case(Batches):
         rows: Rows of the first batch.
         is_traced_static: Whether it is traced for one number of rows, as some steps need.
         is_whole: Whether that is the number of rows of a batch, as a layer needs that makes groups.
+        whole_sizes: That number, of each part; those of the first batch if None.
         trial: The comparison that found no difference, `verification.trial.Trial`; None before.
         is_read_meanwhile: Whether Python code may be reading later batches in another thread.
         seconds: How long it took to verify it.
@@ -82,6 +83,7 @@ class Case(Batches):
     rows: Rows
     is_traced_static: bool = False
     is_whole: bool = False
+    whole_sizes: list[int] | None = None
     trial: object | None = None
     num_later: int = 0
     is_read_meanwhile: bool = False
@@ -146,7 +148,7 @@ class Case(Batches):
         number = self.strategy.num_replicas_in_sync * self.num_micro_batches
         counts = self.rows.counts
         if self.is_whole:
-            return [[int(count_rows(part)) for part in self.rows.whole]] * 2
+            return [self.whole_sizes or self._first_sizes()] * 2
         if self.rows.are_unequal:
             others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
             unlike = [each for each in others if not self.shares_alike(each)]
@@ -164,8 +166,18 @@ class Case(Batches):
     def examples(self) -> list[list]:
         """Returns the rows of each of the steps to run."""
         if self.is_whole:
-            return [self.rows.whole] * 2
+            return [self.rows.first(self.whole_sizes or self._first_sizes(), self.rows.whole)] * 2
         return [self.rows.first(size) for size in self.sizes()]
+
+    def _first_sizes(self):
+        return [int(count_rows(part)) for part in self.rows.whole]
+
+    def batch_sizes(self) -> list[list[int]]:
+        """Returns the numbers of rows that batches have, as far as rows of a batch are kept."""
+        number = len(self._first_sizes())
+        known = self.batches if self.batches and self.rows.whole else []
+        sizes = [[*each] * (number if len(each) == 1 else 1) for each in known]
+        return [each for each in sizes if len(each) == number]
 
     def unlike_sizes(self) -> list[int]:
         """Returns numbers of rows that later batches may have and replicas share unlike, or [].

@@ -176,6 +176,21 @@ def describe_unlike(case: Case) -> str:
     )
 
 
+def describe_unknown_sizes(case: Case) -> str:
+    """Returns the warning for a step that cannot take every number of rows, with unknown batches.
+
+    Args:
+        case: The verified step.
+    """
+    number = case.strategy.num_replicas_in_sync
+    return (
+        f"`{_METHODS[case.kind]}` does not take every number of rows, and those of later batches "
+        f"are not known. Received: a first batch of {max(case.rows.counts)} rows, for which the "
+        f"result on {number} replicas is that of one device. Make all batches of this size: "
+        "dataset.batch(..., drop_remainder=True)."
+    )
+
+
 def describe_drift(case: Case, name: str) -> ValueError:
     """Returns the error for replicas that would end a step, or have ended, with unlike weights.
 

@@ -65,11 +65,17 @@ class Rows:
         """Whether parts of the batch have different numbers of rows."""
         return len(set(self.counts)) > 1
 
-    def first(self, sizes: Sequence[int]) -> list:
-        """Returns the first rows of each part, repeated if there are too few."""
-        have = [int(rows.count_rows(part)) for part in self.parts]
+    def first(self, sizes: Sequence[int], parts: list | None = None) -> list:
+        """Returns the first rows of each part, repeated if there are too few.
+
+        Args:
+            sizes: The number of rows of each part.
+            parts: The parts; by default the few rows that are kept of them.
+        """
+        parts = self.parts if parts is None else parts
+        have = [int(rows.count_rows(part)) for part in parts]
         times = [-(-size // max(number, 1)) for size, number in zip(sizes, have)]
-        return [_take(_repeat(p, t), size) for p, t, size in zip(self.parts, times, sizes)]
+        return [_take(_repeat(p, t), size) for p, t, size in zip(parts, times, sizes)]
 
     def spread(self, sizes: Sequence[int], *, padded: bool = False) -> list:
         """Returns rows spread over the batch: sorted rows would be too similar.

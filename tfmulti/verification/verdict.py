@@ -15,7 +15,7 @@ from tfmulti.verification import changes, messages
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.comparison import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.custom_parts import neutral_layers
-from tfmulti.verification.runs import same_random_numbers
+from tfmulti.verification.runs import Reference, same_random_numbers
 from tfmulti.verification.trial import Trial
 from tfmulti.verification.views import (
     MANY,
@@ -31,6 +31,8 @@ from tfmulti.verification.views import (
     views_of_signs,
 )
 
+# Data have two sizes of batches, or as many as there are files.
+_MOST_SIZES = 4
 _ELSEWHERE = "another worker could not run it"
 # Results of one comparison; workers reduce them by minimum and maximum.
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
@@ -118,8 +120,9 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if first.least > _UNKNOWN:
             case.trial = trial
             drift = _find_drift(trial, case, workers)
-            if drift is not None:
-                return Verdict(drift)
+            bad = _compare_sizes(case, workers) if drift is None else Verdict(drift)
+            if bad is not None:
+                return bad
             if case.is_replicated:
                 told = _lists_of_replicas(trial, case)
                 return Verdict(None, settings=trial.settings, warnings=told)
@@ -132,6 +135,36 @@ def find_out(case: Case, workers: Workers) -> Verdict:
             told += _unlike_later(trial, case, workers)
             return Verdict(None, reason, settings=trial.settings, warnings=told)
     return Verdict(None, reason or _ELSEWHERE, runs)
+
+
+def _compare_sizes(case, workers) -> Verdict | None:
+    """Compares a step that takes some numbers of rows only with the numbers that batches have.
+
+    Returns:
+        The verdict on the first of them for which it differs or cannot run in parts, or None.
+    """
+    if not case.is_traced_static or case.is_whole or case.is_replicated:
+        return None
+    agree = functools.partial(workers.agree, case.strategy)
+    all_fail = functools.partial(workers.all_fail, case.strategy)
+    case.is_whole = True
+    try:
+        for sizes in case.batch_sizes()[:_MOST_SIZES]:
+            case.whole_sizes = sizes
+            trial, reason = _try(lambda: Trial(case, agree, all_fail), case)
+            if agree(trial is not None):
+                seen = _try_view(trial, PLAIN, case, workers)
+                if seen.most == _DIFFERS:
+                    return Verdict(seen.error)
+                continue
+            workers.align(case.strategy)
+            on_one, _ = _try(lambda: Reference(case, case.examples()[0]), case)
+            # What one device cannot run either fails there with TensorFlow's own error.
+            if agree(on_one is not None):
+                return Verdict(None, reason or _ELSEWHERE, runs=False)
+    finally:
+        case.is_whole, case.whole_sizes = False, None
+    return None
 
 
 def look_again(case: Case, workers: Workers) -> tuple[bool, Verdict]:
@@ -187,6 +220,9 @@ def _found_in_graph(trial, case) -> list[str]:
 
 def _unlike_later(trial, case, workers) -> list[str]:
     """Returns a warning if a step is exact with the first batch, and may not be with later ones."""
+    takes_some = case.is_traced_static and not case.static
+    if takes_some and case.batches is None and not case.is_whole:
+        return [messages.describe_unknown_sizes(case)]
     if not case.rows.unlike or case.static or case.is_traced_static:
         return []
     differs = _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS

@@ -1,0 +1,102 @@
+"""A step that takes some numbers of rows only is verified with the numbers that batches have."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmulti
+
+
+class Pairs(keras.Model):
+    """Compares each row with the next one; half a pair broadcasts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.embed(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            z = self(x, training=True)
+            distance = tf.reduce_sum(tf.square(z[::2] - z[1::2]), 1)
+            same = tf.cast(y[::2] == y[1::2], tf.float32)
+            loss = tf.reduce_mean(same * distance + (1 - same) * tf.nn.relu(4.0 - distance))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+
+class Groups(keras.layers.Layer):
+    """Takes from each row the mean of its pair; half a pair is an error."""
+
+    def call(self, x):
+        pairs = tf.reshape(x, [-1, 2, x.shape[-1]])
+        return tf.reshape(pairs - tf.reduce_mean(pairs, 1, keepdims=True), [-1, x.shape[-1]])
+
+
+def of_groups():
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), Groups()])
+
+
+def rows(number):
+    rng = np.random.RandomState(0)
+    return rng.randn(number, 5).astype("float32"), rng.randint(0, 2, number)
+
+
+def batches(number, batch_size):
+    x, y = rows(number)
+    places = range(0, number, batch_size)
+    return tf.data.Dataset.from_generator(
+        lambda: ((x[i : i + batch_size], y[i : i + batch_size]) for i in places),
+        output_signature=(tf.TensorSpec([None, 5]), tf.TensorSpec([None], tf.int64)),
+    )
+
+
+def trained(num_replicas, make, data, **settings):
+    """The weights of a model, and what was said of its step."""
+    keras.utils.set_random_seed(0)
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    with tfmulti.create_strategy("mirrored", devices=devices).scope():
+        model = make()
+        model.compile(keras.optimizers.SGD(0.05), "sparse_categorical_crossentropy")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.fit(**data, shuffle=False, verbose=0, **settings)
+    told = [str(each.message) for each in told if "train_step" in str(each.message)]
+    return np.concatenate([weight.ravel() for weight in model.get_weights()]), told
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "make, number, batch_size, reason",
+    [
+        # The last batch has 6 rows: three on each replica.
+        (Pairs, 30, 8, "in 2 parts it differs from one device"),
+        (of_groups, 30, 8, "in 2 parts it cannot run"),
+        (Pairs, 32, 8, ""),
+        (Pairs, 18, 8, "in 2 parts it differs from one device"),
+        (Pairs, 62, 16, "in 2 parts it cannot run"),
+        (of_groups, 32, 8, ""),
+    ],
+)
+def test_pairs_of_rows_that_a_last_batch_would_part(make, number, batch_size, reason):
+    x, y = rows(number)
+    data = {"x": x, "y": y, "batch_size": batch_size}
+    expected, _ = trained(1, make, data)
+    weights, told = trained(2, make, data)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
+    assert bool(reason) == bool(told), told
+    assert all(reason in each for each in told), told
+
+
+def test_batches_of_unknown_sizes_are_told():
+    _, told = trained(2, Pairs, {"x": batches(16, 8)})
+    assert len(told) == 1
+    assert "does not take every number of rows" in told[0]
+    assert "Received: a first batch of 8 rows" in told[0]
