@@ -26,7 +26,7 @@ from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
 from tfmulti.verification.custom_parts import is_stock, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
-from tfmulti.verification.python_values import Numbers, restored
+from tfmulti.verification.python_values import Containers, Numbers, restored
 from tfmulti.verification.runs import Distributed
 from tfmulti.verification.verdict import Verdict, find_out, look_again
 from tfmulti.verification.verdict import Workers as Workers
@@ -65,7 +65,9 @@ def verify_once(
         return
     _choose_rows(case, drawn, workers, early)
     begin = time.perf_counter()
-    with restored(Numbers(model)), quiet_tensorflow(), announced(kind):
+    # A step that runs eagerly fills its lists in each run.
+    lists = restored(Containers(model if case.eager else None))
+    with restored(Numbers(model)), lists, quiet_tensorflow(), announced(kind):
         found = find_out(case, workers)
         whole, error = _replicate(case, found, workers, early)
     if kind == TRAIN:

@@ -19,6 +19,7 @@ INPUT_GRADIENT = "a gradient with respect to inputs that mixes rows"
 STATE = "state made from local rows"
 PYTHON_STATE = "a Python number that changes with each call"
 METRIC = "a metric that compares rows"
+METRIC_OF_LIST = "a metric that keeps a Python list"
 METRIC_OF_NUMBERS = "a metric that is given a number computed from local rows"
 LOG = "a log that is not a mean over rows"
 PREDICTION = "a prediction that depends on other rows"
@@ -77,6 +78,8 @@ ADVICE = {
     "step is traced, and each replica changes it: keep the number in a variable, "
     "self.add_weight(..., trainable=False), or count with optimizer.iterations.",
     METRIC: "Write tfmulti.WholeBatchMetric(metric), which gives it the rows of all replicas.",
+    METRIC_OF_LIST: "Keep what it needs in variables, self.add_variable(...), which replicas have "
+    "copies of; or compute it in a callback's on_epoch_end, from model.predict.",
     METRIC_OF_NUMBERS: "Pass it a value for each row of the replica: of gathered values, "
     "tfmulti.local_rows(values).",
     LOG: "Return means over rows, results of metrics, or numbers computed from "

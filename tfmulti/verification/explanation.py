@@ -30,11 +30,13 @@ class Clues:
             a sum.
         origin: Where the first difference begins; None if unknown.
         repeated_noise: Where the step draws numbers for rows that are the same on each replica.
+        containers: Names of Python lists and others that the step changes, if it runs eagerly.
     """
 
     growth: dict[str, float] = dataclasses.field(default_factory=dict)
     origin: Origin | None = None
     repeated_noise: list[str] = dataclasses.field(default_factory=list)
+    containers: list[str] = dataclasses.field(default_factory=list)
 
 
 def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding:
@@ -58,7 +60,8 @@ def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding
         return causes.find(causes.PREDICTION, name_parts(begins or [*steps, *layers]))
     if _is_of_metric(case.model, first) and not changed:
         metrics = [part for part in parts if part.kind == custom_parts.METRIC]
-        cause = causes.METRIC if metrics else causes.METRIC_OF_NUMBERS
+        of_list = causes.METRIC_OF_LIST if clues.containers else causes.METRIC
+        cause = of_list if metrics else causes.METRIC_OF_NUMBERS
         return causes.find(cause, name_parts(metrics or steps))
     state = [each for each in found if _is_of(each, WEIGHT, OWN) and each.step == first.step]
     holders = [part for each in state for part in _holders(parts, each)]

@@ -49,9 +49,9 @@ def _held_by(thing) -> list:
 def _may_hold(thing) -> bool:
     module = str(type(thing).__module__)
     foreign = ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
-    # Classes of a script belong to `__main__`.
+    # Classes of a script belong to `__main__`. Keras's trackers list the variables that it created.
     mine = module == "__main__" or not module.startswith(foreign)
-    return hasattr(thing, "__dict__") and mine
+    return hasattr(thing, "__dict__") and mine and type(thing).__name__ != "Tracker"
 
 
 _NUMBERS = (bool, int, float, np.number)
@@ -129,22 +129,29 @@ class Containers:
     """
 
     def __init__(self, model: keras.Model | None):
-        held = [
-            (f"{path}/{name}" if path else name, value)
+        bound = [
+            (f"{path}/{name}" if path else name, thing, name, value)
             for path, thing in (walk(model) if model is not None else ())
             if hasattr(thing, "__dict__") and not isinstance(thing, _CONTAINERS)
             for name, value in vars(thing).items()
             if isinstance(value, _CONTAINERS) and not name.startswith(_PRIVATE) and _is_plain(value)
         ]
-        inner = [(name, part) for name, value in held for part in _containers_in(value)]
-        self._held = [(name, part, list(_items(part))) for name, part in inner]
+        inner = [(path, part) for path, *_, value in bound for part in _containers_in(value)]
+        self._bound, self._held = bound, [(path, part, list(_items(part))) for path, part in inner]
 
     def changed(self) -> list[str]:
         """Returns the names of those that have other contents now, each once."""
         return list(dict.fromkeys(name for name, part, was in self._held if _differs(part, was)))
 
     def restore(self) -> None:
-        """Gives them the contents that they had; one that has got other objects stays."""
+        """Gives them the contents that they had; one that has got other objects stays.
+
+        Keras keeps a copy of each list that is assigned: `self.labels += [...]` makes another one.
+        """
+        for _, thing, name, value in self._bound:
+            now = vars(thing).get(name)
+            if now is not value and isinstance(now, _CONTAINERS) and _is_plain(now):
+                vars(thing)[name] = value
         for _, part, was in self._held:
             if _differs(part, was) and _is_plain(part):
                 _refill(part, was)

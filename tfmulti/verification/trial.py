@@ -139,6 +139,7 @@ class Trial:
                 raise NotVerified(_RANDOM_NUMBERS)
             differences = self._beyond_rounding(begin, expected, found, examples)
             if self._is_on_any(differences):
+                self.clues.containers = self.containers
                 self.clues.growth = self._measure_growth(begin, expected, examples)
                 if self._functions:
                     graph = self._reference.function.graph
