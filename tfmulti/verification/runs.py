@@ -116,7 +116,9 @@ class Distributed:
         is_split = case.strategy.num_replicas_in_sync > 1 and not case.is_replicated
         if is_split and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
-            self.ratios = find_ratios(self.function.graph, self._rows)
+            # A trace for one number of rows does not tell which numbers belong to a row.
+            if not case.is_traced_static:
+                self.ratios = find_ratios(self.function.graph, self._rows)
             self.own_noise = find_own_noise(self.function.graph, self._rows, self._noise)
         self._draws_without_rows = any(self._noise)
         self._rows, self._noise = [], []
