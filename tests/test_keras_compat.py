@@ -1,6 +1,7 @@
 """Each canary fails when upstream no longer needs a replacement: then remove the replacement."""
 
 import contextlib
+import fcntl
 import gc
 import inspect
 import subprocess
@@ -541,6 +542,16 @@ def test_canary_a_model_is_saved_between_averages(name, tmp_path):
     with without(f"Model.{name}"):
         getattr(model, name)(path)
     assert path.exists()
+
+
+def test_a_file_that_another_worker_writes_is_told(tmp_path):
+    model = compiled(ours(), keras.optimizers.SGD, [keras.Input((4,)), keras.layers.Dense(2)])
+    path = tmp_path / "model.weights.h5"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="let the chief save") as told:
+            model.save_weights(path)
+    assert f"`save_weights` to {path}, which another process is writing" in str(told.value)
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def _own_function_error(name: str) -> ValueError:
 
 
 def before_saving(original, before):
-    """Calls a function before a model is saved.
+    """Calls a function before a model is saved, and explains a file that another worker writes.
 
     Args:
         original: `Model.save` or `Model.save_weights`.
@@ -155,10 +155,19 @@ def before_saving(original, before):
 
     def save(self, *args, **kwargs):
         before(self)
-        if not tf.distribute.has_strategy():
-            return original(self, *args, **kwargs)
-        # Saving creates variables. In the scope all workers must do so, and often only one saves.
-        return held.call_outside_scope(lambda: original(self, *args, **kwargs))
+        try:
+            if not tf.distribute.has_strategy():
+                return original(self, *args, **kwargs)
+            # Saving creates variables. In the scope all workers must do so; often only one saves.
+            return held.call_outside_scope(lambda: original(self, *args, **kwargs))
+        except BlockingIOError as error:
+            path = kwargs.get("filepath", *args[:1])
+            raise BlockingIOError(
+                "Only one process may write a file. Received: "
+                f"`{original.__name__}` to {path}, which another process is writing. Of several "
+                "workers let the chief save (`tfmulti.resolve_cluster().is_chief`), or pass "
+                "keras.callbacks.ModelCheckpoint to `fit` on all."
+            ) from error
 
     return save
 
