@@ -40,7 +40,9 @@ def test_one_replica_has_whole_layers():
 
 def test_replicas_of_one_worker_are_refused():
     with replicas.create_strategy(2).scope():
-        with pytest.raises(ValueError, match="workers with one replica each"):
+        with pytest.raises(
+            ValueError, match="`tensor_parallel` needs workers with one replica each.*--mpi"
+        ):
             tensor_parallel(block(), {"wide/kernel": "column"})
 
 

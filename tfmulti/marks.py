@@ -99,6 +99,8 @@ IN_STAGE = Mark("in_stage", False)
 """Whether a weight belongs to such a stage."""
 MICRO_BATCHES = Mark("micro_batches", 1)
 """The micro-batches into which a model with such stages divides a batch."""
+PIPELINE = Mark("pipeline", 1)
+"""The same for a model with stages on devices or on workers."""
 IS_SHARDED = Mark("is_sharded", False)
 """Whether a slot has one owner."""
 NUM_ASSIGNED = Mark("num_assigned", 0)

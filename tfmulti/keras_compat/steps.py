@@ -85,8 +85,9 @@ def within_replicas(original, reduce_in_step):
             raise ValueError(
                 "An optimizer of several replicas must be applied in a replica. "
                 f"Received: {self.name}, applied outside of `strategy.run`. "
-                "Use model.fit, or give the step to strategy.run, with a "
-                "tfmulti.DistributedGradientTape; for one device leave the scope out."
+                "Use model.fit of a model created in the same scope, or give the step to "
+                "strategy.run, with a tfmulti.DistributedGradientTape; for one device leave the "
+                "scope out."
             )
         # With one replica, a step may use an optimizer that was created in no scope, as in Keras.
         entered = here or tf.distribute.has_strategy()

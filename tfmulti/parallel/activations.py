@@ -84,8 +84,9 @@ def _layers_with_layers(model):
 
 def _find_layers(model, layers):
     """Returns the layers that are named, once each, and not those within another named one."""
-    wanted = [layers] if isinstance(layers, (str, keras.layers.Layer)) else list(layers)
     every = keras_compat.all_layers(model)
+    wanted = [layers] if isinstance(layers, (str, keras.layers.Layer)) else layers
+    wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
     blocks = []
     for each in wanted:
         matches = [layer for layer in every if layer is each or _matches(layer, each)]
@@ -108,8 +109,9 @@ def _checkpoint_parts(model):
     if nodes is None or len(nodes) < 4:
         raise ValueError(
             "`checkpoint_activations` needs blocks: layers that hold other layers, or a Functional "
-            f"model of at least four layers. Received: {model.name!r} with layers "
-            f"{[layer.name for layer in model.layers]}. Name the layers in `layers`."
+            "model of at least four layers besides its inputs. Received: "
+            f"{model.name!r} with {[layer.name for layer in model.layers]}. "
+            "Name the layers in `layers`."
         )
     cut = Cut(model, starts_by_activations(model))
     # The backward pass uses the last part's activations at once: a second run would save nothing.

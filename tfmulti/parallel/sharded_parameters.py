@@ -52,7 +52,7 @@ def sharded_parameters() -> Iterator[None]:
         with _in_host_memory(strategy):
             yield
         return
-    parameters.refuse_several_replicas(strategy)
+    parameters.refuse_several_replicas(strategy, "sharded_parameters")
     sharded = parameters.of_strategy(strategy)
 
     def shard(variable):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.parallel.cutting import Cut
 from tfmulti.parallel.stages import Boundary, Stage, StageTrace, stages_of, trace_stages
 from tfmulti.step import normalization
@@ -198,6 +198,7 @@ class StagedCall:
         self._place_weights()
         self._stages = stages_of(self._cut)
         self._model.call = self.call
+        marks.PIPELINE.set(self._model, self._num_micro_batches)
         # A function that `predict` has already traced reads the weights where they were before.
         self._model.predict_function = None
 

@@ -207,7 +207,7 @@ def _refuse_model(model):
 
 def _number_in_group(strategy, group) -> int:
     workers = topology.num_workers(strategy)
-    parameters.refuse_several_replicas(strategy)
+    parameters.refuse_several_replicas(strategy, "tensor_parallel", " --mpi")
     number = workers if group is None else group
     if not isinstance(number, int) or number < 2 or workers % number:
         raise ValueError(

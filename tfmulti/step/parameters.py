@@ -155,13 +155,21 @@ def in_replica() -> bool:
     return tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
 
 
-def refuse_several_replicas(strategy: tf.distribute.Strategy) -> None:
-    """Raises ValueError if a worker has several replicas, which would share its shards."""
+def refuse_several_replicas(
+    strategy: tf.distribute.Strategy, name: str = "shard", options: str = ""
+) -> None:
+    """Raises ValueError if a worker has several replicas, which would share its shards.
+
+    Args:
+        strategy: The strategy.
+        name: What the user has asked for.
+        options: What else the launcher needs for it.
+    """
     if topology.num_local_replicas(strategy) > 1:
         raise ValueError(
-            "`shard` needs workers with one replica each. Received: "
+            f"`{name}` needs workers with one replica each. Received: "
             f"{topology.num_local_replicas(strategy)} replicas in this process. "
-            "Start one worker for each device: python -m tfmulti.launch --num_workers N."
+            f"Start one worker for each device: python -m tfmulti.launch --num_workers N{options}."
         )
 
 

@@ -280,7 +280,7 @@ def _warn_of_local_normalization(model):
         marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
         part, advice = "replica", "call tfmulti.synchronize_batch_normalization(model)"
-        if num_micro_batches(model) > 1:
+        if max(marks.PIPELINE.get(each) for each in [model, *keras_compat.all_layers(model)]) > 1:
             part, advice = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
         warnings.warn(
             f"Batch normalization that is not synchronized normalizes each {part}'s rows by "
