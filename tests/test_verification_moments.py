@@ -56,7 +56,7 @@ def held(model, number):
 
 
 class Changing(later.Step):
-    """A loss with a term that is weighed by the moment of the training."""
+    """A loss with a term that is weighted by the moment of the training."""
 
     def __init__(self, weight_of, term=later.deviation):
         super().__init__(self.own_loss)

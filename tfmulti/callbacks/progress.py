@@ -64,7 +64,7 @@ class Screen:
             if self._stream is not None:
                 logging.get_absl_handler().python_handler.setStream(self._stream)
 
-    def draw(self, title: str, phase: str, meter: Meter, loss: float | None, rate: str) -> None:
+    def draw(self, title: str, phase: str, meter: Meter, loss: float | None, speed: str) -> None:
         """Redraws the bar.
 
         Args:
@@ -72,13 +72,13 @@ class Screen:
             phase: `"train"` or `"validation"`.
             meter: How far training is.
             loss: The running loss, or None.
-            rate: The speed, as text.
+            speed: As text.
         """
         if self._bar is None:
             return
         width = self._console.width
         total = meter.steps_per_epoch or (None if phase == "train" else meter.done)
-        words = [f" {meter.done}/{total or '?'}", *_words(phase, meter, loss, rate, width)]
+        words = [f" {meter.done}/{total or '?'}", *_words(phase, meter, loss, speed, width)]
         texts = [Text(title, "bold"), *map(Text, words)]
         columns = [_column(text) for text in texts]
         if width >= _MEDIUM:
@@ -87,13 +87,13 @@ class Screen:
         self._bar.columns = columns
         self._bar.update(self._task, completed=meter.done, total=total, refresh=True)
 
-    def leave_line(self, title: str, values, rate: str) -> None:
+    def leave_line(self, title: str, values, speed: str) -> None:
         """Prints the line of an epoch above the bar.
 
         Args:
             title: Which epoch.
             values: (name, value, value in validation or None) for each log.
-            rate: The speed, as text.
+            speed: As text.
         """
         # Pad the number of the epoch, so that columns align.
         self._width = max(self._width, 2 * len(title.split("/")[-1]) + len("Epoch /"))
@@ -105,8 +105,8 @@ class Screen:
             parts.append(part)
         room = self._console.width - sum(part.cell_len + 2 for part in parts)
         if room < _ROOM_FOR_RATE:
-            rate = rate.replace("examples/s", "ex/s")
-        self._console.print(Text("  ").join([*parts, Text(rate, "dim")]))
+            speed = speed.replace("examples/s", "ex/s")
+        self._console.print(Text("  ").join([*parts, Text(speed, "dim")]))
 
 
 def _column(text):
@@ -114,30 +114,30 @@ def _column(text):
     return progress.RenderableColumn(Padding(text, (0, 1, 0, 0)), table_column=column)
 
 
-def _words(phase, meter, loss, rate, width) -> list[str]:
+def _words(phase, meter, loss, speed, width) -> list[str]:
     if width < _MEDIUM:
         return []
     if phase == "validation":
         return ["validation"]
-    if not rate:
+    if not speed:
         return ["compiling the first step"] if not meter.done else []
     words = [] if loss is None else [f"loss {show_value(loss)}"]
     if width >= _WIDE:
-        words.append(rate)
+        words.append(speed)
     left = meter.seconds_left
     return words if left is None else [*words, f"{show_seconds(left)} left"]
 
 
-def show_rate(steps_per_second: float | None, batch_size: int | None) -> str:
+def show_speed(steps_per_second: float | None, batch_size: int | None) -> str:
     """Returns a readable speed: examples per second, or steps if their size is unknown.
 
-    >>> show_rate(12.5, 64), show_rate(0.123, None), show_rate(None, 64)
+    >>> show_speed(12.5, 64), show_speed(0.123, None), show_speed(None, 64)
     ('800 examples/s', '0.12 steps/s', '')
     """
     if steps_per_second is None:
         return ""
-    rate, unit = steps_per_second * (batch_size or 1), "examples/s" if batch_size else "steps/s"
-    return f"{rate:,.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
+    speed, unit = steps_per_second * (batch_size or 1), "examples/s" if batch_size else "steps/s"
+    return f"{speed:,.0f} {unit}" if speed >= 10 else f"{speed:.2g} {unit}"
 
 
 def show_seconds(seconds: float) -> str:
@@ -180,7 +180,7 @@ def pair_logs(logs: Mapping[str, float]) -> list[tuple[str, float, float | None]
 
 _REFRESH_S = 0.25
 _SAY_SOMETHING_S = 60.0
-_SHOWN_ELSEWHERE = ("learning_rate", *throughput.NAMES, *hardware.NAMES)
+_NOT_SHOWN = ("learning_rate", *throughput.NAMES, *hardware.NAMES)
 
 
 class Progress(keras.callbacks.Callback):
@@ -245,9 +245,9 @@ class Progress(keras.callbacks.Callback):
         return self._meter.clock() >= self._next
 
     @property
-    def _rate(self) -> str:
+    def _speed(self) -> str:
         size = None if self._dataset is None else self._dataset.plan.global_batch_size
-        return show_rate(self._meter.steps_per_second_now, size)
+        return show_speed(self._meter.steps_per_second_now, size)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Begins a line."""
@@ -275,12 +275,12 @@ class Progress(keras.callbacks.Callback):
         logs = dict(logs or {})
         # Keras sorts them by name.
         names = sorted(logs, key=lambda name: name.removeprefix("val_") != "loss")
-        shown = {name: logs[name] for name in names if name not in _SHOWN_ELSEWHERE}
+        shown = {name: logs[name] for name in names if name not in _NOT_SHOWN}
         if self._screen is None:
             values = [f"{name}: {show_value(value)}" for name, value in shown.items()]
-            self._print_parts(show_seconds(self._meter.seconds), *values, self._rate)
+            self._print_parts(show_seconds(self._meter.seconds), *values, self._speed)
         else:
-            self._screen.leave_line(self._title, pair_logs(shown), self._rate)
+            self._screen.leave_line(self._title, pair_logs(shown), self._speed)
 
     def on_train_end(self, logs=None):
         """Removes the bar."""
@@ -304,10 +304,10 @@ class Progress(keras.callbacks.Callback):
             values = [f"{name}: {show_value(value)}" for name, value in logs.items()]
             step = f"step {self._meter.done}/{self._meter.steps_per_epoch or '?'}"
             self._print_parts(
-                step, *values, self._rate, f"{show_seconds(left)} left" if left else ""
+                step, *values, self._speed, f"{show_seconds(left)} left" if left else ""
             )
         else:
-            self._screen.draw(self._title, self._phase, self._meter, self._loss, self._rate)
+            self._screen.draw(self._title, self._phase, self._meter, self._loss, self._speed)
 
     def _print_parts(self, *parts):
         self._print_fn(" - ".join(filter(None, (self._title, *parts))))

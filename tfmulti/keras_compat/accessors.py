@@ -75,7 +75,7 @@ def states_from_rows(
 
     Args:
         model: The model.
-        every: Whether to include the states of all of Keras's layers, which a padding row changes
+        every: Whether to include the states of all of Keras's layers, which a dummy row changes
             on a replica without rows.
         synchronized: Whether to include those of synchronized batch normalization.
     """

@@ -187,7 +187,7 @@ def predict_on_batch_by(original, predict):
     return predict_on_batch
 
 
-def weigh_mean(original, weigh):
+def weight_mean(original, weight):
     """Makes a running mean count a step once over all replicas if it is given one number.
 
     A `train_step` calls `tracker.update_state(loss)`, and a metric function can return the mean
@@ -196,33 +196,33 @@ def weigh_mean(original, weigh):
 
     Args:
         original: `Mean.update_state`.
-        weigh: Function of a metric and a number that returns the number and its weight, or None if
+        weight: Function of a metric and a number that returns the number and its weight, or None if
             the metric should count it unchanged.
     """
 
     def update_state(self, values, sample_weight=None):
-        weighed = _weigh(weigh, self, values, sample_weight)
-        return original(self, *(weighed or (values, sample_weight)))
+        weighted = _weight_rows(weight, self, values, sample_weight)
+        return original(self, *(weighted or (values, sample_weight)))
 
     return update_state
 
 
-def weigh_sum(original, weigh):
-    """Does the same as `weigh_mean` for `Sum.update_state`."""
+def weight_sum(original, weight):
+    """Does the same as `weight_mean` for `Sum.update_state`."""
 
     def update_state(self, values, sample_weight=None):
-        weighed = _weigh(weigh, self, values, sample_weight)
-        if weighed is None:
+        weighted = _weight_rows(weight, self, values, sample_weight)
+        if weighted is None:
             return original(self, values, sample_weight)
-        return original(self, weighed[0] * weighed[1])
+        return original(self, weighted[0] * weighted[1])
 
     return update_state
 
 
-def _weigh(weigh, metric, values, sample_weight):
+def _weight_rows(weight, metric, values, sample_weight):
     if sample_weight is not None or keras.ops.ndim(values) != 0:
         return None
-    return weigh(metric, values)
+    return weight(metric, values)
 
 
 def logs_without_steps(original):

@@ -237,7 +237,7 @@ def _build_by_call(model, strategy, batch):
 
 
 def count_replica_rows_in_moments(original, current_replica_batch):
-    """Excludes the padding row of an empty replica batch from synchronized batch statistics.
+    """Excludes the dummy row of an empty replica batch from synchronized batch statistics.
 
     Where a replica computes like one device, nothing is reduced, so it can be in a branch.
 
@@ -250,8 +250,8 @@ def count_replica_rows_in_moments(original, current_replica_batch):
         replica_batch = current_replica_batch()
         context = tf.distribute.get_replica_context()
         is_one = context is not None and computes_like_one_device(context.strategy)
-        has_padding = replica_batch is not None and replica_batch.may_be_empty
-        if context is None or not (is_one or has_padding):
+        has_dummy_row = replica_batch is not None and replica_batch.may_be_empty
+        if context is None or not (is_one or has_dummy_row):
             return original(x, axes, keepdims)
         keep = functools.partial(tf.reduce_sum, axis=axes, keepdims=True)
         sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]

@@ -199,12 +199,12 @@ _LOSSES = (
             make,
             "running means of one number a step in which replicas with few rows count as much",
             "test_canary_a_running_mean_counts_replicas_alike",
-            needs=("weigh_mean",),
+            needs=("weight_mean",),
             arguments=("values", "sample_weight"),
         )
         for kind, make in (
-            (keras.metrics.Mean, hooks.weigh_mean),
-            (keras.metrics.Sum, hooks.weigh_sum),
+            (keras.metrics.Mean, hooks.weight_mean),
+            (keras.metrics.Sum, hooks.weight_sum),
         )
     ),
 )
@@ -214,7 +214,7 @@ _LAYERS = (
         keras_nn,
         "_compute_moments_sync",
         patches.count_replica_rows_in_moments,
-        "the padding row of an empty replica batch in synchronized batch statistics",
+        "the dummy row of an empty replica batch in synchronized batch statistics",
         "test_canary_batch_statistics_count_every_row",
         needs=("current_replica_batch",),
         arguments=("x", "axes", "keepdims"),

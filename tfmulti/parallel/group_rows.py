@@ -123,8 +123,8 @@ class Group:
         return swapped
 
 
-def with_padding(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Returns as many rows as another tensor has; a padding row is zeros."""
+def with_dummy_row(rows: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Returns as many rows as another tensor has; a dummy row is zeros."""
     batch = current_replica_batch()
     if batch.may_be_empty:
         missing = tf.shape(like)[0] - tf.shape(rows)[0]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.choices import SPLITS
-from tfmulti.parallel.group_rows import Group, with_padding
+from tfmulti.parallel.group_rows import Group, with_dummy_row
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import parameters, sparse_gradients
 from tfmulti.step.rows import current_replica_batch
@@ -161,7 +161,7 @@ def sum_of_parts(
         like: A tensor with this worker's rows, and its padding.
     """
     outputs = _product(layer, part, compute_with(weight_of(layer)))
-    return _add_bias(layer, with_padding(group.reduce_scatter(outputs, counts), like))
+    return _add_bias(layer, with_dummy_row(group.reduce_scatter(outputs, counts), like))
 
 
 def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.Layer]]]:
@@ -248,7 +248,7 @@ def split_call(
                 return call(inputs, *args, **kwargs)
             inputs = _positive(layer, inputs)
         rows = compute(layer, axes, group, current_replica_batch().real_rows(inputs))
-        return _add_bias(layer, with_padding(rows, inputs))
+        return _add_bias(layer, with_dummy_row(rows, inputs))
 
     return run
 

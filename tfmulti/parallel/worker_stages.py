@@ -120,7 +120,7 @@ class _Pass:
     Args:
         plan: The plan.
         strategy: A strategy with one replica for each worker, over MPI.
-        num_rows: The rows of this worker; 0 if it has only a padding row.
+        num_rows: The rows of this worker; 0 if it has only a dummy row.
         wants_inputs: Whether gradients with respect to the inputs are asked for.
     """
 
@@ -139,7 +139,7 @@ class _Pass:
         counts = self._mpi.add([own * num_rows])[0]
         rows_before = tf.reduce_sum(counts[: self._first_worker])
         counts = counts[self._first_worker :][: self._number]
-        # A copy of the stages without rows computes one padding row, whose results are not used.
+        # A copy of the stages without rows computes one dummy row, whose results are not used.
         padding = tf.cast(tf.reduce_sum(counts) == 0, tf.int32)
         self._counts = counts + padding * tf.one_hot(0, self._number, dtype=tf.int32)
         self._num_rows = self._counts[self._me]
@@ -169,7 +169,7 @@ class _Pass:
                 run.previous = self._send(outputs, self._me + 1)
         specs = self._plan.outputs.specs
         results = self._spread(concat_rows(finished), self._number - 1, specs, at_least=1)
-        # A worker that only has a padding row receives some other row in its place.
+        # A worker that only has a dummy row receives some other row in its place.
         last = tf.shape(results[0])[0] - 1
         rows = tf.minimum(tf.range(tf.shape(flat[0])[0]), last)
         return [tf.gather(result, rows) for result in results]

@@ -127,7 +127,7 @@ def local_rows(structure):
     empty = replica_batch.num_real == 0
     count = tf.where(empty, 0, replica_batch.num_rows)
     [start], _ = row_positions([count])
-    # An empty replica batch takes any row in place of its padding row, whose weight is 0.
+    # An empty replica batch takes any row in place of its dummy row, whose weight is 0.
     start, count = tf.where(empty, 0, start), tf.where(empty, replica_batch.num_rows, count)
     checked = [None if part is None else _own_rows(part, None) for part in parts]
     taken = [None if part is None else part[start : start + count] for part in checked]
@@ -152,7 +152,7 @@ def row_positions(counts: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Ten
 
 
 def _own_rows(part, replica_batch) -> tf.Tensor:
-    """Returns this replica's rows of a tensor, without a padding row."""
+    """Returns this replica's rows of a tensor, without a dummy row."""
     if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
         raise _refusal("dense tensors", part, "Use .to_tensor() or tf.sparse.to_dense first.")
     part = tf.convert_to_tensor(part)

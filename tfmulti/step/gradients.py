@@ -49,13 +49,13 @@ class _StepState:
     Attributes:
         reduced: Whether gradients are those of the whole batch.
         deferred: Whether their reduction is left to the accumulating optimizer.
-        weighed: Whether a target was multiplied by the replica's weight.
+        weighted: Whether a target was multiplied by the replica's weight.
         in_step: Whether this is within such a function.
     """
 
     reduced: bool = False
     deferred: bool = False
-    weighed: bool = False
+    weighted: bool = False
     in_step: bool = False
 
 
@@ -135,7 +135,7 @@ def reduce_gradients(grads) -> list:
         return grads
     _state().reduced = True
     replica_batch = current_replica_batch()
-    if replica_batch is not None and not _state().weighed:
+    if replica_batch is not None and not _state().weighted:
         # They come from `jacobian` or `tf.gradients`, not from a tape's `gradient`.
         grads = [None if grad is None else _scaled(grad, replica_batch.weight) for grad in grads]
     return _reduce_present(grads, [None] * len(grads), replica_batch)
@@ -258,10 +258,10 @@ def take_gradient(
     is_unreduced = [parameters.is_unreduced(source) for source in flat]
     is_summed = [variable and left for variable, left in zip(is_variable, is_unreduced)]
     values = [part for some in parts for part in some]
-    own = [v if parameters.may_have_padding(flat[i]) else None for i, v in zip(owners, values)]
-    own = _without_padding(own, replica_batch)
+    own = [v if parameters.may_have_dummy_row(flat[i]) else None for i, v in zip(owners, values)]
+    own = _without_dummy_row(own, replica_batch)
     values = [value if mine is None else mine for value, mine in zip(values, own)]
-    _state().weighed = True
+    _state().weighted = True
     if all(is_variable) and defers_reduction(replica_batch.model):
         # The update reduces the accumulated gradients; see `tfmulti.step.accumulation`.
         _state().reduced = _state().deferred = True
@@ -285,7 +285,7 @@ def _of_local_step(grads, replica_batch):
     """Returns the gradients of a local step, which are 0 if the worker has no rows."""
     if replica_batch is None or not local_steps.in_local_step():
         return grads
-    values = _without_padding(tf.nest.flatten(grads), replica_batch)
+    values = _without_dummy_row(tf.nest.flatten(grads), replica_batch)
     return tf.nest.pack_sequence_as(grads, values)
 
 
@@ -350,7 +350,7 @@ def _kind_of(grad, variable, model) -> str:
     return sparse_gradients.kind_of(grad)
 
 
-def _without_padding(grads, replica_batch):
+def _without_dummy_row(grads, replica_batch):
     """Sets the gradients of an empty replica batch to 0; multiplying by 0 would keep NaN."""
     if not replica_batch.may_be_empty:
         return grads

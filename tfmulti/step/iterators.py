@@ -104,7 +104,7 @@ def _owner(value):
     return _owners[value.source]
 
 
-class WholeBatches:
+class SplitBatches:
     """Distributes a dataset of global batches by splitting each batch into replica batches.
 
     TensorFlow does this for dense batches. Its own code fails for ragged and sparse ones when a

@@ -104,7 +104,7 @@ def in_local_step() -> bool:
 
 
 def states_to_keep(model: keras.Model) -> list[tf.Variable]:
-    """Returns states of layers that a padding row would change, for an empty step to restore."""
+    """Returns states of layers that a dummy row would change, for an empty step to restore."""
     return [variable.value for variable in _states_of(model)]
 
 

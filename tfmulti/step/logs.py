@@ -1,4 +1,4 @@
-"""Makes the logs of a step ignore padding rows, and equal on all replicas and workers."""
+"""Makes the logs of a step ignore dummy rows, and equal on all replicas and workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_once(tracker, before, replica_batch) -> None:
     tracker.total.assign(before + replica_batch.zero_if_empty(part))
 
 
-def weigh_mean(metric, value):
+def weight_mean(metric, value):
     """Returns a mean over this replica's rows, and this replica's weight; None outside a step.
 
     The weights of all replicas add up to one, so the step counts once in a running mean.

@@ -301,11 +301,11 @@ def is_unreduced(variable) -> bool:
     return not isinstance(variable, ShardedParameter) or variable.unreduced
 
 
-def may_have_padding(variable) -> bool:
+def may_have_dummy_row(variable) -> bool:
     """Whether a variable's gradient is still to be added and covers only this worker's rows.
 
     The gradient of a split weight, or of its layer's bias, covers the rows of a group, without
-    padding.
+    a dummy row.
     """
     of_group = getattr(variable, "split", None) or marks.OF_GROUP.get(variable)
     return is_unreduced(variable) and not of_group

@@ -87,7 +87,7 @@ def without_padding(data):
 
 
 def fill_if_empty(data):
-    """Adds one padding row, of zeros or empty, to a batch without rows."""
+    """Adds one dummy row, of zeros or empty, to a batch without rows."""
     if parts_of(data) is None:
         return data
     return _map(_fill_part, data)
@@ -139,13 +139,13 @@ def _fill_part(part):
         rows = tf.maximum(part.dense_shape[:1], 1)
         shape = tf.concat([rows, part.dense_shape[1:]], axis=0)
         return _keep_shape(tf.SparseTensor(part.indices, part.values, shape), part)
-    filled = tf.cond(empty, lambda: _padding_row(part), lambda: tf.identity(part))
+    filled = tf.cond(empty, lambda: _dummy_row(part), lambda: tf.identity(part))
     if not tf.executing_eagerly():
         filled.set_shape([None, *part.shape[1:]])
     return filled
 
 
-def _padding_row(tensor):
+def _dummy_row(tensor):
     shape = tf.concat([[1], tf.shape(tensor)[1:]], axis=0)
     row = tf.fill(shape, "") if tensor.dtype == tf.string else tf.zeros(shape, tensor.dtype)
     return tf.ensure_shape(row, [None, *tensor.shape[1:]])
@@ -165,7 +165,7 @@ class ReplicaBatch:
 
     Attributes:
         num_rows: Rows that the model sees, int32 scalar.
-        num_real: Rows without padding, int32 scalar; an empty replica batch has one padding row.
+        num_real: Rows without padding, int32 scalar; an empty replica batch has one dummy row.
         may_be_empty: Whether `num_real` can be 0.
         model: The Keras model of this step, or None.
         num_global: Rows of all replicas without padding, float32 scalar; None until counted.
@@ -208,12 +208,12 @@ class ReplicaBatch:
         """Returns a tensor, but zeros without rows; multiplying by 0 would keep NaN."""
         return tf.where(self.num_real > 0, value, tf.zeros_like(value))
 
-    def weighed(self, value: tf.Tensor) -> tf.Tensor:
+    def weighted(self, value: tf.Tensor) -> tf.Tensor:
         """Returns a value times this replica's weight; zeros without rows."""
         return self.zero_if_empty(value * tf.cast(self.weight, value.dtype))
 
     def real_rows(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns this replica's rows of a tensor, without the padding row of an empty batch.
+        """Returns this replica's rows of a tensor, without the dummy row of an empty batch.
 
         In an empty replica batch all that is computed from its only row is padding.
         """

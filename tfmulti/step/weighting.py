@@ -80,7 +80,7 @@ def initial_gradients(targets, given, replica_batch) -> list[tf.Tensor]:
 
 def _initial_gradient(target, replica_batch, is_same):
     if not is_same and _has_rows(target, replica_batch):
-        # A padding row gets 0, because the backward pass may cross replicas.
+        # A dummy row gets 0, because the backward pass may cross replicas.
         return replica_batch.zero_if_empty(tf.ones_like(target))
     return tf.ones_like(target) * tf.cast(replica_batch.weight, target.dtype)
 

@@ -283,7 +283,7 @@ def _of_all_replicas(structure):
             return gather_batch(part)
         if not part.dtype.is_floating:
             return part
-        return context.all_reduce("SUM", replica_batch.weighed(part))
+        return context.all_reduce("SUM", replica_batch.weighted(part))
 
     return tf.nest.map_structure(of_all, structure)
 

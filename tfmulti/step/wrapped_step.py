@@ -78,8 +78,8 @@ def _learn(fn, data, replica_batch, kind):
     if kind != "train":
         return logs_lib.make_global(logs, replica_batch, differing)[0]
     begin = before[len(metrics) :]
-    changes = [replica_batch.weighed(state - old) for state, old in zip(states, begin)]
-    values = [replica_batch.weighed(state) for state in states]
+    changes = [replica_batch.weighted(state - old) for state, old in zip(states, begin)]
+    values = [replica_batch.weighted(state) for state in states]
     requests = getattr(tf.distribute.get_strategy(), "requests", None)
     beside = [*changes, *values]
     logs, beside = logs_lib.make_global(logs, replica_batch, differing, requests, beside)

@@ -25,7 +25,7 @@ from tfmulti.strategies import checks
 def first_local_value(strategy: tf.distribute.Strategy, values):
     """Replaces each distributed value in a nested structure by that of the first local replica.
 
-    An empty replica batch gets a padding row, because a model cannot be built from no rows.
+    An empty replica batch gets a dummy row, because a model cannot be built from no rows.
     """
 
     def first(value):
@@ -153,7 +153,7 @@ class _KerasRepairs:
         """Distributes a dataset for several replicas, of which some batches are kept as samples."""
         specs = tf.nest.flatten(dataset.element_spec)
         if any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs):
-            return iterators.WholeBatches(sampled.of(dataset), self)
+            return iterators.SplitBatches(sampled.of(dataset), self)
         if all(isinstance(s, tf.TensorSpec) for s in specs):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
             is_from_python, dataset = (
@@ -163,7 +163,7 @@ class _KerasRepairs:
             if is_from_python:
                 # A generator goes on in the next call, and a callback may change what it yields:
                 # no more batches may be drawn ahead than Keras draws on one device.
-                return iterators.WholeBatches(dataset, self, on_demand=True)
+                return iterators.SplitBatches(dataset, self, on_demand=True)
         return super().experimental_distribute_dataset(dataset, options)
 
 

@@ -259,7 +259,7 @@ def _repair_keras():
         take_gradient=take,
         on_all=finite.is_on_all,
         update_metric_function=whole_batch.update_metric_function,
-        weigh_mean=logs.weigh_mean,
+        weight_mean=logs.weight_mean,
         note_result=logs.note_result,
     )
 

@@ -70,6 +70,6 @@ def feed_of(peek, iterator) -> Feed:
 
 
 def is_in_chunks(dataset) -> bool:
-    """Whether TensorFlow, and not `WholeBatches`, splits batches into replica batches."""
+    """Whether TensorFlow, and not `SplitBatches`, splits batches into replica batches."""
     specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
     return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)

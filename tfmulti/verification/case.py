@@ -106,6 +106,11 @@ class Case(Batches):
         return self.model.distribute_strategy
 
     @property
+    def method(self) -> str:
+        """The name of the step's method."""
+        return f"{self.kind}_step"
+
+    @property
     def eager(self) -> bool:
         """Whether the step runs eagerly."""
         return self.model.run_eagerly or tf.config.functions_run_eagerly()

@@ -85,7 +85,7 @@ ADVICE = {
     LOG: "Return means over rows, results of metrics, or numbers computed from "
     "tfmulti.gather_batch(rows).",
     PREDICTION: f"Compute the prediction of a row from that row alone, or from {ALL_ROWS}.",
-    UNEQUAL: "A replica weighs all of its means by its share of the rows of the first part. Batch "
+    UNEQUAL: "A replica weights all of its means by its share of the rows of the first part. Batch "
     "the parts so that their numbers of rows divide by the number of replicas in every batch, the "
     "last one too (drop_remainder=True), or compute the means of the other parts from "
     f"{ALL_ROWS}, where every replica has a row of them.",

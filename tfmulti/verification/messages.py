@@ -12,13 +12,6 @@ from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.differences import Difference
 from tfmulti.verification.explanation import MOST_NAMED
 
-SHUFFLES = (
-    "A step shuffles rows at random: each replica shuffles the rows of its own replica batch, so "
-    "rows never go to another replica. To mix the rows of the global batch, take them from "
-    "tfmulti.gather_batch(rows)."
-)
-_METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
-
 
 def describe(
     case: Case,
@@ -51,7 +44,7 @@ def describe(
     values = f", with {view}" if view else ""
     more += f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
     return _error(
-        f"`{_METHODS[case.kind]}` must give one device's result {how}; {_so_far(case)}.",
+        f"`{case.method}` must give one device's result {how}; {_so_far(case)}.",
         f"{_say(first, case, counts)}{values}{f'; also {more}' if more else ''}",
         finding,
         f"{advice} {_advise_few(first, case)}",
@@ -94,7 +87,7 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
             f"batch; steps before may have differed too, so {again} again once it is changed."
         )
     rule = (
-        f"{head} `{_METHODS[case.kind]}` from the whole global batch, because in "
+        f"{head} `{case.method}` from the whole global batch, because in "
         f"{number} parts it {'cannot run' if reason else 'differs from one device'}. The result is "
         f"that of one device; so are the time and the memory that a step takes.{later}"
     )
@@ -151,43 +144,11 @@ def describe_cannot_run(case: Case, reason: str) -> ValueError:
         case: The step.
         reason: Its own error, in words.
     """
-    number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
+    number, method = case.strategy.num_replicas_in_sync, case.method
     return ValueError(
         f"`{method}` must run on a part of a batch, since {number} replicas share each batch. "
         f"Received: {reason}. Let it run on any number of rows, or leave out "
         'on_difference="error": every replica then computes the whole batch.'
-    )
-
-
-def describe_unlike(case: Case) -> str:
-    """Returns the warning for batches whose parts replicas could get unlike shares of.
-
-    Args:
-        case: The verified step.
-    """
-    number = case.strategy.num_replicas_in_sync
-    counts = " + ".join(str(count) for count in dict.fromkeys(case.rows.counts))
-    share = "the same share" if case.shares_alike(case.rows.counts) else "a row"
-    return (
-        f"`{_METHODS[case.kind]}` has one device's result on {number} replicas only for batches of "
-        f"which each replica gets {share} of every part, as of the first one, of "
-        f"{counts} rows. The numbers of rows of later batches are not known. "
-        f"{causes.ADVICE[causes.UNEQUAL]}"
-    )
-
-
-def describe_unknown_sizes(case: Case) -> str:
-    """Returns the warning for a step that cannot take every number of rows, with unknown batches.
-
-    Args:
-        case: The verified step.
-    """
-    number = case.strategy.num_replicas_in_sync
-    return (
-        f"`{_METHODS[case.kind]}` does not take every number of rows, and those of later batches "
-        f"are not known. Received: a first batch of {max(case.rows.counts)} rows, for which the "
-        f"result on {number} replicas is that of one device. Make all batches of this size: "
-        "dataset.batch(..., drop_remainder=True)."
     )
 
 
@@ -213,54 +174,6 @@ def describe_drift(case: Case, name: str) -> ValueError:
     )
 
 
-def describe_decisions(case: Case, decisions: list[str]) -> str:
-    """Returns the warning for a step that decides by one replica's own rows.
-
-    Args:
-        case: The verified step.
-        decisions: The operations with file and line; not empty.
-    """
-    return (
-        f"`{_METHODS[case.kind]}` decides by a number that each replica computes from its own "
-        f"rows: {', '.join(decisions[:MOST_NAMED])}. Replicas can decide differently from one "
-        "another and from one device, also where a few rows show no difference. Compute the "
-        f"number from {causes.ALL_ROWS}."
-    )
-
-
-def describe_ratios(case: Case, places: list[str]) -> str:
-    """Returns the warning for a step that divides by a number of one replica's own rows.
-
-    Args:
-        case: The verified step.
-        places: The operations with file and line; not empty.
-    """
-    return (
-        f"`{_METHODS[case.kind]}` divides by a number, or takes the root or logarithm of one, that "
-        f"each replica computes from its own rows: {', '.join(places[:MOST_NAMED])}. The rows that "
-        "were tried show no difference, but if the number differs between replicas, as the number "
-        "of rows with some property does, the result is not that of one device. Compute the "
-        f"number from {causes.ALL_ROWS}."
-    )
-
-
-def describe_own_noise(case: Case, places: list[str]) -> str:
-    """Returns the warning for a step that multiplies one replica's random numbers by reduced ones.
-
-    Args:
-        case: The verified step.
-        places: The operations with file and line; not empty.
-    """
-    number = case.strategy.num_replicas_in_sync
-    return (
-        f"`{_METHODS[case.kind]}` combines random numbers that each replica draws for itself with "
-        "a value that was reduced over the replicas, and that was made from these numbers: "
-        f"{', '.join(places[:MOST_NAMED])}. A replica's own numbers are only in a part of that "
-        f"value: where one device gets the mean of a product, {number} replicas get a fraction of "
-        f"it. {causes.SAME_DRAWS}."
-    )
-
-
 def describe_outside(case: Case, names: list[str]) -> ValueError:
     """Returns the error for variables outside the scope that a step changes.
 
@@ -268,7 +181,7 @@ def describe_outside(case: Case, names: list[str]) -> ValueError:
         case: The verified step.
         names: Their names.
     """
-    number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
+    number, method = case.strategy.num_replicas_in_sync, case.method
     many = "s" if len(names) > 1 else ""
     return ValueError(
         f"Variables that `{method}` changes must be created in the strategy's scope. "
@@ -285,7 +198,7 @@ def describe_shared(case: Case, places: list[str]) -> ValueError:
         case: The verified step.
         places: The operations with file and line; not empty.
     """
-    number, method = case.strategy.num_replicas_in_sync, _METHODS[case.kind]
+    number, method = case.strategy.num_replicas_in_sync, case.method
     return ValueError(
         f"What `{method}` changes must be variables, of which {number} replicas have copies; a "
         "table, a queue or an iterator exists once, and each replica would change it. Received: "
@@ -302,30 +215,13 @@ def describe_attributes(case: Case, names: list[str]) -> ValueError:
         case: The verified step.
         names: Their names, as paths from the model.
     """
-    method, many = _METHODS[case.kind], "s" if len(names) > 1 else ""
+    method, many = case.method, "s" if len(names) > 1 else ""
     return ValueError(
         f"A Python attribute that `{method}` changes in each step must not exist on several "
         f"replicas, which run in one process: each one changes it. Received: the attribute{many} "
         f"{', '.join(names[:MOST_NAMED])} of {type(case.model).__name__}, with "
         f"run_eagerly=True. Keep the number in a variable, self.add_weight(..., trainable=False), "
         "or count with self.optimizer.iterations."
-    )
-
-
-def describe_containers(case: Case, names: list[str]) -> str:
-    """Returns the warning for containers that a step changes which runs eagerly.
-
-    Args:
-        case: The verified step.
-        names: Their names, as paths from the model; not empty.
-    """
-    return (
-        f"`{_METHODS[case.kind]}` changes {', '.join(names[:MOST_NAMED])} of "
-        f"{type(case.model).__name__}, with run_eagerly=True: {case.strategy.num_replicas_in_sync} "
-        "replicas each do so in every step, with numbers from their own rows. If the step reads it "
-        "again, training differs from one device: keep such numbers in a variable, computed from "
-        "tfmulti.gather_batch(rows). To record what a step computes, return it as a log and "
-        "collect the logs in a callback's `on_train_batch_end`."
     )
 
 
@@ -369,7 +265,7 @@ def _number(value) -> str:
 def elsewhere(kind: str) -> str:
     """Returns the text of the error for the case that only another worker found a difference."""
     return (
-        f"`{_METHODS[kind]}` must give one device's result on all replicas. "
+        f"`{kind}_step` must give one device's result on all replicas. "
         "Received: a different result on another worker; the error of that worker has the details. "
         "Look for code that depends on the worker."
     )
@@ -383,7 +279,7 @@ def describe_failure(case: Case, error: Exception) -> str:
         error: Its failure.
     """
     return (
-        f"`{_METHODS[case.kind]}` must run on all workers or on none: the others wait in it. "
+        f"`{case.method}` must run on all workers or on none: the others wait in it. "
         f"Received: an error on this worker alone, with a few rows of the first batch: "
         f"{shorten(error)}. Let it pass with few rows too, or pass "
         'verify="never" to `create_strategy`.'

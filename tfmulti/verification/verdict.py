@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import topology
-from tfmulti.verification import changes, messages
+from tfmulti.verification import changes, hidden_differences, messages
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.comparison import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.custom_parts import neutral_layers
@@ -209,12 +209,16 @@ def _find_drift(trial, case, workers) -> ValueError | None:
 
 def _found_in_graph(trial, case) -> list[str]:
     """Returns warnings of what a comparison of results need not show."""
-    step = trial.distributed
-    told = [messages.describe_decisions(case, step.decisions)] if step.decisions else []
+    step, told = trial.distributed, []
     # A decision often comes before a division: one warning of them suffices.
-    told += [messages.describe_ratios(case, step.ratios)] if step.ratios and not told else []
-    told += [messages.describe_own_noise(case, step.own_noise)] if step.own_noise else []
-    told += [messages.SHUFFLES] if step.shuffles else []
+    if step.decisions:
+        told.append(hidden_differences.describe_decisions(case, step.decisions))
+    elif step.ratios:
+        told.append(hidden_differences.describe_ratios(case, step.ratios))
+    if step.own_noise:
+        told.append(hidden_differences.describe_own_noise(case, step.own_noise))
+    if step.shuffles:
+        told.append(hidden_differences.SHUFFLES)
     return told + _lists_of_replicas(trial, case)
 
 
@@ -222,17 +226,17 @@ def _unlike_later(trial, case, workers) -> list[str]:
     """Returns a warning if a step is exact with the first batch, and may not be with later ones."""
     takes_some = case.is_traced_static and not case.static
     if takes_some and case.batches is None and not case.is_whole:
-        return [messages.describe_unknown_sizes(case)]
+        return [hidden_differences.describe_unknown_sizes(case)]
     if not case.rows.unlike or case.static or case.is_traced_static:
         return []
     differs = _try_view(trial, View((UNLIKE,)), case, workers).most == _DIFFERS
-    return [messages.describe_unlike(case)] * differs
+    return [hidden_differences.describe_unlike(case)] * differs
 
 
 def _lists_of_replicas(trial, case) -> list[str]:
     if not trial.containers or topology.num_local_replicas(case.strategy) == 1:
         return []
-    return [messages.describe_containers(case, trial.containers)]
+    return [hidden_differences.describe_containers(case, trial.containers)]
 
 
 def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:

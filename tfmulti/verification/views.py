@@ -306,7 +306,7 @@ def _pad(arrays, roles):
     return [pad(array, role) for array, role in zip(arrays, roles)]
 
 
-def _weigh(arrays, roles):
+def _weight_rows(arrays, roles):
     return [_weigh_one(a) if role == 2 else a for a, role in zip(arrays, roles)]
 
 
@@ -378,7 +378,7 @@ def holds(dtype, number) -> bool:
 _VARY = {
     LABELS: _exchange,
     PADDING: _pad,
-    WEIGHTS: _weigh,
+    WEIGHTS: _weight_rows,
     OUTLIERS: functools.partial(_enlarge, factor=ENLARGED),
     SMALL_OUTLIERS: functools.partial(_enlarge, factor=10.0),
     NOT_NUMBERS: functools.partial(_spoil, of_roles=(0, 1)),
