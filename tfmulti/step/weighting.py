@@ -17,8 +17,8 @@ one device computes is the sum over replicas of w_r times the replica's local me
 - **Running means** of a number that a step computed update with the weight w_r.
 - **State** that a layer computes from its rows changes by the weighted mean of the replicas'
   changes.
-- **Padding rows** have no weight: those of `remainder="pad"` are cut off before the step; the one
-  in an empty replica batch has w_r = 0.
+- **Padding rows**, those of `remainder="pad"`, are cut off before the step. A replica without rows
+  computes a **dummy row**, with w_r = 0.
 """
 
 from __future__ import annotations
