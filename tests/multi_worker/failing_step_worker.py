@@ -23,17 +23,19 @@ class FailingStep(models.CustomStep):
     Args:
         fails_in_trace: The number of the trace, from 1; 0 for none.
         number_of_rows: The number of rows; 0 for none.
+        fails_from: The trace from which all fail; 0 for none. Such an error is caught.
     """
 
-    def __init__(self, fails_in_trace=0, number_of_rows=0):
+    def __init__(self, fails_in_trace=0, number_of_rows=0, fails_from=0):
         super().__init__()
         # Not a number of the model: those are restored after verification.
         self.traces, self.fails_in_trace = itertools.count(1), fails_in_trace
-        self.number_of_rows = number_of_rows
+        self.number_of_rows, self.fails_from = number_of_rows, fails_from
 
     def train_step(self, data):
         if topology.worker_index(self.distribute_strategy) == 1:
-            if next(self.traces) == self.fails_in_trace:
+            trace = next(self.traces)
+            if trace == self.fails_in_trace or 0 < self.fails_from <= trace:
                 raise ValueError("not traced here")
             if self.number_of_rows:
                 rows = tf.shape(data[0])[0]
@@ -61,7 +63,12 @@ def main(*cases):
     strategy = tfmulti.create_strategy("multi_worker", verify="always")
     for case in cases:
         attribute, _, number = case.partition("=")
-        losses, told = fit(strategy, **{attribute: int(number)})
+        try:
+            losses, told = fit(strategy, **{attribute: int(number)})
+        except (RuntimeError, ValueError) as error:
+            if attribute != "fails_from":
+                raise
+            losses, told = [], [" ".join(str(error).split())]
         print(case, len(losses), *told, flush=True)
 
 

@@ -59,6 +59,20 @@ def test_workers_go_on_together_after_one_of_them_could_not_trace_the_step(run_w
 
 
 @pytest.mark.slow
+def test_all_are_told_of_a_step_that_one_worker_can_never_trace(run_workers):
+    # A program that catches the error goes on: no worker waits for the one that could not.
+    workers = run_workers(2, [FAILING, "fails_from=1", "fails_from=2", "fails_from=0"])
+    lines = [worker.splitlines() for worker in workers]
+    # The first trace builds the model.
+    for number in (0, 1):
+        assert "must run on all workers or on none" in lines[0][number]
+        assert "an error on another worker alone" in lines[0][number]
+        assert "not traced here" in lines[1][number]
+    assert "must run on all workers or on none" in lines[1][1]
+    assert [own[2] for own in lines] == ["fails_from=0 1"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--mpi"]], ids=["ring", "mpi"])
 def test_a_step_that_one_worker_cannot_run_ends_the_job_by_name(run_workers, options):
     # Of five rows the second worker has two.

@@ -28,7 +28,7 @@ from tfmulti.verification.custom_parts import is_stock, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
 from tfmulti.verification.python_values import Containers, Numbers, restored
 from tfmulti.verification.runs import Distributed
-from tfmulti.verification.verdict import Verdict, find_out, look_again
+from tfmulti.verification.verdict import ELSEWHERE, Verdict, find_out, look_again
 from tfmulti.verification.verdict import Workers as Workers
 
 
@@ -233,7 +233,7 @@ def _build(case, workers) -> Exception | None:
             if workers.agree(strategy, error is None):
                 return None
             workers.align(strategy)
-    return first or RuntimeError(messages.elsewhere(case.kind))
+    return first or RuntimeError(messages.describe_failure(case, ""))
 
 
 def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError | None]:
@@ -266,7 +266,12 @@ def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError 
     if workers.any(strategy, found.error is not None):
         error = found.error or ValueError(messages.elsewhere(case.kind))
         return None, messages.with_reason(error, why)
-    if not (workers.agree(strategy, found.runs) or wanted or early):
+    runs = workers.agree(strategy, found.runs)
+    could = found.reason == ELSEWHERE
+    if not runs and not early and workers.any(strategy, could):
+        # A worker that fails would leave the others waiting in the first step.
+        return None, ValueError(messages.describe_failure(case, "" if could else found.reason))
+    if not (runs or wanted or early):
         return None, messages.describe_cannot_run(case, found.reason)
     return None, None
 

@@ -271,17 +271,18 @@ def elsewhere(kind: str) -> str:
     )
 
 
-def describe_failure(case: Case, error: Exception) -> str:
-    """Returns the text of the error for a step that fails on one worker while others wait in it.
+def describe_failure(case: Case, reason: str) -> str:
+    """Returns the text of the error for a step that fails on some workers while others wait in it.
 
     Args:
         case: The verified step.
-        error: Its failure.
+        reason: Why it failed here; empty where it failed on another worker.
     """
+    here = f"an error on this worker, with a few rows of the first batch: {reason}"
+    there = "an error on another worker alone, which has the details"
     return (
         f"`{case.method}` must run on all workers or on none: the others wait in it. "
-        f"Received: an error on this worker alone, with a few rows of the first batch: "
-        f"{shorten(error)}. Let it pass with few rows too, or pass "
+        f"Received: {here if reason else there}. Let it pass with few rows too, or pass "
         'verify="never" to `create_strategy`.'
     )
 

@@ -338,7 +338,9 @@ class Trial:
         except Exception as error:
             waits = run is self.distributed or self._state.is_sharded
             if waits and not self._all_fail():
-                raise FailsHere(messages.describe_failure(self._case, error)) from error
+                raise FailsHere(
+                    messages.describe_failure(self._case, messages.shorten(error))
+                ) from error
             raise
         values = self._state.read()
         if run is self._reference:

@@ -33,7 +33,7 @@ from tfmulti.verification.views import (
 
 # Data have two sizes of batches, or as many as there are files.
 _MOST_SIZES = 4
-_ELSEWHERE = "another worker could not run it"
+ELSEWHERE = "another worker could not run it"
 # Results of one comparison; workers reduce them by minimum and maximum.
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
 
@@ -116,7 +116,7 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if first.most == _DIFFERS:
             return Verdict(first.error)
         if first.least == _UNKNOWN:
-            return Verdict(None, reason or _ELSEWHERE)
+            return Verdict(None, reason or ELSEWHERE)
         if first.least > _UNKNOWN:
             case.trial = trial
             drift = _find_drift(trial, case, workers)
@@ -134,7 +134,7 @@ def find_out(case: Case, workers: Workers) -> Verdict:
             reason = trial.random or ("" if _SAME in (first.least, later) else reason)
             told += _unlike_later(trial, case, workers)
             return Verdict(None, reason, settings=trial.settings, warnings=told)
-    return Verdict(None, reason or _ELSEWHERE, runs)
+    return Verdict(None, reason or ELSEWHERE, runs)
 
 
 def _compare_sizes(case, workers) -> Verdict | None:
@@ -161,7 +161,7 @@ def _compare_sizes(case, workers) -> Verdict | None:
             on_one, _ = _try(lambda: Reference(case, case.examples()[0]), case)
             # What one device cannot run either fails there with TensorFlow's own error.
             if agree(on_one is not None):
-                return Verdict(None, reason or _ELSEWHERE, runs=False)
+                return Verdict(None, reason or ELSEWHERE, runs=False)
     finally:
         case.is_whole, case.whole_sizes = False, None
     return None
