@@ -11,7 +11,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.checkpoint import generations
+from tfmulti.checkpoint import generations, state
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
 
@@ -84,6 +84,26 @@ def train_until_killed(num_replicas, folder, steps, **settings):
         train(num_replicas, folder, End(steps, kill), **settings)
 
 
+def test_callbacks_state_is_given_to_callbacks_of_the_same_class():
+    keras.utils.set_random_seed(1)
+    with create_strategy(1).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(*rows(), verbose=0)
+    kinds = keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau
+    callbacks = [kind("loss", patience=number) for kind in kinds for number in (3, 5)]
+    for number, callback in enumerate(callbacks):
+        callback.wait = number + 1
+    moment = {"epoch": 0, "step": 3, "begun": False, "within_epoch": False}
+    tensors, others = state.take_snapshot(model, None, callbacks, **moment)
+    resumed = [kind("loss") for kind in (kinds[1], kinds[0], kinds[0])]
+    resumed.insert(0, keras.callbacks.LambdaCallback())
+    tensors = {name: tf.convert_to_tensor(value) for name, value in tensors.items()}
+    state.Resumed({**others, "begun": True}, tensors).finish(model, resumed)
+    assert [each.wait for each in resumed[1:]] == [3, 1, 2]
+
+
+@pytest.mark.slow
 def test_callbacks_state_is_kept_where_other_callbacks_come_and_go(whole, tmp_path):
     expected, history, _ = whole(2)
     with pytest.raises(Killed):
@@ -95,6 +115,7 @@ def test_callbacks_state_is_kept_where_other_callbacks_come_and_go(whole, tmp_pa
     assert not [line for line in told if "not among the callbacks" in line]
 
 
+@pytest.mark.slow
 def test_a_callback_that_is_missing_is_told(tmp_path):
     with pytest.raises(Killed):
         train(2, tmp_path, End(5, kill), every_steps=1, own=[keras.callbacks.EarlyStopping()])

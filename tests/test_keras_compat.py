@@ -1141,6 +1141,7 @@ class NoisySum(keras.Model):
         return {"scaled": loss}
 
 
+@pytest.mark.slow
 def test_canary_loss_scaling_applies_each_replicas_gradients():
     def train():
         with ours().scope():

@@ -174,7 +174,7 @@ class CustomStep(keras.Model):
     test_step = keras.Model.test_step
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_fn",
     [lambda y, p: tf.reduce_mean(tf.square(y - p)), keras.losses.MeanSquaredError()],
@@ -237,6 +237,7 @@ def adding(reduce):
     return lambda: keras.Sequential([keras.layers.Dense(3), Adds(reduce), keras.layers.Dense(1)])
 
 
+@pytest.mark.slow
 def test_a_mean_that_is_added():
     assert_one_devices_result(adding(tf.reduce_mean), rows()[:2], loss="mse")
 

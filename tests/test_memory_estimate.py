@@ -88,6 +88,7 @@ def test_sharded_parameters_halve_the_weights_too():
     assert sharded.step < state.step and sharded.communication < state.communication / 4
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_need_less_and_a_larger_batch_more():
     kept, large, less = (
         memory_estimate.estimate(config(**settings))["copies"].step

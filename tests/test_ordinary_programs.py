@@ -568,6 +568,7 @@ class Subtracting(Embedding):
         return self(data) - data[:, :3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("floatx, dtype", [("float32", "float64"), ("float64", "float32")])
 def test_arrays_of_another_precision_are_verified(floatx, dtype, recwarn):
     keras.config.set_floatx(floatx)

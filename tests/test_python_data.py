@@ -128,7 +128,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(value, other, atol=2e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
 @pytest.mark.parametrize("make", [Batches, from_generator, mapped])
 def test_no_batch_is_read_for_verification(make, is_global):
@@ -142,7 +142,7 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again():
     assert_same(train(2, read_ahead, is_global=True), train(1, read_ahead, is_global=True))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Batches, mapped])
 @pytest.mark.parametrize("more", [{"validates": True}, {"steps": 2}, {"steps": 3}], ids=str)
 def test_nor_with_validation_or_several_steps_at_once(make, more):
@@ -172,6 +172,7 @@ class Phase(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
 
+@pytest.mark.slow
 def test_a_step_that_changes_is_verified_with_the_next_batch():
     for num_replicas in (1, 2):
         strategy = create_strategy(num_replicas)

@@ -299,7 +299,7 @@ ORDINARY = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
     checked, check = [], spot_checks.verification.spot_check
@@ -421,6 +421,7 @@ def test_evaluation_is_told_of_rows_that_come_later():
         model.fit(ROWS, TARGETS, validation_data=rare_rows(), verbose=0)
 
 
+@pytest.mark.slow
 def test_evaluation_goes_on_with_the_whole_batch():
     model, _ = fit(2, Measures, on_difference="replicate")
     with pytest.warns(UserWarning, match="From now on .* so evaluate again"):

@@ -169,7 +169,7 @@ def hardest(y_true, y_pred):
     return tf.reduce_mean(tf.math.top_k(errors, k=5).values)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [3, 2])
 def test_a_loss_and_a_metric_of_more_rows_than_a_replica_has(num_replicas):
     def fit(num_replicas):

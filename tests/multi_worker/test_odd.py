@@ -32,7 +32,7 @@ def test_two_workers_do_as_one_device(run_workers, tmp_path, logical_cpus, names
             assert_same(found, expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", ["metric_variable", "own_logs", "predict_on_batches"])
 def test_replicas_do_as_one_device(name, num_replicas):
