@@ -70,7 +70,7 @@ def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding
     is_log = first.what != "loss" and not _is_of(first, TRAINABLE, OPTIMIZER) and not changed
     begins = origin and origin.layer in [p.thing for p in holders]
     # A log, or a loss, that is computed from such a state differs with it.
-    if state and (first in state or is_log or begins or any(map(_counts, state))):
+    if state and (first in state or is_log or begins or any(map(_is_count, state))):
         return causes.find(causes.STATE, name_parts(holders or steps or parts))
     if unlike:
         return causes.find(causes.UNEQUAL, name_parts(steps or parts))
@@ -85,7 +85,7 @@ def explain(case: Case, found: list[Difference], clues: Clues) -> causes.Finding
 
 
 def _explain_origin(origin: Origin, name: str) -> causes.Finding:
-    if origin.counts:
+    if origin.changes_number:
         return causes.find(causes.PYTHON_STATE, name)
     if not origin.adds:
         return causes.find(causes.STATISTICS, name)
@@ -94,7 +94,7 @@ def _explain_origin(origin: Origin, name: str) -> causes.Finding:
     return causes.find(causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS, name)
 
 
-def _counts(difference) -> bool:
+def _is_count(difference) -> bool:
     """Whether a variable counts, as the rows that were seen."""
     return isinstance(difference.one_device, (int, np.integer))
 

@@ -34,13 +34,13 @@ class Origin:
         layer: The layer; None if the outputs of every layer are equal.
         adds: Whether the difference is in a loss that the layer adds, not in its outputs.
         sums: Whether that loss on one device is the sum of the replicas' losses.
-        counts: Whether the call of the layer changes a Python number that the layer holds.
+        changes_number: Whether the call of the layer changes a Python number that the layer holds.
     """
 
     layer: keras.Layer | None = None
     adds: bool = False
     sums: bool = False
-    counts: bool = False
+    changes_number: bool = False
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class _Event:
     layer: keras.Layer
     given: list[np.ndarray] | None
     gives: list[np.ndarray]
-    counts: bool = False
+    changes_number: bool = False
 
 
 def find_origin(case: Case, state: State, examples: list, close: float) -> Origin | None:
@@ -166,7 +166,7 @@ def _first(whole, distributed, num_rows, close) -> Origin | None:
         rows = [(e, part) for e, part in zip(here, parts) if part[1] > part[0]]
         if any(_differ(e.gives, event.gives, part, num_rows, close) for e, part in rows):
             if not any(_differ(e.given, event.given, part, num_rows, close) for e, part in rows):
-                return Origin(event.layer, counts=event.counts)
+                return Origin(event.layer, changes_number=event.changes_number)
     return Origin()
 
 
