@@ -62,3 +62,22 @@ def test_on_one_replica_it_is_as_ever():
     x, y = np.ones((8, 3), "float32"), np.arange(8) % 2
     history = model.fit(x, y, batch_size=4, verbose=0, epochs=2)
     assert history.history["labels"] == [8.0, 8.0]
+
+
+class Tracker:
+    def __init__(self):
+        self.seen = [1]
+
+
+def test_keras_own_lists_of_variables_are_left_alone():
+    model = compiled(create_strategy(1), Labels())
+    model.own = Tracker()
+    with restored(Containers(model)) as containers:
+        model.own.seen.append(2)
+        layer = keras.layers.Dense(1)
+        layer.build((None, 2))
+        model.more = layer
+        assert containers.changed() == ["own/seen"]
+    assert model.own.seen == [1]
+    assert layer.kernel is layer.trainable_variables[0]
+    assert model.more is layer

@@ -43,15 +43,20 @@ def _held_by(thing) -> list:
         return []
     if isinstance(thing, (tf.distribute.Strategy, tf.data.Dataset)) or not _may_hold(thing):
         return []
-    return list(vars(thing).items())
+    return [(name, part) for name, part in vars(thing).items() if not _is_tracker(part)]
+
+
+def _is_tracker(thing) -> bool:
+    """Whether it is Keras's list of the variables that an object has created."""
+    return type(thing).__name__ == "Tracker" and type(thing).__module__.startswith("keras.")
 
 
 def _may_hold(thing) -> bool:
     module = str(type(thing).__module__)
     foreign = ("tensorflow.", "numpy", "builtins", "_", "types", "functools", "tfmulti.")
-    # Classes of a script belong to `__main__`. Keras's trackers list the variables that it created.
+    # Classes of a script belong to `__main__`.
     mine = module == "__main__" or not module.startswith(foreign)
-    return hasattr(thing, "__dict__") and mine and type(thing).__name__ != "Tracker"
+    return hasattr(thing, "__dict__") and mine
 
 
 _NUMBERS = (bool, int, float, np.number)
