@@ -25,13 +25,13 @@ def create(task):
 
     torch.set_num_threads(task["cores"])
     torch.manual_seed(0)
-    model = _create_model(nn, task["workload"]).train()
+    shape, model = _create_model(nn, task["workload"])
+    model.train()
     if task["replicas"] > 1:
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     criterion = nn.CrossEntropyLoss()
-    shape = (1, 28, 28) if task["workload"] == "compute" else (2048,)
     # Batches in memory, which the steps go round: nothing is loaded or shuffled.
     count = task["batch_size"]
     batches = [(torch.rand(count, *shape), torch.randint(0, 10, (count,))) for _ in range(40)]
@@ -50,12 +50,17 @@ def create(task):
 
 
 def _create_model(nn, workload):
-    """Creates the network of the workload, as tfmulti.bench has it."""
+    """Returns the shape of an example, and the network of the workload, as in tfmulti.bench."""
     if workload == "communication":
         hidden = [layer for _ in range(4) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
-        return nn.Sequential(*hidden, nn.Linear(2048, 10))
+        return (2048,), nn.Sequential(*hidden, nn.Linear(2048, 10))
+    if workload != "compute":
+        raise ValueError(
+            f"PyTorch's peer has the networks of compute and communication. Received: {workload}. "
+            "Add it to benchmarks/peers/ddp.py."
+        )
     blocks = []
     for before, after in ((1, 16), (16, 32)):
         blocks += [nn.Conv2d(before, after, 5, padding=2), nn.BatchNorm2d(after)]
         blocks += [nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
+    return (1, 28, 28), nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32 * 7 * 7, 10))
