@@ -165,10 +165,16 @@ def predict_any_rows(original):
 
 
 def step_on_any_rows(original):
-    """Does as `predict_any_rows` for the step that `train_on_batch` and `test_on_batch` call."""
+    """Does as `predict_any_rows` for a step that is called with a batch, as by `train_on_batch`.
+
+    Replicas of one process can have batches of different sizes too. A trace for these sizes would
+    not add gradients of tables whose rows are read by constant indices.
+    """
 
     def autoconvert_optionals(self, step_func):
-        return original(self, _for_any_rows(step_func) if _has_other_workers(self) else step_func)
+        if self.distribute_strategy.num_replicas_in_sync == 1:
+            return original(self, step_func)
+        return original(self, _for_any_rows(step_func, may_fail=not _has_other_workers(self)))
 
     return autoconvert_optionals
 
@@ -180,10 +186,15 @@ def _has_other_workers(model) -> bool:
 
 
 class _AnyRows:
-    """A `tf.function` of one batch that is traced for any number of its rows."""
+    """A `tf.function` of one batch that is traced for any number of its rows.
 
-    def __init__(self, function):
-        self._function, self._traced = function, set()
+    Args:
+        function: The function.
+        may_fail: Whether it is traced for the rows of the batch if it takes no other number.
+    """
+
+    def __init__(self, function, may_fail: bool):
+        self._function, self._traced, self._may_fail = function, set(), may_fail
         self.__name__ = getattr(function, "__name__", "function")
 
     def __call__(self, data):
@@ -196,16 +207,18 @@ class _AnyRows:
         specs = tf.nest.map_structure(without_rows, data, expand_composites=False)
         known = (repr(specs), *(s for s in tf.nest.flatten(specs) if isinstance(s, tf.TypeSpec)))
         if known not in self._traced:
-            self._function.get_concrete_function(specs)
             self._traced.add(known)
+            with contextlib.suppress(*[Exception] * self._may_fail):
+                self._function.get_concrete_function(specs)
 
     def __getattr__(self, name):
         return getattr(self._function, name)
 
 
-def _for_any_rows(function):
-    is_traced = hasattr(function, "get_concrete_function")
-    return _AnyRows(function) if is_traced and not isinstance(function, _AnyRows) else function
+def _for_any_rows(function, may_fail=False):
+    if not hasattr(function, "get_concrete_function") or isinstance(function, _AnyRows):
+        return function
+    return _AnyRows(function, may_fail)
 
 
 def without_rows(value):
