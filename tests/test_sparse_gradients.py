@@ -82,8 +82,8 @@ def test_positions_count_once(optimizer, repeated, remainder):
     np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("repeated", [True, False])
 def test_positions_of_any_length_count_once(repeated):
     one = train(1, clipped, repeated, feed=of_any_length)
     three = train(3, clipped, repeated, feed=of_any_length)
@@ -91,7 +91,7 @@ def test_positions_of_any_length_count_once(repeated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("repeated", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("repeated", [False, True])
 def test_positions_count_once_in_a_step_that_runs_eagerly(repeated):
     one = train(1, clipped, repeated, run_eagerly=True)
     three = train(3, clipped, repeated, run_eagerly=True)
