@@ -201,7 +201,7 @@ def weight_mean(original, weight):
     """
 
     def update_state(self, values, sample_weight=None):
-        weighted = _weight_rows(weight, self, values, sample_weight)
+        weighted = _weighted(weight, self, values, sample_weight)
         return original(self, *(weighted or (values, sample_weight)))
 
     return update_state
@@ -211,7 +211,7 @@ def weight_sum(original, weight):
     """Does the same as `weight_mean` for `Sum.update_state`."""
 
     def update_state(self, values, sample_weight=None):
-        weighted = _weight_rows(weight, self, values, sample_weight)
+        weighted = _weighted(weight, self, values, sample_weight)
         if weighted is None:
             return original(self, values, sample_weight)
         return original(self, weighted[0] * weighted[1])
@@ -219,7 +219,7 @@ def weight_sum(original, weight):
     return update_state
 
 
-def _weight_rows(weight, metric, values, sample_weight):
+def _weighted(weight, metric, values, sample_weight):
     if sample_weight is not None or keras.ops.ndim(values) != 0:
         return None
     return weight(metric, values)
