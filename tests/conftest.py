@@ -1,6 +1,7 @@
 """Four logical CPUs for the whole run, and real workers on loopback."""
 
 import collections
+import gc
 import os
 import subprocess
 import sys
@@ -21,6 +22,12 @@ def pytest_configure(config):
     from tfmulti import devices
 
     devices.set_logical_cpus(4)
+
+
+def pytest_collection_finish(session):
+    # The collector would visit TensorFlow's and Keras's objects, and every graph, again and again.
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_addoption(parser):

@@ -100,6 +100,7 @@ def test_three_steps_send_the_bytes_of_one(steps, monkeypatch):
     assert kernels == (12 if steps is None else 4) * (6 * 40 + 40 * 3)
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_looked_at_is_the_whole_batchs():
     models = [train(number, OPTIMIZERS["momentum"], epochs=1) for number in (1, 2)]
     for model in models:

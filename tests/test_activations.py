@@ -183,7 +183,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "when"),
     [

@@ -71,7 +71,7 @@ def fit(combine):
     model.fit(ROWS, TARGETS, batch_size=24, verbose=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DECIDING)
 def test_a_decision_is_told_with_its_line(name):
     with pytest.warns(UserWarning, match="`train_step` decides by .*test_decisions.py:"):

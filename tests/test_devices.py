@@ -25,6 +25,7 @@ def scalars(folder):
     }
 
 
+@pytest.mark.slow
 def test_the_trainer_tells_and_writes_what_it_monitors(tmp_path):
     lines = []
     config = TrainConfig(

@@ -117,6 +117,7 @@ def visit_together(clusters, environs=None, **settings):
         return dict(zip(clusters, threads.map(visit, clusters)))
 
 
+@pytest.mark.slow
 def test_three_workers_visit_one_another():
     ports = processes.free_ports(3)
     clusters = {index: cluster_of(3, index, ports) for index in range(3)}
@@ -400,6 +401,7 @@ def test_two_real_workers_examine_each_other(run_workers):
         assert "no answer in 1 s" in found["import of TensorFlow"]["detail"]
 
 
+@pytest.mark.slow
 def test_the_launcher_shows_the_first_workers_table():
     command = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--"]
     command += [sys.executable, "-m", "tfmulti.doctor", "--cluster", "--tensorflow_timeout=1"]

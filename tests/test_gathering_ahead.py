@@ -124,6 +124,7 @@ def test_backward_the_next_gathers_before_the_sum_of_this_ones_gradients():
     assert "call_c_1" not in waits_for(second["gather_b_1"])
 
 
+@pytest.mark.slow
 def test_branches_gather_one_ahead_of_the_program():
     (one, a), (two, b), (three, c) = layer("a"), layer("b"), layer("c")
     graph, _ = trace(lambda x: one(x) + two(x) + three(x), a, b, c)

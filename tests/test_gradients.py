@@ -201,7 +201,7 @@ def train(num_replicas, step, eager=False):
     return np.concatenate([w.ravel() for w in model.get_weights()]), history["loss"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: getattr(step, "__name__", "function"))
 @pytest.mark.filterwarnings("error:.*not verified")
 def test_a_step_by_hand_gives_one_devices_result(step):

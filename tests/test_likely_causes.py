@@ -124,7 +124,7 @@ def fit(make, y=ROWS[:, :1], optimizer="sgd", num_replicas=3, **settings):
     return model, model.fit(ROWS, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "make, cause",
     [
@@ -141,8 +141,9 @@ def test_the_likely_cause_is(make, cause):
         fit(make, **loss)
 
 
-@pytest.mark.parametrize("make", [DrawsForAll, Generator])
-@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", [Generator, DrawsForAll])
+@pytest.mark.parametrize("num_replicas", [2, 3])
 def test_random_numbers_are_no_difference(make, num_replicas, recwarn):
     fit(make, num_replicas=num_replicas)
     assert not [each for each in recwarn if "train_step" in str(each.message)]
@@ -162,6 +163,7 @@ def ranknet(y, score):
     return tf.reduce_mean(pairs * tf.cast(y > tf.transpose(y), tf.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2))])
 @pytest.mark.parametrize("loss", [cox, pytest.param(ranknet, marks=pytest.mark.slow)])
 def test_a_bias_without_a_gradient_is_no_difference(loss, seed, recwarn):

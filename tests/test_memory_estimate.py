@@ -79,6 +79,7 @@ def test_sharded_state_halves_slots_and_the_rest_is_the_same():
     assert copies.peak > sharded.peak > sharded.process > 0
 
 
+@pytest.mark.slow
 def test_sharded_parameters_halve_the_weights_too():
     found = memory_estimate.estimate(config(estimate_memory=4))
     state, sharded = found["state"], found["parameters"]

@@ -176,6 +176,7 @@ class Texts(keras.Model):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ragged_rows_in_a_model_that_is_not_built(num_replicas):
     values = np.random.RandomState(0).randint(1, 20, sum(LENGTHS)).astype("int32")
@@ -544,6 +545,7 @@ class FirstCall(keras.Model):
         return {"loss": loss, "count": self.count + tf.reduce_sum(self.mean)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("is_built", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_variables_that_a_step_creates_in_its_first_call(is_built, num_replicas):
@@ -568,7 +570,7 @@ class Subtracting(Embedding):
         return self(data) - data[:, :3]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("floatx, dtype", [("float32", "float64"), ("float64", "float32")])
 def test_arrays_of_another_precision_are_verified(floatx, dtype, recwarn):
     keras.config.set_floatx(floatx)

@@ -85,7 +85,7 @@ def test_augmentation_draws_by_row(create):
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
@@ -155,7 +155,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn_is_distributed_as_it_shall_be(name):
     draw, mean, variance = DRAWS[name]

@@ -101,7 +101,7 @@ def fit(
     return model, history.history
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("feed", [arrays, dataset, distributed])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_a_term_that_begins_amid_an_epoch_is_told(num_replicas, feed):
@@ -299,7 +299,7 @@ ORDINARY = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatch):
     checked, check = [], spot_checks.verification.spot_check
@@ -350,6 +350,7 @@ def test_checks_take_a_small_part_of_the_time():
     assert progress.is_affordable
 
 
+@pytest.mark.slow
 def test_stock_models_and_predict_keep_no_batches():
     model, _ = fit(2, stock, compiled={"loss": "mse"})
     assert not model.distribute_strategy.keeps_samples

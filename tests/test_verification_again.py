@@ -99,6 +99,7 @@ def test_what_happens_at_a_number_of_the_steps_is_told(name):
         fit(model)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_left_out_by_its_number_is_no_false_alarm():
     def loss(model, y, losses, weights, outputs):
         return tf.reduce_mean(losses * tf.cast(y != -5, tf.float32))
@@ -146,7 +147,7 @@ class SecondStage(keras.callbacks.Callback):
 WAYS = ["made", "a variable", "eager", "forgotten", "compiled", "a text"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 def test_a_step_that_a_callback_changes_gives_one_devices_result(how):
     models = [compiled(number, run_eagerly=how in ("eager", "a text")) for number in (1, 3)]

@@ -81,7 +81,7 @@ def test_told_where_it_would_differ_later(name):
         fit(**TOLD[name], as_dataset=name in ("classes", "weights", "padding"))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [3, 2])
 def test_told_of_three_replicas_and_of_sorted_arrays(num_replicas):
     with pytest.raises(ValueError, match="Received: own_loss") as caught:

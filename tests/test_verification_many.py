@@ -116,6 +116,7 @@ def test_a_dataset_whose_batches_have_one_size_is_compared_with_that_size():
         fit(lambda model, losses: limited(losses), data=dict(x=dataset))
 
 
+@pytest.mark.slow
 def test_what_no_batch_of_the_data_reaches_is_no_difference():
     """The rows are taken from all over the arrays, but no more of them than a batch has."""
     fit(lambda model, losses: hardest(losses), num_rows=8)

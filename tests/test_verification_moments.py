@@ -113,6 +113,7 @@ def test_a_decision_by_local_rows_after_the_update_is_reported():
         fit(Driver, on_difference="replicate")
 
 
+@pytest.mark.slow
 def test_replicas_that_decided_differently_are_told():
     with pytest.raises(ValueError, match="learning_rate, which differs between replicas"):
         fit(Driver)

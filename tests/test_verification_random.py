@@ -84,6 +84,7 @@ def test_replicas_that_would_drift_apart_are_reported(changes, num_replicas):
         fit(num_replicas, **changes)
 
 
+@pytest.mark.slow
 def test_noise_of_the_step_that_is_the_same_everywhere_is_exact():
     def noise(shape, step):
         return tf.random.stateless_normal(shape, in_seed(step))
@@ -311,6 +312,7 @@ def test_own_noise_that_meets_a_reduced_value_is_reported(name, num_replicas, nu
     assert f"{num_replicas} replicas get a fraction" in texts[0]
 
 
+@pytest.mark.slow
 def test_own_noise_in_a_branch_is_reported():
     _, texts = train(CurvatureNowAndThen, 2)
     assert "combines random numbers" in texts[0]

@@ -129,7 +129,7 @@ def dataset(num_rows, batch_size, **arguments):
     return {"x": data.batch(batch_size, **arguments)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_replicas, data",
     [(3, arrays(40, 16)), (2, dataset(18, 8)), (2, dataset(17, 8, drop_remainder=True))],

@@ -131,6 +131,7 @@ def test_other_divisions_are_not_warned_of():
     assert not [text for text in told if "from its own rows" in text], told
 
 
+@pytest.mark.slow
 def test_a_vector_of_many_weights_that_a_callback_changes():
     strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
     with strategy.scope():

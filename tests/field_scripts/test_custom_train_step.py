@@ -106,6 +106,7 @@ def test_a_running_mean_counts_each_step_once(loss_of):
         assert_same(fit(num_replicas, loss_of, CountsCalls), reference)
 
 
+@pytest.mark.slow
 def test_a_metric_function_that_gives_one_number():
     def largest(y, prediction):
         return tf.reduce_mean(tf.abs(y - prediction))
