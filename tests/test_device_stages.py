@@ -438,3 +438,10 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
             again = tfmulti.checkpoint_activations(keras.models.clone_model(model), name)
             with pytest.raises(ValueError, match="whose activations are checkpointed"):
                 tfmulti.pipeline(again, devices=["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("kind", [worker.Penalized, worker.OfSteepWeights])
+def test_a_second_derivative_is_refused(kind):
+    case = {"model": lambda: worker.stepping(kind)}
+    with pytest.raises(RuntimeError, match="A pipeline supports first derivatives only"):
+        fit(create(case, DEVICES), case)

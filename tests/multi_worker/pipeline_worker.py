@@ -82,13 +82,14 @@ def normalized(synchronized=False):
 
 
 def several():
-    """Two inputs and two outputs."""
+    """Three inputs, two of them of floating point, and two outputs."""
     numbers, words = keras.Input((WIDTH,), name="a"), keras.Input((TOKENS,), name="b")
-    one = layers.Dense(16, "relu")(numbers)
+    few = keras.Input((3,), name="c")
+    one = layers.Dense(16, "relu")(layers.Concatenate()([numbers, few]))
     two = layers.GlobalAveragePooling1D()(layers.Embedding(50, 16)(words))
     two = layers.Dense(16)(layers.Add()([one, two]))
     outputs = {"class": layers.Dense(3, name="class")(two), "sum": layers.Dense(1, name="sum")(one)}
-    return keras.Model({"a": numbers, "b": words}, outputs)
+    return keras.Model({"a": numbers, "b": words, "c": few}, outputs)
 
 
 def tied():
@@ -121,6 +122,21 @@ class OnNeighbors(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
+
+
+class OfSteepWeights(keras.Model):
+    """A penalty on the gradients of weights, which needs their second derivative."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            steep = inner.gradient(loss, self.trainable_variables)
+            total = loss + 0.1 * sum(tf.reduce_sum(tf.square(each)) for each in steep)
+        gradients = tape.gradient(total, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": total}
 
 
 class Sensitive(keras.Model):
@@ -173,7 +189,7 @@ TRAINED = {
     "penalties": {"model": penalties},
     "several": {
         "model": several,
-        "x": {"a": NUMBERS, "b": WORDS},
+        "x": {"a": NUMBERS, "b": WORDS, "c": NUMBERS[:, 1:4]},
         "y": {"class": CLASSES, "sum": NUMBERS[:, :1]},
         "loss": lambda: {"class": usual_loss(), "sum": "mse"},
         "metrics": None,
@@ -305,8 +321,8 @@ def refusals(strategy, folder, name):
         model = create(strategy, {"model": lambda: chain(Centered(), layers.Dense(8))})
         model.fit(batches(strategy, {}), verbose=0)
 
-    def penalized():
-        model = create(strategy, {"model": lambda: stepping(Penalized)})
+    def penalized(kind):
+        model = create(strategy, {"model": lambda: stepping(kind)})
         model.fit(batches(strategy, {}), verbose=0)
 
     return {
@@ -320,7 +336,8 @@ def refusals(strategy, folder, name):
         "subclassed": needs(lambda: tfmulti.pipeline(Subclassed())),
         "compiled": needs(compiled),
         "optimizer": needs(wrong_optimizer),
-        "penalized": needs(penalized),
+        "penalized": needs(lambda: penalized(Penalized)),
+        "penalized weights": needs(lambda: penalized(OfSteepWeights)),
     }
 
 

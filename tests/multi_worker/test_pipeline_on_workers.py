@@ -51,7 +51,8 @@ def test_what_cannot_be_cut_is_told(fast):
     assert "use shard='parameters'" in told["subclassed"]
     assert "must be called before `compile`" in told["compiled"]
     assert "shard='parameters'" in told["optimizer"]
-    assert "A pipeline supports first derivatives only" in told["penalized"]
+    for name in ("penalized", "penalized weights"):
+        assert "A pipeline supports first derivatives only" in told[name]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from tfmulti.parallel.staged_call import (
     StageRun,
     add_gradients,
     concat_rows,
+    link,
     refuse_second_derivative,
     spread_over,
 )
@@ -78,7 +79,7 @@ class DeviceStages(StagedCall):
         for stage, device in zip(plan.stages, self._devices):
             with tf.device(device):
                 values = keras_compat.values_of(stage.weights)
-                links += [_link(value) for value in values]
+                links += [link(value) for value in values]
                 weights.append([tf.stop_gradient(value) for value in values])
         one = None
 
@@ -93,9 +94,14 @@ class DeviceStages(StagedCall):
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]
+                sources = [*map(link, before.floats(flat)), *links]
                 of_inputs, of_weights = one.backward(upstream)
-                of_inputs = refuse_second_derivative(of_inputs, [*flat, *links])
-                return [*spread_over(before, of_inputs, wants_inputs), *of_weights]
+                of_inputs = refuse_second_derivative(of_inputs, sources)
+                gradients = spread_over(before, of_inputs, wants_inputs)
+                for device, own in zip(self._devices, of_weights):
+                    with tf.device(device):
+                        gradients += refuse_second_derivative(own, sources)
+                return gradients
 
             return results, gradient
 
@@ -131,7 +137,7 @@ class _Pass:
         return concat_rows(finished)
 
     def backward(self, upstream) -> tuple[list, list]:
-        """Returns the gradients of the inputs, and of the weights of all stages in order.
+        """Returns the gradients of the inputs, and those of the weights of each stage.
 
         Args:
             upstream: Gradients of the floating-point tensors that `forward` returned.
@@ -148,22 +154,13 @@ class _Pass:
                     before = weights[number]
                     weights[number] = own if before is None else add_gradients(before, own)
             inputs.insert(0, [grad[: end - begin] for grad in gradients])
-        return concat_rows(inputs), [each for own in weights for each in own]
+        return concat_rows(inputs), weights
 
     def update(self) -> None:
         """Assigns the variables that the stages have updated."""
         for run, trace in zip(self._runs, self._plan.traces):
             for variable, value in zip(trace.updated, run.updates):
                 variable.assign(value)
-
-
-@tf.custom_gradient
-def _link(value):
-    """Returns a tensor without elements that hands its gradient on to a weight unchanged.
-
-    It is an argument of `compute` in place of the weight, whose gradient stays on its device.
-    """
-    return tf.zeros([0], value.dtype), lambda upstream: upstream
 
 
 def _refuse_shared_state(traces):

@@ -262,15 +262,26 @@ def _add(a, b):
     return tf.convert_to_tensor(a) + tf.convert_to_tensor(b)
 
 
-def refuse_second_derivative(gradients, sources) -> list[tf.Tensor]:
+@tf.custom_gradient
+def link(value):
+    """Returns a tensor without elements that hands its gradient on to a value unchanged.
+
+    As an argument of a custom gradient in place of the value, it copies nothing to another device.
+    """
+    return tf.zeros([0], value.dtype), lambda upstream: upstream
+
+
+def refuse_second_derivative(gradients, sources) -> list:
     """Returns the same gradients, and makes differentiating them again an error.
 
-    MPI calls have no gradient, so a second derivative would silently leave them out.
+    MPI calls have no gradient, and stages run on values that no tape has watched: a second
+    derivative would silently leave the stages out.
 
     Args:
-        gradients: Gradients that have passed through the stages.
-        sources: The tensors that they depend on.
+        gradients: Gradients that have passed through the stages; some may be `tf.IndexedSlices`.
+        sources: The floating-point tensors that they depend on, or their links.
     """
+    flat = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
 
     @tf.custom_gradient
     def once(*tensors):
@@ -281,9 +292,15 @@ def refuse_second_derivative(gradients, sources) -> list[tf.Tensor]:
                 "shard='parameters' without tfmulti.pipeline."
             )
 
-        return [tf.identity(tensor) for tensor in tensors[: len(gradients)]], gradient
+        return [tf.identity(tensor) for tensor in tensors[: len(flat)]], gradient
 
-    return list(once(*gradients, *sources)) if gradients else []
+    flat = once(*flat, *map(link, sources)) if flat else []
+    return [
+        tf.IndexedSlices(new, old.indices, old.dense_shape)
+        if isinstance(old, tf.IndexedSlices)
+        else new
+        for new, old in zip(flat, gradients)
+    ]
 
 
 def spread_over(before: Boundary, of_floats, are_wanted: bool) -> list:

@@ -84,13 +84,15 @@ class WorkerStages(StagedCall):
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]
                 of_inputs, of_weights = one.backward(upstream)
-                of_inputs = refuse_second_derivative(of_inputs, [*flat, *weights])
                 of_weights = dict(zip(mine, of_weights))
                 own = [place for place in of_weights if not self._weights[place][1]]
                 sums = one.add_over_copies([of_weights[place] for place in own])
                 of_weights.update(zip(own, sums))
-                of_inputs = spread_over(before, of_inputs, wants_inputs)
-                return [*of_inputs, *self._gradients_of_weights(of_weights)]
+                of_weights = list(self._gradients_of_weights(of_weights))
+                sources = [*before.floats(flat), *weights]
+                of_inputs = refuse_second_derivative(of_inputs, sources)
+                of_weights = refuse_second_derivative(of_weights, sources)
+                return [*spread_over(before, of_inputs, wants_inputs), *of_weights]
 
             return results, gradient
 
@@ -177,6 +179,8 @@ class _Pass:
     def backward(self, upstream) -> tuple[list, list]:
         """Returns the gradients of this worker's inputs, and of its stage's weights in this copy.
 
+        Those of the inputs are none if nobody asks for them.
+
         Args:
             upstream: Gradients of the floating-point tensors that `forward` returned.
         """
@@ -202,13 +206,13 @@ class _Pass:
             else:
                 sent = self._send(of_inputs, self._me - 1)
             run.previous += sent
-        if self._wants_inputs:
-            first = self._plan.traces[0].before
-            specs = first.floats(first.specs)
-            inputs = self._spread(concat_rows(inputs), 0, specs, at_least=0)
-            missing = tf.shape(upstream[0])[0] - self._num_rows
-            inputs = [_add_zero_rows(each, missing) for each in inputs]
-        return inputs, weights
+        if not self._wants_inputs:
+            return [], weights
+        first = self._plan.traces[0].before
+        specs = first.floats(first.specs)
+        inputs = self._spread(concat_rows(inputs), 0, specs, at_least=0)
+        missing = tf.shape(upstream[0])[0] - self._num_rows
+        return [_add_zero_rows(each, missing) for each in inputs], weights
 
     def add_over_copies(self, gradients) -> list:
         """Adds gradients of the stage's weights over the copies of the stage."""
