@@ -33,6 +33,8 @@ from tfmulti.verification import causes
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
 # How much larger than the noise a difference may be: the noise is only one sample.
 NOISE_FACTOR = 10
+# With these, no later difference says anything of the step.
+_POINTLESS = (causes.DATA.name, causes.START.name)
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": "{}"}
 _LAST_LINES = 6
 # Lines that TensorFlow writes before it reads TF_CPP_MIN_LOG_LEVEL.
@@ -154,7 +156,7 @@ def _explain(config, result, run_folder, print_fn):
         (outcome, count)
         for outcome, (_, count) in zip(result.outcomes, config.setups)
         if outcome.verdict in (DIFFERS, REFUSED)
-        and not any(finding.cause in (causes.DATA, causes.START) for finding in outcome.findings)
+        and not any(finding.cause in _POINTLESS for finding in outcome.findings)
     ]
     if unexplained:
         print_fn("looking for the cause ...")

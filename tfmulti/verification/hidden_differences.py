@@ -26,7 +26,7 @@ def describe_unlike(case: Case) -> str:
         f"`{case.method}` has one device's result on {number} replicas only for batches of "
         f"which each replica gets {share} of every part, as of the first one, of "
         f"{counts} rows. The numbers of rows of later batches are not known. "
-        f"{causes.ADVICE[causes.UNEQUAL]}"
+        f"{causes.UNEQUAL.advice}"
     )
 
 
