@@ -139,6 +139,18 @@ class OfSteepWeights(keras.Model):
         return {"loss": total}
 
 
+class LogsNorm(keras.Model):
+    """Logs the norm of the gradients, which is that of the whole batch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
+
+
 class Sensitive(keras.Model):
     """Takes two gradients of one pass, and logs that of the inputs."""
 
@@ -325,7 +337,15 @@ def refusals(strategy, folder, name):
         model = create(strategy, {"model": lambda: stepping(kind)})
         model.fit(batches(strategy, {}), verbose=0)
 
+    def warnings_of(kind):
+        model = create(strategy, {"model": lambda: stepping(kind)})
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model.fit(batches(strategy, {}), verbose=0)
+        return [str(each.message) for each in told if each.category is UserWarning]
+
     return {
+        "warnings": warnings_of(LogsNorm),
         "stages": needs(lambda: tfmulti.pipeline(dense(), stages=5)),
         "one stage": needs(lambda: tfmulti.pipeline(dense(), stages=1)),
         "strings": needs(lambda: tfmulti.pipeline(of_strings())),

@@ -55,6 +55,10 @@ def test_what_cannot_be_cut_is_told(fast):
         assert "A pipeline supports first derivatives only" in told[name]
 
 
+def test_the_norm_of_gradients_is_no_number_of_one_workers_rows(fast):
+    assert [each["refusals"]["warnings"] for each in fast] == [[], []]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_every_model_and_setting_gives_the_result_of_copies(slow, name):

@@ -27,6 +27,7 @@ from tfmulti.parallel.staged_call import (
 )
 from tfmulti.parallel.stages import weights_of
 from tfmulti.step import owners, parameters
+from tfmulti.step.row_axis import OF_ALL_ROWS
 from tfmulti.step.rows import current_replica_batch
 
 
@@ -113,7 +114,8 @@ class WorkerStages(StagedCall):
                 # Keras's own step needs a gradient on the weight's owner only; other steps read it.
                 own = tf.convert_to_tensor(own)
                 own = owners.receive_from(self._strategy, own, weight.owner, weight.shape)
-            yield own
+            with tf.name_scope(OF_ALL_ROWS):
+                yield tf.identity(own)
 
 
 class _Pass:

@@ -12,6 +12,8 @@ import tensorflow as tf
 _MARK = 100_003
 OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 """Operations whose outputs depend on the shapes of their inputs alone."""
+OF_ALL_ROWS = "tfmulti_of_all_rows"
+"""Scope of operations whose inputs, computed on one worker, are of the rows of all replicas."""
 
 _ALONG_LAST_AXIS = {"TopKV2", "Softmax", "LogSoftmax"}
 # The index of the input that holds the axis.

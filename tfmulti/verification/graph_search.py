@@ -23,7 +23,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from tfmulti.step.row_axis import OF_SHAPES
+from tfmulti.step.row_axis import OF_ALL_ROWS, OF_SHAPES
 
 # Operations with a kink or a jump.
 _DECIDING = {
@@ -209,7 +209,8 @@ def is_reduction(operation) -> bool:
     Args:
         operation: The operation.
     """
-    return any(name in operation.type for name in ("Collective", "Nccl", "PyFunc"))
+    kinds = ("Collective", "Nccl", "PyFunc")
+    return any(name in operation.type for name in kinds) or OF_ALL_ROWS in operation.name
 
 
 def reaching_updates(operations, outputs=()) -> set:
