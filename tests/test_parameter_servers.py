@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import types
 
 import keras
 import numpy as np
@@ -25,6 +26,7 @@ from tfmulti.runtime import processes
 from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
 from tfmulti.strategies.task_monitor import TaskMonitor
 from tfmulti.train.config import TrainConfig
+from tfmulti.train.remote_runs import RemoteRuns
 
 
 def simulate(bound, workers, seed, steps=400):
@@ -201,12 +203,27 @@ def test_a_model_of_another_strategy_is_trained_by_fit():
         tfmulti.train_async(model, (np.zeros((4, 1)), np.zeros(4)), batch_size=2)
 
 
-@pytest.fixture(name="monitor")
-def monitor_fixture(monkeypatch):
+@pytest.fixture(name="cluster")
+def cluster_fixture(monkeypatch):
     monkeypatch.setenv("TFMULTI_START_TIMEOUT", "0.001")
     config = {**spec("chief", "worker", "ps"), "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
-    cluster = {"cluster": config, "task": {"type": "chief", "index": 0}}
-    return TaskMonitor(resolve_cluster(cluster, servers=True, check_network=False))
+    config = {"cluster": config, "task": {"type": "chief", "index": 0}}
+    return resolve_cluster(config, servers=True, check_network=False)
+
+
+@pytest.fixture(name="monitor")
+def monitor_fixture(cluster):
+    return TaskMonitor(cluster)
+
+
+def test_a_lost_server_is_named_in_whatever_reads_a_variable(cluster):
+    """As a callback that reads the optimizer's iterations."""
+    strategy = types.SimpleNamespace(cluster=cluster, num_workers=2)
+    with pytest.raises(ServerLost, match=r"ps 0 \(127.0.0.1:20002\) is lost"):
+        with RemoteRuns(strategy, None, None, print):
+            raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+    with pytest.raises(ZeroDivisionError), RemoteRuns(strategy, None, None, print):
+        raise ZeroDivisionError
 
 
 def test_a_lost_server_is_named(monitor):

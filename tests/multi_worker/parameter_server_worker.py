@@ -134,12 +134,12 @@ class SumOfPredictions(keras.losses.Loss):
         return y_pred
 
 
-def build_counting(rate=1.0):
+def build_counting(rate=1.0, kind=keras.optimizers.SGD, **settings):
     """A table whose rows count how often their example was trained on, downwards."""
     ids = keras.Input((), dtype="int32")
     table = keras.layers.Embedding(IDS, COLUMNS, embeddings_initializer="zeros", name="table")
     model = keras.Model(ids, keras.ops.sum(table(ids), -1))
-    model.compile(keras.optimizers.SGD(rate), SumOfPredictions())
+    model.compile(kind(rate, **settings), SumOfPredictions())
     return model
 
 
@@ -266,6 +266,7 @@ def refused(strategy, folder):
         model = build()
         of_tokens = build_of_tokens()
         summed = build_counting()
+        clipped, lamb = build_counting(clipnorm=1.0), build_counting(kind=keras.optimizers.Lamb)
         largest = build()
         largest.compile("sgd", "mse", metrics=[Largest()])
         uncompiled = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
@@ -283,6 +284,8 @@ def refused(strategy, folder):
         "staleness": lambda: run(model, max_staleness=-1),
         "batch_size": lambda: tfmulti.train_async(model, rows()),
         "split": lambda: run(summed, (ids(), np.zeros(301, "float32")), max_staleness=0),
+        "clipnorm": lambda: run(clipped, (ids(), np.zeros(301, "float32"))),
+        "optimizer": lambda: run(lamb, (ids(), np.zeros(301, "float32"))),
         "padding": lambda: run(of_tokens, (tokens, tokens), max_staleness=0),
         "metric": lambda: run(largest),
         "strategy": lambda: run(build()),

@@ -15,7 +15,8 @@ from tfmulti.keras_compat.accessors import (
     reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
     output_loss_trackers,
-    own_losses, random_layers, remove_mask, set_initial_epoch, set_mask, slots_of, stateful_layers,
+    own_losses, random_layers, remove_mask, replace_table, set_initial_epoch, set_mask, slots_of,
+    stateful_layers,
     states_from_rows, step_of, sums_activity_penalty, take_initial_epoch, updated_variables,
     variant_tensor,
 )

@@ -6,12 +6,15 @@ that a step looks up travel, and their gradients.
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.keras_compat import accessors
+from tfmulti import keras_compat
 from tfmulti.sharding import replica_slice
+from tfmulti.step import split_weights
 
 SMALLEST_PART_BYTES = 256 * 1024
 """The smallest part into which a table is cut, as TensorFlow's `MinSizePartitioner` has it."""
@@ -51,7 +54,7 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
         tables = _create_parts(layer, parts)
         layer.built = True
         table = PartitionedTable(tables)
-        accessors.replace_table(layer, table)
+        keras_compat.replace_table(layer, table)
         object.__setattr__(layer, "save_own_variables", lambda store: _save(table, store))
         object.__setattr__(layer, "load_own_variables", lambda store: _load(table, store))
     object.__setattr__(layer, "call", lambda inputs: _call(layer, tables, inputs))
@@ -94,6 +97,39 @@ class PartitionedTable:
         """Sets all rows."""
         for part, (start, stop) in zip(self.parts, _ranges_of(self.parts)):
             part.assign(values[start:stop])
+
+
+def check_optimizer(model: keras.Model) -> None:
+    """Checks that a model's optimizer can update each part of a table by itself.
+
+    Raises:
+        ValueError: If it reads whole variables, and the model has a table that is cut.
+    """
+    optimizer = keras_compat.inner_optimizer(model.optimizer)
+    tables = [getattr(layer, "embeddings", None) for layer in keras_compat.all_layers(model)]
+    cut = [table for table in tables if isinstance(table, PartitionedTable)]
+    name = type(optimizer).__name__
+    if not cut or (split_weights.updates_elements(optimizer) and not optimizer.clipnorm):
+        return
+    where = f"{cut[0].parts[0].path}, which is cut into {len(cut[0].parts)} parts"
+    one_server = "one server (--num_ps 1), which does not cut tables"
+    if optimizer.clipnorm:
+        raise ValueError(
+            "`clipnorm` needs the norms of whole variables, and each server has a part of a large "
+            f"table. Received: clipnorm={optimizer.clipnorm}, and {where}. Use global_clipnorm, "
+            f"which is exact, clipvalue, or {one_server}."
+        )
+    if keras_compat.is_stock(type(optimizer)):
+        raise ValueError(
+            "A large table is cut over the servers, so the optimizer must treat each element by "
+            f"itself. Received: {name}, and {where}. Use for example Adam or SGD, or {one_server}."
+        )
+    warnings.warn(
+        f"{name} updates each part of a large table by itself: {where}. If its update of an "
+        "element reads other elements, the result is not that of the whole table. Use "
+        f"{one_server}.",
+        stacklevel=4,
+    )
 
 
 def _ranges_of(parts):

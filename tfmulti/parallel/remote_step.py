@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.parallel import partitioned
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
 
@@ -269,7 +270,8 @@ def build(model: keras.Model, batch) -> None:
     """Creates all variables of a compiled model on the servers.
 
     Raises:
-        ValueError: If the model is not compiled with an optimizer.
+        ValueError: If the model is not compiled with an optimizer, or with one that cannot update
+            a table in parts.
     """
     if not model.compiled or model.optimizer is None:
         raise ValueError(
@@ -279,6 +281,7 @@ def build(model: keras.Model, batch) -> None:
         )
     with model.distribute_strategy.scope():
         keras_compat.build_model(model, batch)
+        partitioned.check_optimizer(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 

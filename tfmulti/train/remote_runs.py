@@ -7,7 +7,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -83,9 +82,13 @@ class RemoteRuns:
         tf.get_logger().addFilter(_leave_out)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, error, traceback):
         self._monitor.stop()
         tf.get_logger().removeFilter(_leave_out)
+        lost = find_lost_server(error, self._strategy.cluster) if error is not None else None
+        if lost is not None:
+            # TensorFlow's error has pages, and says less; a callback may have met it, too.
+            raise lost from None
 
     @property
     def under_way(self) -> int:
@@ -170,10 +173,7 @@ class RemoteRuns:
                 gradients, changes = answers[0].gradients, answers[0].changes
             else:
                 gradients, changes = remote_step.add_gradients(answers)
-            try:
-                self._step.apply(gradients, changes)
-            except tf.errors.OpError as error:
-                self._raise(error)
+            self._step.apply(gradients, changes)
             self._bound.apply(number)
             self.logs = remote_step.mean_logs(answers)
             for answer in answers:
@@ -220,17 +220,10 @@ class RemoteRuns:
                 return number, answer
             self._retries += 1
             if not is_lost_worker(error) or self._retries > _MOST_RETRIES:
-                self._raise(error)
+                raise error
             # The coordinator sends a step again until it is computed, but a worker can be lost
             # between that and the sending of its answer.
             self._send(number, *self._sent[number])
-
-    def _raise(self, error) -> NoReturn:
-        lost = find_lost_server(error, self._strategy.cluster)
-        if lost is not None:
-            # The error has pages, and says less.
-            raise lost from None
-        raise error
 
 
 def _leave_out(record: logging.LogRecord) -> bool:
