@@ -1,5 +1,6 @@
 """Parts of training with parameter servers that need no cluster."""
 
+import functools
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
+from tfmulti import keras_compat
 from tfmulti.cluster import ClusterError, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
@@ -97,6 +99,30 @@ def test_rows_are_looked_up_in_the_parts_of_a_table(cuts):
     np.testing.assert_array_equal(found, table[ids.numpy()])
     counts = [tf.convert_to_tensor(g).numpy()[:, 0] for g in tape.gradient(loss, parts)]
     np.testing.assert_array_equal(np.concatenate(counts), [1, 0, 0, 2, 1, 1, 0, 0, 0, 1])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_norm_of_a_table_is_that_of_all_its_parts(sparse):
+    values, gradient = np.arange(12.0).reshape(6, 2), np.arange(12.0, 24.0).reshape(6, 2)
+
+    def slices(rows):
+        return tf.IndexedSlices(tf.constant(rows), tf.range(len(rows)), tf.constant(rows.shape))
+
+    other = np.ones(3)
+
+    def train(*cuts):
+        variables = [keras.Variable(each) for each in (*np.split(values, cuts), other)]
+        optimizer = keras.optimizers.SGD(1.0, momentum=0.5, clipnorm=0.5)
+        if cuts:
+            tables = [partitioned.PartitionedTable(variables[:-1])]
+            clip = functools.partial(partitioned._clip_by_norm, tables, optimizer)
+            keras_compat.clip_by(optimizer, "clipnorm", clip)
+        gradients = [slices(each) if sparse else each for each in np.split(gradient, cuts)]
+        for _ in range(2):
+            optimizer.apply([*gradients, tf.constant(other)], variables)
+        return np.concatenate([np.ravel(each) for each in variables])
+
+    np.testing.assert_allclose(train(1, 4), train(), rtol=1e-6)
 
 
 def test_code_computes_with_the_whole_of_a_table_that_is_cut():

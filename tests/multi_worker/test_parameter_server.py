@@ -148,9 +148,9 @@ def test_what_cannot_work_says_what_to_do(found):
     assert "mean over their rows" in errors["split"] and "table" in errors["split"]
     assert "mean over their rows" in errors["padding"]
     assert "largest/most" in errors["metric"]
-    part = "table/embeddings_0, which is cut into 2 parts"
-    assert f"Received: clipnorm=1.0, and {part}" in errors["clipnorm"]
-    assert f"Received: Lamb, and {part}" in errors["optimizer"]
+    assert (
+        "Received: Lamb, and table/embeddings_0, which is cut into 2 parts" in errors["optimizer"]
+    )
     assert "outside of the strategy's scope" in errors["scope"]
     received = {"shard": "shard='state'", "pipeline": "a pipeline", "tensor": "tensor_parallel"}
     for name, text in received.items():

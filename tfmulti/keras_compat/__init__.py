@@ -59,7 +59,7 @@ from tfmulti.keras_compat.seeds import (
     set_global_seed_state,
 )
 from tfmulti.keras_compat.steps import (
-    accumulators, after_updates, clip_global_norm_by, has_custom_step, is_accumulating,
+    accumulators, after_updates, clip_by, has_custom_step, is_accumulating,
     is_update_step, noting_assigned, strategy_of, track_variable, update_by, variable_index,
 )
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions

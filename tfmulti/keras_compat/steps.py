@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 
@@ -172,8 +173,15 @@ def after_updates(optimizer, function) -> None:
     object.__setattr__(optimizer, "_backend_update_step", types.MethodType(update, optimizer))
 
 
-def clip_global_norm_by(optimizer, function) -> None:
-    """Replaces clipping by the global norm by a function of the gradients and the variables."""
+def clip_by(optimizer, setting: str, function) -> None:
+    """Replaces how an optimizer clips gradients.
+
+    Args:
+        optimizer: The optimizer.
+        setting: `"clipnorm"` or `"global_clipnorm"`; without it Keras's clipping stays.
+        function: Function of Keras's own clipping, the gradients and the variables; returns the
+            clipped gradients. Keras's own is a function of gradients alone.
+    """
     updating = []
 
     def apply_gradients(self, grads, trainable_variables):
@@ -181,9 +189,10 @@ def clip_global_norm_by(optimizer, function) -> None:
         type(self)._backend_apply_gradients(self, grads, trainable_variables)
 
     def clip(self, grads):
-        if self.clipnorm or not self.global_clipnorm:
-            return type(self)._clip_gradients(self, grads)
-        return function(grads, updating)
+        original = functools.partial(type(self)._clip_gradients, self)
+        # Keras takes the first of these that is set.
+        used = next((name for name in ("clipnorm", "global_clipnorm") if getattr(self, name)), "")
+        return function(original, grads, updating) if used == setting else original(grads)
 
     for name, method in (("_backend_apply_gradients", apply_gradients), ("_clip_gradients", clip)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))

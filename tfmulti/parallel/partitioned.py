@@ -6,6 +6,7 @@ that a step looks up travel, and their gradients.
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import keras
@@ -99,26 +100,24 @@ class PartitionedTable:
             part.assign(values[start:stop])
 
 
-def check_optimizer(model: keras.Model) -> None:
-    """Checks that a model's optimizer can update each part of a table by itself.
+def prepare_optimizer(model: keras.Model) -> None:
+    """Makes a model's optimizer update tables that are cut as if they were whole.
 
     Raises:
-        ValueError: If it reads whole variables, and the model has a table that is cut.
+        ValueError: If it reads whole variables, which it cannot do of a table that is cut.
     """
     optimizer = keras_compat.inner_optimizer(model.optimizer)
     tables = [getattr(layer, "embeddings", None) for layer in keras_compat.all_layers(model)]
     cut = [table for table in tables if isinstance(table, PartitionedTable)]
-    name = type(optimizer).__name__
-    if not cut or (split_weights.updates_elements(optimizer) and not optimizer.clipnorm):
+    if not cut:
         return
+    clip = functools.partial(_clip_by_norm, cut, optimizer)
+    keras_compat.clip_by(optimizer, "clipnorm", clip)
+    if split_weights.updates_elements(optimizer):
+        return
+    name = type(optimizer).__name__
     where = f"{cut[0].parts[0].path}, which is cut into {len(cut[0].parts)} parts"
     one_server = "one server (--num_ps 1), which does not cut tables"
-    if optimizer.clipnorm:
-        raise ValueError(
-            "`clipnorm` needs the norms of whole variables, and each server has a part of a large "
-            f"table. Received: clipnorm={optimizer.clipnorm}, and {where}. Use global_clipnorm, "
-            f"which is exact, clipvalue, or {one_server}."
-        )
     if keras_compat.is_stock(type(optimizer)):
         raise ValueError(
             "A large table is cut over the servers, so the optimizer must treat each element by "
@@ -130,6 +129,24 @@ def check_optimizer(model: keras.Model) -> None:
         f"{one_server}.",
         stacklevel=4,
     )
+
+
+def _clip_by_norm(tables, optimizer, original, gradients, variables) -> list:
+    """Clips each gradient by its norm, those of a table's parts by the norm of the table's."""
+    table_of = {id(part): number for number, table in enumerate(tables) for part in table.parts}
+    squares = dict.fromkeys(table_of.values(), 0.0)
+    for gradient, variable in zip(gradients, variables):
+        if id(variable) in table_of and gradient is not None:
+            squares[table_of[id(variable)]] += keras.ops.sum(keras.ops.square(gradient))
+    limit, clipped = optimizer.clipnorm, []
+    for gradient, variable in zip(gradients, variables):
+        if id(variable) in table_of and gradient is not None:
+            norm = keras.ops.sqrt(squares[table_of[id(variable)]])
+            scale = limit / keras.ops.maximum(norm, limit)
+            clipped.append(keras.ops.multiply(gradient, scale))
+        else:
+            clipped += original([gradient])
+    return clipped
 
 
 def _ranges_of(parts):

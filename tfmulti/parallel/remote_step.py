@@ -281,7 +281,7 @@ def build(model: keras.Model, batch) -> None:
         )
     with model.distribute_strategy.scope():
         keras_compat.build_model(model, batch)
-        partitioned.check_optimizer(model)
+        partitioned.prepare_optimizer(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
 

@@ -58,7 +58,7 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         for name, method in (("apply", _apply), ("finalize_variable_values", _finalize)):
             object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     if shards.has_owned_gradients:
-        keras_compat.clip_global_norm_by(optimizer, shards.clip_global_norm)
+        keras_compat.clip_by(optimizer, "global_clipnorm", shards.clip_global_norm)
 
 
 def _build(self, variables):
@@ -340,7 +340,7 @@ class Shards:
         """Returns on how many workers a bool is true."""
         return owners.add_parts(self._strategy, tf.cast(condition, tf.float32))
 
-    def clip_global_norm(self, gradients, variables) -> list:
+    def clip_global_norm(self, _, gradients, variables) -> list:
         """Clips gradients by the norm of all of them together, as Keras computes it."""
         squares = self.reduce_scalars(_sum_of_squares, gradients, variables)
         norm, largest = tf.sqrt(tf.reduce_sum(squares)), self._optimizer.global_clipnorm
