@@ -1,6 +1,5 @@
 """Parts of training with parameter servers that need no cluster."""
 
-import functools
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
-from tfmulti import keras_compat
 from tfmulti.cluster import ClusterError, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
@@ -25,6 +23,7 @@ from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
 from tfmulti.parallel.staleness import StalenessBound, summarize
 from tfmulti.runtime import processes
+from tfmulti.step import clipping
 from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
 from tfmulti.strategies.task_monitor import TaskMonitor
 from tfmulti.train.config import TrainConfig
@@ -114,9 +113,7 @@ def test_the_norm_of_a_table_is_that_of_all_its_parts(sparse):
         variables = [keras.Variable(each) for each in (*np.split(values, cuts), other)]
         optimizer = keras.optimizers.SGD(1.0, momentum=0.5, clipnorm=0.5)
         if cuts:
-            tables = [partitioned.PartitionedTable(variables[:-1])]
-            clip = functools.partial(partitioned._clip_by_norm, tables, optimizer)
-            keras_compat.clip_by(optimizer, "clipnorm", clip)
+            clipping.clip_together(optimizer, [variables[:-1]])
         gradients = [slices(each) if sparse else each for each in np.split(gradient, cuts)]
         for _ in range(2):
             optimizer.apply([*gradients, tf.constant(other)], variables)

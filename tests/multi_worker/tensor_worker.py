@@ -270,6 +270,7 @@ TRAINED = {
         "layout": PAIR,
         "optimizer": adam(gradient_accumulation_steps=2, global_clipnorm=0.1),
     },
+    "clipped": {"model": mlp, "layout": PAIR, "optimizer": adam(clipnorm=0.001)},
     "averages": {"model": mlp, "layout": PAIR, "optimizer": averaging},
     "swapped averages": {
         "model": mlp,
@@ -398,7 +399,6 @@ def refusals(strategy, folder, name):
         "twice": needs(lambda: tfmulti.tensor_parallel(mlp(), PAIR)),
         "not sharded": needs(mlp, optimizer="sgd"),
         "lamb": needs(mlp, optimizer=sharded(optimizers.Lamb)),
-        "clipnorm": needs(mlp, optimizer=sharded(lambda: optimizers.SGD(clipnorm=0.1))),
         "pipeline": cases.message_of(cut),
         "of a pipeline": cases.message_of(of_a_pipeline),
     }

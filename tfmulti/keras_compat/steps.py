@@ -173,14 +173,14 @@ def after_updates(optimizer, function) -> None:
     object.__setattr__(optimizer, "_backend_update_step", types.MethodType(update, optimizer))
 
 
-def clip_by(optimizer, setting: str, function) -> None:
+def clip_by(optimizer, **functions) -> None:
     """Replaces how an optimizer clips gradients.
 
     Args:
         optimizer: The optimizer.
-        setting: `"clipnorm"` or `"global_clipnorm"`; without it Keras's clipping stays.
-        function: Function of Keras's own clipping, the gradients and the variables; returns the
-            clipped gradients. Keras's own is a function of gradients alone.
+        **functions: For `clipnorm`, `global_clipnorm` or both, what to do where the optimizer has
+            that setting: a function of Keras's own clipping, the gradients and the variables, that
+            returns the clipped gradients. Keras's own is a function of gradients alone.
     """
     updating = []
 
@@ -192,7 +192,7 @@ def clip_by(optimizer, setting: str, function) -> None:
         original = functools.partial(type(self)._clip_gradients, self)
         # Keras takes the first of these that is set.
         used = next((name for name in ("clipnorm", "global_clipnorm") if getattr(self, name)), "")
-        return function(original, grads, updating) if used == setting else original(grads)
+        return functions[used](original, grads, updating) if used in functions else original(grads)
 
     for name, method in (("_backend_apply_gradients", apply_gradients), ("_clip_gradients", clip)):
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))

@@ -6,7 +6,6 @@ that a step looks up travel, and their gradients.
 
 from __future__ import annotations
 
-import functools
 import warnings
 
 import keras
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.sharding import replica_slice
-from tfmulti.step import split_weights
+from tfmulti.step import clipping, split_weights
 
 SMALLEST_PART_BYTES = 256 * 1024
 """The smallest part into which a table is cut, as TensorFlow's `MinSizePartitioner` has it."""
@@ -111,8 +110,7 @@ def prepare_optimizer(model: keras.Model) -> None:
     cut = [table for table in tables if isinstance(table, PartitionedTable)]
     if not cut:
         return
-    clip = functools.partial(_clip_by_norm, cut, optimizer)
-    keras_compat.clip_by(optimizer, "clipnorm", clip)
+    clipping.clip_together(optimizer, [table.parts for table in cut])
     if split_weights.updates_elements(optimizer):
         return
     name = type(optimizer).__name__
@@ -129,24 +127,6 @@ def prepare_optimizer(model: keras.Model) -> None:
         f"{one_server}.",
         stacklevel=4,
     )
-
-
-def _clip_by_norm(tables, optimizer, original, gradients, variables) -> list:
-    """Clips each gradient by its norm, those of a table's parts by the norm of the table's."""
-    table_of = {id(part): number for number, table in enumerate(tables) for part in table.parts}
-    squares = dict.fromkeys(table_of.values(), 0.0)
-    for gradient, variable in zip(gradients, variables):
-        if id(variable) in table_of and gradient is not None:
-            squares[table_of[id(variable)]] += keras.ops.sum(keras.ops.square(gradient))
-    limit, clipped = optimizer.clipnorm, []
-    for gradient, variable in zip(gradients, variables):
-        if id(variable) in table_of and gradient is not None:
-            norm = keras.ops.sqrt(squares[table_of[id(variable)]])
-            scale = limit / keras.ops.maximum(norm, limit)
-            clipped.append(keras.ops.multiply(gradient, scale))
-        else:
-            clipped += original([gradient])
-    return clipped
 
 
 def _ranges_of(parts):

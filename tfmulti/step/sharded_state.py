@@ -20,7 +20,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.step import model_contents, owners, parameters, slots, split_weights
+from tfmulti.step import clipping, model_contents, owners, parameters, slots, split_weights
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
 
@@ -58,7 +58,7 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         for name, method in (("apply", _apply), ("finalize_variable_values", _finalize)):
             object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     if shards.has_owned_gradients:
-        keras_compat.clip_by(optimizer, "global_clipnorm", shards.clip_global_norm)
+        clipping.clip_sharded(optimizer, shards)
 
 
 def _build(self, variables):
@@ -340,14 +340,6 @@ class Shards:
         """Returns on how many workers a bool is true."""
         return owners.add_parts(self._strategy, tf.cast(condition, tf.float32))
 
-    def clip_global_norm(self, _, gradients, variables) -> list:
-        """Clips gradients by the norm of all of them together, as Keras computes it."""
-        squares = self.reduce_scalars(_sum_of_squares, gradients, variables)
-        norm, largest = tf.sqrt(tf.reduce_sum(squares)), self._optimizer.global_clipnorm
-        # `norm - norm` makes the results NaN if the norm is not finite.
-        scale = largest * tf.minimum(1.0 / norm, 1.0 / largest) + (norm - norm)
-        return [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
-
     def _counts(self, variable) -> bool:
         """Whether this worker contributes its part of a gradient: each part counts once."""
         split = getattr(variable, "split", None)
@@ -394,7 +386,3 @@ class Shards:
 
     def _step(self, _slot) -> int:
         return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
-
-
-def _sum_of_squares(gradient):
-    return keras.ops.sum(keras.ops.square(gradient))

@@ -306,9 +306,3 @@ def refuse_other_updates(optimizer: keras.optimizers.Optimizer, variables) -> No
             f"Use one of {', '.join(_OF_ELEMENTS)}, or shard='parameters' without "
             "tfmulti.tensor_parallel."
         )
-    if optimizer.clipnorm:
-        raise ValueError(
-            "`clipnorm` needs the norms of whole weights, but a worker has only a part. Received: "
-            f"clipnorm={optimizer.clipnorm}, and {parts[0].path}, which is split. Use "
-            "global_clipnorm, which is exact, or clipvalue."
-        )
