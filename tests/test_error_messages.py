@@ -11,6 +11,8 @@ import tensorflow as tf
 import tfmulti
 from tfmulti.runtime import command_line, errors
 
+ROWS = np.zeros((4, 1), "float32")
+
 
 def raised_by(function, *arguments):
     try:
@@ -128,3 +130,20 @@ def test_an_interrupt_leaves_no_traceback():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == command_line.INTERRUPTED
     assert done.stderr == "Interrupted.\n"
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("model", lambda: tfmulti.checkpoint_activations(3)),
+        ("model", lambda: tfmulti.pipeline(3)),
+        ("model", lambda: tfmulti.tensor_parallel(3, {"kernel": "column"})),
+        ("model", lambda: tfmulti.synchronize_batch_normalization(3)),
+        ("model", lambda: tfmulti.train_async(3, (ROWS, ROWS), batch_size=2)),
+        ("strategy", lambda: tfmulti.distribute_train((ROWS, ROWS), 3, 2)),
+        ("strategy", lambda: tfmulti.distribute_eval((ROWS, ROWS), 3, 2)),
+    ],
+)
+def test_arguments_of_another_type_are_told(name, call):
+    with pytest.raises(ValueError, match=rf"^`{name}` must be a .* Received: {name}=3\. "):
+        call()

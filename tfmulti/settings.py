@@ -94,3 +94,21 @@ def check_whole_number(
             f"`{name}` must be {'None or ' if optional else ''}a whole number from {at_least}. "
             f"Received: {name}={value!r}. {advice}"
         )
+
+
+def check_type(name: str, value, kind: type, description: str, advice: str) -> None:
+    """Raises ValueError for an argument of another type.
+
+    Args:
+        name: The argument.
+        value: Its value.
+        kind: The type that it must have.
+        description: What it must be, in words.
+        advice: What to do, the last part of the message.
+
+    >>> check_type("strategy", 3, dict, "a strategy", "Use create_strategy.")
+    Traceback (most recent call last):
+    ValueError: `strategy` must be a strategy. Received: strategy=3. Use create_strategy.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"`{name}` must be {description}. Received: {name}={value!r}. {advice}")

@@ -267,7 +267,8 @@ def refused(strategy, folder):
         of_tokens = build_of_tokens()
         summed = build_counting()
         lamb = build_counting(kind=keras.optimizers.Lamb)
-        largest = build()
+        largest, of_squares = build(), build()
+        of_squares.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
         largest.compile("sgd", "mse", metrics=[Largest()])
         uncompiled = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
 
@@ -287,6 +288,8 @@ def refused(strategy, folder):
         "optimizer": lambda: run(lamb, (ids(), np.zeros(301, "float32"))),
         "padding": lambda: run(of_tokens, (tokens, tokens), max_staleness=0),
         "metric": lambda: run(largest),
+        "sum": lambda: run(of_squares),
+        "validation": lambda: run(model, validation_data=rows()[0]),
         "strategy": lambda: run(build()),
         "train_on_batch": lambda: model.train_on_batch(*rows()),
         "test_on_batch": lambda: model.test_on_batch(*rows()),

@@ -148,6 +148,9 @@ def test_what_cannot_work_says_what_to_do(found):
     assert "mean over their rows" in errors["split"] and "table" in errors["split"]
     assert "mean over their rows" in errors["padding"]
     assert "largest/most" in errors["metric"]
+    # A whole batch goes to one worker, so its loss may be a sum.
+    assert errors["sum"] is None
+    assert errors["validation"].startswith("`validation_data` must be what")
     assert (
         "Received: Lamb, and table/embeddings_0, which is cut into 2 parts" in errors["optimizer"]
     )

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmulti.data.audit import ShardAudit as ShardAudit
 from tfmulti.data.epochs import EpochDataset
 from tfmulti.data.sources import create_source
-from tfmulti.settings import check_whole_number
+from tfmulti.settings import check_type, check_whole_number
 from tfmulti.sharding import ShardPlan
 
 
@@ -63,6 +63,7 @@ def distribute_train(
     >>> int(train.cardinality()), train.position
     (3, (0, 0))
     """
+    _check_strategy(strategy)
     check_whole_number("seed", seed, "Use the same on every worker, such as 0.", at_least=0)
     source = create_source(data, shuffle_buffer)
     plan = ShardPlan(
@@ -96,6 +97,7 @@ def distribute_eval(
     Raises:
         ValueError: For data or numbers that cannot be laid out.
     """
+    _check_strategy(strategy)
     source = create_source(data, shuffle_buffer=0)
     plan = ShardPlan(
         source.num_examples,
@@ -105,3 +107,8 @@ def distribute_eval(
         remainder=remainder,
     )
     return EpochDataset(source, plan, strategy)
+
+
+def _check_strategy(strategy):
+    advice = "Use the result of create_strategy."
+    check_type("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy", advice)

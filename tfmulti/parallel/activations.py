@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks
 from tfmulti.parallel import prefetch
 from tfmulti.parallel.cutting import Cut, starts_by_activations
+from tfmulti.settings import check_type
 from tfmulti.step.parameters import (
     ShardedParameter,
     gather,
@@ -56,6 +57,7 @@ def checkpoint_activations(
 
     Sources: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
+    check_type("model", model, keras.Model, "a Keras model", "Pass a built model.")
     if not model.built or not all(layer.built for layer in keras_compat.all_layers(model)):
         raise ValueError(
             "`checkpoint_activations` needs a model that has been built. Received: "

@@ -12,6 +12,7 @@ from tfmulti.parallel.device_stages import DeviceStages
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
 from tfmulti.parallel.stages import refuse_assigned_weights
 from tfmulti.parallel.worker_stages import WorkerStages
+from tfmulti.settings import check_type
 from tfmulti.step import normalization, split_weights
 
 
@@ -99,11 +100,8 @@ def _refuse_model(model, micro_batches):
             "`micro_batches` must be a whole number of at least 1. "
             f"Received: micro_batches={micro_batches!r}. Use 4 for each stage."
         )
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            "`model` must be a Keras model. "
-            f"Received: model={model!r}. Pass a built Functional or Sequential model."
-        )
+    advice = "Pass a built Functional or Sequential model."
+    check_type("model", model, keras.Model, "a Keras model", advice)
     if not model.built or keras_compat.nodes_of(model) is None:
         raise ValueError(
             "`pipeline` needs a built Functional or Sequential model, whose graph it cuts. "

@@ -101,20 +101,46 @@ class RemoteStep:
         remote = coordinator.schedule(self._train, args=(batch, *numbers))
         return lambda: self._answer(remote.fetch())
 
+    def check_test(self, name: str) -> None:
+        """Traces the evaluation step, as it is done anyway before it is first computed.
+
+        Args:
+            name: The argument that gave the data.
+
+        Raises:
+            ValueError: If the model cannot be evaluated on such data.
+        """
+        try:
+            with self.model.distribute_strategy.scope():
+                self._test.get_concrete_function()
+        except Exception as error:
+            [spec] = self._test.input_signature
+            raise ValueError(
+                f"`{name}` must be what the model's `test_step` takes. Received: {spec}, with "
+                f"which it fails: {type(error).__name__}: {str(error).strip().splitlines()[-1]}. "
+                "Give inputs and labels as for training."
+            ) from error
+
     def schedule_test(self, coordinator, batch) -> Callable[[], list[np.ndarray]]:
         """Sends an evaluation step; returns a function that waits for the metrics' states."""
         remote = coordinator.schedule(self._test, args=(batch,))
         return lambda: remote.fetch()
 
-    def compute_here(self, batch) -> Answer:
+    def compute_here(self, batch, metrics: Sequence[np.ndarray] | None = None) -> Answer:
         """Computes the first step of training in this process, and changes nothing.
 
         All rows draw the same random numbers, so that parts of a batch can be compared with it.
+
+        Args:
+            batch: The rows.
+            metrics: The metrics' states before the step; None for those of an epoch's beginning.
         """
         if self._here is None:
             self._here = tf.function(self._compute_alike, reduce_retracing=True)
         zero = tf.constant(0, tf.int64)
-        computed = tf.nest.map_structure(lambda x: x.numpy(), self._here(batch, zero, zero))
+        begin = self.first_metrics if metrics is None else metrics
+        here = self._here(batch, zero, zero, [tf.convert_to_tensor(each) for each in begin])
+        computed = tf.nest.map_structure(lambda x: x.numpy(), here)
         return self._answer((0, (0, 0), rows_lib.num_rows(batch), *computed))
 
     def name_of(self, gradient: int) -> str:
@@ -154,14 +180,14 @@ class RemoteStep:
         updates = self._updates.read_value()
         with tf.control_dependencies([updates]):
             who = self._who()
-            computed = self._compute(batch, step, part)
+            computed = self._compute(batch, step, part, map(tf.constant, self.first_metrics))
         return updates, who, rows_lib.num_rows(batch), *computed
 
-    def _compute(self, batch, step, part):
+    def _compute(self, batch, step, part, metrics):
         seeds = [_seed_of(v, step, part) for v in self._seeds]
         before = [tf.identity(v.value) for v in self._states]
         state = [*zip(self._seeds, seeds), *zip(self._states, before)]
-        state += zip(self._metrics, map(tf.constant, self.first_metrics))
+        state += zip(self._metrics, metrics)
         # Without `collect_losses` what layers add to the loss would be dropped.
         with keras.StatelessScope(state_mapping=state, collect_losses=True) as scope:
             weights = _let_read(scope, self._weights)
@@ -172,9 +198,9 @@ class RemoteStep:
         changes = [_change(new, old) for new, old in zip(after, before)]
         return gradients, changes, metrics, logs
 
-    def _compute_alike(self, batch, step, part):
+    def _compute_alike(self, batch, step, part, metrics):
         with keras_compat.fixed_random_numbers(lambda: (0, 1)) as draws:
-            computed = self._compute(batch, step, part)
+            computed = self._compute(batch, step, part, metrics)
         self.is_random = bool(draws.not_replaced)
         return computed
 

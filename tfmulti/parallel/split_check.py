@@ -16,7 +16,7 @@ _TOLERANCE = 1e-3
 
 
 def check(step: RemoteStep, batch, splits: bool) -> None:
-    """Computes some rows at once and in two parts, and compares the results.
+    """Computes some rows in two parts, and at once or one part after the other, and compares.
 
     Args:
         step: The model's steps.
@@ -32,7 +32,7 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
     rows = int(num_rows(batch))
     if rows < 2:
         return
-    whole, parts = _compute(step, batch, rows)
+    parts = _compute_parts(step, batch, rows)
     if step.is_random:
         return
     if keras_compat.local_statistics(model):
@@ -43,19 +43,23 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
                 stacklevel=3,
             )
         return
-    if splits:
-        # First: what is wrong in a loss is wrong in its metric, too.
-        _compare_gradients(step, whole, parts)
-    _compare_metrics(step, whole, parts)
-    if splits:
-        _compare_gradients(step, *_compute(step, _with_zeros(batch, rows), rows))
+    if not splits:
+        second = some_rows(batch, _rows_of_first_part(rows), rows)
+        both = step.compute_here(second, parts[0].metrics)
+        _compare_metrics(step, both, parts, "one part after the other")
+        return
+    whole = step.compute_here(batch)
+    # First: what is wrong in a loss is wrong in its metric, too.
+    _compare_gradients(step, whole, parts)
+    _compare_metrics(step, whole, parts, "at once")
+    batch = _with_zeros(batch, rows)
+    _compare_gradients(step, step.compute_here(batch), _compute_parts(step, batch, rows))
 
 
-def _compute(step, batch, rows) -> tuple[Answer, list[Answer]]:
-    """Returns the answers to all rows at once, and to each of two parts."""
+def _compute_parts(step, batch, rows) -> list[Answer]:
+    """Returns the answers to two parts of a batch."""
     first = _rows_of_first_part(rows)
-    parts = [step.compute_here(some_rows(batch, *each)) for each in ((0, first), (first, rows))]
-    return step.compute_here(batch), parts
+    return [step.compute_here(some_rows(batch, *each)) for each in ((0, first), (first, rows))]
 
 
 def _rows_of_first_part(rows):
@@ -80,7 +84,7 @@ def _with_zeros(batch, rows):
     return tf.nest.map_structure(change, batch)
 
 
-def _compare_metrics(step, whole, parts):
+def _compare_metrics(step, whole, parts, how):
     first = step.first_metrics
     for number, (state, begin) in enumerate(zip(whole.metrics, first)):
         added = begin + sum(part.metrics[number] - begin for part in parts)
@@ -88,9 +92,9 @@ def _compare_metrics(step, whole, parts):
             path = step.model.metrics_variables[number].path
             raise ValueError(
                 "With parameter servers a metric's states over several batches must be the sum of "
-                f"those over each. Received: {path}, which is {_show(state)} over {whole.rows} "
-                f"rows, and {_show(added)} over two parts of them. Use metrics that add up, such "
-                "as keras.metrics.Mean, or compute it in a callback."
+                f"those over each. Received: {path}, which is {_show(state)} for two parts of the "
+                f"rows {how}, and {_show(added)} as the sum of theirs. Use metrics that add up, "
+                "such as keras.metrics.Mean, or compute it in a callback."
             )
 
 

@@ -10,6 +10,7 @@ import keras
 from tfmulti import keras_compat, topology
 from tfmulti.parallel import tensor_attention, tensor_layers
 from tfmulti.parallel.group_rows import Group
+from tfmulti.settings import check_type
 from tfmulti.step import parameters, split_weights
 
 
@@ -57,6 +58,7 @@ def tensor_parallel(
     Using Model Parallelism"; Korthikanti et al., 2022, "Reducing Activation Recomputation in Large
     Transformer Models".
     """
+    check_type("model", model, keras.Model, "a Keras model", "Pass a built model.")
     _refuse_model(model)
     chosen = _chosen(model, layout)
     strategy = model.distribute_strategy

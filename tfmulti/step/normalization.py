@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import keras
 
 from tfmulti import keras_compat
+from tfmulti.settings import check_type
 
 
 def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
@@ -23,12 +24,16 @@ def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
     Returns:
         The same model.
 
+    Raises:
+        ValueError: If it is no model.
+
     Example:
     >>> layers = [keras.Input((4,)), keras.layers.BatchNormalization()]
     >>> model = synchronize_batch_normalization(keras.Sequential(layers))
     >>> model.layers[0].synchronized
     True
     """
+    check_type("model", model, keras.Model, "a Keras model", "Pass a model.")
     for layer in keras_compat.all_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True

@@ -16,7 +16,7 @@ from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.epochs import EpochDataset
 from tfmulti.parallel import remote_step, split_check, staleness
 from tfmulti.parallel.remote_step import RemoteStep
-from tfmulti.settings import check_whole_number
+from tfmulti.settings import check_type, check_whole_number
 from tfmulti.strategies.parameter_server import who_computes
 from tfmulti.strategies.stock_callbacks import FirstStepFile
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
@@ -76,8 +76,8 @@ def train_async(
     et al., 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
     Server".
     """
-    strategy = model.distribute_strategy
     _check(model, callbacks, max_staleness, epochs)
+    strategy = model.distribute_strategy
     train = _dataset(distribute_train, data, strategy, batch_size, seed=seed)
     test = None
     if validation_data is not None:
@@ -87,6 +87,8 @@ def train_async(
     strategy.requests = requests = SettledRequests()
     specs = [_any_rows(each.element_spec) for each in (train, test or train)]
     step = RemoteStep(model, *specs, who_computes)
+    if test is not None:
+        step.check_test("validation_data")
     if strategy.verify != "never" and train.steps_left():
         split_check.check(step, iter(train).peek(), max_staleness == 0 and strategy.num_workers > 1)
     path = os.environ.get(environment.PROGRESS)
@@ -176,6 +178,7 @@ class _Epochs:
 
 
 def _check(model, callbacks, max_staleness, epochs):
+    check_type("model", model, keras.Model, "a Keras model", "Pass a compiled model.")
     if not keras_compat.has_servers(model.distribute_strategy):
         raise ValueError(
             "`train_async` trains models that were created in the scope of parameter servers. "
@@ -192,6 +195,8 @@ def _check(model, callbacks, max_staleness, epochs):
     check_whole_number("max_staleness", max_staleness, advice, at_least=0, optional=True)
     check_whole_number("epochs", epochs, "Use for example epochs=3.")
     for callback in callbacks:
+        advice = "Give a list of them."
+        check_type("callbacks", callback, keras.callbacks.Callback, "Keras callbacks", advice)
         for kind, advice in _REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(
