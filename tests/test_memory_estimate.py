@@ -165,31 +165,67 @@ def test_loops_are_said_to_be_left_out(capsys):
     assert "what they keep is not counted" in shown
 
 
+FLAGS = [
+    *("--model=test_memory_estimate:blocks", "--dataset=test_memory_estimate:rows"),
+    *("--global_batch_size=8192", "--optimizer=adam", "--epochs=1"),
+]
+ENVIRON = {"PYTHONPATH": f"{HERE}:{HERE.parent}", "COLUMNS": "160"}
+
+
+def estimated_bytes(sharded, checkpointed, *flags):
+    done = subprocess.run(
+        [sys.executable, "-m", "tfmulti.train", *FLAGS, *flags],
+        env={**os.environ, **ENVIRON},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name = "checkpointed" if checkpointed else "kept"
+    [line] = [each for each in done.stdout.splitlines() if sharded in each and name in each]
+    number, unit = line.replace("│", " ").split()[-2:]
+    return float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_run_takes_what_was_estimated(checkpointed):
-    flags = [
-        *("--model=test_memory_estimate:blocks", "--dataset=test_memory_estimate:rows"),
-        *("--strategy=one_device", "--global_batch_size=8192", "--optimizer=adam", "--epochs=1"),
-        *(["--checkpoint_activations"] if checkpointed else []),
-    ]
-    environ = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}"}
+    flags = [*FLAGS, "--strategy=one_device", *checkpointing(checkpointed)]
     command = [sys.executable, "-m", "tfmulti.train", *flags]
     taken = 0
-    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, env={**os.environ, **ENVIRON}, stdout=subprocess.DEVNULL
+    ) as process:
         while process.poll() is None:
             taken = max(taken, memory.peak_of(process.pid))
             time.sleep(0.05)
     assert process.returncode == 0
-    shown = subprocess.run(
-        [*command, "--estimate_memory=1"],
-        env={**environ, "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    name = "checkpointed" if checkpointed else "kept"
-    [line] = [line for line in shown.splitlines() if "copies" in line and name in line]
-    number, unit = line.replace("│", " ").split()[-2:]
-    estimated = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+    estimated = estimated_bytes("copies", checkpointed, "--estimate_memory=1")
+    assert 0.85 < estimated / taken < 1.15, (estimated, taken)
+
+
+def checkpointing(checkpointed):
+    return ["--checkpoint_activations"] if checkpointed else []
+
+
+TRAIN_AND_TELL = """
+from tfmulti.runtime import command_line, memory
+from tfmulti.train.__main__ import main
+def train():
+    code = main()
+    print("PEAK", memory.peak_of(), flush=True)
+    return code
+command_line.run_and_exit(train)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_workers_with_sharded_parameters_take_what_was_estimated(checkpointed, run_workers):
+    """Their layers compute again for gradients, and keep less even without checkpointing."""
+    flags = [*FLAGS, "--strategy=multi_worker", "--shard=parameters", *checkpointing(checkpointed)]
+    options = ["--mpi", "--allocator=default"]
+    told = run_workers(2, ["-c", TRAIN_AND_TELL, *flags], env=ENVIRON, options=options)
+    taken = max(int(text.split("PEAK ")[1].split()[0]) for text in told)
+    flags = ["--estimate_memory=2", "--communication=mpi"]
+    estimated = estimated_bytes("parameters", checkpointed, *flags)
     assert 0.85 < estimated / taken < 1.15, (estimated, taken)

@@ -105,6 +105,16 @@ def gather_in_calls(model: keras.Model) -> None:
         marks.GATHERS.set(layer, True)
 
 
+def recompute_as_if_sharded(model: keras.Model) -> None:
+    """Makes layers compute again for gradients as sharded ones do, with weights that are whole.
+
+    Args:
+        model: A built model.
+    """
+    for layer in _outermost(model, lambda layer: any(map(parameters.is_large, _weights(layer)))):
+        layer.call = recomputed(layer, layer.call)
+
+
 def refuse_other_optimizers(model: keras.Model) -> None:
     """Raises ValueError if a model with sharded weights has an optimizer that needs them whole."""
     if not parameters.has_sharded(model):
@@ -130,17 +140,27 @@ def forget_values(model: keras.Model) -> None:
 
 def _gathering_layers(model):
     """Returns layers with sharded weights, without those whose weights an outer layer gathers."""
-    layers = [layer for layer in keras_compat.all_layers(model) if not marks.GATHERS.get(layer)]
+    found = _outermost(model, _sharded)
+    return [layer for layer in found if not marks.GATHERS.get(layer)]
+
+
+def _outermost(model, has_weights):
+    layers = keras_compat.all_layers(model)
     outer = [layer for layer in layers if isinstance(layer, _GATHERING_INNER_WEIGHTS)]
     within = {id(inner) for layer in outer for inner in keras_compat.all_layers(layer)}
-    return [layer for layer in layers if id(layer) not in within and _sharded(layer)]
+    return [layer for layer in layers if id(layer) not in within and has_weights(layer)]
 
 
 def _sharded(layer):
     """Returns the sharded weights that a layer gathers for its calls."""
-    has_inner = isinstance(layer, _GATHERING_INNER_WEIGHTS)
-    own = layer.weights if has_inner else keras_compat.own_weights(layer)
+    own = _weights(layer)
     if any(isinstance(each, SplitParameter) for each in own):
         # A second run of a split layer would exchange its rows again.
         return []
     return [each for each in own if isinstance(each, parameters.ShardedParameter)]
+
+
+def _weights(layer):
+    """Returns a layer's own weights, or all within it if they are gathered for it."""
+    has_inner = isinstance(layer, _GATHERING_INNER_WEIGHTS)
+    return layer.weights if has_inner else keras_compat.own_weights(layer)

@@ -1,7 +1,9 @@
 """`--estimate_memory N`: prints the memory that each of N workers would need, without training.
 
 The peak of a step is that of its graph: TensorFlow traces the step with the batch of one worker,
-and the sizes of its tensors are added and taken away again in the order in which they were made.
+and the sizes of its tensors are added and taken away again in the order in which they are made.
+TensorFlow runs an operation once its inputs are there, on several threads: the order is not known,
+and the largest of three peaks counts. Layers with sharded weights compute again for gradients.
 All gradients are there until the end of the update, as the check for finite numbers needs them.
 The process itself, its data and TensorFlow's runtime are measured, with a model of one weight.
 """
@@ -21,6 +23,7 @@ from tfmulti import devices, keras_compat
 from tfmulti.choices import SHARDS
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
+from tfmulti.parallel import sharded_parameters
 from tfmulti.runtime import console, memory
 from tfmulti.step import owners, parameters, split_weights
 from tfmulti.strategies import create_strategy
@@ -135,6 +138,8 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     rows = -(-config.resolve_global_batch_size(num_workers) // num_workers)
     train = distribute_train(split, strategy, rows, seed=config.seed)
     _run_a_small_step()
+    if num_workers > 1 and config.communication == "mpi":
+        import mpi4py.MPI  # noqa: F401 - its buffers are a part of each process.
     before = memory.resident()
     with strategy.scope():
         model = create_model(config.model, split)
@@ -168,7 +173,8 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
             optimizer, model.trainable_variables, num_workers, by_rows
         )
         own[shard] = dataclasses.replace(whole, slots=round(slots * most / max(1, trainable)))
-    step = (graph, gradients)
+    sharded_parameters.recompute_as_if_sharded(model)
+    step = _trace(model, strategy, train.element_spec, rows)
     own["parameters"] = _with_sharded_weights(own["parameters"], model, num_workers, step, copies)
     return {"copies": whole, **own}
 
@@ -203,9 +209,11 @@ def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
 
 
 def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = (), sent: Sequence[tf.Tensor] = ()) -> int:
-    """Returns the most bytes that a graph's tensors take together, in the order of its operations.
+    """Returns the most bytes that a graph's tensors take together, in the worst of three orders.
 
-    Tensors whose shapes are unknown, and what loops and called functions keep, are not counted.
+    They are: the order of the program, and that in which of the operations whose inputs are there
+    the first, or the last, runs next. Tensors whose shapes are unknown, and what loops and called
+    functions keep, are not counted.
 
     Args:
         graph: The graph of a step.
@@ -218,6 +226,31 @@ def peak_of(graph: tf.Graph, kept: Sequence[tf.Tensor] = (), sent: Sequence[tf.T
     800
     """
     ops = graph.get_operations()
+    orders = [ops, _as_inputs_come(ops, first=True), _as_inputs_come(ops, first=False)]
+    return max(_peak_in_order(each, kept, sent) for each in orders)
+
+
+def _as_inputs_come(ops, first: bool) -> list[tf.Operation]:
+    """Returns operations in an order in which they can run: the first, or the last, that can."""
+    missing, readers = {}, collections.defaultdict(list)
+    for op in ops:
+        before = {tensor.op for tensor in op.inputs} | set(op.control_inputs)
+        missing[op] = len(before)
+        for each in before:
+            readers[each].append(op)
+    # What needs no inputs begins in the order of the program.
+    ready, ordered = collections.deque(op for op in ops if not missing[op]), []
+    add = ready.append if first else ready.appendleft
+    while ready:
+        ordered.append(ready.popleft())
+        for reader in readers[ordered[-1]]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                add(reader)
+    return ordered
+
+
+def _peak_in_order(ops, kept, sent) -> int:
     owner, size = {}, {}
     for op in ops:
         for output, tensor in enumerate(op.outputs):
