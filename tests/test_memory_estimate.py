@@ -34,6 +34,16 @@ def blocks(train):
     return keras.Sequential([keras.Input((UNITS,)), *parts, layers.Dense(3)])
 
 
+def feed_forward(train):
+    """Blocks of a wide layer, of which much is kept for gradients, and a narrow one."""
+    given = found = keras.Input((UNITS,))
+    for _ in range(4):
+        block = [layers.Dense(16 * UNITS, activation="gelu"), layers.Dense(UNITS)]
+        inner = keras.Sequential([keras.Input((UNITS,)), *block])
+        found = layers.Add()([found, inner(found)])
+    return keras.Model(given, layers.Dense(3)(found))
+
+
 def one_large(train):
     """A kernel that is larger than all else."""
     return keras.Sequential([keras.Input((UNITS,)), layers.Dense(8192), layers.Dense(3)])
@@ -165,16 +175,15 @@ def test_loops_are_said_to_be_left_out(capsys):
     assert "what they keep is not counted" in shown
 
 
-FLAGS = [
-    *("--model=test_memory_estimate:blocks", "--dataset=test_memory_estimate:rows"),
-    *("--global_batch_size=8192", "--optimizer=adam", "--epochs=1"),
-]
+DATA = ["--dataset=test_memory_estimate:rows", "--optimizer=adam", "--epochs=1"]
+FLAGS = ["--model=test_memory_estimate:blocks", "--global_batch_size=8192", *DATA]
+WIDE = ["--model=test_memory_estimate:feed_forward", "--global_batch_size=4096", *DATA]
 ENVIRON = {"PYTHONPATH": f"{HERE}:{HERE.parent}", "COLUMNS": "160"}
 
 
 def estimated_bytes(sharded, checkpointed, *flags):
     done = subprocess.run(
-        [sys.executable, "-m", "tfmulti.train", *FLAGS, *flags],
+        [sys.executable, "-m", "tfmulti.train", *flags],
         env={**os.environ, **ENVIRON},
         capture_output=True,
         text=True,
@@ -199,7 +208,7 @@ def test_a_run_takes_what_was_estimated(checkpointed):
             taken = max(taken, memory.peak_of(process.pid))
             time.sleep(0.05)
     assert process.returncode == 0
-    estimated = estimated_bytes("copies", checkpointed, "--estimate_memory=1")
+    estimated = estimated_bytes("copies", checkpointed, *FLAGS, "--estimate_memory=1")
     assert 0.85 < estimated / taken < 1.15, (estimated, taken)
 
 
@@ -222,10 +231,10 @@ command_line.run_and_exit(train)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_workers_with_sharded_parameters_take_what_was_estimated(checkpointed, run_workers):
     """Their layers compute again for gradients, and keep less even without checkpointing."""
-    flags = [*FLAGS, "--strategy=multi_worker", "--shard=parameters", *checkpointing(checkpointed)]
+    flags = [*WIDE, "--strategy=multi_worker", "--shard=parameters", *checkpointing(checkpointed)]
     options = ["--mpi", "--allocator=default"]
     told = run_workers(2, ["-c", TRAIN_AND_TELL, *flags], env=ENVIRON, options=options)
     taken = max(int(text.split("PEAK ")[1].split()[0]) for text in told)
-    flags = ["--estimate_memory=2", "--communication=mpi"]
+    flags = [*WIDE, "--estimate_memory=2", "--communication=mpi"]
     estimated = estimated_bytes("parameters", checkpointed, *flags)
     assert 0.85 < estimated / taken < 1.15, (estimated, taken)
