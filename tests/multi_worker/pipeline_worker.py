@@ -361,7 +361,20 @@ def refusals(strategy, folder, name):
     }
 
 
-CASES = {"life": life, "chosen differences": chosen_differences, "refusals": refusals}
+def synchronized_copies(strategy, folder, name):
+    case = {
+        "model": lambda: normalized(synchronized=True),
+        "pipeline": {"micro_batches": 1},
+    }
+    return cases.message_of(lambda: create(strategy, case))
+
+
+CASES = {
+    "life": life,
+    "synchronized copies": synchronized_copies,
+    "chosen differences": chosen_differences,
+    "refusals": refusals,
+}
 
 
 def run_case(strategy, folder, name):

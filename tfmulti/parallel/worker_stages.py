@@ -26,7 +26,7 @@ from tfmulti.parallel.staged_call import (
     spread_over,
 )
 from tfmulti.parallel.stages import weights_of
-from tfmulti.step import owners, parameters
+from tfmulti.step import normalization, owners, parameters
 from tfmulti.step.row_axis import OF_ALL_ROWS
 from tfmulti.step.rows import current_replica_batch
 
@@ -40,16 +40,32 @@ class WorkerStages(StagedCall):
 
     def install(self) -> None:
         """Gives each weight to the worker of its stage, and replaces the model's call."""
+        self._refuse_synchronized()
         super().install()
         weights = [weight for stage in self._stages for weight in stage.weights]
         num_stages = collections.Counter(map(id, weights))
         # Each weight once, and whether several stages share it.
         unique = {id(weight): weight for weight in weights}
         self._weights = [(weight, num_stages[key] > 1) for key, weight in unique.items()]
-        has_one_copy = len(self._stages) == topology.num_workers(self._strategy)
-        if self._num_micro_batches == 1 and has_one_copy:
+        if self._num_micro_batches == 1 and self._num_copies == 1:
             for layer in keras_compat.all_layers(self._model):
                 marks.SEES_BATCH.set(layer, True)
+
+    @property
+    def _num_copies(self):
+        return topology.num_workers(self._strategy) // len(self._cut.parts)
+
+    def _refuse_synchronized(self):
+        """Raises ValueError for synchronized batch normalization in several copies of a stage."""
+        synchronized = [layer.name for layer in normalization.synchronized_layers(self._model)]
+        if synchronized and self._num_copies > 1:
+            raise ValueError(
+                "A stage normalizes the rows of its own copy of the stages, and not those of all "
+                f"copies. Received: the synchronized batch normalization {synchronized[0]}, and "
+                f"{self._num_copies} copies of {len(self._cut.parts)} stages. Use as many stages as "
+                "workers, synchronized=False for the statistics of each copy, or "
+                "keras.layers.GroupNormalization."
+            )
 
     def _place_weights(self):
         sharded = parameters.of_strategy(self._strategy)
@@ -62,6 +78,7 @@ class WorkerStages(StagedCall):
         return parameters.in_replica() and current_replica_batch() is not None
 
     def _run_stages(self, plan, before, flat):
+        self._refuse_synchronized()
         weights = [
             parameters.gather(each, each.held(), for_stages=True) if is_shared else each.held()
             for each, is_shared in self._weights

@@ -22,7 +22,8 @@ from tfmulti.strategies.stock_callbacks import FirstStepFile
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
 
 _REFUSED = {
-    keras.callbacks.BackupAndRestore: "Use tfmulti.callbacks.Checkpoint.",
+    keras.callbacks.BackupAndRestore: "It saves what `fit` holds. Use "
+    "tfmulti.callbacks.Checkpoint.",
     callbacks_lib.Devices: "It compares workers that run `fit`. Leave it out.",
     callbacks_lib.ShardAuditLog: "Each batch goes to one worker, as it is. Leave it out.",
 }
