@@ -62,8 +62,8 @@ class WorkerStages(StagedCall):
             raise ValueError(
                 "A stage normalizes the rows of its own copy of the stages, and not those of all "
                 f"copies. Received: the synchronized batch normalization {synchronized[0]}, and "
-                f"{self._num_copies} copies of {len(self._cut.parts)} stages. Use as many stages as "
-                "workers, synchronized=False for the statistics of each copy, or "
+                f"{self._num_copies} copies of {len(self._cut.parts)} stages. Use as many stages "
+                "as workers, synchronized=False for the statistics of each copy, or "
                 "keras.layers.GroupNormalization."
             )
 
