@@ -353,6 +353,7 @@ def noisy():
     return keras.Sequential([keras.Input((6,)), Noise(), layers.Dense(1)])
 
 
+@pytest.mark.slow
 def test_unseeded_numbers_of_keras_are_drawn_once():
     runs = [train(noisy, (X, Y), checkpointed) for checkpointed in (False, True)]
     assert difference(*runs) < 1e-12

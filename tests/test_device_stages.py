@@ -440,7 +440,8 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
                 tfmulti.pipeline(again, devices=["CPU:0", "CPU:1"])
 
 
-@pytest.mark.parametrize("kind", [worker.Penalized, worker.OfSteepWeights])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", [worker.OfSteepWeights, worker.Penalized])
 def test_a_second_derivative_is_refused(kind):
     case = {"model": lambda: worker.stepping(kind)}
     with pytest.raises(RuntimeError, match="A pipeline supports first derivatives only"):

@@ -167,7 +167,7 @@ def test_fit_with_negatives_from_the_batch_is_one_devices(num_replicas, num_rows
     np.testing.assert_allclose(others[1], one[1], rtol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [3, 1])
 def test_padding_is_left_out(num_replicas):
     one, padded = train(1, 33), train(num_replicas, 33, remainder="pad")

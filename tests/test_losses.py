@@ -83,6 +83,7 @@ def test_a_loss_that_gives_one_number():
     assert_one_devices_result(dense, rows()[:2], loss=loss)
 
 
+@pytest.mark.slow
 def test_a_keras_loss_on_outputs_without_a_last_axis():
     def flat():
         return keras.Sequential([keras.layers.Dense(1), keras.layers.Reshape(())])

@@ -77,6 +77,7 @@ def test_slots_of_a_large_variable_are_halved_by_rows_if_the_optimizer_allows_it
     assert found["parameters"].slots > 0.9 * found["copies"].slots
 
 
+@pytest.mark.slow
 def test_sharded_state_halves_slots_and_the_rest_is_the_same():
     found = memory_estimate.estimate(config())
     copies, sharded = found["copies"], found["state"]

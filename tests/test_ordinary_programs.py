@@ -433,6 +433,7 @@ def test_stock_augmentation_does_not_shuffle_rows(recwarn):
     assert not [w for w in recwarn if "shuffles rows" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_an_activity_regularizer_is_told_to_sum():
     strategy = create_strategy(2)
     with strategy.scope():

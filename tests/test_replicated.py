@@ -488,7 +488,7 @@ def known_rows():
     return tf.data.Dataset.from_tensor_slices((x, x)).batch(6, drop_remainder=True)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "data"), [(OfTwoParts, two_parts), (OfKnownRows, known_rows)], ids=["parts", "known"]
 )

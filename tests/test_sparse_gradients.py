@@ -82,7 +82,7 @@ def test_positions_count_once(optimizer, repeated, remainder):
     np.testing.assert_allclose(three, one, rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [True, False])
 def test_positions_of_any_length_count_once(repeated):
     one = train(1, clipped, repeated, feed=of_any_length)

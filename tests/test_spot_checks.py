@@ -160,6 +160,7 @@ def test_what_changes_often_is_compared_and_read_more_and_more_rarely(monkeypatc
     assert len(reads) == 1 + len(due)
 
 
+@pytest.mark.slow
 def test_what_a_callback_sets_for_three_steps_trains_as_on_one_device():
     (one, history), callbacks = fit(1, FewSettings, callbacks=[Window()]), [Window()]
     with pytest.warns(UserWarning, match="From now on every replica .* 17 steps after"):

@@ -89,6 +89,7 @@ def test_told_of_three_replicas_and_of_sorted_arrays(num_replicas):
     assert "with other" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_error_says_what_was_made_up():
     with pytest.raises(ValueError, match="with other labels, optimizer.iterations at 8399, var"):
         fit(**TOLD["a counter"])

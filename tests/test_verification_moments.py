@@ -108,6 +108,7 @@ class Driver(later.Step):
         return logs
 
 
+@pytest.mark.slow
 def test_a_decision_by_local_rows_after_the_update_is_reported():
     with pytest.warns(UserWarning, match="decides by a number .*: Less at .*moments.py"):
         fit(Driver, on_difference="replicate")

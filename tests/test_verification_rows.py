@@ -43,7 +43,7 @@ def is_exact(data, num_replicas, make=cases.TwoParts):
         np.testing.assert_allclose(many[1][name], one[1][name], rtol=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_replicas, data, make",
     [

@@ -72,7 +72,7 @@ def trained(num_replicas, make, data, **settings):
     return np.concatenate([weight.ravel() for weight in model.get_weights()]), told
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "make, number, batch_size, reason",
     [

@@ -141,14 +141,8 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     if num_workers > 1 and config.communication == "mpi":
         import mpi4py.MPI  # noqa: F401 - its buffers are a part of each process.
     before = memory.resident()
-    with strategy.scope():
-        model = create_model(config.model, split)
-        if not model.built:
-            one_row = lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype)
-            model(tf.nest.map_structure(one_row, train.element_spec[0]))
-        compile_model(model, dataclasses.replace(config, shard=None), train)
-        optimizer = keras_compat.inner_optimizer(model.optimizer)
-        optimizer.build(model.trainable_variables)
+    model = _create_model(config, split, strategy, train)
+    optimizer = keras_compat.inner_optimizer(model.optimizer)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
     known = [gradient for gradient in gradients if gradient is not None]
     trainable = sum(map(owners.bytes_of, model.trainable_variables))
@@ -177,6 +171,18 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     step = _trace(model, strategy, train.element_spec, rows)
     own["parameters"] = _with_sharded_weights(own["parameters"], model, num_workers, step, copies)
     return {"copies": whole, **own}
+
+
+def _create_model(config, split, strategy, train) -> keras.Model:
+    """Returns the compiled model, with all variables of its optimizer."""
+    with strategy.scope():
+        model = create_model(config.model, split)
+        if not model.built:
+            one_row = lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype)
+            model(tf.nest.map_structure(one_row, train.element_spec[0]))
+        compile_model(model, dataclasses.replace(config, shard=None), train)
+        keras_compat.inner_optimizer(model.optimizer).build(model.trainable_variables)
+    return model
 
 
 def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
