@@ -1,10 +1,12 @@
 """Runs the blocks of a page in a folder of their own."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -87,15 +89,21 @@ def side_of(block: Block, sign: str) -> str:
 def run_shell(block: Block, folder: Path) -> None:
     """Runs the commands of a shell block that are ours, small."""
     _prepare(block.page, folder)
-    waiting = []
-    for command in commands.commands_of(block):
-        if not command.runs_here:
-            continue
-        waiting.append(_start(_tiny(command), folder, _variables(command)))
-        if block.words != "together":
-            _wait(waiting, block.name)
-            waiting = []
-    _wait(waiting, block.name)
+    own = [command for command in commands.commands_of(block) if command.runs_here]
+    if block.words == "together":
+        with _fixed_ports():
+            _wait([_start(_tiny(each), folder, _variables(each)) for each in own], block.name)
+        return
+    for command in own:
+        _wait([_start(_tiny(command), folder, _variables(command))], block.name)
+
+
+@contextlib.contextmanager
+def _fixed_ports():
+    """Keeps other tests from the ports of the files in `tf_config` meanwhile."""
+    with open(Path(tempfile.gettempdir()) / "tfmulti_fixed_ports", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _prepare(page, folder) -> tuple[Block, ...]:
