@@ -139,18 +139,6 @@ class OfSteepWeights(keras.Model):
         return {"loss": total}
 
 
-class LogsNorm(keras.Model):
-    """Logs the norm of the gradients, which is that of the whole batch."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
-
-
 class Sensitive(keras.Model):
     """Takes two gradients of one pass, and logs that of the inputs."""
 
@@ -345,7 +333,7 @@ def refusals(strategy, folder, name):
         return [str(each.message) for each in told if each.category is UserWarning]
 
     return {
-        "warnings": warnings_of(LogsNorm),
+        "warnings": warnings_of(CustomStep),
         "stages": needs(lambda: tfmulti.pipeline(dense(), stages=5)),
         "one stage": needs(lambda: tfmulti.pipeline(dense(), stages=1)),
         "strings": needs(lambda: tfmulti.pipeline(of_strings())),
@@ -362,11 +350,14 @@ def refusals(strategy, folder, name):
 
 
 def synchronized_copies(strategy, folder, name):
-    case = {
-        "model": lambda: normalized(synchronized=True),
-        "pipeline": {"micro_batches": 1},
-    }
-    return cases.message_of(lambda: create(strategy, case))
+    case = {"model": lambda: normalized(True), "pipeline": {"micro_batches": 1}}
+
+    def later():
+        model = create(strategy, case | {"model": normalized})
+        tfmulti.synchronize_batch_normalization(model)
+        model.fit(batches(strategy, case), verbose=0)
+
+    return [cases.message_of(call) for call in (lambda: create(strategy, case), later)]
 
 
 CASES = {

@@ -162,6 +162,10 @@ def decaying():
     return optimizers.AdamW(1e-2, weight_decay=0.1, global_clipnorm=0.1)
 
 
+def clipped():
+    return optimizers.SGD(0.1, clipnorm=0.01)
+
+
 def averaging():
     return optimizers.Nadam(0.01, use_ema=True, ema_overwrite_frequency=3)
 
@@ -270,7 +274,7 @@ TRAINED = {
         "layout": PAIR,
         "optimizer": adam(gradient_accumulation_steps=2, global_clipnorm=0.1),
     },
-    "clipped": {"model": mlp, "layout": PAIR, "optimizer": adam(clipnorm=0.001)},
+    "clipped": {"model": mlp, "layout": PAIR, "optimizer": clipped},
     "averages": {"model": mlp, "layout": PAIR, "optimizer": averaging},
     "swapped averages": {
         "model": mlp,

@@ -98,5 +98,5 @@ def test_four_workers_as_stages_and_as_copies_of_stages(run_over_mpi, tmp_path, 
 def test_synchronized_normalization_in_copies_of_stages_is_refused(run_over_mpi, tmp_path):
     environ = {"STAGES": "2"}
     seen = run_over_mpi(tmp_path, ["synchronized copies"], num_workers=4, env=environ)
-    for each in seen:
-        assert "2 copies of 2 stages" in each["synchronized copies"]
+    told = [message for each in seen for message in each["synchronized copies"]]
+    assert len(told) == 8 and all("2 copies of 2 stages" in message for message in told)

@@ -207,9 +207,12 @@ class _AnyRows:
         specs = tf.nest.map_structure(without_rows, data, expand_composites=False)
         known = (repr(specs), *(s for s in tf.nest.flatten(specs) if isinstance(s, tf.TypeSpec)))
         if known not in self._traced:
-            self._traced.add(known)
-            with contextlib.suppress(*[Exception] * self._may_fail):
+            try:
                 self._function.get_concrete_function(specs)
+            except Exception:
+                if not self._may_fail:
+                    raise
+            self._traced.add(known)
 
     def __getattr__(self, name):
         return getattr(self._function, name)

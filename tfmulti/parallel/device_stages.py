@@ -94,13 +94,13 @@ class DeviceStages(StagedCall):
 
             def gradient(*upstream):
                 upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]
-                sources = [*map(link, before.floats(flat)), *links]
+                of_all = [*map(link, before.floats(flat)), *links]
                 of_inputs, of_weights = one.backward(upstream)
-                of_inputs = refuse_second_derivative(of_inputs, sources)
+                of_inputs = refuse_second_derivative(of_inputs, of_all)
                 gradients = spread_over(before, of_inputs, wants_inputs)
                 for device, own in zip(self._devices, of_weights):
                     with tf.device(device):
-                        gradients += refuse_second_derivative(own, sources)
+                        gradients += refuse_second_derivative(own, of_all)
                 return gradients
 
             return results, gradient

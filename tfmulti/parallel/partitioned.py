@@ -110,11 +110,16 @@ def prepare_optimizer(model: keras.Model) -> None:
     cut = [table for table in tables if isinstance(table, PartitionedTable)]
     if not cut:
         return
+    _refuse_whole_updates(optimizer, cut[0])
     clipping.clip_together(optimizer, [table.parts for table in cut])
+
+
+def _refuse_whole_updates(optimizer, table):
+    """Raises ValueError for an optimizer of Keras's that reads whole variables; warns of others."""
     if split_weights.updates_elements(optimizer):
         return
     name = type(optimizer).__name__
-    where = f"{cut[0].parts[0].path}, which is cut into {len(cut[0].parts)} parts"
+    where = f"{table.parts[0].path}, which is cut into {len(table.parts)} parts"
     one_server = "one server (--num_ps 1), which does not cut tables"
     if keras_compat.is_stock(type(optimizer)):
         raise ValueError(
@@ -125,7 +130,7 @@ def prepare_optimizer(model: keras.Model) -> None:
         f"{name} updates each part of a large table by itself: {where}. If its update of an "
         "element reads other elements, the result is not that of the whole table. Use "
         f"{one_server}.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

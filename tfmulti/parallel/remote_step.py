@@ -20,6 +20,7 @@ from tfmulti import keras_compat
 from tfmulti.parallel import partitioned
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
+from tfmulti.verification import messages
 
 # Distances between the seeds of two steps, and of two parts of a step, so that their random numbers
 # differ.
@@ -117,8 +118,8 @@ class RemoteStep:
             [spec] = self._test.input_signature
             raise ValueError(
                 f"`{name}` must be what the model's `test_step` takes. Received: {spec}, with "
-                f"which it fails: {type(error).__name__}: {str(error).strip().splitlines()[-1]}. "
-                "Give inputs and labels as for training."
+                f"which it fails: {messages.shorten(error)}. Give inputs and labels as for "
+                "training."
             ) from error
 
     def schedule_test(self, coordinator, batch) -> Callable[[], list[np.ndarray]]:

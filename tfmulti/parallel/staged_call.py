@@ -271,7 +271,7 @@ def link(value):
     return tf.zeros([0], value.dtype), lambda upstream: upstream
 
 
-def refuse_second_derivative(gradients, sources) -> list:
+def refuse_second_derivative(gradients, links) -> list:
     """Returns the same gradients, and makes differentiating them again an error.
 
     MPI calls have no gradient, and stages run on values that no tape has watched: a second
@@ -279,7 +279,7 @@ def refuse_second_derivative(gradients, sources) -> list:
 
     Args:
         gradients: Gradients that have passed through the stages; some may be `tf.IndexedSlices`.
-        sources: The floating-point tensors that they depend on, or their links.
+        links: The links of the floating-point tensors that they depend on.
     """
     flat = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
 
@@ -294,7 +294,7 @@ def refuse_second_derivative(gradients, sources) -> list:
 
         return [tf.identity(tensor) for tensor in tensors[: len(flat)]], gradient
 
-    flat = once(*flat, *map(link, sources)) if flat else []
+    flat = once(*flat, *links) if flat else []
     return [
         tf.IndexedSlices(new, old.indices, old.dense_shape)
         if isinstance(old, tf.IndexedSlices)

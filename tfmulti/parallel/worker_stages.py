@@ -22,6 +22,7 @@ from tfmulti.parallel.staged_call import (
     StageRun,
     add_gradients,
     concat_rows,
+    link,
     refuse_second_derivative,
     spread_over,
 )
@@ -107,9 +108,9 @@ class WorkerStages(StagedCall):
                 sums = one.add_over_copies([of_weights[place] for place in own])
                 of_weights.update(zip(own, sums))
                 of_weights = list(self._gradients_of_weights(of_weights))
-                sources = [*before.floats(flat), *weights]
-                of_inputs = refuse_second_derivative(of_inputs, sources)
-                of_weights = refuse_second_derivative(of_weights, sources)
+                links = [link(each) for each in (*before.floats(flat), *weights)]
+                of_inputs = refuse_second_derivative(of_inputs, links)
+                of_weights = refuse_second_derivative(of_weights, links)
                 return [*spread_over(before, of_inputs, wants_inputs), *of_weights]
 
             return results, gradient

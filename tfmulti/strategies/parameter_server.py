@@ -280,7 +280,7 @@ def say_goodbye(strategy: ParameterServerStrategy, code: int = 0) -> None:
             continue
 
 
-def find_lost_server(error: BaseException, cluster: Cluster) -> ServerLost | None:
+def find_lost_server(error: BaseException | None, cluster: Cluster) -> ServerLost | None:
     """Returns the error for a lost server if an error of TensorFlow means that, else None."""
     if not isinstance(error, tf.errors.OpError):
         return None

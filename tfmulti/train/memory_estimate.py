@@ -21,6 +21,7 @@ from rich.table import Table
 
 from tfmulti import devices, keras_compat
 from tfmulti.choices import SHARDS
+from tfmulti.cluster import mpi
 from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.parallel import sharded_parameters
@@ -139,9 +140,10 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     train = distribute_train(split, strategy, rows, seed=config.seed)
     _run_a_small_step()
     if num_workers > 1 and config.communication == "mpi":
-        import mpi4py.MPI  # noqa: F401 - its buffers are a part of each process.
+        # Its buffers are a part of each process.
+        mpi.world()
     before = memory.resident()
-    model = _create_model(config, split, strategy, train)
+    model = _compiled_model(config, split, strategy, train)
     optimizer = keras_compat.inner_optimizer(model.optimizer)
     graph, gradients = _trace(model, strategy, train.element_spec, rows)
     known = [gradient for gradient in gradients if gradient is not None]
@@ -173,7 +175,7 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
     return {"copies": whole, **own}
 
 
-def _create_model(config, split, strategy, train) -> keras.Model:
+def _compiled_model(config, split, strategy, train) -> keras.Model:
     """Returns the compiled model, with all variables of its optimizer."""
     with strategy.scope():
         model = create_model(config.model, split)

@@ -85,7 +85,7 @@ class RemoteRuns:
     def __exit__(self, kind, error, traceback):
         self._monitor.stop()
         tf.get_logger().removeFilter(_leave_out)
-        lost = find_lost_server(error, self._strategy.cluster) if error is not None else None
+        lost = find_lost_server(error, self._strategy.cluster)
         if lost is not None:
             # TensorFlow's error has pages, and says less; a callback may have met it, too.
             raise lost from None

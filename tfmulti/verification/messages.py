@@ -295,10 +295,15 @@ def shorten(error: Exception) -> str:
     """Returns the type of an error and its own words, and the method that Keras says it came from.
 
     TensorFlow's stack of the graph and Keras's list of arguments are left out.
+
+    >>> shorten(ValueError("in user code: ...\\n\\n    ValueError: None values not supported."))
+    'ValueError: None values not supported'
     """
     text = re.split(r" for '\{\{node|\[\[\{\{node", _MARKS.sub("", str(error)))[0]
     paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
     came = re.match(r"Exception encountered when calling (.*)\.$", paragraphs[0])
     own = [each for each in paragraphs if each and not each.startswith(_ARGUMENTS)]
     where = f" in {came[1]}" if came and len(own) > 1 else ""
-    return f"{type(error).__name__}{where}: {(own or [''])[-1][:600].removesuffix('.')}"
+    # Keras repeats the type in an error of a traced step.
+    words = (own or [""])[-1].removeprefix(f"{type(error).__name__}: ")
+    return f"{type(error).__name__}{where}: {words[:600].removesuffix('.')}"
