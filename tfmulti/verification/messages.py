@@ -292,11 +292,11 @@ _MARKS = re.compile(r"\x1b\[[0-9;]*m|\{\{function_node .*?\}\}")
 
 
 def shorten(error: Exception) -> str:
-    """Returns the type of an error and its own words, and the method that Keras says it came from.
+    r"""Returns the type of an error and its own words, and the method that Keras says it came from.
 
     TensorFlow's stack of the graph and Keras's list of arguments are left out.
 
-    >>> shorten(ValueError("in user code: ...\\n\\n    ValueError: None values not supported."))
+    >>> shorten(ValueError("in user code: ...\n\n    ValueError: None values not supported."))
     'ValueError: None values not supported'
     """
     text = re.split(r" for '\{\{node|\[\[\{\{node", _MARKS.sub("", str(error)))[0]
