@@ -16,7 +16,7 @@ def train(guarantee, place) -> dict[str, np.ndarray]:
 
     Returns:
         `weight/NUMBER` and `optimizer/NUMBER` with one row for each local replica,
-        `history/METRIC`, and, where the guarantee validates, `evaluate/METRIC` and `predict`.
+        `history/METRIC`, and, where it validates, `evaluate/METRIC` and `predict/OUTPUT`.
     """
     keras.utils.clear_session()
     if place.strategy is not None and not place.stock:
@@ -147,7 +147,8 @@ def evaluate(model, guarantee, place) -> dict[str, np.ndarray]:
     metrics = model.evaluate(**rows, **sizes, return_dict=True, verbose=0)
     predictions = model.predict(rows["x"], **sizes, verbose=0)
     arrays = {f"evaluate/{name}": np.array(value) for name, value in metrics.items()}
-    return arrays | {"predict": predictions}
+    outputs = keras.tree.flatten(predictions)
+    return arrays | {f"predict/{number}": output for number, output in enumerate(outputs)}
 
 
 def results(model, place, history) -> dict[str, np.ndarray]:

@@ -87,7 +87,7 @@ class DeviceStages(StagedCall):
         @tf.custom_gradient
         def compute(*tensors):
             nonlocal one
-            one = _Pass(plan, self._devices)
+            one = _DevicePass(plan, self._devices)
             results = one.forward(
                 [tf.stop_gradient(tensor) for tensor in tensors[: len(flat)]], weights
             )
@@ -110,7 +110,7 @@ class DeviceStages(StagedCall):
         return results
 
 
-class _Pass:
+class _DevicePass:
     """One pass of a batch through the stages, forward and backward."""
 
     def __init__(self, plan: Plan, devices: list[str]):

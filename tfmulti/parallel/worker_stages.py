@@ -97,7 +97,7 @@ class WorkerStages(StagedCall):
             nonlocal one
             tensors = [tf.stop_gradient(tensor) for tensor in tensors]
             own = [tensors[number + place] for place in mine]
-            one = _Pass(plan, self._strategy, num_rows, wants_inputs)
+            one = _WorkerPass(plan, self._strategy, num_rows, wants_inputs)
             results = one.forward(tensors[:number], own)
 
             def gradient(*upstream):
@@ -136,7 +136,7 @@ class WorkerStages(StagedCall):
                 yield tf.identity(own)
 
 
-class _Pass:
+class _WorkerPass:
     """One pass of a batch through the stages, forward and backward, and this worker's part in it.
 
     Args:

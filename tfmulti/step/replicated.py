@@ -67,12 +67,12 @@ class ReplicatedStep:
         kind: `"train"`, `"test"` or `"predict"`.
         step: The step, a function of one batch.
         padded: Whether sample weights can mark padding rows.
-        is_whole: Whether every local replica gets the rows of its whole worker.
+        are_undivided: Whether every local replica is given all rows of its worker.
     """
 
-    def __init__(self, model, kind: str, step, padded: bool, is_whole: bool):
+    def __init__(self, model, kind: str, step, padded: bool, are_undivided: bool):
         self._model, self._kind, self._step = model, kind, step
-        self._padded, self._is_whole = padded, is_whole
+        self._padded, self._are_undivided = padded, are_undivided
         self._sizes: list[int | None] | None = None
         requests = getattr(model.distribute_strategy, "requests", None)
         self._requests = requests if kind == "train" else None
@@ -115,7 +115,7 @@ class ReplicatedStep:
         data = rows_lib.without_padding(data) if self._padded else data
         if rows_lib.parts_of(data) is None:
             raise rows_lib.missing_rows_error(data)
-        if not self._is_whole:
+        if not self._are_undivided:
             return data
         context = tf.distribute.get_replica_context()
         count = topology.num_local_replicas(context.strategy)

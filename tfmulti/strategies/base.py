@@ -84,16 +84,16 @@ class _KerasRepairs:
         several = self.num_replicas_in_sync > 1
         if several:
             self._refuse(kind, model)
-        is_whole = topology.num_local_replicas(self) > 1 and not _is_distributed(args[:1])
+        are_undivided = topology.num_local_replicas(self) > 1 and not _is_distributed(args[:1])
         if several and replicated.is_replicated(model, kind):
-            whole = replicated.ReplicatedStep(model, kind, fn, self.marks_padding, is_whole)
+            whole = replicated.ReplicatedStep(model, kind, fn, self.marks_padding, are_undivided)
             return self._note_logs(kind, whole.run(super().run, args[0]))
         is_local = kind == "train" and several and local_steps.steps_of(model) > 1
         if is_local:
             fn = local_steps.on_local_rows(fn, self)
         if kind and len(args) == 1 and (several or self.marks_padding):
             fn = wrapped_step.wrap_step(fn, kind, model, padded=self.marks_padding)
-            if kind != "predict" and is_whole:
+            if kind != "predict" and are_undivided:
                 fn = wrapped_step.divide_whole_batch(fn)
         else:
             args = tuple(rows.without_count(value) for value in args)

@@ -35,7 +35,7 @@ def predict(model: keras.Model, x):
         stay tensors.
     """
     function, made_for = marks.PREDICT.get(model)
-    how = model.run_eagerly, _is_whole(model)
+    how = model.run_eagerly, _is_by_one_device(model)
     if function is None or made_for != how:
         function = _create_function(model)
         marks.PREDICT.set(model, (function, how))
@@ -43,7 +43,7 @@ def predict(model: keras.Model, x):
         lambda part: tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part, x
     )
     strategy = model.distribute_strategy
-    with _as_one_device(strategy) if _is_whole(model) else contextlib.nullcontext():
+    with _as_one_device(strategy) if _is_by_one_device(model) else contextlib.nullcontext():
         outputs = function((x,))
     return tf.nest.map_structure(
         lambda part: part.numpy() if isinstance(part, tf.Tensor) else part,
@@ -52,7 +52,7 @@ def predict(model: keras.Model, x):
     )
 
 
-def _is_whole(model) -> bool:
+def _is_by_one_device(model) -> bool:
     in_stages = marks.MICRO_BATCHES.get(model) > 1
     return not in_stages and verification.may_be_verified(model, PREDICT)
 
@@ -65,7 +65,7 @@ def _as_one_device(strategy):
 
 def _create_function(model):
     strategy, fn = model.distribute_strategy, model.predict_step
-    if not _is_whole(model):
+    if not _is_by_one_device(model):
         fn = wrapped_step.wrap_step(fn, "predict", model, padded=False)
         fn = wrapped_step.divide_whole_batch(fn)
 

@@ -150,10 +150,10 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     rows.counts = [max(count, 1) for count in rows.counts]
     case.rows, case.num_later, case.is_read_meanwhile = rows, number, True
     # A step that needs all rows of its batch takes them from those that are chosen here.
-    is_whole, case.is_whole = case.is_whole, False
+    whole_batches, case.whole_batches = case.whole_batches, False
     try:
         _choose_rows(case, drawn, workers, early=True)
-        case.is_whole = is_whole
+        case.whole_batches = whole_batches
         with restored(Numbers(model)), quiet_tensorflow():
             differs, found = look_again(case, workers)
     except Exception as error:

@@ -70,8 +70,8 @@ class Case(Batches):
         kind: `"train"`, `"test"` or `"predict"`.
         rows: Rows of the first batch.
         is_traced_static: Whether it is traced for one number of rows, as some steps need.
-        is_whole: Whether that is the number of rows of a batch, as a layer needs that makes groups.
-        whole_sizes: That number, of each part; those of the first batch if None.
+        whole_batches: Whether those are all rows of a batch, as a layer needs that makes groups.
+        whole_sizes: Their number, of each part; those of the first batch if None.
         trial: The comparison that found no difference, `verification.trial.Trial`; None before.
         is_read_meanwhile: Whether Python code may be reading later batches in another thread.
         seconds: How long it took to verify it.
@@ -82,7 +82,7 @@ class Case(Batches):
     kind: str
     rows: Rows
     is_traced_static: bool = False
-    is_whole: bool = False
+    whole_batches: bool = False
     whole_sizes: list[int] | None = None
     trial: object | None = None
     num_later: int = 0
@@ -123,7 +123,7 @@ class Case(Batches):
     def takes(self, rows: Rows) -> bool:
         """Whether the traced step can run on these rows, which then replace those of the case."""
         rows.open_axes = self.rows.open_axes
-        if (self.is_whole or self.rows.are_unequal) and rows.counts != self.rows.counts:
+        if (self.whole_batches or self.rows.are_unequal) and rows.counts != self.rows.counts:
             return False
         return rows.form() == self.rows.form() and rows.fit(self.rows)
 
@@ -152,7 +152,7 @@ class Case(Batches):
         """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
         number = self.strategy.num_replicas_in_sync * self.num_micro_batches
         counts = self.rows.counts
-        if self.is_whole:
+        if self.whole_batches:
             return [self.whole_sizes or self._first_sizes()] * 2
         if self.rows.are_unequal:
             others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
@@ -170,7 +170,7 @@ class Case(Batches):
 
     def examples(self) -> list[list]:
         """Returns the rows of each of the steps to run."""
-        if self.is_whole:
+        if self.whole_batches:
             return [self.rows.first(self.whole_sizes or self._first_sizes(), self.rows.whole)] * 2
         return [self.rows.first(size) for size in self.sizes()]
 

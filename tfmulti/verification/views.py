@@ -371,8 +371,8 @@ def holds(dtype, number) -> bool:
     """
     if dtype.kind == "f":
         return True
-    is_whole = dtype.kind in "iu" and float(number).is_integer()
-    return is_whole and np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
+    is_integer = dtype.kind in "iu" and float(number).is_integer()
+    return is_integer and np.iinfo(dtype).min <= number <= np.iinfo(dtype).max
 
 
 _VARY = {

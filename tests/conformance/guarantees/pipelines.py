@@ -14,32 +14,37 @@ from conformance.guarantee import Guarantee
 from conformance.guarantees import common
 
 
-def in_stages(create, maker=common.sgd, **settings):
+def classify():
+    """Arguments of `compile` for a model of classes."""
+    return {"loss": common.entropy(), "metrics": ["accuracy"]}
+
+
+def in_stages(create, maker=common.sgd, compiled=classify, **settings):
     """Returns a function of `wrap` that makes a compiled model of what `create` returns."""
 
-    def compiled(wrap):
+    def make(wrap):
         model, optimizer = create(), wrap(maker())
         if hasattr(tf.distribute.get_strategy().extended, "receive_sent"):
             model = tfmulti.pipeline(model, **settings)
             optimizer = tfmulti.DistributedOptimizer(optimizer, shard="parameters")
-        model.compile(optimizer, common.entropy(), metrics=["accuracy"], jit_compile=False)
+        model.compile(optimizer, jit_compile=False, **compiled())
         return model
 
-    return compiled
+    return make
 
 
-def on_devices(create, maker=common.sgd, **settings):
+def on_devices(create, maker=common.sgd, compiled=classify, **settings):
     """Returns a function of `wrap` that makes a model whose stages are on two logical CPUs."""
 
-    def compiled(wrap):
+    def make(wrap):
         model = create()
         if isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy):
             model = tfmulti.pipeline(model, devices=["CPU:0", "CPU:1"], **settings)
         optimizer = wrap(maker())
-        model.compile(optimizer, common.entropy(), metrics=["accuracy"], jit_compile=False)
+        model.compile(optimizer, jit_compile=False, **compiled())
         return model
 
-    return compiled
+    return make
 
 
 def skips():
@@ -55,6 +60,28 @@ def recurrent():
     hidden = [layers.Embedding(9, 6, mask_zero=True), layers.GRU(6, return_sequences=True)]
     last = [layers.GRU(6), layers.Dense(common.NUM_CLASSES)]
     return keras.Sequential([keras.Input((6,)), *hidden, *last])
+
+
+def two_inputs():
+    """Inputs of unlike widths, of which the second enters late, and outputs of two stages."""
+    given, late = keras.Input((5,), name="given"), keras.Input((2,), name="late")
+    early = layers.Dense(4, "tanh")(given)
+    joined = layers.Concatenate()([layers.Dense(3, "tanh")(early), late])
+    outputs = {"a": layers.Dense(1, name="a")(early), "b": layers.Dense(1, name="b")(joined)}
+    return keras.Model({"given": given, "late": late}, outputs)
+
+
+def predict_two():
+    """Arguments of `compile` for a model of two numbers."""
+    losses, metrics = {"a": "mse", "b": "mae"}, {"a": ["mae"], "b": ["mse"]}
+    return {"loss": losses, "loss_weights": {"a": 0.7, "b": 0.2}, "metrics": metrics}
+
+
+def pairs(num_rows):
+    """Returns two inputs, and a number for each output."""
+    x = {"given": common.features(num_rows), "late": common.features(num_rows, 2, salt=8)}
+    y = common.features(num_rows, 1, salt=3)
+    return x, {"a": y, "b": 0.3 - y}
 
 
 def penalized():
@@ -82,6 +109,13 @@ def guarantees(where, cut):
             f"{where}, recurrent under a mask",
             cut(recurrent, micro_batches=2, checkpoint_activations=True),
             data=common.tokens,
+        ),
+        Guarantee(
+            f"{where}, two inputs and two outputs",
+            cut(two_inputs, compiled=predict_two, micro_batches=3),
+            data=pairs,
+            num_rows=43,
+            validate=True,
         ),
         Guarantee(
             f"{where}, clipped by the norm of all stages",
