@@ -138,6 +138,11 @@ def checkpointed():
     return tfmulti.checkpoint_activations(chain(*hidden))
 
 
+def checkpointed_lstm():
+    """A layer that gathers its weights, and whose activations are checkpointed."""
+    return tfmulti.checkpoint_activations(tokens(layers.LSTM(64)))
+
+
 class Clipping(keras.Model):
     """A step that reads a weight, and the gradients of all."""
 
@@ -171,9 +176,10 @@ MODELS = {
     "frozen": frozen,
     "adapted": adapted,
     "checkpointed": checkpointed,
+    "checkpointed_lstm": checkpointed_lstm,
     "clipping": Clipping,
 }
-OF_TOKENS = ("tied", "table", "lstm", "bidirectional")
+OF_TOKENS = ("tied", "table", "lstm", "checkpointed_lstm", "bidirectional")
 
 
 def rows(of_tokens=False):

@@ -157,7 +157,13 @@ def recomputed(
             return call(*args, **kwargs)
         return _RepeatedCall(layer, call, args, kwargs, model or layer, sharded).outputs()
 
+    run.is_recomputed = True
     return run
+
+
+def call_that_runs_once(layer: keras.layers.Layer) -> Callable:
+    """Returns a layer's call as it was before `recomputed` replaced it."""
+    return layer.call.__wrapped__ if getattr(layer.call, "is_recomputed", False) else layer.call
 
 
 class _RepeatedCall:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.parallel.activations import recomputed
+from tfmulti.parallel.activations import call_that_runs_once, recomputed
 from tfmulti.step import model_contents, parameters
 from tfmulti.step.split_weights import SplitParameter
 
@@ -101,7 +101,9 @@ def gather_in_calls(model: keras.Model) -> None:
     if sharded is None:
         return
     for layer in _gathering_layers(model):
-        layer.call = recomputed(layer, layer.call, gathered=lambda layer=layer: _sharded(layer))
+        # Of a checkpointed layer too: gathering runs it again for gradients anyway.
+        call = call_that_runs_once(layer)
+        layer.call = recomputed(layer, call, gathered=lambda layer=layer: _sharded(layer))
         marks.GATHERS.set(layer, True)
 
 
