@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfmulti
+from tfmulti import keras_compat
 from tfmulti.mpi.all_reduce import MpiAllReduce
 from tfmulti.parallel import cutting, layer_costs
 from tfmulti.parallel.pipeline import pipeline
@@ -30,6 +31,14 @@ def test_stages_compute_about_as_much_as_each_other():
     # The first layer multiplies as many weights as all others.
     assert starts_of(chain(512, 16, 2, 2, 2), 2) == [1]
     assert starts_of(chain(64, 64, 64, 64, 64, 64), 3) == [2, 4]
+
+
+def test_a_recurrent_layer_computes_each_position_of_its_input():
+    tokens = [keras.Input((8,), dtype="int32"), layers.Embedding(60, 48, mask_zero=True)]
+    hidden = [layers.Bidirectional(layers.LSTM(24, return_sequences=True)), layers.GRU(32)]
+    model = keras.Sequential([*tokens, *hidden, layers.Dense(2)])
+    names = [layer.name for layer in keras_compat.layers_of_nodes(model)]
+    assert starts_of(model, 2) == [names.index(hidden[1].name)]
 
 
 def test_of_cuts_that_are_nearly_as_even_the_one_that_sends_least_is_taken():

@@ -92,6 +92,14 @@ def several():
     return keras.Model({"a": numbers, "b": words, "c": few}, outputs)
 
 
+def whole_numbers():
+    """A first stage that passes on whole numbers alone, so no gradient comes back to it."""
+    given = keras.Input((TOKENS,), dtype="int32")
+    halves = layers.Reshape((2, TOKENS // 2))(given)
+    one = layers.Flatten()(layers.Embedding(50, 16, name="table")(halves))
+    return keras.Model(given, layers.Dense(3)(one))
+
+
 def tied():
     """A table that is looked up in the first stage, and multiplied with in the last."""
     given, table = keras.Input((TOKENS,), dtype="int32"), layers.ReversibleEmbedding(50, 16)
@@ -200,6 +208,7 @@ TRAINED = {
     "recomputed": {"model": attention, "x": WORDS, "pipeline": {"checkpoint_activations": True}},
     "timed": {"model": recurrent, "x": WORDS, "pipeline": {"measure_rows": 4}},
     "named": {"model": skips, "pipeline": {"stages": ["late"]}},
+    "whole numbers": {"model": whole_numbers, "x": WORDS, "pipeline": {"stages": ["table"]}},
     "clipped": {"model": dense, "optimizer": clipped},
     "accumulated": {"model": dense, "optimizer": accumulated},
     "scaled": {"model": dense, "optimizer": scaled},

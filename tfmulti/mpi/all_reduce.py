@@ -143,6 +143,8 @@ class MpiAllReduce:
         Returns:
             Tensors that are available once the sending has begun, for control dependencies.
         """
+        if not tensors:
+            return []
         method = functools.partial(self._send_to, to)
         return self._call(lambda _, *arrays: [self._begin(method, *arrays)], tensors, [])
 
@@ -153,6 +155,8 @@ class MpiAllReduce:
             specs: The specs of the tensors, with known ranks.
             source: The number of the worker that sends.
         """
+        if not specs:
+            return []
         kinds = [(spec.dtype.as_numpy_dtype, spec.shape.rank) for spec in specs]
         method = functools.partial(self._receive_sent, source, kinds)
         [ticket] = self._call(lambda _: [self._begin(method)], [], [])
@@ -330,7 +334,8 @@ class MpiAllReduce:
         # A blocking receive would poll all the time, on a core that computes what comes before.
         while not self._communicator.Iprobe(source=source, tag=_MESSAGE_TAG):
             time.sleep(_PROGRESS_S)
-        self._communicator.Recv(sizes.view(np.uint8), source=source, tag=_MESSAGE_TAG)
+        for piece in buffers.bytes_of(sizes):
+            self._communicator.Recv(piece, source=source, tag=_MESSAGE_TAG)
         arrays, sizes = [], iter(sizes.tolist())
         for dtype, rank in kinds:
             shape = [next(sizes) for _ in range(rank)]
@@ -381,15 +386,12 @@ class MpiAllReduce:
     def _reduce_to(self, owner, array):
         """Adds an array over all workers for its owner; the others need no result."""
         is_own = owner == self._communicator.rank
-        result = (
-            buffers.empty(array.shape, array.dtype)
-            if is_own
-            else np.zeros([0] * array.ndim, "int8")
-        )
+        shape = array.shape if is_own else (0,) * array.ndim
+        result = buffers.empty(shape, array.dtype)
         received = self._pieces(result) if is_own else itertools.repeat(None)
         for sent, part in zip(self._pieces(array), received):
             self._communicator.Reduce(sent, part, root=owner)
-        return result.astype(array.dtype, copy=False)
+        return result
 
     def _pieces(self, array) -> list[np.ndarray]:
         if self._piece_bytes is None or array.nbytes <= self._piece_bytes:

@@ -28,17 +28,20 @@ def estimated_costs(model: keras.Model) -> list[float]:
     """Estimates the cost of each layer call of a model, in multiplications for one row.
 
     It assumes that a layer multiplies each of its weights once for each position of its output, as
-    dense layers and convolutions do. An embedding's table costs nothing: it is looked up.
+    dense layers and convolutions do, or of its input, as recurrent layers do. An embedding's table
+    costs nothing: it is looked up.
 
     Args:
         model: A built Functional or Sequential model.
     """
     layers, nodes = keras_compat.layers_of_nodes(model), keras_compat.nodes_of(model)
-    return [_estimated(layer, outputs) for layer, (_, outputs) in zip(layers, nodes)]
+    return [_estimated(layer, *node) for layer, node in zip(layers, nodes)]
 
 
-def _estimated(layer, outputs) -> float:
-    positions = math.prod(size or 1 for size in outputs[0].shape[1:-1])
+def _estimated(layer, inputs, outputs) -> float:
+    is_recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
+    over = inputs[0] if is_recurrent else outputs[0]
+    positions = math.prod(size or 1 for size in over.shape[1:-1])
     # A function of `keras.ops` is no layer, and has no weights.
     multiplies = isinstance(layer, keras.Layer) and not isinstance(layer, keras.layers.Embedding)
     weights = layer.count_params() if multiplies else 0
