@@ -265,6 +265,8 @@ def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError 
         why = messages.why_not_exact(whole.error, whole.reason)
     if workers.any(strategy, found.error is not None):
         error = found.error or ValueError(messages.elsewhere(case.kind))
+        # A worker that ended now could close a connection on which another one still receives.
+        workers.all_fail(strategy)
         return None, messages.with_reason(error, why)
     runs = workers.agree(strategy, found.runs)
     could = found.reason == ELSEWHERE
