@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import keras
@@ -250,3 +251,28 @@ def test_several_replicas_are_compiled_within_their_scope(optimizer):
     model.compile(optimizer, "mse")
     with pytest.raises(ValueError, match="Received: the variable .*, created outside it"):
         model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+
+
+def test_metrics_from_outside_the_scope_are_told_before_anything_is_verified():
+    metrics = [Largest(), keras.metrics.SparseTopKCategoricalAccuracy(2)]
+    with tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=metrics)
+    x, y = np.ones((9, 3)), np.arange(9) % 3
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="created outside it"):
+        warnings.simplefilter("error")
+        model.fit(x, y, validation_data=(x, y), verbose=0)
+
+
+class Largest(keras.metrics.Metric):
+    """A metric of the user's own, whose state is a maximum."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_weight(shape=(), initializer="zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.largest

@@ -104,7 +104,9 @@ def tied(strategy, folder):
         keras.utils.set_random_seed(1)
         model = Tied()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), loss)
+        # Training ends with the averages of the weights in their place.
+        optimizer = keras.optimizers.SGD(0.1, clipnorm=0.01, use_ema=True, ema_momentum=0.5)
+        model.compile(optimizer, loss)
         model(np.zeros((1,), "int32"))
         return model
 

@@ -429,7 +429,14 @@ def refusals(strategy, folder, name):
             model.compile("adam", "mse")
         fit(model)
 
-    programs = (early, compressed, no_scope, whole, exported, saved_in_scope)
+    def outside():
+        adam = optimizers.Adam()
+        with strategy.scope(), tfmulti.sharded_parameters():
+            model = plain()
+            model.compile(tfmulti.DistributedOptimizer(adam, shard="parameters"), "mse")
+        fit(model)
+
+    programs = (early, compressed, no_scope, whole, exported, saved_in_scope, outside)
     programs = {each.__name__: each for each in programs}
     return {name: cases.message_of(program) for name, program in programs.items()}
 

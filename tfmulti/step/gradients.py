@@ -22,13 +22,14 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import (
     local_steps,
+    losses,
     parameters,
     sharded_state,
     sparse_gradients,
     weighting,
 )
 from tfmulti.step.first_replica import gradients_of_first_replica, in_replicated_step
-from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
+from tfmulti.step.rows import as_current, batch_of_loop, current_replica_batch
 from tfmulti.step.sums import add_by_dtype
 
 _state_of_thread = Scoped(None)
@@ -71,10 +72,23 @@ class DistributedGradientTape(tf.GradientTape):
 
     In a `train_step` under `fit`, a plain `tf.GradientTape` does the same. In a function that a
     script itself passes to `strategy.run`, the number of rows of each replica is unknown; there
-    this class averages over replicas with equal weights. The optimizer does not reduce again.
+    this class averages over replicas with equal weights. Within its context Keras's losses and
+    `tf.nn.compute_average_loss` are not divided by the number of replicas, and their mean over
+    replicas is that of one device. The optimizer does not reduce again.
 
     Arguments and methods are those of `tf.GradientTape`.
     """
+
+    def __enter__(self):
+        """Begins to record; see `tf.GradientTape`."""
+        self._losses = losses.of_loop(batch_of_loop())
+        self._losses.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        """Ends recording; see `tf.GradientTape`."""
+        self._losses.__exit__(None, None, None)
+        return super().__exit__(*error)
 
     def gradient(self, target, sources, output_gradients=None, unconnected_gradients=None):
         """Returns the same as `tf.GradientTape.gradient`; gradients of variables are reduced."""
@@ -84,16 +98,9 @@ class DistributedGradientTape(tf.GradientTape):
             else {"unconnected_gradients": unconnected_gradients}
         )
         take = super().gradient
-        if (
-            output_gradients is None
-            and current_replica_batch() is None
-            and topology.is_one_of_several_replicas()
-        ):
-            count = tf.distribute.get_replica_context().num_replicas_in_sync
-            even = ReplicaBatch(
-                tf.constant(1), tf.constant(1), num_global=tf.constant(float(count))
-            )
-            with as_current(even):
+        replica_batch = batch_of_loop()
+        if output_gradients is None and replica_batch is not None:
+            with as_current(replica_batch):
                 return take(target, sources, **more)
         return take(target, sources, output_gradients, **more)
 

@@ -9,20 +9,37 @@ correct denominator is not proportional to rows, this module corrects the loss: 
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import local_steps, weighting
-from tfmulti.step.rows import as_current, current_replica_batch, distributed_batch
+from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch, distributed_batch
 
 _whole_batch = Scoped(False)
+# In a loop of the user's own, a replica batch that counts as much as every other one.
+_in_loop = Scoped(None)
+# The losses that are computed in such loops, by their ids.
+_means_of_loops: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 def keeps_means() -> bool:
     """Whether losses in the current step stay means, not divided by the number of replicas."""
-    return has_whole_batch() or current_replica_batch() is not None
+    return has_whole_batch() or current_replica_batch() is not None or _in_loop.value is not None
+
+
+def of_loop(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:
+    """Makes this thread compute the losses of a loop of the user's own, outside of Keras's steps.
+
+    A mean is then multiplied by its share of the numbers that all replicas average, so that the
+    mean over replicas is that of one device, whatever their numbers of rows.
+
+    Args:
+        replica_batch: A replica batch that counts as much as every other one; None elsewhere.
+    """
+    return _in_loop.set_to(replica_batch)
 
 
 def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
@@ -41,18 +58,18 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     """
     if has_whole_batch():
         return reduce(values, sample_weight, mask, reduction, dtype)
-    replica_batch = current_replica_batch()
     if getattr(tf.distribute.get_strategy(), "marks_padding", False):
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
-    if distributed_batch() is None:
+    replica_batch = distributed_batch() or _in_loop.value
+    if replica_batch is None:
         return loss
     if reduction == "sum":
         return _sum_of(loss, values, replica_batch)
     count = _denominator(sample_weight, mask, reduction)
-    if count is None:
-        return loss
-    return loss * tf.cast(weighting.mean_correction(count, replica_batch), loss.dtype)
+    if count is None and _in_loop.value is not None and loss.shape.rank == 0:
+        count = _number_of(values)
+    return loss if count is None else _corrected(loss, count, replica_batch)
 
 
 def average_loss(average, per_example_loss, sample_weight=None, global_batch_size=None):
@@ -69,11 +86,13 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
             # Keras calls a loss while it builds a model, where TensorFlow's function raises.
             return tf.reduce_mean(per_example_loss)
     loss = average(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None and _in_loop.value is not None:
+        return _corrected(_undivided(loss), _number_of(per_example_loss), _in_loop.value)
     if global_batch_size is None:
         return _undivided(loss)
     # A local step has only the worker's rows, while `global_batch_size` counts those of all.
     is_own = local_steps.in_local_step()
-    replica_batch = current_replica_batch() if is_own else distributed_batch()
+    replica_batch = current_replica_batch() if is_own else distributed_batch() or _in_loop.value
     return loss if replica_batch is None else _sum_of(loss, per_example_loss, replica_batch)
 
 
@@ -82,7 +101,7 @@ def _sum_of(loss, values, replica_batch):
     if replica_batch.has_gathered_rows(values):
         # Every replica has the same sum, and the weights add up to one.
         return loss
-    return loss * tf.cast(weighting.sum_correction(replica_batch), loss.dtype)
+    return _scaled(loss, weighting.sum_correction(replica_batch))
 
 
 def regularization_loss(scale, loss):
@@ -97,9 +116,10 @@ def regularization_loss(scale, loss):
 
 def _undivided(loss):
     """Reverts TensorFlow's division by the number of replicas, whose weights add up to one here."""
-    if not has_whole_batch() and distributed_batch() is None:
+    is_averaged = has_whole_batch() or distributed_batch() is not None or _in_loop.value is not None
+    if not is_averaged:
         return loss
-    return loss * tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, loss.dtype)
+    return _scaled(loss, tf.distribute.get_strategy().num_replicas_in_sync)
 
 
 @contextlib.contextmanager
@@ -112,6 +132,36 @@ def of_whole_batch():
 def has_whole_batch() -> bool:
     """Whether this thread computes with the rows of all replicas."""
     return _whole_batch.value
+
+
+def _corrected(loss, count, replica_batch):
+    """Returns a mean over `count` numbers so that its mean over replicas is that of one device."""
+    return _scaled(loss, weighting.mean_correction(count, replica_batch))
+
+
+def _scaled(loss, factor):
+    loss = loss * tf.cast(factor, loss.dtype)
+    if _in_loop.value is not None:
+        _means_of_loops[id(loss)] = loss
+    return loss
+
+
+def refuse_sums_of_means(values) -> None:
+    """Raises ValueError if a loop of the user's own adds its losses over replicas.
+
+    Args:
+        values: The tensors of all local replicas that are to be added.
+    """
+    if any(_means_of_loops.get(id(value)) is value for value in values):
+        raise ValueError(
+            "A loss under `tfmulti.DistributedGradientTape` is a mean: Keras and TensorFlow do not "
+            "divide it by the number of replicas there. Received: the sum of such losses over "
+            'replicas. Call strategy.reduce("MEAN", loss, axis=None).'
+        )
+
+
+def _number_of(values):
+    return tf.cast(tf.size(values), weighting.dtype())
 
 
 def _refuse_weights_of_rows(values, sample_weight):

@@ -262,6 +262,18 @@ def distributed_batch() -> ReplicaBatch | None:
     return current_replica_batch() if topology.is_one_of_several_replicas() else None
 
 
+def batch_of_loop() -> ReplicaBatch | None:
+    """Returns a replica batch that counts as much as every other one, in a loop of the user's own.
+
+    A script has passed the function of this replica to `strategy.run` itself; nobody knows how many
+    rows it gets. In Keras's own steps, and on one replica, it is None.
+    """
+    if current_replica_batch() is not None or not topology.is_one_of_several_replicas():
+        return None
+    count = tf.distribute.get_replica_context().num_replicas_in_sync
+    return ReplicaBatch(tf.constant(1), tf.constant(1), num_global=tf.constant(float(count)))
+
+
 def as_current(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:
     """Makes `replica_batch` the current one; None means outside a step."""
     return _current.set_to(replica_batch)

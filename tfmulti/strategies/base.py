@@ -13,6 +13,7 @@ from tfmulti.step import (
     gradients,
     iterators,
     local_steps,
+    losses,
     model_contents,
     replicated,
     rows,
@@ -130,10 +131,12 @@ class _KerasRepairs:
         raises an error for a scalar, and averages over the elements of a vector. This method
         returns the mean or sum over this worker's replicas, whose logs are global already.
         """
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if not is_mean and axis is None:
+            losses.refuse_sums_of_means(self.experimental_local_results(value))
         if axis == 0 and (_is_scalar(value) or any(log() is value for log in self._logs)):
             local = tf.stack(self.experimental_local_results(value))
-            mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-            return tf.reduce_mean(local, axis=0) if mean else tf.reduce_sum(local, axis=0)
+            return tf.reduce_mean(local, axis=0) if is_mean else tf.reduce_sum(local, axis=0)
         return super().reduce(reduce_op, value, axis)
 
     def experimental_distribute_dataset(self, dataset, options=None):

@@ -118,8 +118,6 @@ def refuse_outside_scope(model: keras.Model) -> None:
     """
     strategy = model.distribute_strategy
     several = strategy.num_replicas_in_sync > 1
-    if several:
-        sharded_parameters.refuse_other_optimizers(model)
     optimizer = getattr(model, "optimizer", None)
     owned = [*model.trainable_variables, *model.metrics_variables]
     slots = optimizer.variables if optimizer is not None else []
@@ -134,6 +132,8 @@ def refuse_outside_scope(model: keras.Model) -> None:
             "Create them within `with strategy.scope():`, or pass them to compile by name; "
             "build the model, enable LoRA and compile within the scope too."
         )
+    if several:
+        sharded_parameters.refuse_other_optimizers(model)
 
 
 def _is_outside(value, strategy, several) -> bool:
@@ -187,6 +187,8 @@ def verify_once_built(strategy, model: keras.Model, peek, iterator) -> None:
     sharded_parameters.gather_in_calls(model)
     whole_batch.prepare_losses(model)
     whole_batch.prepare_metrics(model)
+    # The metrics of `compile` are there now.
+    refuse_outside_scope(model)
     if model.optimizer is not None and (model.run_eagerly or tf.config.functions_run_eagerly()):
         x = keras.utils.unpack_x_y_sample_weight(peek())[0]
         sparse_gradients.note_positions(model, keras_compat.gather_local(strategy, x))

@@ -136,6 +136,9 @@ class _Epochs:
             self._callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
+        if epochs > 0:
+            # Puts moving averages of the weights in their place, as `fit` does.
+            model.optimizer.finalize_variable_values(model.trainable_weights)
         self._callbacks.on_train_end(logs)
 
     def _train_epoch(self, epoch) -> dict:

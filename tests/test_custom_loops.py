@@ -1,0 +1,116 @@
+"""Loops of the user's own around `strategy.run`: losses as on one device, also with uneven rows."""
+
+import keras
+import numpy as np
+import pytest
+import replicas
+import tensorflow as tf
+
+import tfmulti
+
+random = np.random.RandomState(0)
+X, WEIGHTS = random.randn(17, 4).astype("float32"), random.rand(17).astype("float32")
+Y = 2 * X[:, :1]
+
+
+def of_object(weighted=False, **settings):
+    def create():
+        loss = keras.losses.MeanSquaredError(**settings)
+        return lambda y, outputs, weights: loss(y, outputs, weights if weighted else None)
+
+    return create
+
+
+def average(weighted=False, **settings):
+    def of(y, outputs, weights):
+        losses = keras.losses.mean_squared_error(y, outputs)
+        weights = weights if weighted else None
+        return tf.nn.compute_average_loss(losses, sample_weight=weights, **settings)
+
+    return lambda: of
+
+
+LOSSES = {
+    "mean": of_object(),
+    "weighted": of_object(weighted=True),
+    "mean_with_sample_weight": of_object(weighted=True, reduction="mean_with_sample_weight"),
+    "sum": of_object(reduction="sum"),
+    "average": average(),
+    "weighted average": average(weighted=True),
+    "average over the global batch": average(global_batch_size=17),
+}
+
+
+def train(strategy, create_loss, eager=False, operation="MEAN"):
+    """Trains a step, and returns the weights and the loss."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        loss_of = create_loss()
+
+    def on_replica(x, y, weights):
+        with tfmulti.DistributedGradientTape() as tape:
+            loss = loss_of(y, model(x, training=True), weights)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    def step(batch):
+        return strategy.reduce(operation, strategy.run(on_replica, args=batch), axis=None)
+
+    [batch] = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(17)
+    )
+    loss = float((step if eager else tf.function(step))(batch))
+    return [*model.get_weights(), loss]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_keras_losses_under_the_distributed_tape_are_those_of_one_device(name):
+    expected = train(replicas.create_strategy(1), LOSSES[name])
+    for eager in (False, True):
+        found = train(replicas.create_strategy(3), LOSSES[name], eager)
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
+def test_penalties_count_once():
+    def of(y, outputs, weights):
+        penalty = tf.nn.scale_regularization_loss(tf.constant(3.0))
+        return tf.reduce_mean(outputs) * 0 + penalty
+
+    assert train(replicas.create_strategy(2), lambda: of)[-1] == 3.0
+
+
+def test_adding_means_over_replicas_is_told():
+    for name in ("mean", "sum", "average"):
+        with pytest.raises(ValueError, match="is a mean"):
+            train(replicas.create_strategy(2), LOSSES[name], operation="SUM")
+
+
+def test_a_stock_loop_stays_as_it_is():
+    """TensorFlow divides its losses for an optimizer that adds gradients."""
+    weights = []
+    for strategy in (replicas.create_strategy(1), replicas.create_strategy(2)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1)
+            optimizer.build(model.trainable_variables)
+
+        def on_replica(x, y, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                losses = keras.losses.mean_squared_error(y, model(x, training=True))
+                loss = tf.nn.compute_average_loss(losses, global_batch_size=16)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        dataset = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(16)
+        [batch] = strategy.experimental_distribute_dataset(dataset)
+        losses = tf.function(strategy.run)(on_replica, args=batch)
+        weights.append([*model.get_weights(), float(strategy.reduce("SUM", losses, axis=None))])
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
