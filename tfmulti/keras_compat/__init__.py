@@ -27,8 +27,9 @@ from tfmulti.keras_compat.calls import (
     variables_read,
 )
 from tfmulti.keras_compat.coordination import (
-    SENT_AS, check_peers, gather_from_workers, heartbeats, mark_launchers, next_collective_key,
-    publish, read_if_published, read_published, report_error, skip_collective_keys,
+    SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, mark_launchers,
+    next_collective_key, publish, read_if_published, read_published, report_error,
+    skip_collective_keys,
 )
 from tfmulti.keras_compat.extended import (
     AllDtypesExtended, CustomAllReduceExtended, LogicalCpusExtended, place_variables,

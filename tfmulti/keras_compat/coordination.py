@@ -70,6 +70,11 @@ def read_if_published(key: str, timeout_ms: int) -> str | None:
     return None
 
 
+def abort_collectives(text: str) -> None:
+    """Makes the collectives that wait in this process, and all later ones, fail with a text."""
+    context.context().abort_collective_ops(_INTERNAL, text)
+
+
 def check_peers(tasks: list[str]) -> None:
     """Raises RuntimeError if another worker does not answer, or has reported an error.
 

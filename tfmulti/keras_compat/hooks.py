@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
@@ -103,17 +105,20 @@ def before_variables(original, compare):
 def before_calls(name: str):
     """Returns a `make` that calls a function before `fit`, `evaluate`, `predict` and the like.
 
+    A second function, of the model and the name, returns a context for the call.
+
     Args:
         name: The name of Keras's method.
     """
 
-    def make(original, before):
+    def make(original, before, during=lambda model, name: contextlib.nullcontext()):
         def call(self, *args, **kwargs):
             validates = kwargs.get("validation_data") is not None or kwargs.get("validation_split")
             marks.CALL.set(self, (name, bool(validates)))
-            before(self, name, args[0] if args else kwargs.get("x"))
             try:
-                return original(self, *args, **kwargs)
+                with during(self, name):
+                    before(self, name, args[0] if args else kwargs.get("x"))
+                    return original(self, *args, **kwargs)
             except (TypeError, ValueError, AttributeError) as error:
                 own = _FUNCTIONS.get(name, "")
                 is_own = getattr(type(self), own, None) is not getattr(keras.Model, own, None)

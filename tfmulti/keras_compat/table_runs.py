@@ -61,7 +61,7 @@ _CALLS = (
             replacement.while_a_strategy_exists,
             f"{_UNLIKE}; a model created outside the scope that silently trains on one device",
             "test_canary_calls_are_not_looked_at",
-            ("before_call",),
+            ("before_call", "during_call"),
             ("x",),
         )
         for name in ("fit", "evaluate", "predict")

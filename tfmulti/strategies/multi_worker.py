@@ -16,6 +16,7 @@ from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line
+from tfmulti.strategies import failed_calls
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
 _RPC_LAYER = "grpc"
@@ -100,7 +101,12 @@ def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
     settings = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     if mpi.on_one_host(communicator):
         settings["piece_bytes"] = CACHED_PIECE_BYTES
-    return MpiAllReduce(communicator, lambda: keras_compat.check_peers(others), **settings)
+
+    def check_peers():
+        keras_compat.check_peers(others)
+        failed_calls.raise_if_failed()
+
+    return MpiAllReduce(communicator, check_peers, **settings)
 
 
 def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) -> tuple[str, str]:
