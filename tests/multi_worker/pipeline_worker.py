@@ -167,6 +167,19 @@ def stepping(kind):
     return kind(model.inputs, model.outputs)
 
 
+def masked():
+    """A mean over unmasked words, which a row of nothing but padding does not have."""
+    given = keras.Input((TOKENS,), dtype="int32")
+    words = layers.Embedding(50, 16, mask_zero=True)(given)
+    hidden = layers.Dense(16, "tanh")(layers.GlobalAveragePooling1D()(words))
+    return keras.Model(given, layers.Dense(3)(layers.Dense(16, "tanh")(hidden)))
+
+
+def squaring():
+    """Squares the gradient of each word by itself."""
+    return optimizers.Adam(0.01)
+
+
 def clipped():
     return optimizers.AdamW(1e-3, global_clipnorm=0.1)
 
@@ -209,6 +222,8 @@ TRAINED = {
     "timed": {"model": recurrent, "x": WORDS, "pipeline": {"measure_rows": 4}},
     "named": {"model": skips, "pipeline": {"stages": ["late"]}},
     "whole numbers": {"model": whole_numbers, "x": WORDS, "pipeline": {"stages": ["table"]}},
+    # Its last batch has one row.
+    "masked": {"model": masked, "x": WORDS, "optimizer": squaring},
     "clipped": {"model": dense, "optimizer": clipped},
     "accumulated": {"model": dense, "optimizer": accumulated},
     "scaled": {"model": dense, "optimizer": scaled},

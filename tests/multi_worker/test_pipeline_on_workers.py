@@ -85,7 +85,7 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["few rows", "skips", "several"])
+@pytest.mark.parametrize("name", ["few rows", "skips", "several", "masked"])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_four_workers_as_stages_and_as_copies_of_stages(run_over_mpi, tmp_path, stages, name):
     # Four workers on few cores take their time: one model in a run.

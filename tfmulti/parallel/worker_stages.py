@@ -162,7 +162,8 @@ class _WorkerPass:
         rows_before = tf.reduce_sum(counts[: self._first_worker])
         counts = counts[self._first_worker :][: self._number]
         # A copy of the stages without rows computes one dummy row, whose results are not used.
-        padding = tf.cast(tf.reduce_sum(counts) == 0, tf.int32)
+        self._is_padding = tf.reduce_sum(counts) == 0
+        padding = tf.cast(self._is_padding, tf.int32)
         self._counts = counts + padding * tf.one_hot(0, self._number, dtype=tf.int32)
         self._num_rows = self._counts[self._me]
         self._ends = tf.cumsum(self._counts)
@@ -226,6 +227,8 @@ class _WorkerPass:
             else:
                 sent = self._send(of_inputs, self._me - 1)
             run.previous += sent
+        if len(self._copies) > 1:
+            weights = [self._without_padding(grad) for grad in weights]
         if not self._wants_inputs:
             return [], weights
         first = self._plan.traces[0].before
@@ -234,15 +237,42 @@ class _WorkerPass:
         missing = tf.shape(upstream[0])[0] - self._num_rows
         return [_add_zero_rows(each, missing) for each in inputs], weights
 
+    def _without_padding(self, gradient):
+        """Returns zeros if this copy has a dummy row alone, of which 0 times NaN may have come."""
+        if isinstance(gradient, tf.IndexedSlices):
+            values = self._without_padding(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.where(self._is_padding, tf.zeros_like(gradient), gradient)
+
     def add_over_copies(self, gradients) -> list:
-        """Adds gradients of the stage's weights over the copies of the stage."""
-        if len(self._copies) == 1 or not gradients:
+        """Adds gradients of the stage's weights over the copies of the stage.
+
+        Sparse gradients are concatenated: an optimizer squares each of their rows by itself, as on
+        one device.
+        """
+        if len(self._copies) == 1:
             return gradients
-        dense = [tf.convert_to_tensor(grad) for grad in gradients]
+        dense = [grad for grad in gradients if not isinstance(grad, tf.IndexedSlices)]
         # MPI cannot add float16 and bfloat16.
         sent = [tf.cast(x, tf.float32) if x.dtype.size < 4 else x for x in dense]
-        sums = self._mpi.add_among(sent, self._copies)
-        return [tf.cast(new, old.dtype) for new, old in zip(sums, dense)]
+        sums = self._mpi.add_among(sent, self._copies) if sent else []
+        sums = iter([tf.cast(new, old.dtype) for new, old in zip(sums, dense)])
+        return [
+            self._concat_over_copies(grad) if isinstance(grad, tf.IndexedSlices) else next(sums)
+            for grad in gradients
+        ]
+
+    def _concat_over_copies(self, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+        own = self._first_worker + self._me
+        others = [worker for worker in self._copies if worker != own]
+
+        def concat(tensor):
+            received = iter(self._mpi.exchange_among([tensor] * len(others), others))
+            parts = [tensor if worker == own else next(received) for worker in self._copies]
+            return tf.ensure_shape(tf.concat(parts, axis=0), [None, *tensor.shape[1:]])
+
+        values, rows = concat(gradient.values), concat(gradient.indices)
+        return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
     def update(self) -> None:
         """Assigns the variables that the stages have updated, on all workers of each copy."""
