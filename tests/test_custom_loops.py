@@ -41,7 +41,7 @@ LOSSES = {
 }
 
 
-def train(strategy, create_loss, eager=False, operation="MEAN"):
+def train(strategy, create_loss, eager=False, operation="MEAN", rows=17):
     """Trains a step, and returns the weights and the loss."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -61,7 +61,7 @@ def train(strategy, create_loss, eager=False, operation="MEAN"):
         return strategy.reduce(operation, strategy.run(on_replica, args=batch), axis=None)
 
     [batch] = strategy.experimental_distribute_dataset(
-        tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).batch(17)
+        tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).take(rows).batch(rows)
     )
     loss = float((step if eager else tf.function(step))(batch))
     return [*model.get_weights(), loss]
@@ -72,6 +72,26 @@ def test_keras_losses_under_the_distributed_tape_are_those_of_one_device(name):
     expected = train(replicas.create_strategy(1), LOSSES[name])
     for eager in (False, True):
         found = train(replicas.create_strategy(3), LOSSES[name], eager)
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
+def dice():
+    loss = keras.losses.Dice()
+    return lambda y, outputs, weights: loss(tf.sigmoid(y), tf.sigmoid(outputs))
+
+
+def test_losses_of_the_whole_batch_get_the_rows_of_all_replicas():
+    expected, found = (train(replicas.create_strategy(n), dice) for n in (1, 3))
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mean", "weighted", "sum", "average"])
+def test_replicas_may_have_no_rows(name):
+    expected = train(replicas.create_strategy(1), LOSSES[name], rows=1)
+    for eager in (False, True):
+        found = train(replicas.create_strategy(3), LOSSES[name], eager, rows=1)
         for one, other in zip(expected, found, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
@@ -90,27 +110,34 @@ def test_adding_means_over_replicas_is_told():
             train(replicas.create_strategy(2), LOSSES[name], operation="SUM")
 
 
-def test_a_stock_loop_stays_as_it_is():
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, tfmulti.DistributedOptimizer])
+def test_in_stock_loops_each_optimizer_adds_its_gradients_before_it_clips(wrap):
     """TensorFlow divides its losses for an optimizer that adds gradients."""
-    weights = []
+    runs = []
     for strategy in (replicas.create_strategy(1), replicas.create_strategy(2)):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-            optimizer = keras.optimizers.SGD(0.1)
-            optimizer.build(model.trainable_variables)
+            models = [keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]) for _ in "ab"]
+            optimizers = [keras.optimizers.SGD(0.1, clipnorm=0.01), keras.optimizers.Adam(0.1)]
+            optimizers = [wrap(each) for each in optimizers]
+            for model, optimizer in zip(models, optimizers):
+                optimizer.build(model.trainable_variables)
 
-        def on_replica(x, y, model=model, optimizer=optimizer):
-            with tf.GradientTape() as tape:
-                losses = keras.losses.mean_squared_error(y, model(x, training=True))
-                loss = tf.nn.compute_average_loss(losses, global_batch_size=16)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply(gradients, model.trainable_variables)
-            return loss
+        def on_replica(x, y, models=models, optimizers=optimizers):
+            total = 0.0
+            for model, optimizer in zip(models, optimizers):
+                with tf.GradientTape() as tape:
+                    losses = keras.losses.mean_squared_error(y, model(x, training=True))
+                    loss = tf.nn.compute_average_loss(losses, global_batch_size=17)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply(gradients, model.trainable_variables)
+                total += loss
+            return total
 
-        dataset = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(16)
+        dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(17)
         [batch] = strategy.experimental_distribute_dataset(dataset)
         losses = tf.function(strategy.run)(on_replica, args=batch)
-        weights.append([*model.get_weights(), float(strategy.reduce("SUM", losses, axis=None))])
-    for one, other in zip(*weights, strict=True):
+        weights = [weight for model in models for weight in model.get_weights()]
+        runs.append([*weights, float(strategy.reduce("SUM", losses, axis=None))])
+    for one, other in zip(*runs, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)

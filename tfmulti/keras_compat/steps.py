@@ -68,14 +68,14 @@ def _by_device(variables):
         yield contextlib.nullcontext() if device is None else tf.device(device), there
 
 
-def within_replicas(original, reduce_in_step):
+def within_replicas(original, one_update):
     """Refuses to apply an optimizer of several replicas outside of a replica.
 
     An optimizer of one replica can be applied anywhere, as without a strategy.
 
     Args:
         original: Keras's own method.
-        reduce_in_step: Function of gradients that returns those of the whole batch in a Keras step.
+        one_update: Function of gradients that returns a context, with those of the whole batch.
     """
 
     def apply(self, grads, trainable_variables=None):
@@ -92,8 +92,8 @@ def within_replicas(original, reduce_in_step):
             )
         # With one replica, a step may use an optimizer that was created in no scope, as in Keras.
         entered = here or tf.distribute.has_strategy()
-        with contextlib.nullcontext() if entered else strategy.scope():
-            return original(self, reduce_in_step(grads), trainable_variables)
+        with contextlib.nullcontext() if entered else strategy.scope(), one_update(grads) as own:
+            return original(self, own, trainable_variables)
 
     return apply
 

@@ -292,7 +292,7 @@ _OPTIMIZERS = (
             replacement.of_optimizer,
             message,
             canary,
-            ("reduce_in_step",),
+            ("one_update",),
             arguments=("grads", "trainable_variables"),
         )
         for kind, message, canary in (

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -148,23 +149,24 @@ def reduce_gradients(grads) -> list:
     return _reduce_present(grads, [None] * len(grads), replica_batch)
 
 
-def reduce_for_update(grads) -> list:
-    """Reduces an optimizer's gradients to those of the whole batch, unless a tape has done so.
+@contextlib.contextmanager
+def one_update(grads) -> Iterator[list]:
+    """Yields the gradients of the whole batch for one update; reduces them if no tape has done so.
+
+    In a loop of the user's own, plain tapes reduce nothing: each optimizer adds what it gets over
+    replicas, as under TensorFlow's own strategies, but before it clips.
 
     Args:
         grads: The optimizer's input, a list of tensors, `tf.IndexedSlices` and None.
     """
+    state = _state()
+    reduced = state.reduced
     if in_replicated_step():
-        return gradients_of_first_replica(grads)
-    return list(grads) if has_reduced() else reduce_gradients(grads)
-
-
-def reduce_in_step(grads) -> list:
-    """Reduces gradients of an optimizer that is not a `DistributedOptimizer`, in a Keras step.
-
-    In a function that a script passes to `strategy.run`, Keras's own optimizer reduces them.
-    """
-    return reduce_for_update(grads) if in_keras_step() or in_replicated_step() else grads
+        yield gradients_of_first_replica(grads)
+    else:
+        yield list(grads) if has_reduced() else reduce_gradients(grads)
+    if current_replica_batch() is None:
+        state.reduced = reduced
 
 
 def has_reduced() -> bool:

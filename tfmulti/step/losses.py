@@ -27,7 +27,7 @@ _means_of_loops: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 def keeps_means() -> bool:
     """Whether losses in the current step stay means, not divided by the number of replicas."""
-    return has_whole_batch() or current_replica_batch() is not None or _in_loop.value is not None
+    return has_whole_batch() or current_replica_batch() is not None or is_loop()
 
 
 def of_loop(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:
@@ -40,6 +40,11 @@ def of_loop(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextMan
         replica_batch: A replica batch that counts as much as every other one; None elsewhere.
     """
     return _in_loop.set_to(replica_batch)
+
+
+def is_loop() -> bool:
+    """Whether this thread computes the losses of a loop of the user's own; see `of_loop`."""
+    return _in_loop.value is not None
 
 
 def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
@@ -64,10 +69,13 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     replica_batch = distributed_batch() or _in_loop.value
     if replica_batch is None:
         return loss
+    if is_loop() and reduction not in (None, "none"):
+        # Without rows, Keras returns the losses themselves.
+        loss = tf.reduce_sum(loss)
     if reduction == "sum":
         return _sum_of(loss, values, replica_batch)
     count = _denominator(sample_weight, mask, reduction)
-    if count is None and _in_loop.value is not None and loss.shape.rank == 0:
+    if count is None and is_loop() and reduction not in (None, "none"):
         count = _number_of(values)
     return loss if count is None else _corrected(loss, count, replica_batch)
 
@@ -86,7 +94,7 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
             # Keras calls a loss while it builds a model, where TensorFlow's function raises.
             return tf.reduce_mean(per_example_loss)
     loss = average(per_example_loss, sample_weight, global_batch_size)
-    if global_batch_size is None and _in_loop.value is not None:
+    if global_batch_size is None and is_loop():
         return _corrected(_undivided(loss), _number_of(per_example_loss), _in_loop.value)
     if global_batch_size is None:
         return _undivided(loss)
@@ -116,7 +124,7 @@ def regularization_loss(scale, loss):
 
 def _undivided(loss):
     """Reverts TensorFlow's division by the number of replicas, whose weights add up to one here."""
-    is_averaged = has_whole_batch() or distributed_batch() is not None or _in_loop.value is not None
+    is_averaged = has_whole_batch() or distributed_batch() is not None or is_loop()
     if not is_averaged:
         return loss
     return _scaled(loss, tf.distribute.get_strategy().num_replicas_in_sync)
@@ -141,7 +149,7 @@ def _corrected(loss, count, replica_batch):
 
 def _scaled(loss, factor):
     loss = loss * tf.cast(factor, loss.dtype)
-    if _in_loop.value is not None:
+    if is_loop():
         _means_of_loops[id(loss)] = loss
     return loss
 

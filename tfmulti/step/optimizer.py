@@ -173,7 +173,7 @@ def _undo(optimizer):
 def _apply(self, grads, trainable_variables=None):
     """Applies gradients of the whole batch; reduces them first if no tape has done so."""
     variables = None if trainable_variables is None else list(trainable_variables)
-    grads = gradients.reduce_for_update(grads)
-    grads = sharded_state.held_gradients(self, grads, variables)
-    with keras_compat.held_values():
-        finite.update_of(self)(self, grads, variables)
+    with gradients.one_update(grads) as reduced:
+        own = sharded_state.held_gradients(self, reduced, variables)
+        with keras_compat.held_values():
+            finite.update_of(self)(self, own, variables)

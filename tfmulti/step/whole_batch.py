@@ -170,7 +170,7 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
         sample_weight: Weights, or None.
     """
     own = functools.partial(call, loss)
-    if distributed_batch() is None:
+    if distributed_batch() is None and not losses.is_loop():
         return _with_enough_rows(own, y_true, y_pred, sample_weight)
     if not _needs_batch(loss, y_true, y_pred):
         return own(y_true, y_pred, sample_weight)

@@ -253,7 +253,7 @@ def _repair_keras():
         predict=predict_on_batch.predict,
         prepare_callback=stock_callbacks.prepare_callback,
         recompute=activations.recomputed,
-        reduce_in_step=gradients.reduce_in_step,
+        one_update=gradients.one_update,
         reduce_loss=losses.reduce_loss,
         refuse=checks.refuse_outside_scope,
         regularization_loss=losses.regularization_loss,
