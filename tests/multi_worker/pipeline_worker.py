@@ -17,7 +17,7 @@ from comparison import WAYS, Comparison, apart, usual_loss
 from custom_steps import CustomStep, Penalized
 
 import tfmulti
-from tfmulti import topology
+from tfmulti import topology, verification
 from tfmulti.step.parameters import ShardedParameter
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -384,8 +384,15 @@ def synchronized_copies(strategy, folder, name):
     return [cases.message_of(call) for call in (lambda: create(strategy, case), later)]
 
 
+def verified_by_auto(strategy, folder, name):
+    strategy.verify = "auto"
+    model = create(strategy, TRAINED["dense"])
+    return verification.may_be_verified(model, verification.TRAIN)
+
+
 CASES = {
     "life": life,
+    "verified by auto": verified_by_auto,
     "synchronized copies": synchronized_copies,
     "chosen differences": chosen_differences,
     "refusals": refusals,

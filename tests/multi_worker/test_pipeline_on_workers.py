@@ -100,3 +100,11 @@ def test_synchronized_normalization_in_copies_of_stages_is_refused(run_over_mpi,
     seen = run_over_mpi(tmp_path, ["synchronized copies"], num_workers=4, env=environ)
     told = [message for each in seen for message in each["synchronized copies"]]
     assert len(told) == 8 and all("2 copies of 2 stages" in message for message in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_copies_of_stages_of_keras_own_parts_are_verified(run_over_mpi, tmp_path, stages):
+    environ = {"STAGES": str(stages)}
+    seen = run_over_mpi(tmp_path, ["verified by auto"], num_workers=4, env=environ)
+    assert [each["verified by auto"] for each in seen] == [stages == 2] * 4
