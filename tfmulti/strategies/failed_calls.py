@@ -7,9 +7,12 @@ catches, on one worker alone, leaves the others waiting in the next reduction.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
+import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -19,7 +22,18 @@ GRACE_S = 20.0
 """How long a worker may take to end a call by itself after another worker's has failed."""
 _LOOK_MS, _PAUSE_S = 2_000, 1.0
 _LENGTH = 400
+
+
+class _Call(NamedTuple):
+    """A call that all workers make: its key for an error, its name, and whether it has ended."""
+
+    key: str
+    name: str
+    ended: threading.Event
+
+
 _numbers = itertools.count()
+_under_way: list[_Call] = []
 _failure: list[str] = []
 
 
@@ -29,20 +43,19 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
 
     Args:
         strategy: The strategy of this worker.
-        name: The name of the call, such as `"fit"`.
+        name: The name of the call, such as `"fit"`. One within another is a part of it.
 
     Raises:
         RuntimeError: If another worker's call has failed, and this one would wait for it.
     """
     is_cluster = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if not is_cluster or topology.num_workers(strategy) == 1:
+    if not is_cluster or topology.num_workers(strategy) == 1 or _under_way:
         yield
         return
     # Workers make the same calls in the same order.
-    key, ended = f"tfmulti/failed_call/{next(_numbers)}", threading.Event()
-    watch = threading.Thread(target=_watch, args=(key, name, ended), daemon=True)
-    watch.name = "tfmulti-failed-calls"
-    watch.start()
+    call = _Call(f"tfmulti/failed_call/{next(_numbers)}", name, threading.Event())
+    _under_way.append(call)
+    _start_watching()
     try:
         yield
     except Exception as error:
@@ -51,10 +64,11 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
         text = f"worker {topology.worker_index(strategy)}: {type(error).__name__}: {error}"
         with contextlib.suppress(tf.errors.OpError):
             # Refused if another worker has published an error before.
-            keras_compat.publish(key, text[:_LENGTH])
+            keras_compat.publish(call.key, text[:_LENGTH])
         raise
     finally:
-        ended.set()
+        call.ended.set()
+        _under_way.clear()
 
 
 def raise_if_failed() -> None:
@@ -63,15 +77,20 @@ def raise_if_failed() -> None:
         raise RuntimeError(_failure[0])
 
 
-def _watch(key, name, ended):
-    while not ended.is_set():
-        text = keras_compat.read_if_published(key, _LOOK_MS)
-        if text is None:
-            ended.wait(_PAUSE_S)
-        elif not ended.wait(GRACE_S):
+@functools.cache
+def _start_watching():
+    threading.Thread(target=_watch, name="tfmulti-failed-calls", daemon=True).start()
+
+
+def _watch():
+    while not _failure:
+        call = next(iter(_under_way), None)
+        text = call and keras_compat.read_if_published(call.key, _LOOK_MS)
+        if not text:
+            time.sleep(_PAUSE_S)
+        elif not call.ended.wait(GRACE_S):
             _failure.append(
-                f"All workers must go through `{name}` together. Received: an error on one of them "
-                f"alone, {text}. Let that error end its program, so that all can start again."
+                f"All workers must go through `{call.name}` together. Received: an error on one of "
+                f"them alone, {text}. Let that error end its program, so that all can start again."
             )
             keras_compat.abort_collectives(_failure[0])
-            return
