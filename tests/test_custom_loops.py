@@ -1,5 +1,7 @@
 """Loops of the user's own around `strategy.run`: losses as on one device, also with uneven rows."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -141,3 +143,52 @@ def test_in_stock_loops_each_optimizer_adds_its_gradients_before_it_clips(wrap):
         runs.append([*weights, float(strategy.reduce("SUM", losses, axis=None))])
     for one, other in zip(*runs, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
+def of_distributed_tape(model, x, y):
+    with tfmulti.DistributedGradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def of_plain_tape(model, x, y):
+    with tf.GradientTape() as tape:
+        losses = keras.losses.mean_squared_error(y, model(x))
+        loss = tf.nn.compute_average_loss(losses, global_batch_size=16)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+@pytest.mark.parametrize("takes", itertools.product([of_distributed_tape, of_plain_tape], repeat=2))
+def test_both_tapes_in_one_function(takes):
+    runs = []
+    for strategy in (replicas.create_strategy(1), replicas.create_strategy(2)):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            models = [keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]) for _ in takes]
+            optimizers = [keras.optimizers.SGD(0.1) for _ in takes]
+            for model, optimizer in zip(models, optimizers):
+                optimizer.build(model.trainable_variables)
+
+        def on_replica(x, y, models=models, optimizers=optimizers):
+            for take, model, optimizer in zip(takes, models, optimizers):
+                optimizer.apply(take(model, x, y), model.trainable_variables)
+
+        dataset = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(16)
+        [batch] = strategy.experimental_distribute_dataset(dataset)
+        tf.function(strategy.run)(on_replica, args=batch)
+        runs.append([weight for model in models for weight in model.get_weights()])
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_both_tapes_at_once_are_told():
+    strategy = replicas.create_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+    def on_replica(x, y):
+        of_distributed_tape(model, x, y)
+        of_plain_tape(model, x, y)
+
+    with pytest.raises(ValueError, match="Received: gradients of both"):
+        strategy.run(on_replica, args=(X[:8], Y[:8]))

@@ -27,7 +27,7 @@ _HOMES = {
     "train_and_evaluate": "train.loop",
     "train_async": "train.asynchronous",
     "notebook_launch": "notebook",
-    "DistributedGradientTape": "step.gradients",
+    "DistributedGradientTape": "step.tape",
     "no_sync": "step.gradients",
     "reduce_gradients": "step.gradients",
     "gather_optimizer_state": "step.sharded_state",

@@ -23,14 +23,13 @@ from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import (
     local_steps,
-    losses,
     parameters,
     sharded_state,
     sparse_gradients,
     weighting,
 )
 from tfmulti.step.first_replica import gradients_of_first_replica, in_replicated_step
-from tfmulti.step.rows import as_current, batch_of_loop, current_replica_batch
+from tfmulti.step.rows import current_replica_batch
 from tfmulti.step.sums import add_by_dtype
 
 _state_of_thread = Scoped(None)
@@ -50,12 +49,14 @@ class _StepState:
 
     Attributes:
         reduced: Whether gradients are those of the whole batch.
+        applied: Whether an optimizer has applied some since.
         deferred: Whether their reduction is left to the accumulating optimizer.
         weighted: Whether a target was multiplied by the replica's weight.
         in_step: Whether this is within such a function.
     """
 
     reduced: bool = False
+    applied: bool = True
     deferred: bool = False
     weighted: bool = False
     in_step: bool = False
@@ -66,44 +67,6 @@ def _state() -> _StepState:
     if _state_of_thread.value is None:
         _state_of_thread.value = _StepState()
     return _state_of_thread.value
-
-
-class DistributedGradientTape(tf.GradientTape):
-    """A `tf.GradientTape` that returns gradients of the whole batch, also in custom loops.
-
-    In a `train_step` under `fit`, a plain `tf.GradientTape` does the same. In a function that a
-    script itself passes to `strategy.run`, the number of rows of each replica is unknown; there
-    this class averages over replicas with equal weights. Within its context Keras's losses and
-    `tf.nn.compute_average_loss` are not divided by the number of replicas, and their mean over
-    replicas is that of one device. The optimizer does not reduce again.
-
-    Arguments and methods are those of `tf.GradientTape`.
-    """
-
-    def __enter__(self):
-        """Begins to record; see `tf.GradientTape`."""
-        self._losses = losses.of_loop(batch_of_loop())
-        self._losses.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        """Ends recording; see `tf.GradientTape`."""
-        self._losses.__exit__(None, None, None)
-        return super().__exit__(*error)
-
-    def gradient(self, target, sources, output_gradients=None, unconnected_gradients=None):
-        """Returns the same as `tf.GradientTape.gradient`; gradients of variables are reduced."""
-        more = (
-            {}
-            if unconnected_gradients is None
-            else {"unconnected_gradients": unconnected_gradients}
-        )
-        take = super().gradient
-        replica_batch = batch_of_loop()
-        if output_gradients is None and replica_batch is not None:
-            with as_current(replica_batch):
-                return take(target, sources, **more)
-        return take(target, sources, output_gradients, **more)
 
 
 def no_sync() -> contextlib.AbstractContextManager:
@@ -165,6 +128,7 @@ def one_update(grads) -> Iterator[list]:
         yield gradients_of_first_replica(grads)
     else:
         yield list(grads) if has_reduced() else reduce_gradients(grads)
+    state.applied = True
     if current_replica_batch() is None:
         state.reduced = reduced
 
@@ -243,10 +207,7 @@ def take_gradient(
             stay unreduced.
         **kwargs: Further arguments of `original`.
     """
-    if tf.distribute.in_cross_replica_context():
-        # Differentiates with respect to the copy that was read, as on one device.
-        with keras_compat.held_values():
-            sources = tf.nest.map_structure(_one_copy, sources)
+    sources = _as_read(sources)
     replica_batch = current_replica_batch()
     flat = tf.nest.flatten(sources)
     is_variable = [isinstance(source, tf.Variable | keras.Variable) for source in flat]
@@ -255,6 +216,8 @@ def take_gradient(
     if replica_batch is not None and replica_batch.model is not None and not any(is_variable):
         _of_inputs.add(replica_batch.model)
     several = replica_batch is not None and topology.is_one_of_several_replicas()
+    if replica_batch is None and any(is_variable):
+        _note_plain_gradients()
     if is_partial or not several or not any(is_variable):
         grads = original(tape, target, sources, output_gradients, **kwargs)
         is_of_weights = output_gradients is None and all(is_variable)
@@ -275,7 +238,7 @@ def take_gradient(
         # The update reduces the accumulated gradients; see `tfmulti.step.accumulation`.
         _state().reduced = _state().deferred = True
     elif not _unreduced.value:
-        _state().reduced = True
+        _state().reduced, _state().applied = True, False
         chosen = [value if is_summed[i] else None for value, i in zip(values, owners)]
         sums = _reduce_present(chosen, [flat[i] for i in owners], replica_batch)
         values = [value if total is None else total for value, total in zip(values, sums)]
@@ -288,6 +251,20 @@ def take_gradient(
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
     ]
     return tf.nest.pack_sequence_as(sources, grads)
+
+
+def _note_plain_gradients():
+    """Notes that a plain tape of a loop of the user's own leaves its gradients unreduced."""
+    state = _state()
+    if not state.in_step or not topology.is_one_of_several_replicas():
+        return
+    if state.reduced and not state.applied:
+        raise ValueError(
+            "A plain `tf.GradientTape` does not reduce gradients in a loop of your own, and "
+            "`tfmulti.DistributedGradientTape` does. Received: gradients of both, before an "
+            "optimizer has applied one. Take both with DistributedGradientTape, or apply the first."
+        )
+    state.reduced = False
 
 
 def _of_local_step(grads, replica_batch):
@@ -385,6 +362,14 @@ def _scaled(grad, factor):
         values = grad.values * tf.cast(factor, grad.values.dtype)
         return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
     return grad * tf.cast(factor, grad.dtype)
+
+
+def _as_read(sources):
+    """Returns sources; across replicas the copy that was read, as on one device."""
+    if not tf.distribute.in_cross_replica_context():
+        return sources
+    with keras_compat.held_values():
+        return tf.nest.map_structure(_one_copy, sources)
 
 
 def _one_copy(source):
