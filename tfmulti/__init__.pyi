@@ -13,7 +13,6 @@ from tfmulti.parallel.sharded_parameters import sharded_parameters as sharded_pa
 from tfmulti.parallel.tensor import tensor_parallel as tensor_parallel
 from tfmulti.step.gathering import gather_batch as gather_batch
 from tfmulti.step.gathering import local_rows as local_rows
-from tfmulti.step.gradients import DistributedGradientTape as DistributedGradientTape
 from tfmulti.step.gradients import no_sync as no_sync
 from tfmulti.step.gradients import reduce_gradients as reduce_gradients
 from tfmulti.step.local_steps import average_weights as average_weights
@@ -22,6 +21,7 @@ from tfmulti.step.normalization import (
 )
 from tfmulti.step.optimizer import DistributedOptimizer as DistributedOptimizer
 from tfmulti.step.sharded_state import gather_optimizer_state as gather_optimizer_state
+from tfmulti.step.tape import DistributedGradientTape as DistributedGradientTape
 from tfmulti.step.whole_batch import WholeBatchLoss as WholeBatchLoss
 from tfmulti.step.whole_batch import WholeBatchMetric as WholeBatchMetric
 from tfmulti.strategies import create_strategy as create_strategy
