@@ -66,16 +66,16 @@ def reduce_loss(reduce, values, sample_weight=None, mask=None, reduction="mean",
     if getattr(tf.distribute.get_strategy(), "marks_padding", False):
         _refuse_weights_of_rows(values, sample_weight)
     loss = reduce(values, sample_weight, mask, reduction, dtype)
-    replica_batch = distributed_batch() or _in_loop.value
-    if replica_batch is None:
+    replica_batch = _averaged_batch()
+    if replica_batch is None or reduction in (None, "none"):
         return loss
-    if is_loop() and reduction not in (None, "none"):
+    if is_loop():
         # Without rows, Keras returns the losses themselves.
         loss = tf.reduce_sum(loss)
     if reduction == "sum":
         return _sum_of(loss, values, replica_batch)
     count = _denominator(sample_weight, mask, reduction)
-    if count is None and is_loop() and reduction not in (None, "none"):
+    if count is None and is_loop():
         count = _number_of(values)
     return loss if count is None else _corrected(loss, count, replica_batch)
 
@@ -94,14 +94,20 @@ def average_loss(average, per_example_loss, sample_weight=None, global_batch_siz
             # Keras calls a loss while it builds a model, where TensorFlow's function raises.
             return tf.reduce_mean(per_example_loss)
     loss = average(per_example_loss, sample_weight, global_batch_size)
-    if global_batch_size is None and is_loop():
-        return _corrected(_undivided(loss), _number_of(per_example_loss), _in_loop.value)
     if global_batch_size is None:
-        return _undivided(loss)
+        loss = _undivided(loss)
+        if not is_loop():
+            return loss
+        return _corrected(loss, _number_of(per_example_loss), _averaged_batch())
     # A local step has only the worker's rows, while `global_batch_size` counts those of all.
     is_own = local_steps.in_local_step()
-    replica_batch = current_replica_batch() if is_own else distributed_batch() or _in_loop.value
+    replica_batch = current_replica_batch() if is_own else _averaged_batch()
     return loss if replica_batch is None else _sum_of(loss, per_example_loss, replica_batch)
+
+
+def _averaged_batch() -> ReplicaBatch | None:
+    """Returns the replica batch if this thread's losses are averaged over replicas, else None."""
+    return distributed_batch() or _in_loop.value
 
 
 def _sum_of(loss, values, replica_batch):
@@ -124,8 +130,7 @@ def regularization_loss(scale, loss):
 
 def _undivided(loss):
     """Reverts TensorFlow's division by the number of replicas, whose weights add up to one here."""
-    is_averaged = has_whole_batch() or distributed_batch() is not None or is_loop()
-    if not is_averaged:
+    if not has_whole_batch() and _averaged_batch() is None:
         return loss
     return _scaled(loss, tf.distribute.get_strategy().num_replicas_in_sync)
 

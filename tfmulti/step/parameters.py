@@ -184,6 +184,11 @@ def has_sharded(model: keras.Model) -> bool:
     return any(isinstance(variable, ShardedParameter) for variable in model.trainable_variables)
 
 
+def has_copies(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
+    """Whether several workers hold a variable, for copies of a stage of a pipeline."""
+    return getattr(variable, "stages", None) not in (None, topology.num_workers(strategy))
+
+
 def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
     """Whether a layer may change a variable in its calls, as batch normalization does."""
     changes = not keras_compat.is_stock(type(layer))
@@ -268,8 +273,7 @@ def gather(
                 return upstream, *nothing
             upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
             upstream = upstream if for_stages else zero_without_rows(upstream)
-            has_copies = parameter.stages not in (None, topology.num_workers(strategy))
-            if has_copies or not handed_on:
+            if has_copies(parameter, strategy) or not handed_on:
                 added = owners.all_reduce(strategy, upstream)
             else:
                 added = owners.reduce_to(strategy, upstream, owner)

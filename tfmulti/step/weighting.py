@@ -14,6 +14,8 @@ one device computes is the sum over replicas of w_r times the replica's local me
   count c_r (valid steps under a mask, sample weights) is first multiplied by (c_r / c) / w_r,
   where c is the sum of all c_r; a sum is multiplied by 1 / w_r, unless its rows are gathered
   (`ReplicaBatch.has_gathered_rows`): then it is the same on every replica.
+- **Loops of the user's own** around `strategy.run`: n_r is unknown, so w_r = 1 / replicas. There a
+  loss is corrected by its own count, that of its values if nothing else.
 - **Running means** of a number that a step computed update with the weight w_r.
 - **State** that a layer computes from its rows changes by the weighted mean of the replicas'
   changes.

@@ -19,7 +19,7 @@ from absl import logging
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.choices import REPLICATE
-from tfmulti.step import local_steps, model_contents, replicated
+from tfmulti.step import local_steps, model_contents, parameters, replicated
 from tfmulti.step.rows import parts_of
 from tfmulti.verification import messages, verified
 from tfmulti.verification import rows as rows_lib
@@ -97,16 +97,12 @@ def may_be_verified(model: keras.Model, kind: str) -> bool:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    verify = model.distribute_strategy.verify
-    if verify == "auto":
+    strategy = model.distribute_strategy
+    if strategy.verify == "auto":
         # The conformance tests have no copies of pipeline stages.
-        return not is_stock(model, kind) or _has_copies_of_stages(model)
-    return verify == "always"
-
-
-def _has_copies_of_stages(model) -> bool:
-    workers = topology.num_workers(model.distribute_strategy)
-    return any((getattr(v, "stages", None) or workers) < workers for v in model.variables)
+        in_copies = any(parameters.has_copies(each, strategy) for each in model.variables)
+        return in_copies or not is_stock(model, kind)
+    return strategy.verify == "always"
 
 
 def can_check(model: keras.Model, kind: str) -> bool:
