@@ -42,5 +42,17 @@ def test_other_data_on_one_worker_are_told(run_workers, case, received):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["epochs", "validation"])
+def test_other_settings_of_fit_on_one_worker_are_told_before_it_trains(run_workers, case):
+    told = "".join(run_workers(2, [PROGRAM, case], check=False))
+    here, there = {
+        "epochs": ("fit(batch_size=16, epochs=3)", "fit(batch_size=16, epochs=2)"),
+        "validation": ("fit(batch_size=16, epochs=2)", ", validation_data=...)"),
+    }[case]
+    assert f"worker 1 a call of {here}" in told and there in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
 def test_names_and_seeds_are_no_difference(run_workers):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, "alike"]))

@@ -51,7 +51,10 @@ def main():
     given = {"x": x, "y": x[:, :1], "batch_size": 16}
     if CASE == "own rows":
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
-    model.fit(**given, epochs=2, verbose=0, callbacks=[Change()])
+    if CASE == "validation" and IS_CHIEF:
+        given["validation_data"] = (x, x[:, :1])
+    epochs = 3 if here("epochs") else 2
+    model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=[Change()])
     print("trained", flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 
 import keras
 import tensorflow as tf
@@ -105,19 +106,23 @@ def before_variables(original, compare):
 def before_calls(name: str):
     """Returns a `make` that calls a function before `fit`, `evaluate`, `predict` and the like.
 
-    A second function, of the model and the name, returns a context for the call.
+    It takes the model, the name, and the arguments by name. A second function, of the model and
+    the name, returns a context for the call.
 
     Args:
         name: The name of Keras's method.
     """
 
     def make(original, before, during=lambda model, name: contextlib.nullcontext()):
+        names = list(inspect.signature(original).parameters)[1:]
+
         def call(self, *args, **kwargs):
-            validates = kwargs.get("validation_data") is not None or kwargs.get("validation_split")
+            given = dict(zip(names, args)) | kwargs
+            validates = given.get("validation_data") is not None or given.get("validation_split")
             marks.CALL.set(self, (name, bool(validates)))
             try:
                 with during(self, name):
-                    before(self, name, args[0] if args else kwargs.get("x"))
+                    before(self, name, given)
                     return original(self, *args, **kwargs)
             except (TypeError, ValueError, AttributeError) as error:
                 own = _FUNCTIONS.get(name, "")

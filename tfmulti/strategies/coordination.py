@@ -6,6 +6,7 @@ They use small reductions, and texts in TensorFlow's coordination service.
 from __future__ import annotations
 
 import itertools
+import numbers
 import re
 
 import numpy as np
@@ -177,9 +178,36 @@ def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> No
     compare_with_chief(tf.distribute.get_strategy(), text)
 
 
-def compare_call(strategy: tf.distribute.Strategy, name: str) -> None:
-    """Raises ValueError if the chief does not call the same method, such as `fit`."""
-    compare_with_chief(strategy, f"a call of {name}")
+def compare_call(strategy: tf.distribute.Strategy, name: str, given: dict) -> None:
+    """Raises ValueError if the chief does not call the same method, with the same settings.
+
+    Args:
+        strategy: The strategy of this worker.
+        name: The method, such as `"fit"`.
+        given: Its arguments by name.
+    """
+    compare_with_chief(strategy, f"a call of {describe_call(name, given)}")
+
+
+def describe_call(name: str, given: dict) -> str:
+    """Returns a call's settings, which all workers must give alike, as in `fit(epochs=2)`.
+
+    Args:
+        name: The method.
+        given: Its arguments by name.
+    """
+    settings = [f"{key}={given[key]}" for key in sorted(given) if _is_setting(key, given[key])]
+    if given.get("validation_data") is not None:
+        settings.append("validation_data=...")
+    return f"{name}({', '.join(settings)})"
+
+
+def _is_setting(name, value) -> bool:
+    """Whether all workers must give the same; what is printed may differ, and data are not text."""
+    if name in ("x", "y", "sample_weight", "verbose"):
+        return False
+    is_simple = isinstance(value, (numbers.Real, str, list, tuple, dict))
+    return is_simple and all(isinstance(x, (numbers.Real, str)) for x in tf.nest.flatten(value))
 
 
 def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
@@ -199,9 +227,9 @@ def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
     on_chief = keras_compat.read_published(key, first, index)
     if _COUNTER.sub("", on_chief) != _COUNTER.sub("", doing):
         raise ValueError(
-            "All workers must build the same model, and train and evaluate it in the same order. "
-            f"Received: on {topology.worker_name(strategy)} {doing}; on the first worker "
-            f"{on_chief}. "
+            "All workers must build the same model, and train and evaluate it in the same order, "
+            f"with the same settings. Received: on {topology.worker_name(strategy)} {doing}; on "
+            f"the first worker {on_chief}. "
             "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
         )
 

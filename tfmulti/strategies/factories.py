@@ -193,9 +193,10 @@ def _sizes(cluster) -> str:
     return ", ".join(f"{len(cluster.spec[kind])} {kind}" for kind in kinds)
 
 
-def _before_call(model, name, data):
+def _before_call(model, name, given):
+    data = given.get("x")
     checks.refuse_calls_on_servers(model, name)
-    coordination.compare_call(model.distribute_strategy, name)
+    coordination.compare_call(model.distribute_strategy, name, given)
     local_steps.average_weights(model)
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
@@ -205,7 +206,7 @@ def _before_call(model, name, data):
     spot_checks.prepare(model, name)
 
 
-def _before_batch(model, name, data):
+def _before_batch(model, name, given):
     checks.refuse_calls_on_servers(model, name)
     checks.adopt_optimizers(model, name)
     if name == "test_on_batch":
