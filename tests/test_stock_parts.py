@@ -1,0 +1,150 @@
+"""Every public layer, loss and metric of Keras is one device's: auto verifies none of them."""
+
+import contextlib
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import stock_parts
+from replicas import create_strategy
+
+KINDS = {
+    "layers": (
+        [stock_parts.LAYERS, stock_parts.PAIRS, stock_parts.CELLS, stock_parts.RANDOM],
+        stock_parts.LAYERS_NOT_TRIED,
+    ),
+    "losses": ([stock_parts.LOSSES], stock_parts.LOSSES_NOT_TRIED),
+    "metrics": ([stock_parts.METRICS], stock_parts.METRICS_NOT_TRIED),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_public_class_is_tried(kind):
+    tables, not_tried = KINDS[kind]
+    known = {name for table in tables for name in table}
+    known |= {name for names in not_tried.values() for name in names.split()}
+    classes = {x for x in vars(getattr(keras, kind)).values() if inspect.isclass(x)}
+    # A class may have several names.
+    missing = classes - {getattr(getattr(keras, kind), name, None) for name in known}
+    assert not missing
+
+
+def here(*tables, kind):
+    """The names in tables that this version of Keras has."""
+    return [name for table in tables for name in table if hasattr(getattr(keras, kind), name)]
+
+
+def made(settings):
+    return {key: value() if callable(value) else value for key, value in settings.items()}
+
+
+def model_around(name, table):
+    """A model with a layer amid others, those before it trainable where it has a gradient."""
+    kind, settings = table[name] if table is not stock_parts.CELLS else ("sequence", table[name])
+    rows = stock_parts.INPUTS[kind]
+    given = keras.Input(rows.shape[1:], dtype="string" if kind == "texts" else rows.dtype)
+    layer = getattr(keras.layers, name)(**made(settings))
+    keeps = kind in ("numbers", "texts", "pixels")
+    hidden, other = (given if keeps else keras.layers.Dense(4, "tanh")(given) for _ in range(2))
+    if table is stock_parts.PAIRS:
+        takes_two = name in ("MultiHeadAttention", "GroupQueryAttention")
+        hidden = layer(hidden, other) if takes_two else layer([hidden, other])
+    elif table is stock_parts.CELLS:
+        hidden = keras.layers.RNN(layer)(hidden)
+    else:
+        hidden = layer(hidden)
+    hidden = keras.layers.Flatten()(keras.layers.Rescaling(0.01 if kind == "pixels" else 1)(hidden))
+    model = keras.Model(given, keras.layers.Dense(1)(hidden))
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse", metrics=["mae"])
+    return model, rows, stock_parts.TARGETS["real"][:, :1]
+
+
+def model_of_outputs(activation, targets, loss, more):
+    parts = [keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3, activation)]
+    if loss.__class__.__name__ == "Circle":
+        parts.append(keras.layers.UnitNormalization())
+    model = keras.Sequential(parts)
+    model.compile(keras.optimizers.SGD(0.02), loss, **more)
+    return model, stock_parts.INPUTS["flat"], stock_parts.TARGETS[targets]
+
+
+def train(num_replicas, make, weighted=False, is_random=False):
+    """Weights, logs, evaluation and predictions; without training where that is random."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    scope = contextlib.nullcontext()
+    if num_replicas > 1:
+        scope = create_strategy(num_replicas, verify="never").scope()
+    with scope:
+        model, x, y = make()
+    weights = np.linspace(0, 2, len(x)).astype("float32") if weighted else None
+    logs = {}
+    if not is_random:
+        settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+        logs = model.fit(x, y, sample_weight=weights, **settings).history
+    logs["evaluated"] = model.evaluate(x[:13], y[:13], batch_size=8, verbose=0)
+    logs["predicted"] = model.predict(x[:13], batch_size=8, verbose=0)
+    seen = {f"{i} {each.path}": each.numpy() for i, each in enumerate(model.weights)}
+    return logs | {name: value for name, value in seen.items() if "seed" not in name}
+
+
+def assert_as_one_device(make, **more):
+    expected, found = train(1, make, **more), train(3, make, **more)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", here(stock_parts.LAYERS, kind="layers"))
+def test_a_layer(name):
+    assert_as_one_device(lambda: model_around(name, stock_parts.LAYERS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", here(stock_parts.PAIRS, kind="layers"))
+def test_a_layer_of_two_inputs(name):
+    assert_as_one_device(lambda: model_around(name, stock_parts.PAIRS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", here(stock_parts.CELLS, kind="layers"))
+def test_a_recurrent_cell(name):
+    assert_as_one_device(lambda: model_around(name, stock_parts.CELLS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", here(stock_parts.RANDOM, kind="layers"))
+def test_a_random_layer_where_it_does_not_train(name):
+    assert_as_one_device(lambda: model_around(name, stock_parts.RANDOM), is_random=True)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("name", here(stock_parts.LOSSES, kind="losses"))
+def test_a_loss(name, reduction):
+    targets, activation = stock_parts.LOSSES[name]
+    # Keras refuses weights of rows where a loss is no mean over rows.
+    weighted = name not in ("Circle", "Dice", "Tversky")
+
+    def make():
+        loss = getattr(keras.losses, name)(reduction=reduction)
+        return model_of_outputs(activation, targets, loss, {})
+
+    assert_as_one_device(make, weighted=weighted)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("name", here(stock_parts.METRICS, kind="metrics"))
+def test_a_metric(name, is_weighted):
+    targets, activation, settings = stock_parts.METRICS[name]
+    key = "weighted_metrics" if is_weighted else "metrics"
+
+    def make():
+        metric = getattr(keras.metrics, name)(**settings)
+        loss = "sparse_categorical_crossentropy" if targets == "class" else "mse"
+        return model_of_outputs(activation, targets, loss, {key: [metric]})
+
+    assert_as_one_device(make, weighted=is_weighted)
