@@ -54,5 +54,20 @@ def test_other_settings_of_fit_on_one_worker_are_told_before_it_trains(run_worke
 
 
 @pytest.mark.slow
+def test_a_worker_that_stops_alone_amid_an_epoch_is_told(run_workers):
+    told = "".join(run_workers(2, [PROGRAM, "stop"], check=False))
+    assert "Within an epoch all workers must set `stop_training` at the same batch" in told
+    assert "after batch 1 on worker 1, and not on all others" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case, steps", [("stop together", 1), ("stop at the end", 2)])
+def test_workers_that_stop_together_do_as_one_device(run_workers, case, steps):
+    seen = run_workers(2, [PROGRAM, case])
+    assert all(f"trained {steps} steps" in each for each in seen)
+
+
+@pytest.mark.slow
 def test_names_and_seeds_are_no_difference(run_workers):
     assert all("trained" in each for each in run_workers(2, [PROGRAM, "alike"]))

@@ -21,7 +21,7 @@ _DIGIT = 2**20
 # The int32 words that one reduction of `broadcast` sends.
 _CHUNK = 2**18
 # A step of a few rows, which workers start together, takes much less.
-_FAILURE_MS = 20_000
+_ARRIVAL_MS = 20_000
 _failure_numbers = itertools.count()
 
 
@@ -74,19 +74,25 @@ def align_collectives(strategy: tf.distribute.Strategy) -> None:
 
 
 def all_fail(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all workers have failed: whether all call this within some seconds.
+    """Returns whether all workers have failed: whether all call this within some seconds."""
+    if topology.num_workers(strategy) == 1:
+        return True
+    return all_arrive(strategy, f"failure/{next(_failure_numbers)}")
+
+
+def all_arrive(strategy: tf.distribute.Strategy, place: str) -> bool:
+    """Returns whether all workers call this for the same place within some seconds.
 
     It is not a collective, because the other workers may be waiting in one for this worker.
 
     Args:
         strategy: The strategy of this worker.
+        place: A place of the program, which each worker reaches once.
     """
-    if topology.num_workers(strategy) == 1:
-        return True
-    start = f"tfmulti/failure/{next(_failure_numbers)}"
-    keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", "failed")
+    start = f"tfmulti/{place}"
+    keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", "here")
     keys = (f"{start}/{worker}" for worker in range(topology.num_workers(strategy)))
-    return all(keras_compat.read_if_published(key, _FAILURE_MS) for key in keys)
+    return all(keras_compat.read_if_published(key, _ARRIVAL_MS) for key in keys)
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
