@@ -54,10 +54,26 @@ def test_other_settings_of_fit_on_one_worker_are_told_before_it_trains(run_worke
 
 
 @pytest.mark.slow
-def test_a_worker_that_stops_alone_amid_an_epoch_is_told(run_workers):
-    told = "".join(run_workers(2, [PROGRAM, "stop"], check=False))
-    assert "Within an epoch all workers must set `stop_training` at the same batch" in told
-    assert "after batch 1 on worker 1, and not on all others" in told
+@pytest.mark.parametrize("case", ["stop", "batches", "evaluated batches"])
+def test_a_worker_that_ends_a_pass_alone_is_told(run_workers, case):
+    told = "".join(run_workers(2, [PROGRAM, case], check=False))
+    assert "All workers must come to the end of a pass over the data together" in told
+    assert "worker 1 has come to it, and worker 0 has not in 3 s" in told
+    assert "Waiting for worker 0 to come to the end of a pass over the data" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["chief", "other"])
+@pytest.mark.parametrize("when", ["after an epoch", "amid an epoch", "at the end"])
+def test_a_call_in_a_callback_of_one_worker_alone_is_told(run_workers, who, when):
+    told = "".join(run_workers(2, [PROGRAM, f"{who} {when}"], check=False))
+    call, other = "a call of evaluate(", "the end of"
+    if when == "amid an epoch":
+        assert "All workers must come to a call of predict() together" in told
+    else:
+        here, there = (other, call) if who == "chief" else (call, other)
+        assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
     assert "trained" not in told
 
 

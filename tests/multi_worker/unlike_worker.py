@@ -8,12 +8,18 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfmulti
+from tfmulti.strategies import program_order
 
+program_order.WAIT_WARNING_S, program_order.WAIT_TIMEOUT_S = 1.0, 3.0
 # Also imported where doctests are collected, outside of a job.
 CASE = sys.argv[-1]
 IS_CHIEF = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0) == 0
+
+
+DATA = np.random.RandomState(2).randn(8, 4).astype("float32")
 
 
 def here(case):
@@ -22,15 +28,34 @@ def here(case):
 
 class Change(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
+        if IS_CHIEF == CASE.startswith("chief") and "after an epoch" in CASE:
+            self.model.evaluate(DATA, DATA[:, :1], verbose=0)
         if CASE == "rate" and IS_CHIEF:
             self.model.optimizer.learning_rate.assign(0.5)
         if here("weights"):
             self.model.layers[-1].bias.assign([1.0])
 
+    def on_train_end(self, logs=None):
+        if IS_CHIEF == CASE.startswith("chief") and "at the end" in CASE and "stop" not in CASE:
+            self.model.evaluate(DATA, DATA[:, :1], verbose=0)
+
     def on_train_batch_end(self, batch, logs=None):
+        if IS_CHIEF == CASE.startswith("chief") and "amid an epoch" in CASE:
+            self.model.predict(DATA, verbose=0)
         stops_here = here("stop") or CASE == "stop together" or here("stop at the end")
         if stops_here and batch == (1 if CASE == "stop at the end" else 0):
             self.model.stop_training = True
+
+
+def batches_of(x):
+    """Batches of unknown number, one fewer on the other worker."""
+
+    def generate():
+        for _ in range(2 - here(CASE)):
+            yield x, x[:, :1]
+
+    specs = tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1))
+    return tf.data.Dataset.from_generator(generate, output_signature=specs)
 
 
 def build():
@@ -58,6 +83,10 @@ def main():
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
     if CASE == "validation" and IS_CHIEF:
         given["validation_data"] = (x, x[:, :1])
+    if CASE == "evaluated batches":
+        model.evaluate(batches_of(x), verbose=0)
+    if CASE == "batches":
+        given = {"x": batches_of(x)}
     epochs = 3 if here("epochs") else 2
     model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=[Change()])
     print(f"trained {int(model.optimizer.iterations)} steps", flush=True)

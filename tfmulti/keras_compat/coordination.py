@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
+import time
 from concurrent import futures
 
 import tensorflow as tf
@@ -42,18 +44,20 @@ def publish(key: str, value: str) -> None:
     context.context().set_config_key_value(key, value)
 
 
-def read_published(key: str, job: str, index: int) -> str:
+def read_published(key: str, job: str, index: int, timeout_s: float = math.inf) -> str:
     """Returns the text that another worker publishes; waits for it as long as that worker answers.
 
     Args:
         key: The key.
         job: The type of the task that publishes it.
         index: Its index.
+        timeout_s: The longest time to wait, in seconds.
 
     Raises:
         RuntimeError: If that worker does not answer.
+        TimeoutError: If it answers, and publishes nothing.
     """
-    runtime = context.context()
+    runtime, end = context.context(), time.monotonic() + timeout_s
     task = f"/job:{job}/replica:0/task:{index}"
     while True:
         try:
@@ -61,6 +65,8 @@ def read_published(key: str, job: str, index: int) -> str:
         except tf.errors.DeadlineExceededError:
             pass
         check_peers([task])
+        if time.monotonic() > end:
+            raise TimeoutError(f"{task} publishes no {key}")
 
 
 def read_if_published(key: str, timeout_ms: int) -> str | None:

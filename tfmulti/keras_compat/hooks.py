@@ -235,13 +235,18 @@ def _weighted(weight, metric, values, sample_weight):
     return weight(metric, values)
 
 
-def logs_without_steps(original):
-    """Gives an epoch without remaining steps the metrics' logs.
+def end_passes(original, end_pass):
+    """Makes workers end a pass together, and gives one without remaining steps the metrics' logs.
 
-    Keras uses the logs of the epoch's last step. If training resumes after that, there are none.
+    Keras uses the logs of the last step. If training resumes after that, there are none.
+
+    Args:
+        original: `Model._get_metrics_result_or_logs`, with which `fit` and `evaluate` end a pass.
+        end_pass: Function of the model, called before the results are read.
     """
 
     def result_or_logs(self, logs):
+        end_pass(self)
         return original(self, logs) if logs else self.get_metrics_result()
 
     return result_or_logs

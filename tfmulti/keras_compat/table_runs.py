@@ -114,9 +114,11 @@ _CALLS = (
     ),
     model_entry(
         "_get_metrics_result_or_logs",
-        hooks.logs_without_steps,
-        "an epoch without logs if training resumes after its last step",
+        hooks.end_passes,
+        "an epoch without logs if training resumes after its last step; workers that wait for one "
+        "that has left the epoch alone",
         "test_canary_an_epoch_without_steps_has_no_logs",
+        needs=("end_pass",),
         arguments=("logs",),
     ),
 )

@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.step import local_steps, model_contents
-from tfmulti.strategies import coordination
+from tfmulti.strategies import coordination, program_order
 
-_numbers, _fit_numbers = itertools.count(), itertools.count()
+_numbers = itertools.count()
 # What may differ: the seeds of layers, which are drawn; and names, in which Keras counts.
 _LEFT_OUT = ("seed", "name", "shared_object_id")
 _COUNTER = re.compile(r"_\d+(?=[\"/])")
@@ -149,41 +149,27 @@ def _comparable(config):
 
 
 class SameOnAllWorkers(keras.callbacks.Callback):
-    """Raises ValueError where workers have come to differ: in learning rates, weights, or stopping.
+    """Raises ValueError where workers have come to hold other learning rates or weights.
 
-    It compares the first two when an epoch begins and when `fit` ends, after the user's callbacks.
+    It compares them when an epoch begins and when `fit` ends, after the user's callbacks.
     """
 
     def __init__(self):
         super().__init__()
-        # Each worker makes one for each `fit`.
-        self._fit, self._epoch = next(_fit_numbers), None
+        self._epoch = "before the first epoch"
 
     def on_epoch_begin(self, epoch, logs=None):
         """Compares what the callbacks of the epoch before have left; a collective."""
-        self._compare()
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Raises where this worker stops amid an epoch alone: the others would wait for it."""
-        if not self.model.stop_training or batch + 1 == self.params["steps"]:
-            return
-        strategy = self.model.distribute_strategy
-        if not coordination.all_arrive(strategy, f"stop/{self._fit}/{self._epoch}/{batch}"):
-            raise ValueError(
-                "Within an epoch all workers must set `stop_training` at the same batch. Received: "
-                f"`stop_training` after batch {batch + 1} on {topology.worker_name(strategy)}, and "
-                "not on all others. Decide by what is the same on all workers, such as the logs, "
-                "or set it in `on_epoch_end`, where one worker is enough."
-            )
+        self._compare("the beginning of an epoch")
+        self._epoch = f"after epoch {epoch + 1}"
 
     def on_train_end(self, logs=None):
         """Compares what is left at the end; a collective."""
-        self._compare()
+        self._compare("the end of fit")
 
-    def _compare(self):
+    def _compare(self, place):
         strategy, rates = self.model.distribute_strategy, _rates(self.model)
-        when = "before the first epoch" if self._epoch is None else f"after epoch {self._epoch + 1}"
+        program_order.compare_with_chief(strategy, place)
         numbers = {
             f"learning rates, {rates} here": _crc(np.array(rates)),
             "weights": _number_of_weights(self.model),
@@ -194,7 +180,7 @@ class SameOnAllWorkers(keras.callbacks.Callback):
                 raise ValueError(
                     "All workers must have the same weights and learning rates. Received: on "
                     f"{topology.worker_name(strategy)} and other workers different {what}, "
-                    f"{when}. A callback must change the same on every worker. {_ADVICE}"
+                    f"{self._epoch}. A callback must change the same on every worker. {_ADVICE}"
                 )
 
 

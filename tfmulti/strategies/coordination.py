@@ -6,14 +6,13 @@ They use small reductions, and texts in TensorFlow's coordination service.
 from __future__ import annotations
 
 import itertools
-import numbers
-import re
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.strategies import program_order
 
 _UNKNOWN = -1
 # A number of bytes is compared in two parts, below and above this: floats are exact up to 2**24.
@@ -21,7 +20,7 @@ _DIGIT = 2**20
 # The int32 words that one reduction of `broadcast` sends.
 _CHUNK = 2**18
 # A step of a few rows, which workers start together, takes much less.
-_ARRIVAL_MS = 20_000
+_FAILURE_MS = 20_000
 _failure_numbers = itertools.count()
 
 
@@ -74,25 +73,19 @@ def align_collectives(strategy: tf.distribute.Strategy) -> None:
 
 
 def all_fail(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all workers have failed: whether all call this within some seconds."""
-    if topology.num_workers(strategy) == 1:
-        return True
-    return all_arrive(strategy, f"failure/{next(_failure_numbers)}")
-
-
-def all_arrive(strategy: tf.distribute.Strategy, place: str) -> bool:
-    """Returns whether all workers call this for the same place within some seconds.
+    """Returns whether all workers have failed: whether all call this within some seconds.
 
     It is not a collective, because the other workers may be waiting in one for this worker.
 
     Args:
         strategy: The strategy of this worker.
-        place: A place of the program, which each worker reaches once.
     """
-    start = f"tfmulti/{place}"
-    keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", "here")
+    if topology.num_workers(strategy) == 1:
+        return True
+    start = f"tfmulti/failure/{next(_failure_numbers)}"
+    keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", "failed")
     keys = (f"{start}/{worker}" for worker in range(topology.num_workers(strategy)))
-    return all(keras_compat.read_if_published(key, _ARRIVAL_MS) for key in keys)
+    return all(keras_compat.read_if_published(key, _FAILURE_MS) for key in keys)
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
@@ -160,84 +153,10 @@ def agree_on_stopping(model) -> None:
     strategy = model.distribute_strategy
     if not keras_compat.is_ours(strategy) or topology.num_workers(strategy) == 1:
         return
+    program_order.compare_with_chief(strategy, "the end of an epoch")
     if any_worker(strategy, model.stop_training) and not model.stop_training:
         logging.warning("Stopping after this epoch, because another worker stops.")
         model.stop_training = True
-
-
-_action_numbers = itertools.count()
-# Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
-_COUNTER = re.compile(r"_\d+(?=/|$)")
-
-
-def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> None:
-    """Raises ValueError if the chief creates a different variable, or none, at this point.
-
-    Args:
-        path: The variable's path.
-        shape: Its shape, or None if it is unknown.
-        dtype: Its dtype.
-    """
-    if not tf.distribute.has_strategy() or not tf.distribute.in_cross_replica_context():
-        return
-    text = f"the variable {path} of shape {shape} and type {dtype}"
-    compare_with_chief(tf.distribute.get_strategy(), text)
-
-
-def compare_call(strategy: tf.distribute.Strategy, name: str, given: dict) -> None:
-    """Raises ValueError if the chief does not call the same method, with the same settings.
-
-    Args:
-        strategy: The strategy of this worker.
-        name: The method, such as `"fit"`.
-        given: Its arguments by name.
-    """
-    compare_with_chief(strategy, f"a call of {describe_call(name, given)}")
-
-
-def describe_call(name: str, given: dict) -> str:
-    """Returns a call's settings, which all workers must give alike, as in `fit(epochs=2)`.
-
-    Args:
-        name: The method.
-        given: Its arguments by name.
-    """
-    settings = [f"{key}={given[key]}" for key in sorted(given) if _is_setting(key, given[key])]
-    if given.get("validation_data") is not None:
-        settings.append("validation_data=...")
-    return f"{name}({', '.join(settings)})"
-
-
-def _is_setting(name, value) -> bool:
-    """Whether all workers must give the same; what is printed may differ, and data are not text."""
-    if name in ("x", "y", "sample_weight", "verbose"):
-        return False
-    is_simple = isinstance(value, (numbers.Real, str, list, tuple, dict))
-    return is_simple and all(isinstance(x, (numbers.Real, str)) for x in tf.nest.flatten(value))
-
-
-def compare_with_chief(strategy: tf.distribute.Strategy, doing: str) -> None:
-    """Raises ValueError if the chief's next collective action differs from this worker's.
-
-    Args:
-        strategy: The strategy of this worker.
-        doing: The action of this worker, as text.
-    """
-    if not getattr(strategy, "checks_call_order", False):
-        return
-    key = f"tfmulti/action/{next(_action_numbers)}"
-    if topology.is_chief(strategy):
-        keras_compat.publish(key, doing)
-        return
-    first, index = topology.cluster_of(strategy).tasks[0]
-    on_chief = keras_compat.read_published(key, first, index)
-    if _COUNTER.sub("", on_chief) != _COUNTER.sub("", doing):
-        raise ValueError(
-            "All workers must build the same model, and train and evaluate it in the same order, "
-            f"with the same settings. Received: on {topology.worker_name(strategy)} {doing}; on "
-            f"the first worker {on_chief}. "
-            "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
-        )
 
 
 REQUESTS = ("stop", "save")

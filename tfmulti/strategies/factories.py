@@ -36,6 +36,7 @@ from tfmulti.strategies import (
     coordination,
     failed_calls,
     predict_on_batch,
+    program_order,
     spot_checks,
     stock_callbacks,
     verify_again,
@@ -196,7 +197,7 @@ def _sizes(cluster) -> str:
 def _before_call(model, name, given):
     data = given.get("x")
     checks.refuse_calls_on_servers(model, name)
-    coordination.compare_call(model.distribute_strategy, name, given)
+    program_order.compare_call(model.distribute_strategy, name, given)
     local_steps.average_weights(model)
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
@@ -240,9 +241,10 @@ def _repair_keras():
         build_table=partitioned.build,
         build_by_step=checks.build_by_step,
         call_loss=whole_batch.call_loss,
-        compare_variable=coordination.compare_variable,
+        compare_variable=program_order.compare_variable,
         current_replica_batch=rows.current_replica_batch,
         distribute_loaded=distribute_loaded,
+        end_pass=program_order.end_pass,
         first_local_value=first_local_value,
         gradients_are_global=gradients.has_reduced,
         in_step=gradients.in_step,

@@ -49,8 +49,15 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
         RuntimeError: If another worker's call has failed, and this one would wait for it.
     """
     is_cluster = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if not is_cluster or topology.num_workers(strategy) == 1 or _under_way:
+    if not is_cluster or topology.num_workers(strategy) == 1:
         yield
+        return
+    if _under_way:
+        _under_way.append(_under_way[0])
+        try:
+            yield
+        finally:
+            _under_way.pop()
         return
     # Workers make the same calls in the same order.
     call = _Call(f"tfmulti/failed_call/{next(_numbers)}", name, threading.Event())
@@ -69,6 +76,11 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
     finally:
         call.ended.set()
         _under_way.clear()
+
+
+def is_nested() -> bool:
+    """Whether a call is made within another, as by a callback."""
+    return len(_under_way) > 1
 
 
 def raise_if_failed() -> None:

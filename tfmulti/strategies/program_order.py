@@ -1,0 +1,150 @@
+"""Compares what workers do next, so that none waits for one that does something else.
+
+Every worker must create the same variables, make the same calls and end the same passes, in the
+same order. What each is about to do is published in TensorFlow's coordination service.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+import re
+import time
+
+import tensorflow as tf
+from absl import logging
+
+from tfmulti import keras_compat, topology
+from tfmulti.strategies import failed_calls
+
+WAIT_WARNING_S, WAIT_TIMEOUT_S = 60.0, 1800.0
+"""When a worker that waits for another says so, and when it gives up, amid a call of `fit`."""
+_action_numbers, _meeting_numbers = itertools.count(), itertools.count()
+# Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
+_COUNTER = re.compile(r"_\d+(?=/|$)")
+
+
+def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> None:
+    """Raises ValueError if the chief creates a different variable, or none, at this point.
+
+    Args:
+        path: The variable's path.
+        shape: Its shape, or None if it is unknown.
+        dtype: Its dtype.
+    """
+    if not tf.distribute.has_strategy() or not tf.distribute.in_cross_replica_context():
+        return
+    text = f"the variable {path} of shape {shape} and type {dtype}"
+    compare_with_chief(tf.distribute.get_strategy(), text)
+
+
+def compare_call(strategy: tf.distribute.Strategy, name: str, given: dict) -> None:
+    """Raises ValueError if the chief does not call the same method, with the same settings.
+
+    Args:
+        strategy: The strategy of this worker.
+        name: The method, such as `"fit"`.
+        given: Its arguments by name.
+    """
+    doing = f"a call of {describe_call(name, given)}"
+    # A worker may prepare for hours before it calls `fit`, and not amid a step of it.
+    timeout_s = WAIT_TIMEOUT_S if failed_calls.is_nested() else math.inf
+    compare_with_chief(strategy, doing, timeout_s)
+    if failed_calls.is_nested():
+        _meet(strategy, doing)
+
+
+def end_pass(model) -> None:
+    """Waits for the other workers before `fit` and `evaluate` read the results of a pass.
+
+    Raises:
+        ValueError: If another worker goes on with the pass.
+    """
+    strategy, doing = model.distribute_strategy, "the end of a pass over the data"
+    compare_with_chief(strategy, doing, WAIT_TIMEOUT_S)
+    _meet(strategy, doing)
+
+
+def describe_call(name: str, given: dict) -> str:
+    """Returns a call's settings, which all workers must give alike, as in `fit(epochs=2)`.
+
+    Args:
+        name: The method.
+        given: Its arguments by name.
+    """
+    settings = [f"{key}={given[key]}" for key in sorted(given) if _is_setting(key, given[key])]
+    if given.get("validation_data") is not None:
+        settings.append("validation_data=...")
+    return f"{name}({', '.join(settings)})"
+
+
+def _is_setting(name, value) -> bool:
+    """Whether all workers must give the same; what is printed may differ, and data are not text."""
+    if name in ("x", "y", "sample_weight", "callbacks", "verbose"):
+        return False
+    is_simple = isinstance(value, (numbers.Real, str, list, tuple, dict))
+    return is_simple and all(isinstance(x, (numbers.Real, str)) for x in tf.nest.flatten(value))
+
+
+def compare_with_chief(
+    strategy: tf.distribute.Strategy, doing: str, timeout_s: float = math.inf
+) -> None:
+    """Raises ValueError if the chief's next collective action differs from this worker's.
+
+    Args:
+        strategy: The strategy of this worker.
+        doing: The action of this worker, as text.
+        timeout_s: How long to wait for the chief's, in seconds.
+    """
+    if not getattr(strategy, "checks_call_order", False):
+        return
+    key = f"tfmulti/action/{next(_action_numbers)}"
+    if topology.is_chief(strategy):
+        keras_compat.publish(key, doing)
+        return
+    on_chief = _await(strategy, key, 0, doing, timeout_s)
+    if _COUNTER.sub("", on_chief) != _COUNTER.sub("", doing):
+        raise ValueError(
+            "All workers must build the same model, and train and evaluate it in the same order, "
+            f"with the same settings. Received: on {topology.worker_name(strategy)} {doing}; on "
+            f"the first worker {on_chief}. "
+            "Look for code that depends on the worker: a setting, a file, an `if` for the chief."
+        )
+
+
+def _meet(strategy, doing):
+    """Lets the chief wait until all others do what it does, since they may be amid a step.
+
+    It is not a collective, which they could not join.
+    """
+    if not getattr(strategy, "checks_call_order", False):
+        return
+    start = f"tfmulti/met/{next(_meeting_numbers)}"
+    if not topology.is_chief(strategy):
+        keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", doing)
+        return
+    for worker in range(1, topology.num_workers(strategy)):
+        _await(strategy, f"{start}/{worker}", worker, doing, WAIT_TIMEOUT_S)
+
+
+def _await(strategy, key, worker, doing, timeout_s) -> str:
+    """Returns what another worker publishes when it comes to the same place of the program."""
+    task = topology.cluster_of(strategy).tasks[worker]
+    other = topology.worker_names(strategy)[worker]
+    begin = time.monotonic()
+    try:
+        return keras_compat.read_published(key, *task, timeout_s=min(WAIT_WARNING_S, timeout_s))
+    except TimeoutError:
+        logging.warning("Waiting for %s to come to %s, as this worker has.", other, doing)
+    try:
+        return keras_compat.read_published(key, *task, timeout_s=timeout_s - WAIT_WARNING_S)
+    except TimeoutError as error:
+        seconds = time.monotonic() - begin
+        raise ValueError(
+            f"All workers must come to {doing} together. Received: {topology.worker_name(strategy)}"
+            f" has come to it, and {other} has not in {seconds:.0f} s. Give every worker as many "
+            "batches; call `evaluate` and `predict` on all; and within an epoch set "
+            "`stop_training` at the same batch on all, or set it in `on_epoch_end`, where one "
+            "worker is enough."
+        ) from error
