@@ -166,7 +166,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._save(self._epoch + 1, begun=False)
         self._finish()
         if self._requests.must_stop():
-            raise Preempted
+            self._end()
 
     def _is_time(self) -> bool:
         if self._every_minutes is None or not topology.is_chief(self._strategy):
@@ -177,7 +177,7 @@ class Checkpoint(keras.callbacks.Callback):
         if self._requests.must_stop() and self._dataset is not None:
             self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()
-            raise Preempted
+            self._end()
 
     def _save(self, epoch, *, begun, within_epoch=False):
         """Copies the state on every worker; writes it on the chief, in the background."""
@@ -191,6 +191,10 @@ class Checkpoint(keras.callbacks.Callback):
             self._writer.write(self._folder, self._step, tensors, others, self._keep)
         else:
             self._print_fn(f"saved step {self._step}, which the chief writes")
+
+    def _end(self):
+        coordination.leave_together(self._strategy)
+        raise Preempted
 
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""

@@ -20,8 +20,8 @@ _DIGIT = 2**20
 # The int32 words that one reduction of `broadcast` sends.
 _CHUNK = 2**18
 # A step of a few rows, which workers start together, takes much less.
-_FAILURE_MS = 20_000
-_failure_numbers = itertools.count()
+_ARRIVAL_MS = 20_000
+_failure_numbers, _end_numbers = itertools.count(), itertools.count()
 
 
 def min_and_max(strategy: tf.distribute.Strategy, number: int) -> tuple[int, int]:
@@ -73,19 +73,29 @@ def align_collectives(strategy: tf.distribute.Strategy) -> None:
 
 
 def all_fail(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether all workers have failed: whether all call this within some seconds.
+    """Returns whether all workers have failed: whether all call this within some seconds."""
+    return _all_arrive(strategy, f"failure/{next(_failure_numbers)}")
+
+
+def leave_together(strategy: tf.distribute.Strategy) -> None:
+    """Waits some seconds for the other workers before this one ends, which all are about to do.
+
+    One that ended earlier could close a connection on which another still receives.
+    """
+    _all_arrive(strategy, f"end/{next(_end_numbers)}")
+
+
+def _all_arrive(strategy, place) -> bool:
+    """Returns whether all workers come to a place of the program within some seconds.
 
     It is not a collective, because the other workers may be waiting in one for this worker.
-
-    Args:
-        strategy: The strategy of this worker.
     """
-    if topology.num_workers(strategy) == 1:
+    workers = range(topology.num_workers(strategy))
+    if len(workers) == 1:
         return True
-    start = f"tfmulti/failure/{next(_failure_numbers)}"
-    keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", "failed")
-    keys = (f"{start}/{worker}" for worker in range(topology.num_workers(strategy)))
-    return all(keras_compat.read_if_published(key, _FAILURE_MS) for key in keys)
+    keras_compat.publish(f"tfmulti/{place}/{topology.worker_index(strategy)}", "here")
+    keys = (f"tfmulti/{place}/{worker}" for worker in workers)
+    return all(keras_compat.read_if_published(key, _ARRIVAL_MS) for key in keys)
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
