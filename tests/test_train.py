@@ -34,6 +34,7 @@ ONE, LOCAL = "--strategy=one_device", "--synchronize_every=2"
         ("--strategy horovod", ["horovod", "mirrored"]),
         ("--epochs 0", ["`epochs` must be at least 1", "epochs=0"]),
         ("--global_batch_size=8 --per_replica_batch_size=4", ["exclude each other"]),
+        ("--checkpoint_steps=3", ["`checkpoint_steps` needs a folder", "3 without workdir"]),
         ("--strategy=mirrored --tf_config=x.json", ["`tf_config` can be used with multi_worker"]),
         ("--strategy=mirrored --communication=ring", ["`communication` can be used with"]),
         (f"{ONE} --logical_cpus=2", ["`logical_cpus` above 1"]),

@@ -236,8 +236,17 @@ class TrainConfig:
                 f"Received: logical_cpus={self.logical_cpus}, strategy={self.strategy!r}. "
                 "Use --strategy mirrored."
             )
+        self._check_checkpoints()
         self._check_servers()
         techniques.check(self)
+
+    def _check_checkpoints(self):
+        for name in ("checkpoint_steps", "checkpoint_minutes"):
+            if getattr(self, name) and not self.workdir:
+                raise ValueError(
+                    f"`{name}` needs a folder for the checkpoints. Received: "
+                    f"{name}={getattr(self, name)} without workdir. Add --workdir FOLDER."
+                )
 
     def _check_servers(self):
         """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
