@@ -81,6 +81,7 @@ def test_texts_are_compared_and_other_data_are_not():
     "given, settings",
     [
         ({"x": [1.0, 2.0], "batch_size": 8, "verbose": 1, "y": None}, "batch_size=8"),
+        ({"epochs": 1, "shuffle": True, "validation_freq": 1}, ""),
         ({"epochs": 2, "class_weight": {0: 1.0}}, "class_weight={0: 1.0}, epochs=2"),
         ({"callbacks": [], "validation_data": (ROWS, ROWS)}, "validation_data=..."),
         ({"validation_freq": [1, 5], "steps": np.int64(3)}, "steps=3, validation_freq=[1, 5]"),

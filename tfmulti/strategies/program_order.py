@@ -6,12 +6,14 @@ same order. What each is about to do is published in TensorFlow's coordination s
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import numbers
 import re
 import time
 
+import keras
 import tensorflow as tf
 from absl import logging
 
@@ -73,7 +75,12 @@ def describe_call(name: str, given: dict) -> str:
         name: The method.
         given: Its arguments by name.
     """
-    settings = [f"{key}={given[key]}" for key in sorted(given) if _is_setting(key, given[key])]
+    usual = inspect.signature(getattr(keras.Model, name)).parameters
+    settings = [
+        f"{key}={value}"
+        for key, value in sorted(given.items())
+        if _is_setting(key, value) and not (key in usual and value == usual[key].default)
+    ]
     if given.get("validation_data") is not None:
         settings.append("validation_data=...")
     return f"{name}({', '.join(settings)})"
