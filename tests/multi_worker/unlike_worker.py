@@ -85,6 +85,8 @@ def main():
         given["validation_data"] = (x, x[:, :1])
     if CASE == "evaluated batches":
         model.evaluate(batches_of(x), verbose=0)
+    if CASE == "predicted batches":
+        model.predict(batches_of(x), verbose=0)
     if CASE == "batches":
         given = {"x": batches_of(x)}
     epochs = 3 if here("epochs") else 2

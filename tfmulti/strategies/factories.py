@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Mapping
@@ -207,6 +208,15 @@ def _before_call(model, name, given):
     spot_checks.prepare(model, name)
 
 
+@contextlib.contextmanager
+def _during_call(model, name):
+    with failed_calls.shared_call(model.distribute_strategy, name):
+        yield
+        # `fit` and `evaluate` end theirs before they read results.
+        if name == "predict":
+            program_order.end_pass(model)
+
+
 def _before_batch(model, name, given):
     checks.refuse_calls_on_servers(model, name)
     checks.adopt_optimizers(model, name)
@@ -233,7 +243,7 @@ def _repair_keras():
         average_loss=losses.average_loss,
         before_batch=_before_batch,
         before_call=_before_call,
-        during_call=lambda model, name: failed_calls.shared_call(model.distribute_strategy, name),
+        during_call=_during_call,
         before_making=verify_again.verify_again,
         watch=spot_checks.watched,
         before_pass=coordination.before_pass,
