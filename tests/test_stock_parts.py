@@ -11,7 +11,7 @@ from replicas import create_strategy
 
 KINDS = {
     "layers": (
-        [stock_parts.LAYERS, stock_parts.PAIRS, stock_parts.CELLS, stock_parts.RANDOM],
+        [stock_parts.LAYERS, stock_parts.PAIRS, stock_parts.CELLS, stock_parts.UNTRAINED],
         stock_parts.LAYERS_NOT_TRIED,
     ),
     "losses": ([stock_parts.LOSSES], stock_parts.LOSSES_NOT_TRIED),
@@ -69,8 +69,8 @@ def model_of_outputs(activation, targets, loss, more):
     return model, stock_parts.INPUTS["flat"], stock_parts.TARGETS[targets]
 
 
-def train(num_replicas, make, weighted=False, is_random=False):
-    """Weights, logs, evaluation and predictions; without training where that is random."""
+def train(num_replicas, make, weighted=False, is_untrained=False):
+    """Weights, logs, evaluation and predictions; without training where that draws numbers."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     scope = contextlib.nullcontext()
@@ -80,7 +80,7 @@ def train(num_replicas, make, weighted=False, is_random=False):
         model, x, y = make()
     weights = np.linspace(0, 2, len(x)).astype("float32") if weighted else None
     logs = {}
-    if not is_random:
+    if not is_untrained:
         settings = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
         logs = model.fit(x, y, sample_weight=weights, **settings).history
     logs["evaluated"] = model.evaluate(x[:13], y[:13], batch_size=8, verbose=0)
@@ -115,9 +115,9 @@ def test_a_recurrent_cell(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", here(stock_parts.RANDOM, kind="layers"))
-def test_a_random_layer_where_it_does_not_train(name):
-    assert_as_one_device(lambda: model_around(name, stock_parts.RANDOM), is_random=True)
+@pytest.mark.parametrize("name", here(stock_parts.UNTRAINED, kind="layers"))
+def test_a_layer_that_is_not_trained(name):
+    assert_as_one_device(lambda: model_around(name, stock_parts.UNTRAINED), is_untrained=True)
 
 
 @pytest.mark.sampled(1)
