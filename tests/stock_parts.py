@@ -213,10 +213,8 @@ METRICS = {
     "SpecificityAtSensitivity": ("binary", "sigmoid", {"sensitivity": 0.5}),
     "IoU": ("binary", "sigmoid", {"num_classes": 2, "target_class_ids": [0]}),
     "MeanIoU": ("binary", "sigmoid", {"num_classes": 2}),
-    **dict.fromkeys(
-        "CategoricalAccuracy CategoricalCrossentropy F1Score FBetaScore".split(),
-        ("one hot", "softmax", {}),
-    ),
+    **dict.fromkeys(("CategoricalAccuracy", "CategoricalCrossentropy"), ("one hot", "softmax", {})),
+    **dict.fromkeys(("F1Score", "FBetaScore"), ("one hot", "softmax", {"average": "macro"})),
     "OneHotIoU": ("one hot", "softmax", {"num_classes": 3, "target_class_ids": [0, 2]}),
     "OneHotMeanIoU": ("one hot", "softmax", {"num_classes": 3}),
     "TopKCategoricalAccuracy": ("one hot", "softmax", {"k": 2}),

@@ -65,7 +65,7 @@ def model_of_outputs(activation, targets, loss, more):
     if loss.__class__.__name__ == "Circle":
         parts.append(keras.layers.UnitNormalization())
     model = keras.Sequential(parts)
-    model.compile(keras.optimizers.SGD(0.02), loss, **more)
+    model.compile(keras.optimizers.SGD(0.001), loss, **more)
     return model, stock_parts.INPUTS["flat"], stock_parts.TARGETS[targets]
 
 
@@ -129,7 +129,9 @@ def test_a_loss(name, reduction):
     weighted = name not in ("Circle", "Dice", "Tversky")
 
     def make():
-        loss = getattr(keras.losses, name)(reduction=reduction)
+        # Some have values, or gradients, of hundreds: their rounding would not be small.
+        keras.mixed_precision.set_global_policy("float64")
+        loss = getattr(keras.losses, name)(reduction=reduction, dtype="float64")
         return model_of_outputs(activation, targets, loss, {})
 
     assert_as_one_device(make, weighted=weighted)
@@ -139,6 +141,8 @@ def test_a_loss(name, reduction):
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize("name", here(stock_parts.METRICS, kind="metrics"))
 def test_a_metric(name, is_weighted):
+    if is_weighted and name in ("BinaryIoU", "IoU", "MeanIoU"):
+        pytest.skip("Keras fails: it takes weights of single outputs only")
     targets, activation, settings = stock_parts.METRICS[name]
     key = "weighted_metrics" if is_weighted else "metrics"
 
