@@ -133,10 +133,10 @@ PAIRS = {
 }
 # Cells run in an `RNN`.
 CELLS = {
-    "GRUCell": {"units": 3},
-    "LSTMCell": {"units": 3},
-    "SimpleRNNCell": {"units": 3},
-    "StackedRNNCells": {"cells": lambda: [layers.GRUCell(3), layers.LSTMCell(2)]},
+    "GRUCell": ("sequence", {"units": 3}),
+    "LSTMCell": ("sequence", {"units": 3}),
+    "SimpleRNNCell": ("sequence", {"units": 3}),
+    "StackedRNNCells": ("sequence", {"cells": lambda: [layers.GRUCell(3), layers.LSTMCell(2)]}),
 }
 # These draw random numbers while they train, or amplify rounding; else they are as the others.
 UNTRAINED = {

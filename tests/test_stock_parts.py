@@ -9,11 +9,14 @@ import pytest
 import stock_parts
 from replicas import create_strategy
 
+LAYERS = {
+    "alone": stock_parts.LAYERS,
+    "two inputs": stock_parts.PAIRS,
+    "in RNN": stock_parts.CELLS,
+    "not trained": stock_parts.UNTRAINED,
+}
 KINDS = {
-    "layers": (
-        [stock_parts.LAYERS, stock_parts.PAIRS, stock_parts.CELLS, stock_parts.UNTRAINED],
-        stock_parts.LAYERS_NOT_TRIED,
-    ),
+    "layers": (list(LAYERS.values()), stock_parts.LAYERS_NOT_TRIED),
     "losses": ([stock_parts.LOSSES], stock_parts.LOSSES_NOT_TRIED),
     "metrics": ([stock_parts.METRICS], stock_parts.METRICS_NOT_TRIED),
 }
@@ -30,9 +33,9 @@ def test_every_public_class_is_tried(kind):
     assert not missing
 
 
-def here(*tables, kind):
-    """The names in tables that this version of Keras has."""
-    return [name for table in tables for name in table if hasattr(getattr(keras, kind), name)]
+def here(table, kind):
+    """The names in a table that this version of Keras has."""
+    return [name for name in table if hasattr(getattr(keras, kind), name)]
 
 
 def made(settings):
@@ -41,7 +44,7 @@ def made(settings):
 
 def model_around(name, table):
     """A model with a layer amid others, those before it trainable where it has a gradient."""
-    kind, settings = table[name] if table is not stock_parts.CELLS else ("sequence", table[name])
+    kind, settings = table[name]
     rows = stock_parts.INPUTS[kind]
     given = keras.Input(rows.shape[1:], dtype="string" if kind == "texts" else rows.dtype)
     layer = getattr(keras.layers, name)(**made(settings))
@@ -97,32 +100,17 @@ def assert_as_one_device(make, **more):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", here(stock_parts.LAYERS, kind="layers"))
-def test_a_layer(name):
-    assert_as_one_device(lambda: model_around(name, stock_parts.LAYERS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", here(stock_parts.PAIRS, kind="layers"))
-def test_a_layer_of_two_inputs(name):
-    assert_as_one_device(lambda: model_around(name, stock_parts.PAIRS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", here(stock_parts.CELLS, kind="layers"))
-def test_a_recurrent_cell(name):
-    assert_as_one_device(lambda: model_around(name, stock_parts.CELLS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", here(stock_parts.UNTRAINED, kind="layers"))
-def test_a_layer_that_is_not_trained(name):
-    assert_as_one_device(lambda: model_around(name, stock_parts.UNTRAINED), is_untrained=True)
+@pytest.mark.parametrize(
+    "how, name", [(how, name) for how in LAYERS for name in here(LAYERS[how], "layers")]
+)
+def test_a_layer(how, name):
+    table = LAYERS[how]
+    assert_as_one_device(lambda: model_around(name, table), is_untrained=how == "not trained")
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum_over_batch_size", "sum"])
-@pytest.mark.parametrize("name", here(stock_parts.LOSSES, kind="losses"))
+@pytest.mark.parametrize("name", here(stock_parts.LOSSES, "losses"))
 def test_a_loss(name, reduction):
     targets, activation = stock_parts.LOSSES[name]
     # Keras refuses weights of rows where a loss is no mean over rows.
@@ -139,7 +127,7 @@ def test_a_loss(name, reduction):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weighted"])
-@pytest.mark.parametrize("name", here(stock_parts.METRICS, kind="metrics"))
+@pytest.mark.parametrize("name", here(stock_parts.METRICS, "metrics"))
 def test_a_metric(name, is_weighted):
     if is_weighted and name in ("BinaryIoU", "IoU", "MeanIoU"):
         pytest.skip("Keras fails: it takes weights of single outputs only")

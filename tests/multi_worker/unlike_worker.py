@@ -13,12 +13,9 @@ import tensorflow as tf
 import tfmulti
 from tfmulti.strategies import program_order
 
-program_order.WAIT_WARNING_S, program_order.WAIT_TIMEOUT_S = 1.0, 3.0
 # Also imported where doctests are collected, outside of a job.
 CASE = sys.argv[-1]
 IS_CHIEF = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {}).get("index", 0) == 0
-
-
 DATA = np.random.RandomState(2).randn(8, 4).astype("float32")
 
 
@@ -26,9 +23,14 @@ def here(case):
     return case == CASE and not IS_CHIEF
 
 
+def alone(when):
+    """Whether this worker alone makes a call at a time of the training."""
+    return CASE == f"{'chief' if IS_CHIEF else 'other'} {when}"
+
+
 class Change(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        if IS_CHIEF == CASE.startswith("chief") and "after an epoch" in CASE:
+        if alone("after an epoch"):
             self.model.evaluate(DATA, DATA[:, :1], verbose=0)
         if CASE == "rate" and IS_CHIEF:
             self.model.optimizer.learning_rate.assign(0.5)
@@ -36,11 +38,11 @@ class Change(keras.callbacks.Callback):
             self.model.layers[-1].bias.assign([1.0])
 
     def on_train_end(self, logs=None):
-        if IS_CHIEF == CASE.startswith("chief") and "at the end" in CASE and "stop" not in CASE:
+        if alone("at the end"):
             self.model.evaluate(DATA, DATA[:, :1], verbose=0)
 
     def on_train_batch_end(self, batch, logs=None):
-        if IS_CHIEF == CASE.startswith("chief") and "amid an epoch" in CASE:
+        if alone("amid an epoch"):
             self.model.predict(DATA, verbose=0)
         stops_here = here("stop") or CASE == "stop together" or here("stop at the end")
         if stops_here and batch == (1 if CASE == "stop at the end" else 0):
@@ -68,6 +70,7 @@ def build():
 
 
 def main():
+    program_order.WAIT_WARNING_S, program_order.WAIT_TIMEOUT_S = 1.0, 3.0
     strategy = tfmulti.create_strategy("multi_worker")
     # Keras counts the layers of a process, and draws seeds: neither is a difference.
     if not IS_CHIEF:

@@ -22,7 +22,7 @@ from tfmulti.strategies import failed_calls
 
 WAIT_WARNING_S, WAIT_TIMEOUT_S = 60.0, 1800.0
 """When a worker that waits for another says so, and when it gives up, amid a call of `fit`."""
-_action_numbers, _meeting_numbers = itertools.count(), itertools.count()
+_action_numbers, _barrier_numbers = itertools.count(), itertools.count()
 # Keras numbers the layers of a process: conv2d_3. A worker may have created other models before.
 _COUNTER = re.compile(r"_\d+(?=/|$)")
 
@@ -54,18 +54,18 @@ def compare_call(strategy: tf.distribute.Strategy, name: str, given: dict) -> No
     timeout_s = WAIT_TIMEOUT_S if failed_calls.is_nested() else math.inf
     compare_with_chief(strategy, doing, timeout_s)
     if failed_calls.is_nested():
-        _meet(strategy, doing)
+        _wait_for_others(strategy, doing)
 
 
 def end_pass(model) -> None:
-    """Waits for the other workers before `fit` and `evaluate` read the results of a pass.
+    """Waits for the other workers where a pass of `fit`, `evaluate` or `predict` ends.
 
     Raises:
         ValueError: If another worker goes on with the pass.
     """
     strategy, doing = model.distribute_strategy, "the end of a pass over the data"
     compare_with_chief(strategy, doing, WAIT_TIMEOUT_S)
-    _meet(strategy, doing)
+    _wait_for_others(strategy, doing)
 
 
 def describe_call(name: str, given: dict) -> str:
@@ -120,14 +120,14 @@ def compare_with_chief(
         )
 
 
-def _meet(strategy, doing):
-    """Lets the chief wait until all others do what it does, since they may be amid a step.
+def _wait_for_others(strategy, doing):
+    """Makes the chief wait for all others, which have waited for it: a barrier.
 
-    It is not a collective, which they could not join.
+    It is no collective, which a worker amid a step could not join.
     """
     if not getattr(strategy, "checks_call_order", False):
         return
-    start = f"tfmulti/met/{next(_meeting_numbers)}"
+    start = f"tfmulti/barrier/{next(_barrier_numbers)}"
     if not topology.is_chief(strategy):
         keras_compat.publish(f"{start}/{topology.worker_index(strategy)}", doing)
         return
