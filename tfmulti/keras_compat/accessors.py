@@ -33,10 +33,12 @@ def is_batched(dataset: tf.data.Dataset) -> bool:
     Batching it again would give batches of batches, which layers for any rank silently accept.
     """
     name = type(dataset).__name__
+    # No attribute of a dataset tells it, and the classes for batches, zips and maps are private.
     if name.endswith("BatchDataset"):
         return True
     if name.endswith("ZipDataset"):
         return all(is_batched(each) for each in dataset._inputs())
+    # A flat map can take batches apart.
     is_map = name.endswith("MapDataset") and "Flat" not in name
     keeps = isinstance(dataset, dataset_ops.UnaryUnchangedStructureDataset)
     return (is_map or keeps) and is_batched(dataset._inputs()[0])
@@ -52,6 +54,7 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
     Returns:
         `"train"`, `"test"`, `"predict"` or None, and the model if it is known.
     """
+    # Keras wraps the step of `predict` in a function that converts optional inputs.
     fn = inspect.unwrap(fn)
     marked = marks.STEP.get(fn)
     if marked is not None:
@@ -90,6 +93,7 @@ def states_from_rows(
             states += layer._non_trainable_variables
     unique = {id(variable): variable for variable in states}.values()
     is_float = keras.backend.is_float_dtype
+    # With any other aggregation TensorFlow makes one value of what the replicas assign.
     return [v for v in unique if v.aggregation == "none" and is_float(v.dtype)]
 
 
@@ -143,6 +147,7 @@ def adopt_optimizer(optimizer, strategy: tf.distribute.Strategy) -> None:
     """
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if isinstance(each, keras.optimizers.Optimizer):
+            # The default strategy has one replica, too. An optimizer of several stays an error.
             if each._distribution_strategy.num_replicas_in_sync == 1:
                 each._distribution_strategy = strategy
 
@@ -173,6 +178,7 @@ def is_stock(thing) -> bool:
 
 def axes_of(part) -> list:
     """Returns the axes along which a layer, a loss or a metric computes, as they were given."""
+    # A loss or a metric that wraps a function keeps the function's settings apart.
     settings = {**getattr(part, "_fn_kwargs", {}), **vars(part)}
     return [settings[name] for name in ("axis", "axes") if name in settings]
 
@@ -185,8 +191,10 @@ def sums_activity_penalty(layer: keras.layers.Layer) -> bool:
 
 def is_from_python(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset has the batches of a Python generator or a `PyDataset`, as they are."""
+    # What Keras itself adds to a generator and to a `PyDataset`.
     while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset"):
         dataset = dataset._input_dataset
+    # `from_generator` is a flat map of a function that it defines within itself.
     function = getattr(getattr(dataset, "_map_func", None), "_func", None)
     return getattr(function, "__qualname__", "").startswith("_from_generator.")
 
@@ -223,6 +231,7 @@ def mask_of(tensor):
 def masked_weights(metric: keras.metrics.Metric, y_pred, sample_weight):
     """Returns the weights of values, as a metric that is a function of rows masks them."""
     mask, dtype = mask_of(y_pred), metric.dtype
+    # A reduction to a mean would also divide the weights by the share of valid values.
     return keras_loss.apply_mask(sample_weight, mask, dtype=dtype, reduction="sum")
 
 
@@ -253,6 +262,7 @@ def activation_of(tensor) -> Callable | None:
     symbolic = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy")
     activation = _ACTIVATIONS.get(tensor.op.type) if symbolic else None
     noted = noted_logits(tensor)
+    # Keras prefers noted logits to the input of the operation.
     return activation if noted is None or activation and noted is tensor.op.inputs[0] else None
 
 
@@ -295,6 +305,7 @@ def keep_on_each_replica(variables) -> None:
     """
     for variable in variables:
         variable._aggregation = "only_first_replica"
+        # TensorFlow's variable has an aggregation of its own, by which it is read and assigned.
         if isinstance(variable._value, tf.distribute.DistributedValues):
             variable._value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 

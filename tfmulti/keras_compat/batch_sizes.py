@@ -54,6 +54,7 @@ def batch_sizes_of_dataset(dataset) -> list[tuple[int, ...]] | None:
     >>> batch_sizes_of_dataset(data.prefetch(2)), batch_sizes_of_dataset(data.skip(1))
     ([(4,), (2,)], None)
     """
+    # A shuffle of batches keeps their sizes, but within a zip it would pair them otherwise.
     while type(dataset).__name__ in (*_SAME, "_ShuffleDataset"):
         dataset = dataset._input_dataset
     parts = _parts(dataset)
@@ -87,6 +88,7 @@ def _parts(dataset) -> list[_Sizes] | None:
     if full is None or drop is None or (rows == tf.data.UNKNOWN_CARDINALITY and not drop):
         return None
     leaves = len(tf.nest.flatten(dataset.element_spec))
+    # Infinitely many rows, or no smaller last batch: all batches are full.
     if rows < 0:
         return [_Sizes(int(full), int(full), 1, float("inf"), leaves)]
     number = rows // int(full) if drop else -(-rows // int(full))

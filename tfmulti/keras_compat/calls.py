@@ -18,6 +18,7 @@ from tensorflow.python.framework import op_def_registry
 
 from tfmulti.keras_compat import randomness, replacement
 
+# Keras's name for it among its global attributes.
 _CALL_CONTEXT = "current_call_ctx"
 _ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
 COMMUNICATION = "tfmulti_communication"
@@ -103,10 +104,12 @@ def around_remat(original: Callable, recompute: Callable) -> Callable:
 
     @functools.wraps(original)
     def remat(f):
+        # Keras passes a layer's bound method, or its activation.
         layer = f if isinstance(f, keras.layers.Layer) else getattr(f, "__self__", None)
         ours = recompute(layer if isinstance(layer, keras.layers.Layer) else None, f)
         stock = original(f)
 
+        # Chosen at the call: a layer may wrap its method before the scope is entered.
         def run(*args, **kwargs):
             return (ours if replacement.in_scope() else stock)(*args, **kwargs)
 
@@ -139,6 +142,7 @@ def unrepeatable_ops(since: int) -> list[str]:
         since: `next_op()` before the ops in question were created.
     """
     graph = tf.compat.v1.get_default_graph()
+    # A new op is placed on the device of the replica that is being traced.
     device = tf.identity(0, name="device_of_this_replica").device
     # The replicas build one graph in turns; the ops of each are on its own device.
     ops = [op for op in graph.get_operations() if op._id >= since and op.device == device]
@@ -220,9 +224,11 @@ def arguments_of_nodes(model: keras.Model) -> list[tuple[keras.Operation, list]]
 
 
 def _nodes(model):
+    # A Sequential model holds its calls in a Functional one.
     model = getattr(model, "_functional", None) or model
     if not hasattr(model, "_nodes_by_depth"):
         return None
+    # Keras counts depths from the outputs.
     depths = sorted(model._nodes_by_depth, reverse=True)
     nodes = [node for depth in depths for node in model._nodes_by_depth[depth]]
     return [node for node in nodes if not node.is_input]

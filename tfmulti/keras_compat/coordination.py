@@ -14,6 +14,7 @@ from tensorflow.python.eager import context
 
 from tfmulti import marks
 
+# The code of `tf.errors.InternalError`.
 _INTERNAL = 13
 _FAILURE = "tfmulti/failure"
 _LOOK_MS, _HEALTH_MS = 2_000, 8_000
@@ -150,6 +151,7 @@ _MAX_SIZE = 262_139
 
 def mark_launchers(strategy: tf.distribute.Strategy) -> None:
     """Marks the launchers of collectives of a strategy of ours, wherever they are used."""
+    # TensorFlow keeps one set of launchers for the devices, and one for tensors of the host.
     for each in vars(strategy.extended).values():
         for launcher in getattr(each, "_launchers", ()):
             marks.LAUNCHES.set(launcher, True)
@@ -251,6 +253,7 @@ def _key_of(launcher, size):
     """Gives collectives that a launcher starts in the context a key of their own for this size."""
     number = launcher._next_instance_key()
     with tf.device("CPU:0"):
+        # Plus 1, so that no key is as small as those of collectives of known shape.
         key = (tf.cast(number, tf.int32) % _MAX_COLLECTIVES + 1) * _MAX_ROWS + size
     launcher._next_instance_key = lambda: key
     try:

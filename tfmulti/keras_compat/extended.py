@@ -20,12 +20,14 @@ class AllDtypesExtended(mwms.CollectiveAllReduceExtended):
         create = super()._get_variable_creator_initial_value
         dtype, initial = kwargs.get("dtype"), kwargs["initial_value"]
         carried = _carried_as(dtype) if dtype is not None else None
+        # Further replicas of a worker copy the value of its first, and send nothing.
         if replica_id != 0 or carried is None:
             return create(replica_id, device, primary_var, **kwargs)
         dtype = tf.as_dtype(dtype)
 
         def encoded():
             value = initial() if callable(initial) else initial
+            # So TensorFlow passes values that it restores from a checkpoint.
             value = getattr(value, "wrapped_value", value)
             return _converted(tf.convert_to_tensor(value, dtype), carried)
 
@@ -39,6 +41,7 @@ _CARRIERS = {
     tf.uint32: tf.int32,
     tf.uint64: tf.int64,
     tf.complex64: tf.int64,
+    # No dtype of this size is sent: each number is sent as two.
     tf.complex128: tf.float64,
 }
 
@@ -70,6 +73,7 @@ class LogicalCpusExtended(AllDtypesExtended):
     """
 
     def __init__(self, strategy, cluster_resolver, communication_options, num_cpus):
+        # Before `super().__init__`, which asks for the devices.
         self._num_cpus = num_cpus
         super().__init__(
             strategy,
@@ -127,6 +131,7 @@ def place_variables(
 
     def create(self, next_creator, **kwargs):
         server = bytes_on_servers.index(min(bytes_on_servers))
+        # From this count TensorFlow takes the server.
         self._variable_count = server
         variable = type(self)._create_variable_round_robin(self, next_creator, **kwargs)
         size = (variable.shape.num_elements() or 1) * (variable.dtype.size or 8)

@@ -49,6 +49,7 @@ class HeldVariable(keras.Variable):
             return self._value
         if in_stateless_scope() and get_stateless_scope().get_current_value(self) is not None:
             return super().value
+        # Where only shapes are computed, the owner need not send anything.
         if in_symbolic_scope():
             return self._maybe_autocast(tf.zeros(self.shape, self._dtype))
         return self._maybe_autocast(self.whole())
@@ -61,6 +62,7 @@ class HeldVariable(keras.Variable):
     @property
     def constraint(self):
         """The constraint of the value; None on workers without the value."""
+        # Keras's `apply` assigns the constrained value, and other workers hold an empty tensor.
         return self._constraint if self.is_here else None
 
 
@@ -80,6 +82,7 @@ class UpdatedRows:
         value = variable.value
         self._whole = getattr(value, "values", (value,))[0]
         self._begin, self._end = begin, end
+        # `Optimizer._var_key` takes this attribute of what it is given.
         self._unique_id = optimizer._var_key(variable)
         self.dtype, self.shape = variable.dtype, (end - begin, *variable.shape[1:])
 
@@ -97,6 +100,7 @@ class UpdatedRows:
 
     def assign_add(self, value) -> None:
         """Adds to the rows."""
+        # A slice of a variable has no `assign_add`.
         rows = self.value
         rows.assign(rows + value)
 
@@ -141,6 +145,7 @@ def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy,
         strategy: A strategy with one replica for each worker.
         is_here: Whether this worker holds it.
     """
+    # In place: the layer and its lists of weights hold this object.
     variable.__class__ = kind
     variable.is_here = is_here
     if not is_here:
@@ -213,6 +218,7 @@ def keys_of_held(original):
         original: `Optimizer._var_key`.
     """
 
+    # Keras takes the key from `variable.value`, which would be the gathered value.
     def var_key(self, variable):
         with held_values():
             return original(self, variable)

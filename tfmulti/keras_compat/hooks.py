@@ -26,6 +26,7 @@ def prepare_callbacks(original, prepare, more):
     """
 
     def set_model(self, model):
+        # Not twice: `set_model` may be called again, and the user may have added one.
         have = {type(callback) for callback in self.callbacks}
         first, last = ([c for c in added if type(c) not in have] for added in more(model))
         self.callbacks[:] = [*first, *self.callbacks, *last]
@@ -73,6 +74,7 @@ def after_loading(original, distribute):
             compile_model(*args, **kwargs)
             distribute(self)
 
+        # On the instance: Keras compiles no loaded model whose class overrides `compile`.
         object.__setattr__(self, "compile", compile_and_distribute)
         try:
             original(self, config)
@@ -93,6 +95,7 @@ def before_variables(original, compare):
     """
 
     def initialize(self, value):
+        # Keras sets the shape of a variable that is given a value only after this call.
         shape = self._shape if self._shape is not None else getattr(value, "shape", None)
         compare(self.path, None if shape is None else tuple(shape), self.dtype)
         if self._aggregation == "only_first_replica" and self._synchronization != "on_read":
@@ -281,6 +284,7 @@ def set_number_of_batches(epoch_iterator, number: int | None) -> None:
     """Makes a pass end after `number` steps, or at the end of the data if it is None."""
     adapter = epoch_iterator.data_adapter
     if adapter.num_batches != number:
+        # Not `_num_batches`: `fit` then calls `reset`, which reads it from the adapter again.
         epoch_iterator.data_adapter = _OfLength(adapter, number)
 
 
@@ -294,6 +298,7 @@ def follow_position(epoch_iterator) -> None:
         return
     if epoch_iterator.steps_per_epoch not in (None, dataset.plan.steps_per_epoch):
         return
+    # Otherwise Keras keeps one iterator from epoch to epoch, and warns if fewer steps are left.
     epoch_iterator.steps_per_epoch = None
     enumerate_whole = type(epoch_iterator)._enumerate_iterator
 

@@ -60,6 +60,7 @@ def build_from_one_replica(
 
     def build_from(model, batch):
         if lacks_call(model):
+            # Nothing else marks a model without `call` as built, and `is_built` asks.
             model.built = True
         by_step = build_by_step(model, batch)
         # Keras asks losses and metrics of `compile` for results even if the step ignores them.
@@ -175,6 +176,7 @@ def _peek(epoch_iterator):
     """Returns a batch, if possible without side effects on the data: from arrays or a copy."""
     adapter = epoch_iterator.data_adapter
     first_batches = getattr(adapter, "_first_batches", None)
+    # Keras has drawn them from the generator to find its signature, and gives them back later.
     if first_batches:
         return first_batches[0]
     arrays = getattr(adapter, "_inputs", None)
@@ -233,6 +235,7 @@ def _build_by_call(model, strategy, batch):
         if not lacks_call(model):
             model._symbolic_build(data_batch=batch)
         elif optimizer is not None and not optimizer.built and model.trainable_variables:
+            # Not in the step: creating slots of several replicas in a trace fails.
             optimizer.build(model.trainable_variables)
 
 
@@ -257,6 +260,7 @@ def count_replica_rows_in_moments(original, current_replica_batch):
         sums = [keep(x), keep(tf.square(x)), keep(tf.ones_like(x))]
         if not is_one:
             sums = [replica_batch.zero_if_empty(value) for value in sums]
+            # One all-reduce, where Keras makes three.
             sums = context.all_reduce("SUM", sums)
         total, squares, count = sums
         mean = tf.math.divide_no_nan(total, count)
@@ -286,6 +290,7 @@ def count_masks_of_all_replicas(original, current_replica_batch):
         keep = functools.partial(tf.reduce_sum, axis=self._reduction_axes, keepdims=True)
         masked = tf.where(valid > 0, inputs, tf.zeros_like(inputs))
         total, count = context.all_reduce("SUM", [keep(masked), keep(valid)])
+        # Keras's own formula under a mask. It needs the mean first, and so a second all-reduce.
         count += keras.backend.epsilon()
         mean = total / count
         apart = tf.where(valid > 0, inputs - mean, tf.zeros_like(inputs))

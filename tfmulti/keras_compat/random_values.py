@@ -106,6 +106,7 @@ class Draw:
 
         Each axis adds a code of its own, so a longer axis (more padding) changes no other numbers.
         """
+        # Numbers that no axis uses: the rows use 1, and axis n uses n + 2.
         start = _int64(_mixed(self.number + 0x1000))
         start += tf.cast(self.salt, tf.int64) * _mixed(0x800)
         rank = self.output.shape.rank

@@ -86,6 +86,7 @@ class Draws:
             return None
         if self._ordered and op_type in _SORTING:
             return self._on_sort(op_type, inputs, outputs)
+        # Where Keras only computes shapes nothing is drawn, and a draw must not be counted.
         if not is_random(op_type) or symbolic_scope.in_symbolic_scope():
             return None
         if self._has_fixed_seed(op_type, inputs):
@@ -93,6 +94,7 @@ class Draws:
         if op_type not in REPLACEMENTS:
             self.not_replaced.setdefault(op_type, name or "")
             return None
+        # The ops of a replacement that run eagerly come here, too.
         with self._pause():
             return [self._replaced(op_type, inputs, outputs[0])]
 
@@ -116,6 +118,7 @@ class Draws:
             if op.type == "ReadVariableOp" and tensor.shape.rank != 0:
                 return False
             if op.type == "Placeholder" or "Rng" in op.type or _RANDOM.search(op.type):
+                # That op converts a seed, and draws nothing.
                 if not op.type.endswith("GetKeyCounter"):
                     return False
             seen.add(op.name)
@@ -296,5 +299,6 @@ def same_draws_along(axis: int) -> Iterator[None]:
 
 
 def _current_draws() -> Draws | None:
+    # `fixed_random_numbers` passes the bound method `Draws.replace`.
     draws = getattr(current_replace(), "__self__", None)
     return draws if isinstance(draws, Draws) else None

@@ -112,6 +112,7 @@ def on_first_replica(strategy: tf.distribute.Strategy):
     """Makes `strategy.run` run its function on this worker's first replica alone."""
     extended = strategy.extended
     devices = extended.worker_devices
+    # `strategy.run` starts a thread for each of them. A strategy of one device has no such list.
     if len(devices) > 1:
         extended._devices = devices[:1]
     try:
@@ -147,6 +148,7 @@ def separate_traces():
     and with it the graph, as long as the process lives. Those of these traces are let go.
     """
     global _mark
+    # Once replaced it stays, but acts only while there is a mark.
     replace(function_context, "make_function_context", _marked, _separates)
     previous, _mark = _mark, next(_numbers)
     kept = set(ops.gradient_registry.list())
@@ -155,6 +157,7 @@ def separate_traces():
     finally:
         _mark = previous
         for name in set(ops.gradient_registry.list()) - kept:
+            # A registry has no public way to remove an entry.
             del ops.gradient_registry._registry[name]
 
 
@@ -171,6 +174,7 @@ def _marked(original):
     def make_function_context(scope_type=None):
         made = original(scope_type)
         mark = ("tfmulti", _mark)
+        # TensorFlow finds traces by a key of these fields; this one takes any value.
         return made._replace(context=made.context._replace(xla_context_id=mark))
 
     return make_function_context
@@ -247,6 +251,7 @@ def predict_step_of(model: keras.Model):
     def one_step_on_data(data):
         return model.predict_step(data)
 
+    # `step_of` knows the step of `predict` by its module.
     one_step_on_data.__module__ = keras_trainer.__name__
     return one_step_on_data
 
@@ -270,6 +275,7 @@ def compiled_state(model: keras.Model):
 @contextlib.contextmanager
 def same_eager_numbers():
     """Restores the state of eager random operations after the context."""
+    # Eager random ops without a seed take theirs from it.
     generator = getattr(context.context(), "_rng", None)
     state = generator.getstate() if generator is not None else None
     try:

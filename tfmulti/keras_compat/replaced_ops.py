@@ -56,6 +56,7 @@ def replaced_ops(replace: Callable) -> Iterator[None]:
     _install(scope)
     # A separate list: the threads of replicas share that of their parent.
     others = [callback for callback in callbacks if callback is not _on_created]
+    # Once, also where contexts are nested: TensorFlow calls each entry of the list.
     local.op_callbacks = [*others, _on_created]
     try:
         with _SCOPE.set_to(scope):
@@ -123,6 +124,7 @@ def _around_add(original):
     return add
 
 
+# TensorFlow's functions of ops take the fast path, and `execute` where it refuses an input.
 _AROUND = (
     (pywrap_tfe, "TFE_Py_FastPathExecute", _around_fast_path),
     (execute, "execute", _around_execute),
@@ -144,6 +146,7 @@ def _install(scope):
 def _uninstall(scope):
     with _LOCK:
         _SCOPES.remove(scope)
+        # Only the last one: other threads may still be in contexts of their own.
         while not _SCOPES and _INSTALLED:
             setattr(*_INSTALLED.pop())
 

@@ -127,9 +127,11 @@ def replace(owner, name: str, make: Callable, used: Callable) -> None:
     new = make(present)
     if callable(new):
         new = _new_if_used(present, new, used)
+    # Canaries put the original back by this attribute.
     setattr(new, _MARK, present)
     new.tfmulti_place = (owner, name)
     holder = _holder(owner, name)
+    # Python calls it only for what a class statement holds.
     if hasattr(new, "__set_name__"):
         new.__set_name__(holder, name)
     setattr(holder, name, new)

@@ -66,6 +66,7 @@ class GlobalSeeds:
         """Returns the generator, in a step."""
         if not self._is_asked_for and not reference.in_separate_traces():
             self._is_asked_for = True
+            # For its effect on Python's random numbers: with this call Keras seeds its generator.
             seed_generator.make_default_seed()
         return self.generator
 
@@ -119,6 +120,7 @@ def vary_seeds(original):
         context = tf.distribute.get_replica_context()
         if context is None:
             return seed
+        # In a local step a worker counts as the only replica, and still draws numbers of its own.
         is_apart = getattr(context.strategy, "takes_local_step", False)
         if context.num_replicas_in_sync == 1 and not is_apart and not _stream.value:
             return seed
@@ -126,6 +128,7 @@ def vary_seeds(original):
         number = _stream.value * context.num_replicas_in_sync
         replica += tf.cast(tf.constant(number), seed.dtype)
         step = tf.cast(tf.constant(_SEED_STEP, tf.int64), seed.dtype)
+        # The first number is the seed; the second one counts the draws.
         return seed + tf.stack([replica * step, tf.zeros_like(replica)])
 
     return draw

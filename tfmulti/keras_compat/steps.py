@@ -107,6 +107,7 @@ def accumulators(optimizer, variables) -> list[keras.Variable]:
 def is_accumulating(optimizer) -> bool:
     """Whether an accumulation has begun and not ended; to be called outside of a step."""
     value = optimizer._iterations.value
+    # All replicas count alike.
     value = getattr(value, "values", (value,))[0]
     return int(value.numpy()) % optimizer.gradient_accumulation_steps != 0
 
@@ -147,6 +148,8 @@ def noting_assigned(variables):
     have = len(graph.get_operations())
     yield changed
     new = [op for op in graph.get_operations()[have:] if "Assign" in op.type]
+    # Assignments have the captured handles as inputs. Capturing adds an input to the function, so
+    # it is left out where nothing is assigned.
     keys = {id(graph.capture(part.handle)): each for each, part in parts} if new else {}
     changed += [keys[id(each.inputs[0])] for each in new if id(each.inputs[0]) in keys]
 
@@ -182,6 +185,7 @@ def clip_by(optimizer, **functions) -> None:
             that setting: a function of Keras's own clipping, the gradients and the variables, that
             returns the clipped gradients. Keras's own is a function of gradients alone.
     """
+    # `_clip_gradients` is given no variables; `_backend_apply_gradients`, which calls it, is.
     updating = []
 
     def apply_gradients(self, grads, trainable_variables):
@@ -233,6 +237,7 @@ def mark_steps(original, before_making, watch):
         def step(data):
             return step_function(data)
 
+        # Not `is`: a method is bound anew whenever it is read.
         kind = "train" if step_function == self.train_step else "test"
         marks.STEP.set(step, (kind, self))
         before_making(self, kind)
@@ -262,6 +267,7 @@ def within_steps(original, take_gradient):
 
 def _in_vectorized_loop() -> bool:
     """Whether `tf.vectorized_map` or `tf.GradientTape.jacobian` is tracing its function."""
+    # TensorFlow names these loops so, and has no other sign of them.
     scopes = tf.get_current_name_scope().split("/")
     return any(scope == "loop_body" or scope.startswith("loop_body_") for scope in scopes)
 
@@ -275,6 +281,7 @@ def inline_functions(original, inlines):
     """
 
     def call(self, *args, **kwargs):
+        # Traced as a part of the step, it would no longer be compiled by XLA.
         if not inlines() or self._jit_compile:
             return original(self, *args, **kwargs)
         function, status = self._python_function, ag_ctx.Status.DISABLED
@@ -326,4 +333,5 @@ class _OfThread:
         return values.setdefault(id(instance), (instance, self._kind()))[1]
 
     def __set__(self, instance, value):
+        # Only `Layer.__init__` assigns it.
         instance.__dict__[self._name] = value

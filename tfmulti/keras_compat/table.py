@@ -67,6 +67,7 @@ def install(**functions: Callable) -> None:
             function that makes a replacement documents their arguments.
     """
     for entry in TABLE:
+        # The others are replaced by the context managers that `within` names.
         if entry.make is not None:
             entry.install(functions)
 
@@ -210,10 +211,12 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
 
 def _fits(owner, name, arguments) -> bool:
     value = getattr(owner, name, None)
+    # An attribute of instances is known only to the code that sets it.
     if value is None:
         return arguments is None and name in _attributes_set_by(owner)
     if arguments is None:
         return True
+    # Those of the original, where one of our functions is in its place already.
     return set(arguments) <= set(inspect.signature(inspect.unwrap(value)).parameters)
 
 

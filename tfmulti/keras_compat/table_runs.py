@@ -58,6 +58,7 @@ _CALLS = (
             keras.Model,
             name,
             hooks.before_calls(name),
+            # Not only models of our strategies: one created outside of the scope is to be found.
             replacement.while_a_strategy_exists,
             f"{_UNLIKE}; a model created outside the scope that silently trains on one device",
             "test_canary_calls_are_not_looked_at",
@@ -214,6 +215,7 @@ _REMAT = (
         keras_core,
         "remat",
         calls.around_remat,
+        # A layer may wrap its call before the scope is entered; the call itself looks for it.
         replacement.while_a_strategy_exists,
         "other random numbers of dropout in the second run, and statistics that are updated twice",
         "test_canary_keras_computes_activations_from_another_state",
@@ -236,6 +238,7 @@ _SERVERS = (
     ),
 )
 
+# They are in the table for their canaries, and so that their names are checked at import.
 _FOR_A_TIME = (
     temporary_entry(
         keras.layers.Layer,

@@ -20,6 +20,7 @@ SHAPES = '"Shape mismatch in the collective instance"'
 
 def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, plain=None):
     """Returns an entry for an update that each replica does as an optimizer without replicas."""
+    # The base class of TensorFlow's optimizer knows no replicas, and reduces nothing.
     plain = plain or getattr(base_optimizer.BaseOptimizer, name)
     make, used = steps.update_alike(plain), replacement.of_optimizer
     canary = "test_canary_an_optimizers_update_goes_across_replicas"
@@ -272,6 +273,7 @@ _OPTIMIZERS = (
         f"{_MERGE_CALL} under loss scaling, and replicas that judge by their own gradients",
         ("grads", "trainable_variables"),
         owner=keras.optimizers.LossScaleOptimizer,
+        # What Keras does for other backends, and for strategies that need no `merge_call`.
         plain=keras.optimizers.LossScaleOptimizer._common_apply,
     ),
     Replacement(

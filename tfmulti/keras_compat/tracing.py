@@ -69,6 +69,7 @@ def noting_unbuilt(optimizers, model=None, noted=None):
         builders.append(build(owner, getattr(owner, name), *args, **kwargs))
         raise NotBuilt(owner.name)
 
+    # On the class, because a trace may reach layers that no attribute of the model holds.
     keras.layers.Layer._maybe_build = maybe_build
     # An optimizer with sharded state has a `build` of its own.
     present = {
@@ -110,6 +111,7 @@ def _unbuilt_parts(model) -> list[tuple]:
     compiled = (getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None))
     parts = [(each, name) for each, name in zip(compiled, ("call", "update_state")) if each]
     parts = [(each, name) for each, name in parts if not each.built]
+    # Some metrics, such as `FBetaScore`, create variables in their first update.
     lazy = [metric for metric in model.metrics if not getattr(metric, "_built", True)]
     return parts + [(each, "update_state") for each in lazy]
 
@@ -118,6 +120,7 @@ def _build_optimizer(optimizer, build, variables):
     variables = list(variables)
 
     def build_now():
+        # As in `Optimizer.apply`, so that slots have the same paths.
         with keras.name_scope(optimizer.name):
             build(variables)
 
@@ -212,6 +215,7 @@ class _AnyRows:
             except Exception:
                 if not self._may_fail:
                     raise
+            # A failed trace is noted too: it would fail again at each batch.
             self._traced.add(known)
 
     def __getattr__(self, name):
