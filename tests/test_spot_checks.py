@@ -130,6 +130,7 @@ class Window(keras.callbacks.Callback):
         self.steps += 1
 
 
+@pytest.mark.slow
 def test_what_a_callback_sets_for_three_steps_is_told_before_the_first_of_them():
     window = Window()
     with pytest.raises(ValueError, match="and is not 17 steps later"):
@@ -209,6 +210,7 @@ class RareRows(Step):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_a_property_that_no_first_row_has_is_told_when_a_batch_has_it():
     with pytest.raises(ValueError, match="is not 5 steps later"):
         fit(2, RareRows, lambda strategy: {"x": rare_rows()})

@@ -16,7 +16,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tfmulti import marks
 from tfmulti.keras_compat.reference import operations_of
 
-STEP_KINDS = {"train_step": "train", "test_step": "test"}
+_STEP_KINDS = {"train_step": "train", "test_step": "test"}
 
 
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:
@@ -61,7 +61,7 @@ def step_of(fn) -> tuple[str | None, keras.Model | None]:
         return marked
     model = getattr(fn, "__self__", None)
     if isinstance(model, keras.Model):
-        return STEP_KINDS.get(getattr(fn, "__name__", None)), model
+        return _STEP_KINDS.get(getattr(fn, "__name__", None)), model
     if getattr(fn, "__module__", None) == keras_trainer.__name__:
         held = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
         models = [each for each in held if isinstance(each, keras.Model)]

@@ -169,7 +169,7 @@ def _batch_to_build_from(epoch_iterator):
 
 def _zeros(spec, num_rows):
     shape = [1 if size is None else size for size in [num_rows or spec.shape[0], *spec.shape[1:]]]
-    return tf.fill(shape, "") if spec.dtype == tf.string else tf.zeros(shape, spec.dtype)
+    return tf.zeros(shape, spec.dtype)
 
 
 def _peek(epoch_iterator):

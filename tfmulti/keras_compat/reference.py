@@ -173,7 +173,7 @@ def _separates(*_, **__):
 def _marked(original):
     def make_function_context(scope_type=None):
         made = original(scope_type)
-        mark = ("tfmulti", _mark)
+        mark = ("tfmulti", _mark, made.context.xla_context_id)
         # TensorFlow finds traces by a key of these fields; this one takes any value.
         return made._replace(context=made.context._replace(xla_context_id=mark))
 

@@ -47,7 +47,7 @@ def noting_unbuilt(optimizers, model=None, noted=None):
             for optimizer in optimizers
             if not optimizer.built
         ),
-        *((each, name, _call_symbolically) for each, name in _unbuilt_parts(model)),
+        *((each, name, _build_part) for each, name in _unbuilt_parts(model)),
     ]
 
     @functools.wraps(original)
@@ -55,7 +55,7 @@ def noting_unbuilt(optimizers, model=None, noted=None):
         is_ready = layer.built or noted[type(layer)] >= _MOST_OF_A_CLASS
         if is_ready or not tf.inside_function() or _is_symbolic(call_spec):
             return original(layer, call_spec)
-        build = _call_symbolically(layer, layer, **call_spec.user_arguments_dict)
+        build = _call_symbolically(layer, **call_spec.user_arguments_dict)
         builders.append(functools.partial(_build_and_note, layer, build, model, noted))
         raise NotBuilt(layer.name)
 
@@ -127,7 +127,11 @@ def _build_optimizer(optimizer, build, variables):
     return build_now
 
 
-def _call_symbolically(_, function, *args, **kwargs):
+def _build_part(_, method, *args, **kwargs):
+    return _call_symbolically(method, *args, **kwargs)
+
+
+def _call_symbolically(function, *args, **kwargs):
     """Returns a function that traces a call without running it, as Keras does to build a model.
 
     It uses TensorFlow's placeholders, because Keras's symbolic tensors cannot be ragged.
@@ -229,7 +233,12 @@ def _for_any_rows(function, may_fail=False):
 
 
 def without_rows(value):
-    """Returns the type spec of a tensor with any number of rows; other values unchanged."""
+    """Returns the type spec of a tensor with any number of rows; other values unchanged.
+
+    Example:
+    >>> without_rows(tf.ones((4, 2))).shape, without_rows(tf.constant(2.0)).shape
+    (TensorShape([None, 2]), TensorShape([]))
+    """
     known = isinstance(value, (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
     if known or isinstance(value, distributed_values.PerReplica):
         return _relax(tf.type_spec_from_value(value))
@@ -239,7 +248,8 @@ def without_rows(value):
 def _relax(spec: tf.TypeSpec) -> tf.TypeSpec:
     if isinstance(spec, distributed_values.PerReplicaSpec):
         return type(spec)(*(_relax(part) for part in spec._component_specs))
-    if not getattr(spec, "shape", None):
+    # A scalar has no rows; of an unknown rank nothing is known.
+    if not getattr(getattr(spec, "shape", None), "rank", None):
         return spec
     shape = [None, *spec.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
