@@ -24,12 +24,14 @@ from tfmulti.step import finite, gradients
 def defers_reduction(model: keras.Model | None) -> bool:
     """Whether the tape leaves the gradients unreduced, for the optimizer to reduce."""
     optimizer = getattr(model, "optimizer", None)
+    # `accumulate` replaces the method of Keras that also updates moving averages.
     if not getattr(optimizer, "gradient_accumulation_steps", None) or optimizer.use_ema:
         return False
     shards = marks.SHARDS.get(optimizer)
     if shards is not None and shards.shards_parameters:
         # Gradients of sharded parameters are reduced in the backward pass.
         return False
+    # Loss scaling and the guard judge the gradients of each step; all replicas must decide alike.
     if hasattr(optimizer, "inner_optimizer") or finite.guard_of(optimizer) is not None:
         return False
     if getattr(model.distribute_strategy, "keeps_whole_sums", False):
@@ -55,6 +57,7 @@ def accumulate(apply_gradients, optimizer, grads, variables) -> None:
         total.assign(total + grad * tf.cast(context.num_replicas_in_sync, grad.dtype))
     marks.HAS_LOCAL_SUMS.set(optimizer, True)
     update = functools.partial(_update, optimizer, variables)
+    # The update runs in new threads, which know nothing of this step.
     update = gradients.with_step_state(update, reduced=True)
     is_update = keras_compat.is_update_step(optimizer)
     context.merge_call(_update_all, args=(is_update, update))

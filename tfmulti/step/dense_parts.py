@@ -63,6 +63,7 @@ def _of_strings(part):
 
     def strings(lengths, numbers):
         flat = tf.reshape(lengths, [-1])
+        # By segments: cutting each string out of the joined one would copy all of it for each row.
         owners, count = tf.repeat(tf.range(tf.size(flat)), flat), tf.size(flat)
         letters = tf.gather(tf.constant(_BYTES), numbers)
         joined = tf.strings.unsorted_segment_join(letters, owners, count)

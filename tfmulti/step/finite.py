@@ -35,6 +35,7 @@ class FiniteGuard:
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             self._names = [variable.path for variable in trainable_variables]
+            # Slots cannot be created within the branch below.
             if not optimizer.built:
                 optimizer.build(trainable_variables)
         grads = list(grads)

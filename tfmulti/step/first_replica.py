@@ -85,6 +85,7 @@ def of_first_replica(values) -> list:
     own = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
     present = [tf.convert_to_tensor(value) for value in own if value is not None]
     sent = [to_send(value) for value in present]
+    # Multiplied by 0, the NaN of another replica would stay.
     sent = [tf.where(is_first, value, tf.zeros_like(value)) for value in sent]
     step = _step.value
     with keras_compat.reducing_over_replicas(None if step is None else step.number):

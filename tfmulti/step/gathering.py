@@ -66,6 +66,7 @@ def gather_batch(structure):
     for part in parts:
         if isinstance(part, keras.KerasTensor):
             raise _refusal("rows of a step", part, "Call it in the `call` of a custom layer.")
+    # In a loss of the whole batch these are the rows of all replicas already.
     if context is None or not indices or losses.has_whole_batch():
         return structure
     if context.num_replicas_in_sync == 1:
@@ -144,6 +145,7 @@ def row_positions(counts: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Ten
     """
     context = tf.distribute.get_replica_context()
     index = topology.replica_batch_index(context)
+    # The collective adds, so each replica writes to its own column.
     one_hot = tf.one_hot(index, context.num_replicas_in_sync)
     # Sent as float32, which GPUs can add; exact up to 2**24.
     counts = context.all_reduce("SUM", tf.cast(tf.stack(counts), tf.float32)[:, None] * one_hot)
@@ -197,6 +199,7 @@ def _place(part, start, total):
     after = total - start - tf.shape(part)[0]
     paddings = tf.pad([[start, after]], [[0, tf.rank(part) - 1], [0, 0]])
     placed = tf.pad(part, paddings)
+    # With paddings that are computed, `tf.pad` forgets the sizes of all axes.
     return tf.ensure_shape(placed, None if part.shape.rank is None else [None, *part.shape[1:]])
 
 

@@ -129,6 +129,7 @@ def one_update(grads) -> Iterator[list]:
     else:
         yield list(grads) if has_reduced() else reduce_gradients(grads)
     state.applied = True
+    # Every optimizer of such a loop adds its own gradients: this reduction is not the next one's.
     if current_replica_batch() is None:
         state.reduced = reduced
 
@@ -246,6 +247,7 @@ def take_gradient(
     grads = [sparse_gradients.join([next(values) for _ in some]) for some in parts]
     if has_reduced() and not _unreduced.value and not is_reduction_deferred():
         replica_batch.note_reduced(g for g, summed in zip(grads, is_summed) if summed)
+    # Gradients of inputs are of this replica's rows: the weight of the target is taken out.
     inverse = weighting.sum_correction(replica_batch)
     grads = [
         g if known or g is None else _scaled(g, inverse) for g, known in zip(grads, is_variable)
@@ -316,6 +318,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
     kinds = [_kind_of(g, v, model) for g, v in present]
     compression = _compression(model)
     owners = None
+    # What the user reduces by hand may be read on every worker.
     if all(variable is not None for _, variable in present):
         owners = sharded_state.owners_of_gradients(model, [variable for _, variable in present])
     reduced = iter(_reduce_values([g for g, _ in present], kinds, compression, owners))
@@ -324,6 +327,7 @@ def _reduce_present(grads, variables, replica_batch) -> list:
 
 def _compression(model) -> str | None:
     optimizer = getattr(model, "optimizer", None)
+    # Under loss scaling the user can have wrapped either of the two optimizers.
     inner = keras_compat.inner_optimizer(optimizer)
     kinds = [marks.COMPRESSION.get(each) for each in (optimizer, inner)]
     return kinds[0] or kinds[1]

@@ -132,6 +132,7 @@ class SplitBatches:
             )
 
         if on_demand:
+            # Nothing is read ahead: a callback may change what a generator yields next.
             self._batches = dataset.map(cut)
         else:
             self._batches = dataset.map(cut, num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)

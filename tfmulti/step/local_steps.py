@@ -136,6 +136,7 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     if not is_local or batch is None or not batch.may_be_empty or accumulates:
         apply()
         return
+    # Slots cannot be created within a branch.
     if not optimizer.built and variables is not None:
         optimizer.build(variables)
     tf.cond(batch.num_real > 0, apply, count)
@@ -209,12 +210,14 @@ class Average:
     def __init__(self, model: keras.Model):
         self._model, self._strategy = model, model.distribute_strategy
         self._settle, self._known = None, []
+        # It is created while the first step is traced, and must outlive that graph.
         with tf.init_scope(), tf.device("CPU:0"):
             self.pending = tf.Variable(0, trainable=False, dtype=tf.int32, name="tfmulti_pending")
 
     def count_step(self, every: int) -> None:
         """Counts a step, and averages after every `every` steps; in cross-replica context."""
         pending = self.pending.assign_add(1)
+        # All workers have the same count, so either all of them reduce or none.
         tf.cond(pending >= every, self._average, lambda: tf.constant(False))
 
     def settle(self) -> None:

@@ -74,6 +74,7 @@ def compare_with_metrics(logs, replica_batch) -> dict[tuple, tf.Tensor | None]:
         value = _to_tensor(logs[path])
         if value is None or value.dtype != result.dtype or value.shape != result.shape:
             continue
+        # Logs of a dummy row tell nothing.
         counts = _differ(value, result) & (replica_batch.num_real > 0)
         differing[path] = (
             None if _has_keras_methods(replica_batch.model) else tf.cast(counts, tf.float32)
@@ -126,6 +127,7 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     if context.num_replicas_in_sync == 1:
         return logs, list(beside)
     variables = keras_compat.metric_variables(replica_batch.model) if differing else []
+    # Whole-batch metrics already have the state of all rows on every replica.
     variables = [v for v in variables if v.aggregation == "sum"]
     states = [variable.value.read_value() for variable in variables]
     paths = _flatten(logs) if isinstance(logs, dict) else {}
@@ -141,6 +143,7 @@ def make_global(logs, replica_batch, differing, requests=None, beside=()):
     numbers, sums = added[: len(numbers)], added[len(numbers) :]
     if not paths:
         return logs, sums
+    # The variables keep this replica's own states, which Keras adds when it reads them.
     with keras.StatelessScope(state_mapping=list(zip(variables, states))):
         results = _results(replica_batch.model, {path: paths[path] for path in differing})
     if own:
@@ -187,6 +190,7 @@ def _results(model, paths) -> dict[tuple, tf.Tensor]:
     """Returns the current results of the metrics that are logged at the given paths."""
     found, names = {}, {metric.name for metric in model.metrics}
     others = any(path[0] not in names for path in paths)
+    # A metric that the step has not used yet has no variables, and so no result.
     if others and not keras_compat.unbuilt_metrics(model):
         found = _flatten(model.get_metrics_result())
     for metric in model.metrics:

@@ -138,6 +138,7 @@ def _undivided(loss):
 @contextlib.contextmanager
 def of_whole_batch():
     """Makes this thread compute losses as on one device: it has the rows of all replicas."""
+    # Without a replica batch nothing within is weighted by this replica's rows.
     with _whole_batch.set_to(True), as_current(None):
         yield
 
@@ -196,9 +197,11 @@ def _denominator(sample_weight, mask, reduction):
         valid = None if mask is None else tf.cast(mask, weighting.dtype())
         if weights is None or valid is None:
             return tf.reduce_sum(valid if weights is None else weights)
+        # Keras gives the weight of a row to all of its steps.
         while weights.shape.rank < valid.shape.rank:
             weights = weights[..., None]
         return tf.reduce_sum(weights * valid)
+    # Keras scales the mask, so that the number of valid steps is the divisor.
     if reduction in ("mean", "sum_over_batch_size") and mask is not None:
         return tf.reduce_sum(tf.cast(mask, weighting.dtype()))
     return None

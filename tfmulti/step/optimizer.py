@@ -97,6 +97,7 @@ def DistributedOptimizer(
         marks.COMPRESSION.set(optimizer, compression)
     if shard is not None:
         sharded_state.shard_state(inner, shard)
+    # Loss scaling must judge by the sums of all replicas, so the outer one reduces.
     if inner is not optimizer and marks.DISTRIBUTED.get(inner):
         _undo(inner)
     _distribute(optimizer)

@@ -152,6 +152,7 @@ def from_owners(
     for parts in _all_rounds(values, owners, not_kept, topology.num_workers(strategy), by_mpi):
         with tf.control_dependencies(before):
             received = list(send(strategy, values, parts, owners))
+        # A whole variable would adopt the received buffer; rows are copied when they are assigned.
         if by_mpi:
             received = [
                 (p, v if p in not_kept else _in_tensorflows_memory(strategy, v))
@@ -163,6 +164,7 @@ def from_owners(
 
 def _all_rounds(values, owners, not_kept, number, by_mpi) -> Iterator[tuple]:
     """Yields the places of tensors to send at once, those of each owner or of all together."""
+    # Sorted, because a set of texts has another order in each process.
     kinds = sorted({(value.dtype.name, i in not_kept) for i, value in enumerate(values)})
     for dtype, rows in kinds:
         places = [
@@ -171,6 +173,7 @@ def _all_rounds(values, owners, not_kept, number, by_mpi) -> Iterator[tuple]:
         own = [[place for place in places if owners[place] == worker] for worker in range(number)]
         # All rows of a variable are sent together, and the others one after the other.
         each = [places] if by_mpi and not rows else own
+        # A gather needs all workers: an owner that has sent everything takes part with nothing.
         yield from itertools.zip_longest(*(_rounds(values, x) for x in each), fillvalue=())
 
 
@@ -191,6 +194,7 @@ def receive_from(strategy, value: tf.Tensor, owner: int, shape) -> tf.Tensor:
     else:
         sent = value if is_here else tf.zeros(shape, value.dtype)
         received = _collective(strategy, sent)
+    # Over MPI the owner itself receives a tensor without elements.
     return value if is_here else tf.ensure_shape(received, shape)
 
 
@@ -265,6 +269,7 @@ def _gathered(strategy, values, parts, _owners):
     dtype = next(values[place].dtype for part in parts for place in part)
     # The gathered rows are in no known order of workers: the first element is the worker's number.
     mine = [tf.cast([me], dtype), *(tf.reshape(values[place], [-1]) for place in parts[me])]
+    # A gather takes tensors of one shape, so shorter ones are padded.
     mine.append(tf.zeros([length - sum(sizes[me])], dtype))
     gathered = keras_compat.gather_from_workers(strategy, tf.concat(mine, axis=0)[tf.newaxis])
     gathered = tf.ensure_shape(gathered, [number, length + 1])

@@ -22,6 +22,7 @@ from tfmulti.step.rows import current_replica_batch
 
 LARGE_BYTES = 2**14
 """Smaller weights stay on every worker: sending them would cost time and save little memory."""
+# Sums for owners, `owners.reduce_to`, are of at least 32 bits.
 _FLOATS = (tf.float32, tf.float64)
 _in_stage = Scoped(False)
 
@@ -124,6 +125,7 @@ class Parameters:
         is_here = self.worker % stages == stage
         if not isinstance(variable, ShardedParameter):
             self._hold(variable, stage, is_here)
+        # With several copies of the stages, workers beside its owner need the value too.
         elif variable.owner != stage or stages < len(self._held):
             value = self.values.gathered(variable)
             keras_compat.move_held(variable, self._strategy(), value if is_here else None)
@@ -220,6 +222,7 @@ def is_stage() -> bool:
 def note_read(parameter: ShardedParameter) -> None:
     """Counts a read of a parameter in the forward pass of a step."""
     step = current_replica_batch() or tf.compat.v1.get_default_graph()
+    # The parameter lives longer than the graph of a step, and must not keep it in memory.
     parameter.reads = (weakref.ref(step), num_reads(parameter) + 1)
 
 
@@ -273,10 +276,12 @@ def gather(
                 return upstream, *nothing
             upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
             upstream = upstream if for_stages else zero_without_rows(upstream)
+            # Other copies of the stage, or the user's own step, need the sum beside the owner.
             if has_copies(parameter, strategy) or not handed_on:
                 added = owners.all_reduce(strategy, upstream)
             else:
                 added = owners.reduce_to(strategy, upstream, owner)
+            # Where the variable has no elements, Keras's update gets a gradient without elements.
             added = added if is_here or not handed_on else tf.zeros([0], dtype)
             return added, *nothing
 
@@ -297,6 +302,7 @@ def hands_on_gradients(model: keras.Model) -> bool:
     optimizer = getattr(model, "optimizer", None)
     inner = keras_compat.inner_optimizer(optimizer)
     stock = inner is not None and all(keras_compat.is_stock(type(x)) for x in (optimizer, inner))
+    # An optimizer or a step of the user's own may read the gradients, as a norm for the logs does.
     return stock and not keras_compat.has_custom_step(model, "train")
 
 

@@ -87,6 +87,7 @@ class ReplicatedStep:
         if not self._padded and not isinstance(data, rows_lib.Counted):
             self._sizes = _known_sizes(data, self._model.distribute_strategy)
         rows, before = run(self._gather, args=(data,))
+        # Only the step itself: what comes before and after it communicates.
         with keras_compat.as_one_device(self._model.distribute_strategy):
             whole = gradients.with_step_state(as_first_replica_step(self._step), reduced=True)
             outputs = run(whole, args=(rows,))
@@ -106,6 +107,7 @@ class ReplicatedStep:
             [start], _ = row_positions([num_rows])
             return whole, (start, num_rows)
         if self._requests is not None:
+            # In other steps they travel with the logs, which are not added in this one.
             self._requests.note(add_by_dtype([self._requests.part_of_step()])[0])
         return whole, [state.read_value() for state in _states_of_metrics(self._model)]
 
@@ -133,6 +135,7 @@ class ReplicatedStep:
             state.assign(value)
         for place, value in zip(places, values[len(states) :]):
             flat[place] = value
+        # The states are added over replicas, and all replicas have counted the same rows.
         is_first = replica_number() == 0
         for state, value in zip(_states_of_metrics(self._model), before):
             state.assign(tf.where(is_first, state.read_value(), value))

@@ -84,6 +84,7 @@ def _num_marked(tensors) -> int:
 
 
 def _is_mark(size) -> bool:
+    # A multiple is rows that were flattened together with another axis.
     return bool(size) and size % _MARK == 0
 
 
@@ -100,6 +101,7 @@ def _copy(tensor, marked) -> tf.Tensor | None:
         if node.name in nodes:
             copy = part.node.add()
             copy.CopyFrom(node)
+            # Colocations and control inputs name nodes that the copy leaves out.
             copy.attr.pop("_class", None)
             copy.input[:] = [name for name in node.input if not name.startswith("^")]
     try:

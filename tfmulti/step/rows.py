@@ -80,6 +80,7 @@ def without_padding(data):
     weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None
     if not isinstance(weights, tf.Tensor) or weights.dtype != tf.float32 or not weights.shape.rank:
         return data
+    # By bits, since -0.0 equals the 0.0 with which a user leaves out a row.
     marked = tf.bitcast(weights, tf.int32) == _PADDING_BITS
     is_padding = tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
     num_real = tf.shape(is_padding)[0] - tf.reduce_sum(tf.cast(is_padding, tf.int32))
@@ -109,6 +110,7 @@ def take_replica_rows(data, number: tf.Tensor, num_replicas: int, *, in_chunks: 
         start = number * replica_batch + tf.minimum(number, longer)
         size = replica_batch + tf.cast(number < longer, tf.int32)
         if in_chunks:
+            # As tf.distribute divides: 4 rows on 3 replicas are 2, 2 and 0.
             chunk = replica_batch + tf.cast(longer > 0, tf.int32)
             start = tf.minimum(number * chunk, count_rows(part))
             size = tf.minimum(chunk, count_rows(part) - start)
@@ -239,6 +241,7 @@ class ReplicaBatch:
 
     def note_reduced(self, grads: Iterable) -> None:
         """Notes gradients that a tape has reduced in this step."""
+        # With the tensor itself, because a new one can get the id of a deleted one.
         tensors = [grad for grad in grads if isinstance(grad, tf.Tensor)]
         self.reduced.update({id(tensor): weakref.ref(tensor) for tensor in tensors})
 

@@ -88,9 +88,11 @@ class Samples:
 
     def _keep(self, number, *tensors):
         number = int(number)
+        # Kept batches must not take memory of an accelerator.
         with tf.device("CPU:0"):
             tensors = self._small(list(tensors))
         with self._lock:
+            # Another pass begins: the batches of the last one have the same numbers.
             if not number:
                 self._kept.clear()
             if tensors is not None:

@@ -228,6 +228,7 @@ class Shards:
         def add_variable_from_reference(reference_variable, name=None, initializer="zeros"):
             path = getattr(reference_variable, "path", reference_variable.name)
             full_name = f"{path.replace('/', '_').replace(':', '_')}_{name or 'var'}"
+            # Without the setting, a slot of that name is one of the optimizer's own.
             whole = getattr(optimizer, _WHOLE.get(name, ""), None)
             is_held = isinstance(reference_variable, parameters.ShardedParameter)
             place = places.get(id(reference_variable)) if is_held or not whole else None
@@ -235,6 +236,7 @@ class Shards:
             split = getattr(reference_variable, "split", self._splits.get(place))
             return self._add(place, shape, initializer, dtype, full_name, bool(whole), split)
 
+        # Without a reference, a slot belongs to the variable that the loop of `build` has reached.
         def add_variable(
             shape, initializer="zeros", dtype=None, aggregation="none", layout=None, name=None
         ):
@@ -252,6 +254,7 @@ class Shards:
         for name, function in own.items():
             object.__setattr__(optimizer, name, function)
         try:
+            # Outside of the scope nothing else puts the slots on the worker's device.
             device = tf.device(self._strategy.extended.worker_devices[0])
             with device, keras_compat.held_values():
                 type(optimizer).build(optimizer, watched)
@@ -313,6 +316,7 @@ class Shards:
 
     def owners_of(self, variables) -> list[int] | None:
         """Returns owners, None for split variables; None if sums cannot be made for owners only."""
+        # A variable that the optimizer does not update has no owner.
         known = {id(variable) for variable in keras_compat.updated_variables(self._optimizer)}
         if not self._reduces_to_owners or any(id(variable) not in known for variable in variables):
             return None
@@ -328,6 +332,7 @@ class Shards:
         """
         if variables is None:
             variables = keras_compat.updated_variables(self._optimizer)
+        # A norm of float64 gradients that is rounded to float32 would clip to another length.
         exact = any(g is not None and g.dtype == tf.float64 for g in gradients)
         dtype = tf.float64 if exact else tf.float32
         own = [
@@ -344,6 +349,7 @@ class Shards:
         """Whether this worker contributes its part of a gradient: each part counts once."""
         split = getattr(variable, "split", None)
         if split is not None:
+            # All groups have the same gradients; those of the first one count.
             return self.worker < split.parts
         # All workers have the whole gradient of a variable whose rows are divided.
         return (self._owner(variable) or 0) == self.worker

@@ -123,6 +123,7 @@ class OwnedValues:
         self._strategy, self._step = weakref.ref(strategy), step
         # By the number of a variable, the step at which its value was kept.
         self._kept_at: dict[int, int] = {}
+        # Not in memory, which may be too small for the values of all workers.
         self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
 
     def read(self, variable) -> np.ndarray:

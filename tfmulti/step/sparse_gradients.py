@@ -61,6 +61,7 @@ def parts_of(grad) -> list:
     indices, values = grad.indices.op, grad.values.op
     if not indices.type == values.type == "ConcatV2" or len(indices.inputs) != len(values.inputs):
         return [grad]
+    # The last input of a concatenation is its axis.
     pairs = list(zip(indices.inputs, values.inputs))[:-1]
     return [
         part
@@ -185,6 +186,7 @@ def _sources(tensor) -> set[str]:
             found.add("shapes")
         elif operation.type == "Placeholder" and not _is_captured_value(operation):
             found.add("data")
+        # Variables have the same value on all replicas; random numbers need not have.
         elif operation.op_def.is_stateful and operation.type != "ReadVariableOp":
             found.add("data")
         else:

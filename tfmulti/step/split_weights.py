@@ -81,6 +81,7 @@ class Split:
 
     def join(self, strategy: tf.distribute.Strategy, own: tf.Tensor) -> tf.Tensor:
         """Returns the whole tensor from the parts of all workers; a collective, in a replica."""
+        # The others' parts are zeros that are not sent: they tell shapes and dtypes.
         parts = [
             own if part == self.part else tf.zeros(self.shape_of(part), own.dtype)
             for part in range(self.parts)
@@ -188,9 +189,12 @@ def compute_with(parameter: SplitParameter) -> tf.Tensor:
     def receive(value):
         def gradient(upstream):
             is_sparse = isinstance(upstream, tf.IndexedSlices)
+            # The user's own step reads whole gradients. If a step also reads the whole weight,
+            # the tape adds both gradients, which need the same shape.
             if not parameters.are_handed_on() or parameters.num_reads(parameter):
                 parameter.unreduced = True
             else:
+                # `add_among` adds dense tensors only.
                 parameter.unreduced = is_sparse and len(copies) > 1
             if parameter.unreduced:
                 # The step adds it over workers, like the gradients of other weights.
@@ -231,6 +235,7 @@ def _assign(variable, value, values):
     with keras_compat.held_values():
         held = variable.value
     value = tf.convert_to_tensor(value, dtype=held.dtype)
+    # An optimizer's update assigns the part; files, callbacks and scripts assign the whole.
     is_part = keras_compat.are_held_values() and value.shape == held.shape
     held.assign(value if is_part else variable.split.take(value))
     if not is_part:
@@ -245,6 +250,7 @@ def held_gradient(gradient, variable):
     if gradient is None:
         return None
     if isinstance(variable, SplitParameter):
+        # It is the part already, or that of the whole weight: see `compute_with`.
         shape = tuple(gradient.shape) if gradient.shape.rank is not None else None
         return gradient if shape == variable.split.shape_of() else variable.split.take(gradient)
     return gradient if getattr(variable, "is_here", True) else tf.zeros([0], gradient.dtype)
@@ -269,6 +275,7 @@ def owners_of_updates(
     """
     known = {place: v.owner for place, v in enumerate(variables) if hasattr(v, "owner")}
     places = set(range(len(variables))) - set(known) if by_rows else set()
+    # With fewer rows than workers, some of these would have none.
     have_rows = {p for p in places if variables[p].shape and variables[p].shape[0] >= num_workers}
     divisible = have_rows if updates_elements(optimizer) else ()
     sizes = [owners.owned_bytes(variable) for variable in variables]

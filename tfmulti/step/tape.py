@@ -41,6 +41,7 @@ class DistributedGradientTape(tf.GradientTape):
         take = super().gradient
         replica_batch = batch_of_loop()
         if output_gradients is None and replica_batch is not None:
+            # With a replica batch the tape reduces as it does in Keras's own steps.
             with as_current(replica_batch):
                 return take(target, sources, **more)
         return take(target, sources, output_gradients, **more)

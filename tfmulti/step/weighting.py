@@ -90,5 +90,6 @@ def _initial_gradient(target, replica_batch, is_same):
 def _has_rows(target, replica_batch) -> bool:
     if target.shape.rank == 0:
         return False
+    # A multiple counts too: two views of the rows, one after the other, are twice as many.
     rows, first = tf.get_static_value(replica_batch.num_rows), (target.shape or [None])[0]
     return first is None or (rows is not None and first % max(int(rows), 1) == 0)

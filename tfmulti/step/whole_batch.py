@@ -215,6 +215,7 @@ def prepare_losses(model: keras.Model) -> None:
     """
     for loss in [*keras_compat.compiled_losses(model), *keras_compat.own_losses(model)]:
         if not keras_compat.is_stock(type(loss)) and not isinstance(loss, WholeBatchLoss):
+            # Python looks up `__call__` in the class, so it cannot be replaced in one loss.
             keras_compat.around_call_of(type(loss), call_loss)
 
 
@@ -242,6 +243,7 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
         values = function(all_true, all_pred)
     if keras.ops.ndim(values):
         values = local_rows(values)
+        # Keras's own update applies the mask, and it is skipped here.
         sample_weight = keras_compat.masked_weights(metric, y_pred, sample_weight)
     return keras.metrics.Mean.update_state(metric, values, sample_weight)
 
@@ -296,6 +298,7 @@ def _needs_batch(loss, y_true, y_pred) -> bool:
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         # It may do anything with the number of rows.
         return True
+    # Keras converts both to the loss's dtype before it calls `call`.
     rows = keras.tree.map_structure(
         lambda part: keras.ops.convert_to_tensor(part, dtype=loss.dtype), (y_true, y_pred)
     )
@@ -307,6 +310,7 @@ def _combines_rows(function, y_true, y_pred) -> bool:
     values = _values_of_function(function, y_true, y_pred)
     if values is None or keras.ops.ndim(values) == 0:
         return True
+    # An eager step has no graph that could be followed.
     if not tf.is_symbolic_tensor(values):
         return False
     given = [
@@ -368,6 +372,7 @@ def _get(where, identifier):
 
 def _gather(y_true, y_pred, sample_weight) -> tuple:
     """Gathers the inputs of a loss or a metric, and the masks of the predictions."""
+    # A mask is an attribute of the tensor, which the gathered one does not have.
     masks = [keras_compat.mask_of(part) for part in tf.nest.flatten(y_pred)]
     whole = gather_batch((y_true, y_pred, sample_weight, masks))
     for part, mask in zip(tf.nest.flatten(whole[1]), whole[3]):

@@ -61,9 +61,11 @@ def _predict(fn, data, replica_batch):
 
 
 def _learn(fn, data, replica_batch, kind):
+    # Keras weights the losses of outputs by their rows where it knows the number of rows.
     trackers = logs_lib.output_losses(replica_batch) if replica_batch.may_be_empty else []
     metrics = _metric_states(replica_batch.model, trackers) if replica_batch.may_be_empty else []
     is_local = kind == "train" and local_steps.steps_of(replica_batch.model) > 1
+    # In local steps each worker has its own states until the next average.
     states = _states_from_rows(replica_batch) if kind == "train" and not is_local else []
     if is_local and replica_batch.may_be_empty:
         metrics += local_steps.states_to_keep(replica_batch.model)
@@ -82,6 +84,7 @@ def _learn(fn, data, replica_batch, kind):
     values = [replica_batch.weighted(state) for state in states]
     requests = getattr(tf.distribute.get_strategy(), "requests", None)
     beside = [*changes, *values]
+    # Together with the logs, which saves a collective in each step.
     logs, beside = logs_lib.make_global(logs, replica_batch, differing, requests, beside)
     for state, old, change, value in zip(states, begin, beside, beside[len(states) :]):
         # A number that replaces a far larger one, as a first loss does 1e9, is lost in the change.
