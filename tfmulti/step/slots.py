@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keras
@@ -112,7 +113,7 @@ class SlotVariable(keras.Variable):
 class OwnedValues:
     """Reads slots and sharded weights, each kept by one worker, outside of a step.
 
-    A gathered value is kept in a file of a temporary folder, and is valid until the next update.
+    A gathered value is kept in a temporary file, and is valid until the next update.
 
     Args:
         strategy: A strategy with one replica for each worker.
@@ -121,10 +122,12 @@ class OwnedValues:
 
     def __init__(self, strategy: tf.distribute.Strategy, step: Callable[[object], int]):
         self._strategy, self._step = weakref.ref(strategy), step
-        # By the number of a variable, the step at which its value was kept.
+        # By the number of a variable: the step at which its value was kept, and where in the file.
         self._kept_at: dict[int, int] = {}
-        # Not in memory, which may be too small for the values of all workers.
-        self._folder = tempfile.TemporaryDirectory(prefix="tfmulti_state_")
+        self._begins: dict[int, int] = {}
+        # Not in memory, which may be too small for the values of all workers. The file has no name,
+        # so that a killed process leaves nothing behind.
+        self._file, self._lock = tempfile.TemporaryFile(), threading.Lock()
 
     def read(self, variable) -> np.ndarray:
         """Returns a variable's whole value.
@@ -148,7 +151,10 @@ class OwnedValues:
         if variable.has_whole:
             with keras_compat.held_values():
                 return keras.ops.convert_to_numpy(variable.value)
-        return np.load(self._file(variable))
+        with self._lock:
+            self._file.seek(self._begins[_number_of(variable)])
+            # NumPy saves no name of a dtype that it does not know, such as bfloat16.
+            return np.load(self._file).view(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
     def keep(self, variables) -> None:
         """Gathers other workers' variables into files of this worker; a collective.
@@ -165,9 +171,13 @@ class OwnedValues:
     def keep_value(self, variable, value):
         """Keeps a variable's whole value, which all workers know at this step; returns it."""
         if tf.executing_eagerly():
+            number = _number_of(variable)
             if not variable.has_whole:
-                np.save(self._file(variable), np.asarray(value))
-            self._kept_at[_number_of(variable)] = self._step(variable)
+                with self._lock:
+                    end = self._file.seek(0, os.SEEK_END)
+                    self._file.seek(self._begins.setdefault(number, end))
+                    np.save(self._file, np.asarray(value))
+            self._kept_at[number] = self._step(variable)
         return value
 
     def forget(self, variable) -> None:
@@ -176,9 +186,6 @@ class OwnedValues:
 
     def _is_kept(self, variable) -> bool:
         return self._kept_at.get(_number_of(variable)) == self._step(variable)
-
-    def _file(self, variable) -> Path:
-        return Path(self._folder.name) / f"{_number_of(variable)}.npy"
 
     def gathered(self, variable) -> np.ndarray:
         """Returns a variable's whole value from its owner; a collective."""
