@@ -45,3 +45,19 @@ def test_a_value_that_was_not_kept_is_an_error(values):
     variable = of_another_worker((2,), "float32")
     with pytest.raises(RuntimeError, match=variable.path):
         values.read(variable)
+
+
+def test_variables_of_one_shape_are_gathered_by_one_trace(values, monkeypatch):
+    traces = []
+
+    def from_owners(strategy, tensors, owners):
+        traces.append(owners)
+        return enumerate(tensors)
+
+    monkeypatch.setattr(slots.owners, "from_owners", from_owners)
+    for shape in ((2, 3), (2, 3), (3, 2)):
+        variable = of_another_worker(shape, "float32")
+        variable.is_here = True
+        variable.assign(np.full(shape, 7.0))
+        np.testing.assert_array_equal(values.gathered(variable), np.full(shape, 7.0))
+    assert len(traces) == 2

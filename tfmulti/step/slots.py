@@ -88,10 +88,10 @@ class SlotVariable(keras.Variable):
         """
         if not (self.is_here or (self._with_weight and keras_compat.are_held_values())):
             raise RuntimeError(
-                "With sharded state a slot can be read only by its own variable's update: one "
-                f"worker keeps it. Received: a read of {self.path}, which worker {self.owner} "
-                f"keeps, on worker {self._shards.worker}. Update each variable from its own slots, "
-                "log no slots in a step, or leave shard out for this optimizer."
+                "With sharded state, a slot exists only on its owner and can be read only in the "
+                f"update of its own variable. Received: a read of {self.path}, owned by worker "
+                f"{self.owner}, on worker {self._shards.worker}. Update each variable from its own "
+                "slots and do not log slots in a step, or leave shard out for this optimizer."
             )
         return super().value
 
@@ -128,6 +128,7 @@ class OwnedValues:
         # Not in memory, which may be too small for the values of all workers. The file has no name,
         # so that a killed process leaves nothing behind.
         self._file, self._lock = tempfile.TemporaryFile(), threading.Lock()
+        self._gathers: dict[tuple, Callable] = {}
 
     def read(self, variable) -> np.ndarray:
         """Returns a variable's whole value.
@@ -143,10 +144,10 @@ class OwnedValues:
         if not self._is_kept(variable):
             # On the owner too: if only the other workers failed, it would wait for them later.
             raise RuntimeError(
-                "Sharded values are gathered in callbacks.Checkpoint, in ModelCheckpoint, and when "
-                f"`fit` ends. Received: a read of {variable.path} at another time, which worker "
-                f"{variable.owner} keeps. Read or save it after `fit`, in these callbacks, or "
-                "call tfmulti.gather_optimizer_state(model) on every worker first."
+                "A sharded variable can be read only in callbacks.Checkpoint, in ModelCheckpoint, "
+                f"and after `fit`, when it has been gathered. Received: a read of {variable.path}, "
+                f"which is owned by worker {variable.owner}, at another time. Call "
+                "tfmulti.gather_optimizer_state(model) on every worker first."
             )
         if variable.has_whole:
             with keras_compat.held_values():
@@ -189,20 +190,31 @@ class OwnedValues:
 
     def gathered(self, variable) -> np.ndarray:
         """Returns a variable's whole value from its owner; a collective."""
-        strategy, dtype = self._strategy(), tf.as_dtype(variable.dtype)
-
-        def on_replica():
-            if variable.is_here and not variable.has_whole:
-                return variable.gathered(strategy)
+        own = tf.zeros(variable.shape, variable.dtype)
+        if variable.is_here:
             with keras_compat.held_values():
-                value = tf.convert_to_tensor(variable.value) if variable.is_here else None
-            value = tf.zeros(variable.shape, dtype) if value is None else value
-            received = owners.from_owners(strategy, [value], [variable.owner])
-            return next((value for _, value in received), value)
+                own = tf.convert_to_tensor(variable.value)
+        split = getattr(variable, "split", None)
+        # A model has many variables of one shape, and a trace takes longer than most gathers.
+        alike = tuple(variable.shape), variable.dtype, variable.owner, split
+        if alike not in self._gathers:
+            self._gathers[alike] = self._trace_gather(own, variable.owner, split)
+        [value] = self._strategy().experimental_local_results(self._gathers[alike](own))
+        return value.numpy()
 
-        function = tf.function(lambda: strategy.run(on_replica), autograph=False)
-        value = function.get_concrete_function()()
-        return strategy.experimental_local_results(value)[0].numpy()
+    def _trace_gather(self, own, owner, split):
+        """Returns a function of this worker's value, or its part, that gives the whole value."""
+        get_strategy = self._strategy
+
+        def on_replica(own):
+            if split is not None:
+                return split.join(get_strategy(), own)
+            received = owners.from_owners(get_strategy(), [own], [owner])
+            return next((value for _, value in received), own)
+
+        run = tf.function(lambda own: get_strategy().run(on_replica, args=(own,)), autograph=False)
+        # If called directly, TensorFlow would warn of one function's traces for many shapes.
+        return run.get_concrete_function(own)
 
 
 def _number_of(variable) -> int:

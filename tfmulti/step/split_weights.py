@@ -113,10 +113,6 @@ class SplitParameter(parameters.ShardedParameter):
 
     owner, is_here, has_whole = 0, True, False
 
-    def gathered(self, strategy: tf.distribute.Strategy) -> tf.Tensor:
-        """Returns the whole value, in a replica of every worker."""
-        return self.split.join(strategy, self.held())
-
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
         return _gather(self) if parameters.in_replica() else super().whole()
@@ -145,10 +141,6 @@ class SplitSlot(slots.SlotVariable):
     def __init__(self, shards, split: Split, initializer, dtype, name: str):
         self.split, held = split, split.shape_of()
         super().__init__(shards, 0, True, split.shape, initializer, dtype, name, True, held)
-
-    def gathered(self, strategy: tf.distribute.Strategy) -> tf.Tensor:
-        """Returns the whole value, in a replica of every worker."""
-        return self.split.join(strategy, tf.convert_to_tensor(self.value))
 
     def assign(self, value):
         """Assigns the whole value; each worker keeps its part."""
