@@ -303,7 +303,7 @@ def test_sequences_cut_by_batch_are_examples_and_batches_can_be_undone(caplog):
     sequences = numbers.batch(5, drop_remainder=True).map(lambda row: (row[:-1], row[1:]))
     x, _ = next(iter(distribute_train(sequences, create_strategy(2), 4)))
     assert x.shape == (4, 4)
-    assert "each of its batches, of 4 rows" in caplog.text
+    assert "each of its batches of 4 rows" in caplog.text
     caplog.clear()
     rows = numbers.batch(7).unbatch().apply(tf.data.experimental.assert_cardinality(40))
     assert next(iter(distribute_train(rows, create_strategy(2), 4))).shape == (4,)

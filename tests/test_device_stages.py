@@ -228,7 +228,7 @@ def test_batch_normalization_by_micro_batch_is_told():
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fit(create(case, DEVICES, micro_batches=3), case, epochs=1)
-    assert any("each micro-batch's rows" in str(each.message) for each in told)
+    assert any("each micro-batch's own rows" in str(each.message) for each in told)
 
 
 @pytest.mark.slow
@@ -344,7 +344,7 @@ def test_state_that_two_stages_change_is_told_at_once(layer, state):
     with replicas.create_strategy(1).scope():
         model = noisy_twice(layer(**state))
         own = model.call
-        with pytest.raises(ValueError, match="cannot change the same state.*(seed_gen|moving_m)"):
+        with pytest.raises(ValueError, match="cannot update the same state.*(seed_gen|moving_m)"):
             tfmulti.pipeline(model, devices=DEVICES)
     # The model is as it was.
     assert model.call == own
@@ -444,5 +444,5 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
 @pytest.mark.parametrize("kind", [worker.OfSteepWeights, worker.Penalized])
 def test_a_second_derivative_is_refused(kind):
     case = {"model": lambda: worker.stepping(kind)}
-    with pytest.raises(RuntimeError, match="A pipeline supports first derivatives only"):
+    with pytest.raises(RuntimeError, match="A pipeline does not support second derivatives"):
         fit(create(case, DEVICES), case)

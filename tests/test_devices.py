@@ -142,7 +142,7 @@ def test_workers_compare_without_waiting_for_one_that_has_no_monitor(run_workers
     assert both[0] == "worker 0, epoch 1: GPU 0 95%"
     assert both[1].startswith("unequal work: worker 1 GPU 0 at 50%, worker 0 GPU 0 at 95%")
     assert both[2:] == ["worker 0, epoch 2: GPU 0 95%"]
-    assert alone.count("no readings of worker 1: give `Devices` to every worker") == 1
+    assert alone.count("no readings from worker 1: pass `Devices` to `fit` on every worker") == 1
     assert alone[-1] == "done"
     told = [f"worker 1, epoch {epoch}: GPU 0 50%" for epoch in (1, 2)]
     assert other == [*told, "alone", "done"]

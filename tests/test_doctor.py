@@ -167,6 +167,8 @@ def test_two_mpis_and_files_that_hide_packages(tmp_path):
     [
         ("import os; os.kill(os.getpid(), 11)", "it was ended by SIGSEGV", "recreate"),
         ("import os; os.kill(os.getpid(), 4)", "it was ended by SIGILL", "AVX"),
+        # A real-time signal has no name.
+        ("import os; os.kill(os.getpid(), 40)", "it was ended by signal 40", "recreate"),
         ("import no_such_tensorflow", "ModuleNotFoundError: No module named", "Install"),
         ("print('last words', file=__import__('sys').stderr); exit(3)", "last words", "recreate"),
         ("import time; time.sleep(60)", "no answer in 1 s", "--tensorflow_timeout"),

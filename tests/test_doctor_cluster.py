@@ -236,8 +236,8 @@ def test_two_who_cannot_reach_each_other_are_told_although_both_reach_the_first(
         return peers.judge_visit(clusters[index], visits[other], 2.0)
 
     assert judge(0, 1).status == judge(0, 2).status == judge(1, 0).status == "ok"
-    assert "did not answer within 2 s: connection refused; yet it came" in judge(1, 2).detail
-    assert "but it has not come to this worker" in judge(2, 1).detail
+    assert "did not answer within 2 s: connection refused; yet it connected" in judge(1, 2).detail
+    assert "but it has not connected to this worker" in judge(2, 1).detail
 
 
 def test_who_leaves_early_is_received_when_the_others_leave_too():
@@ -292,7 +292,7 @@ def test_slow_far_and_lost_ways_are_judged():
     )
     assert "firewall" in judge(came=False).hint
     assert judge(came=False).status == "failure"
-    assert "yet it came to this worker" in judge(notes=None, fault="no answer").detail
+    assert "yet it connected to this worker" in judge(notes=None, fault="no answer").detail
 
 
 def test_clocks_that_go_wrong_warn():
@@ -364,7 +364,7 @@ def test_the_gpus_of_workers_alone_are_compared_where_there_are_servers():
     fast, slow = {**mine, "gpus": ["H100"]}, {**mine, "gpus": ["T4"]}
     versions, gpus = peers.compare(cluster, {0: mine, 1: fast, 2: fast}, mine)
     assert (versions.status, gpus.status) == ("ok", "ok")
-    assert versions.detail.startswith("4 tasks have the same of cluster, python")
+    assert versions.detail.startswith("4 tasks agree on cluster, python")
     assert gpus.detail == "the same on all: H100"
     [_, gpus] = peers.compare(cluster, {0: mine, 1: fast, 2: slow}, mine)
     assert (gpus.status, "max_staleness" in gpus.hint) == ("warning", True)
@@ -381,7 +381,7 @@ def test_the_chief_its_workers_and_servers_examine_one_another():
     [done] = processes.run_together(command, [{}], timeout_s=200.0)
     for name in ("worker 0 at 127.0.0.1:", "ps 0 at 127.0.0.1:"):
         assert any(name in line for line in done.stdout.splitlines() if line.startswith("[chief]"))
-    assert "3 tasks have the same of" in done.stdout
+    assert "3 tasks agree on" in done.stdout
     assert "Not ready: import of TensorFlow. (1 failure" in done.stdout
 
 

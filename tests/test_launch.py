@@ -220,7 +220,7 @@ def test_who_ended_early_is_told(run_job, tmp_path):
     """
     done, told = run_job(code)
     assert done == environment.PEER_LOST
-    assert "worker 1 ended early, with exit code 0" in told
+    assert "worker 1 exited early with code 0" in told
 
 
 def test_a_peer_that_hangs_is_not_waited_for(run_job):
@@ -232,7 +232,7 @@ def test_a_peer_that_hangs_is_not_waited_for(run_job):
     """
     done, told = run_job(code, grace=0.2)
     assert done == environment.PEER_LOST and "worker 0 failed with exit code 144" in told
-    assert "No worker has failed on its own; still running: worker 1" in told
+    assert "No worker failed by itself; still running: worker 1" in told
 
 
 def test_restarts_have_fresh_ports_and_a_fresh_token(run_job, tmp_path):
@@ -555,7 +555,7 @@ def test_a_worker_that_is_missing_is_named_by_train(pair, missing):
     process = train(pair[1 - missing], "--start_timeout=1")
     _, stderr = process.communicate(timeout=100)
     assert process.returncode == 1
-    assert f"did not connect: worker {missing} at {pair[missing].address}" in stderr
+    assert f"had not connected: worker {missing} at {pair[missing].address}" in stderr
 
 
 @pytest.mark.slow

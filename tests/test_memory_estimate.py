@@ -144,6 +144,32 @@ def small(train):
     return Small()
 
 
+def sequences():
+    """Sequences of a length that is known only when they are read."""
+
+    def read():
+        for number in range(256):
+            yield np.ones(5, "int32"), number % 3
+
+    signature = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
+    dataset = tf.data.Dataset.from_generator(read, output_signature=signature)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(256))
+    return dataset, dataset
+
+
+class OfSequences(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.table, self.dense = layers.Embedding(10, 4), layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(tf.reduce_mean(self.table(x), axis=1))
+
+
+def of_sequences(train):
+    return OfSequences()
+
+
 def compiled(train):
     model = blocks(train)
     model.compile("sgd", "sparse_categorical_crossentropy")
@@ -154,6 +180,12 @@ def test_a_model_that_is_not_built_and_cannot_be_checkpointed_is_estimated(capsy
     memory_estimate.show(config(model="test_memory_estimate:small"))
     lines = [line for line in capsys.readouterr().out.splitlines() if " kept " in line]
     assert [line.split()[1] for line in lines] == ["copies", "state", "parameters"]
+
+
+def test_a_model_of_sequences_that_is_not_built_is_estimated(capsys):
+    here = "test_memory_estimate"
+    memory_estimate.show(config(model=f"{here}:of_sequences", dataset=f"{here}:sequences"))
+    assert capsys.readouterr().out.count(" kept ") == 3
 
 
 def test_a_model_that_is_compiled_and_one_of_the_command_line_are_estimated(capsys):

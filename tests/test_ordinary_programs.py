@@ -268,7 +268,7 @@ def own_loop(strategy, outside):
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_loop_of_ones_own_outside_of_replicas(outside):
     assert_same(lambda strategy: own_loop(strategy, outside), num_replicas=1)
-    with pytest.raises(ValueError, match="must be applied in a replica. Received: adam.* Use mod"):
+    with pytest.raises(ValueError, match="applied in replica context. Received: adam.* Train"):
         own_loop(create_strategy(2), outside)
 
 

@@ -115,7 +115,7 @@ def test_other_data_other_starts_and_other_steps_are_told(tmp_path):
     start = write(tmp_path / "b", [([1, 2.1], 0.0), ([1, 2.0], 1.0)], [0.5], 0.5)
     assert not compare.compare(start, one, 1e-6).same_start
     longer = write(tmp_path / "c", [([1, 2.0], 0.0)] * 3, [0.5, 0.5], 0.5)
-    with pytest.raises(ValueError, match="as many steps"):
+    with pytest.raises(ValueError, match="same number of steps"):
         compare.compare(longer, one, 1e-6)
 
 

@@ -120,7 +120,7 @@ def test_stages_begin_at_named_layers():
 
 
 def test_a_model_of_fewer_layers_than_stages_is_refused():
-    with pytest.raises(ValueError, match="as many layers"):
+    with pytest.raises(ValueError, match="at least that many layers"):
         starts_of(chain(4, 4), 3)
 
 

@@ -151,7 +151,7 @@ def run_to_its_end(code):
 @pytest.mark.parametrize(
     ("end", "exit_code"),
     [
-        ("command_line.end_process(3)", 3),
+        ("processes.end_process(3)", 3),
         ("command_line.run_and_exit(lambda: 4)", 4),
         ("command_line.run_and_exit(lambda: sys.exit(143))", 143),
         ("command_line.run_and_exit(lambda: sys.exit('words'))", 1),
@@ -166,12 +166,12 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
 
 @pytest.mark.slow
 def test_a_thread_that_never_ends_holds_nothing_up():
-    done, seconds = run_to_its_end(WAITS_FOR_EVER + "command_line.end_process(1)")
+    done, seconds = run_to_its_end(WAITS_FOR_EVER + "processes.end_process(1)")
     assert done.returncode == 1
     assert seconds < 15
 
 
 @pytest.mark.slow
 def test_our_own_threads_are_waited_for():
-    done, _ = run_to_its_end(WRITES + "command_line.end_process(0)")
+    done, _ = run_to_its_end(WRITES + "processes.end_process(0)")
     assert done.stdout == "written\nexit functions are called\n"

@@ -138,7 +138,7 @@ def test_who_did_not_come_is_named_by_all_who_came():
     errors = serve([workers[0], workers[2]], timeout_s=0.5)
     for error in errors:
         message = str(error)
-        assert f"2 did not connect: worker 1 at {workers[1].address}, worker 3 at" in message
+        assert f"2 had not connected: worker 1 at {workers[1].address}, worker 3 at" in message
         assert "worker 2" not in message and "Received: after 0." in message
         assert "Start them" in message
 
@@ -146,7 +146,7 @@ def test_who_did_not_come_is_named_by_all_who_came():
 def test_without_the_first_worker_it_is_named():
     workers = clusters(3)
     for error in serve(workers[1:], timeout_s=0.4):
-        assert f"1 did not connect: worker 0 at {workers[0].address}; the last attempt" in str(
+        assert f"1 had not connected: worker 0 at {workers[0].address}; the last attempt" in str(
             error
         )
         assert "failed: connection refused" in str(error)
@@ -369,7 +369,7 @@ def meet_a_false_host(workers, timeout_s):
 
 def test_a_false_host_cannot_say_what_others_said():
     error, _ = meet_a_false_host(clusters(2), timeout_s=0.5)
-    assert "did not connect: worker 0" in str(error)
+    assert "had not connected: worker 0" in str(error)
 
 
 @pytest.mark.parametrize(

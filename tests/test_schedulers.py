@@ -587,7 +587,7 @@ def test_processes_that_train_alone_side_by_side_are_warned(environ, warned, mon
     monkeypatch.setattr(logging, "warning", lambda text, *values: lines.append(text % values))
     schedulers.warn_of_others(environ, "mirrored")
     assert bool(lines) == warned
-    assert all("a model of its own under 'mirrored'" in line for line in lines)
+    assert all("under 'mirrored' each of them trains a separate model" in line for line in lines)
 
 
 def test_restarts_of_slurm_are_counted():

@@ -377,5 +377,5 @@ def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
 
     for one, three in zip(trained(1), trained(3)):
         np.testing.assert_allclose(three, one, atol=1e-6)
-    with pytest.raises(ValueError, match="`make_train_function` of your own must.* Write `outputs"):
+    with pytest.raises(ValueError, match="custom `make_train_function` must.* Write `outputs"):
         trained(3, by_strategy=False)

@@ -12,7 +12,7 @@ from keras import layers
 
 import tfmulti
 from tfmulti.keras_compat import batch_sizes_of_dataset
-from tfmulti.verification import rows, sizes
+from tfmulti.verification import case, rows
 
 UNLIKE = "parts of a batch of which replicas get unlike shares, in train_step"
 
@@ -209,8 +209,8 @@ def test_few_rows_keep_their_shares():
     for number, in_chunks in itertools.product((2, 3, 5), (True, False)):
         for counts in itertools.product((0, 1, 4, 6, 7, 12, 60, 127), repeat=2):
             if len(set(counts)) == 2 and max(counts) >= number:
-                alike = sizes.are_alike(counts, number, in_chunks)
-                assert sizes.are_alike(sizes.few(counts, number), number, in_chunks) == alike
-                unlike = sizes.few_unlike(counts, number, in_chunks)
+                alike = case.are_alike(counts, number, in_chunks)
+                assert case.are_alike(case.few_rows(counts, number), number, in_chunks) == alike
+                unlike = case.few_rows_unlike(counts, number, in_chunks)
                 if alike and 0 not in counts:
-                    assert not sizes.are_alike(unlike, number, in_chunks)
+                    assert not case.are_alike(unlike, number, in_chunks)

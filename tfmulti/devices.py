@@ -50,10 +50,9 @@ def see_gpus(names: str, environ=os.environ) -> None:
     found = len(tf.config.list_physical_devices("GPU"))
     if found > len(names.split(",")):
         raise RuntimeError(
-            "A worker's GPUs must be chosen before TensorFlow has looked for them. "
-            f"Received: {found} GPUs in use, CUDA_VISIBLE_DEVICES={before}, {names} to be this "
-            "worker's. Call create_strategy first, or start the tasks with "
-            "srun --gpus-per-task=1."
+            "A worker's GPUs must be chosen before TensorFlow has looked for them. Received: "
+            f"{found} GPUs already found, CUDA_VISIBLE_DEVICES={before}; this worker was assigned "
+            f"{names}. Call create_strategy first, or start the tasks with srun --gpus-per-task=1."
         )
 
 

@@ -24,8 +24,9 @@ def refuse_servers(strategy: tf.distribute.Strategy, technique: str, instead: st
     """
     if keras_compat.has_servers(strategy):
         raise ValueError(
-            "With parameter servers each worker computes whole batches, and the servers hold the "
-            f"weights and slots. Received: {technique}. {instead}"
+            f"`{technique.partition('=')[0]}` cannot be used with parameter servers, where each "
+            "worker computes whole batches and the servers hold the weights and slots. Received: "
+            f"{technique}, with {type(strategy).__name__}. {instead}"
         )
 
 

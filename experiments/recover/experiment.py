@@ -24,7 +24,9 @@ from tfmulti import checkpoint
 METRICS = ()
 COMPARISONS = (common.Comparison("Killed, and in peace", setups=("as it is",)),)
 # The lines of the launcher and the chief that tell the story.
-TOLD = re.compile(r"ended early|worker \d.*(SIGKILL|lost)|Restart|[Rr]esum|[Gg]oing on|weights_sha")
+TOLD = re.compile(
+    r"exited early|worker \d.*(SIGKILL|lost)|Restart|[Rr]esum|[Gg]oing on|weights_sha"
+)
 POLL_S = 0.05
 
 

@@ -52,7 +52,7 @@ def test_what_cannot_be_cut_is_told(fast):
     assert "must be called before `compile`" in told["compiled"]
     assert "shard='parameters'" in told["optimizer"]
     for name in ("penalized", "penalized weights"):
-        assert "A pipeline supports first derivatives only" in told[name]
+        assert "A pipeline does not support second derivatives" in told[name]
 
 
 def test_the_norm_of_gradients_is_no_number_of_one_workers_rows(fast):

@@ -166,12 +166,12 @@ def test_files_are_those_of_one_device(life):
 
 def test_what_cannot_be_sharded_is_told(fast):
     for told in (each["refusals"] for each in fast):
-        assert "read only by its own variable's update" in told["together"]
+        assert "read only in the update of its own variable" in told["together"]
         assert "may read only that variable" in told["weights"] and "reads" in told["weights"]
         assert "change only its own slots" in told["counting"] and "count" in told["counting"]
         assert "change only its own slots" in told["own slots"]
-        assert "before the optimizer has slots" in told["built"]
-        assert "gathered in callbacks.Checkpoint" in told["between"]
+        assert "before it is built" in told["built"]
+        assert "read only in callbacks.Checkpoint" in told["between"]
 
 
 def test_a_wrong_word_and_replicas_of_one_worker_are_told():

@@ -13,11 +13,11 @@ SAME_WEIGHTS = "All workers must have the same weights and learning rates"
 @pytest.mark.parametrize(
     "case, rule, received",
     [
-        ("slope", SAME_MODEL, "another layer 5 (LeakyReLU)"),
-        ("order", SAME_MODEL, "another layer 2 (Dense), layer 3 (Dense)"),
-        ("loss", SAME_MODEL, "another loss"),
-        ("rate", SAME_WEIGHTS, "different learning rates, [0.5] here, after epoch 1"),
-        ("weights", SAME_WEIGHTS, "different weights, after epoch 1"),
+        ("slope", SAME_MODEL, "worker 1 differs from the first worker in layer 5 (LeakyReLU)"),
+        ("order", SAME_MODEL, "in layer 2 (Dense), layer 3 (Dense)"),
+        ("loss", SAME_MODEL, "from the first worker in loss"),
+        ("rate", SAME_WEIGHTS, "learning rates ([0.5] here), after epoch 1"),
+        ("weights", SAME_WEIGHTS, "in its weights, after epoch 1"),
     ],
 )
 def test_what_one_worker_has_otherwise_is_told(run_workers, case, rule, received):
@@ -30,9 +30,9 @@ def test_what_one_worker_has_otherwise_is_told(run_workers, case, rule, received
 @pytest.mark.parametrize(
     "case, received",
     [
-        ("rows", "arrays of other shapes or values than on the first worker"),
-        ("own rows", "arrays of other shapes or values than on the first worker"),
-        ("fewer", "(12, 4) here and (16, 4) there"),
+        ("rows", "arrays on worker 1 differ in shape or values from those on the first worker"),
+        ("own rows", "arrays on worker 1 differ in shape or values from those on the first worker"),
+        ("fewer", "(12, 4) here, (16, 4) there"),
     ],
 )
 def test_other_data_on_one_worker_are_told(run_workers, case, received):
@@ -57,9 +57,9 @@ def test_other_settings_of_fit_on_one_worker_are_told_before_it_trains(run_worke
 @pytest.mark.parametrize("case", ["stop", "batches", "evaluated batches", "predicted batches"])
 def test_a_worker_that_ends_a_pass_alone_is_told(run_workers, case):
     told = "".join(run_workers(2, [PROGRAM, case], check=False))
-    assert "All workers must come to the end of a pass over the data together" in told
-    assert "worker 1 has come to it, and worker 0 has not in " in told
-    assert "Waiting for worker 0 to come to the end of a pass over the data" in told
+    assert "All workers must reach the end of a pass over the data together" in told
+    assert "worker 1 reached it, but worker 0 did not within " in told
+    assert "waiting for worker 0 to reach the end of a pass over the data" in told
     assert "trained" not in told
 
 
@@ -70,7 +70,7 @@ def test_a_call_in_a_callback_of_one_worker_alone_is_told(run_workers, who, when
     told = "".join(run_workers(2, [PROGRAM, f"{who} {when}"], check=False))
     call, other = "a call of evaluate(", "the end of"
     if when == "amid an epoch":
-        assert "All workers must come to a call of predict() together" in told
+        assert "All workers must reach a call of predict() together" in told
     else:
         here, there = (other, call) if who == "chief" else (call, other)
         assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told

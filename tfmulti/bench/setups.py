@@ -106,7 +106,9 @@ class BenchConfig:
     ('compute',)
     """
 
-    replicas: str = setting("1,2", "Numbers of replicas, or of workers, of one core or more each.")
+    replicas: str = setting(
+        "1,2", "Numbers of replicas or workers to measure; each needs at least one core."
+    )
     workloads: str | None = setting(
         None,
         f"Any of {', '.join(_BATCH_SIZES)}; by default own with --model, else the others.",
@@ -120,16 +122,28 @@ class BenchConfig:
     )
     allreduce: bool = setting(True, "Measure the all-reduce alone too.")
     verify: str = setting(
-        "auto", "As --verify of tfmulti.train; with always, what it costs is in the table.", VERIFY
+        "auto", "Like --verify of tfmulti.train; with always, the table includes its cost.", VERIFY
     )
     pin: bool = setting(True, "Pin each worker to separate cores, with one thread per core.")
     strong: bool = setting(False, "Also measure with the global batch size held (strong scaling).")
-    rounds: int = setting(6, "Rounds over all configurations; --minutes ends them.", at_least=1)
-    steps: int | None = setting(None, "Steps of a block; by default 6 to 30.", at_least=4)
-    steps_per_execution: int = setting(10, "Steps of a call, beside one step a call.", at_least=2)
-    minutes: float = setting(7.5, "Time for all, about; rounds beyond are left out.", at_least=0.1)
-    timeout: float = setting(240.0, "Seconds to start a configuration, or for a block.", at_least=1)
-    batch_size: int | None = setting(None, "Per replica; by default each workload's.", at_least=1)
+    rounds: int = setting(
+        6, "Rounds over all configurations; --minutes can end them earlier.", at_least=1
+    )
+    steps: int | None = setting(None, "Steps per measured block; by default 6 to 30.", at_least=4)
+    steps_per_execution: int = setting(
+        10, "Also measure with this many steps per call.", at_least=2
+    )
+    minutes: float = setting(
+        7.5,
+        "Approximate total time in minutes; rounds that would exceed it are skipped.",
+        at_least=0.1,
+    )
+    timeout: float = setting(
+        240.0, "Time limit in seconds for starting a configuration, and for each block.", at_least=1
+    )
+    batch_size: int | None = setting(
+        None, "Batch size per replica; by default each workload's own.", at_least=1
+    )
     workdir: str = setting("runs/bench", "Folder for bench.json, bench.csv and BENCHMARKS.md.")
     write_markdown: str | None = setting(
         None, "File for the tables in Markdown; by default BENCHMARKS.md in --workdir."

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tfmulti.runtime import command_line, memory
+from tfmulti.runtime import command_line, errors, memory
 
 PIPES = "TFMULTI_BENCH_PIPES"
 """The folder of a job's pipes."""
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         serve(index, measure, **getattr(measure, "facts", {}))
     except Exception as error:
         traceback.print_exc()
-        print(f"error: {command_line.cause_of(error)}", file=sys.stderr, flush=True)
+        print(f"error: {errors.cause_of(error)}", file=sys.stderr, flush=True)
         return command_line.ERROR
     return 0
 

@@ -157,7 +157,7 @@ class Devices(keras.callbacks.Callback):
         texts, missing = self._exchange.read(epoch)
         if missing:
             names = ", ".join(sorted(missing))
-            self._print_fn(f"no readings of {names}: give `Devices` to every worker")
+            self._print_fn(f"no readings from {names}: pass `Devices` to `fit` on every worker")
         before, readings = self.imbalance, {self._exchange.worker: self.readings}
         for worker, text in texts.items():
             # Another version may publish something else.

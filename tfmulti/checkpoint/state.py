@@ -291,7 +291,10 @@ def resume(
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
     for (kind, values), callback in zip(state["callbacks"], _pair(state["callbacks"], callbacks)):
         if values and callback is None:
-            print_fn(f"{kind} is in the checkpoint, and not among the callbacks of this run")
+            print_fn(
+                f"the checkpoint has state for the callback {kind}, which this run does not "
+                "use; the state is ignored"
+            )
     if state["num_replicas"] != strategy.num_replicas_in_sync:
         _report_differences(model, state["num_replicas"], strategy, print_fn)
     return Resumed(state, tensors)
@@ -323,7 +326,8 @@ def _report_differences(model, before, strategy, print_fn):
     now = strategy.num_replicas_in_sync
     if causes:
         print_fn(
-            f"resuming with {now} replicas after {before}: not the same, due to {', '.join(causes)}"
+            f"resuming on {now} replicas a run that was saved on {before}: the result will not be "
+            f"identical, because of {', '.join(causes)}"
         )
 
 

@@ -270,7 +270,7 @@ def warn_of_public_addresses(cluster: Cluster) -> None:
     public = public_addresses(cluster)
     if public:
         logging.warning(
-            "TensorFlow's ports let whoever reaches them run operations and read files. "
-            "Received: the public addresses %s. Use private ones, or a firewall against strangers.",
+            "Anyone who can reach TensorFlow's ports can run operations and read files. Received: "
+            "public addresses %s. Use private addresses, or a firewall.",
             ", ".join(public),
         )

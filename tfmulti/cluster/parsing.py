@@ -112,7 +112,7 @@ def _load_json(text: str, fail: Fail) -> object:
             advice = "This looks like a path: hand it over as `tf_config`, or put the text in."
         else:
             advice = (
-                f"Use double quotes inside, and in a shell single quotes round it: '{_EXAMPLE}'."
+                f"Use double quotes inside, and in a shell single quotes around it: '{_EXAMPLE}'."
             )
         rule = "must be JSON"
         raise fail("TF_CONFIG", rule, received=f"{show(text)}, {where}", advice=advice) from None
@@ -192,7 +192,7 @@ def _parse_addresses(
         first = seen.setdefault((host.lower(), port), place)
         if first != place:
             rule = f"must differ from every other address, and is the same as `{first}`"
-            advice = "Give each task a host or a port of its own."
+            advice = "Give each task a different host or port."
             raise fail(place, rule, received=show(address), advice=advice)
     return tuple(value)
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from tfmulti.cluster import environment
 from tfmulti.cluster.network import split_address
 from tfmulti.cluster.task import Cluster
+from tfmulti.runtime import command_line
 
 MISSES = 3
 """After so many connections in a row that were refused, a task has gone."""
@@ -101,7 +102,6 @@ class Presence:
         return None
 
 
-ERROR = 1
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _REPORTED = re.compile(r"Error reported from /job:(\w+)(?:/replica:\d+)?/task:(\d+): ")
 # The prefix of the error that a failing worker reports to the others.
@@ -163,7 +163,7 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
     if unlike:
         line = text[min(unlike) :].splitlines()[0]
         return PeerError(
-            ERROR,
+            command_line.ERROR,
             "Workers must do the same steps with the same model. "
             f"Received: {line[:_MAX_LENGTH]} "
             "Compare the model, the data and the settings of all workers.",

@@ -242,8 +242,8 @@ def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
         count, source = (0, "") if cluster is None else (cluster.num_workers, cluster.source)
     if count > 1:
         logging.warning(
-            "%s has started %d processes, and each trains a model of its own under %r. "
-            "To train one model together choose 'multi_worker', or start one process.",
+            "%s started %d processes, but under %r each of them trains a separate model. To train "
+            "one model together, use 'multi_worker'; otherwise start only one process.",
             source,
             count,
             strategy,

@@ -175,8 +175,8 @@ def _check_alone(environ) -> None:
             break
     if number not in (None, "", "1"):
         raise ClusterError(
-            f"A Slurm job of several tasks must start each of them with srun. Received: {name}="
-            f"{number}, and a process that srun has not started. Write `srun` before `python`;"
-            " or, to train on this host alone, choose --strategy mirrored or one_device, or unset"
-            " SLURM_JOB_ID."
+            "A Slurm job of several tasks must start each of them with srun. Received: "
+            f"{name}={number}, but this process was not started by srun. Write `srun` before "
+            "`python`; or, to train on this host alone, choose --strategy mirrored or one_device, "
+            "or unset SLURM_JOB_ID."
         )

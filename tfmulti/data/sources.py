@@ -12,6 +12,7 @@ from absl import logging
 from tfmulti import keras_compat
 from tfmulti.data.datasets import load_split
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan, replica_slice
+from tfmulti.step.rows import replica_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +143,8 @@ def _replica_batch_of(batch, num_real, plan, number):
     if plan.has_static_shapes:
         start, stop = replica_slice(plan.global_batch_size, plan.num_replicas, number)
     else:
-        size, longer = num_rows // plan.num_replicas, num_rows % plan.num_replicas
-        start = number * size + tf.minimum(number, longer)
-        stop = start + size + tf.cast(number < longer, tf.int32)
+        start, size = replica_range(num_rows, plan.num_replicas, number)
+        stop = start + size
     weights = tf.where(tf.range(start, stop) < num_real, np.float32(1), PADDING_WEIGHT)
     return tf.nest.map_structure(lambda rows: rows[start:stop], batch), weights
 
@@ -206,7 +206,7 @@ def _refuse_batches(dataset):
         )
     if len(firsts) == 1 and "none" not in firsts:
         logging.warning(
-            "The dataset was made by .batch(): each of its batches, of %d rows, is taken for one "
+            "The dataset was made by .batch(): each of its batches of %d rows is treated as one "
             "example. Unless you intend this, pass it before .batch().",
             firsts.pop(),
         )

@@ -48,7 +48,9 @@ class DoctorConfig:
         at_least=0.001,
     )
     tensorflow_timeout: float = setting(
-        180.0, "Seconds that TensorFlow has for its import and a sum on each GPU.", at_least=1.0
+        180.0,
+        "Time limit in seconds for importing TensorFlow and computing a sum on each GPU.",
+        at_least=1.0,
     )
 
     def __post_init__(self):

@@ -33,7 +33,7 @@ def read_cluster(
         rule, _, advice = str(error).rpartition("). ")
         detail = f"{rule})" if rule else str(error)
         hint = f"{advice} " if rule else ""
-        hint += "Every worker has the same `cluster`, and a `task` of its own."
+        hint += "Every worker needs the same `cluster` and a different `task`."
         return None, Check(_TF_CONFIG, FAILURE, detail, hint)
     if cluster is None:
         return None, Check(_TF_CONFIG, OK, "not set: this host trains alone")
@@ -65,7 +65,7 @@ def check_names(cluster: Cluster) -> Check:
     try:
         network.check_hosts(cluster, source=_TF_CONFIG, timeout=_NAMES_S)
     except ClusterError as error:
-        hint = "Correct the name, write the IP address, or ask who keeps the names (DNS)."
+        hint = "Correct the name, write the IP address, or ask your network administrator (DNS)."
         return Check("names of hosts", FAILURE, str(error), hint)
     if not names:
         return Check("names of hosts", OK, "all are IP addresses")
@@ -124,8 +124,8 @@ def check_private(cluster: Cluster) -> Check:
     name = "private addresses"
     public = network.public_addresses(cluster)
     if public:
-        text = f"the internet may reach {', '.join(public)}: who does can run operations there"
-        return Check(name, WARNING, text, "Use private addresses, or a firewall against strangers.")
+        text = f"the internet may reach {', '.join(public)}: anyone there can run operations"
+        return Check(name, WARNING, text, "Use private addresses, or a firewall.")
     return Check(name, OK, "none is public; names are not followed")
 
 
@@ -136,8 +136,10 @@ def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> Check:
         return Check(
             name, OK, "set" if environ.get(environment.TOKEN) else "one worker, none needed"
         )
-    text = f"{environment.TOKEN} is not set: whoever knows the addresses may come to the rendezvous"
-    hint = f"Set {environment.TOKEN} to the same random text on all; tfmulti.launch does it."
+    text = f"{environment.TOKEN} is not set: anyone who knows the addresses can join the rendezvous"
+    hint = (
+        f"Set {environment.TOKEN} to the same random text on every worker; tfmulti.launch does so."
+    )
     return Check(name, WARNING, text, hint)
 
 

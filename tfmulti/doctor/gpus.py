@@ -21,9 +21,9 @@ from packaging.version import Version
 
 from tfmulti.doctor.packages import VersionOf, requirements_of, unmet, version_of
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
-from tfmulti.doctor.tensorflow_process import TIMEOUT_S, Report, in_time
+from tfmulti.doctor.tensorflow_process import TIMEOUT_S, Report
 from tfmulti.hardware.gpus import Driver, Gpu, count_on_bus, find_visible, read_driver
-from tfmulti.runtime import console
+from tfmulti.runtime import console, processes
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_GPU = "no NVIDIA GPU here"
@@ -42,7 +42,7 @@ _PATHS = {
 def query_driver(read=read_driver, timeout_s: float = TIMEOUT_S) -> Driver:
     """Returns the driver and its GPUs; its `fault` says why it could not be queried."""
     try:
-        return in_time(read, timeout_s)
+        return processes.in_thread(read, timeout_s)
     except (TimeoutError, ImportError) as error:
         return Driver(fault=str(error), on_bus=count_on_bus())
 

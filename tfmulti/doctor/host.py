@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
-from tfmulti.doctor.tensorflow_process import in_time
-from tfmulti.runtime import console
+from tfmulti.runtime import console, processes
 from tfmulti.runtime.memory import Limits, read_limits, show_size
 
 BYTES_PER_GPU = 16e9
@@ -221,7 +220,7 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
     name = "work folder's speed"
     try:
         # A network file system may never answer.
-        seconds = in_time(lambda: measure(folder, num_bytes), timeout_s)
+        seconds = processes.in_thread(lambda: measure(folder, num_bytes), timeout_s)
     except TimeoutError:
         text = f"writing {show_size(num_bytes)} to {folder} has not ended in {timeout_s:g} s"
         return Check(name, FAILURE, text, "See whether the file system answers; use a local one.")

@@ -267,7 +267,7 @@ def check_peers(
         visits, twice = visit_all(cluster, notes, timeout_s, environ)
     except RendezvousError as error:
         hint = "See who holds the port with `ss -ltnp`: an earlier run?"
-        text = f"nobody can come in: {error.__cause__ or error}"
+        text = f"no worker can connect to this one: {error.__cause__ or error}"
         return [Check(name, FAILURE, text, hint)], False
     checks = [judge_visit(cluster, visit, timeout_s) for visit in visits]
     checks += judge_twice(cluster, twice)
@@ -294,7 +294,7 @@ def judge_visit(cluster: Cluster, found: Visit, timeout_s: float) -> Check:
     text += " (on this host)" if same else f" (host {found.notes.get('host')})"
     if not found.came:
         hint = "Look at its own doctor: can it reach this worker's port, or is a firewall between?"
-        return Check(name, FAILURE, f"{text}; but it has not come to this worker", hint)
+        return Check(name, FAILURE, f"{text}; but it has not connected to this worker", hint)
     if found.fault:
         hint = "Run the doctor again while nothing else uses the network."
         return Check(name, WARNING, f"{text}; {found.fault}", hint)
@@ -313,12 +313,12 @@ def _missing(name, found, timeout_s) -> Check:
         hint = "Give all workers the same TFMULTI_TOKEN, or none, and the same `cluster`."
         return Check(name, FAILURE, f"refuses this worker: {found.fault}", hint)
     if found.has_no_address:
-        hint = "Correct the name, write the IP address, or ask who keeps the names (DNS)."
+        hint = "Correct the name, write the IP address, or ask your network administrator (DNS)."
         return Check(name, FAILURE, f"its name is not found here: {found.fault}", hint)
     text = f"did not answer within {timeout_s:g} s: {found.fault or 'no answer'}"
     if found.came:
         hint = "A firewall on its side? Open its port, for all workers."
-        return Check(name, FAILURE, f"{text}; yet it came to this worker", hint)
+        return Check(name, FAILURE, f"{text}; yet it connected to this worker", hint)
     hint = "Start its doctor too, with --cluster; then compare addresses, and look for a firewall."
     return Check(name, FAILURE, text, hint)
 
@@ -341,9 +341,9 @@ def judge_clocks(cluster: Cluster, visits: Sequence[Visit]) -> Check:
     most = max(known, key=lambda found: abs(found.ahead_s))
     way = "ahead of" if most.ahead_s > 0 else "behind"
     who = name_worker(cluster, most.index)
-    text = f"{who} is {abs(most.ahead_s) * 1e3:.1f} ms {way} this one: nobody more"
+    text = f"{who} is {abs(most.ahead_s) * 1e3:.1f} ms {way} this one: no worker differs more"
     if abs(most.ahead_s) > _LATE_S:
-        hint = "Let NTP or chrony set the clocks: logs and the times of files are in no order."
+        hint = "Synchronize clocks with NTP or chrony: the times in logs and of files do not agree."
         return Check(_SKEW, WARNING, text, hint)
     return Check(_SKEW, OK, text)
 
@@ -368,7 +368,7 @@ def compare(cluster: Cluster, said: Mapping[int, dict], notes: dict) -> list[Che
             {who: {name: said[name] for name in alike} for who, said in everyone.items()},
         )
         noun = "task" if cluster.has_servers else "worker"
-        text = f"{console.count(len(everyone), noun)} have the same of {', '.join(alike)}"
+        text = f"{console.count(len(everyone), noun)} agree on {', '.join(alike)}"
         checks = [Check(versions, OK, text)]
     except RendezvousError as error:
         hint = "Install the same versions on every worker, and start all the same way."

@@ -1,51 +1,17 @@
-"""Runs calls, and TensorFlow in another process, with a timeout: they may hang or crash."""
+"""Runs TensorFlow in another process, with a timeout: it may hang or crash."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from tfmulti.doctor.report import FAILURE, OK, Check
 from tfmulti.runtime import processes
 
 TIMEOUT_S = 30.0
-_Result = TypeVar("_Result")
-
-
-def in_time(function: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Returns what a function returns; runs it in a thread that does not delay the exit.
-
-    Raises:
-        TimeoutError: If it has not returned in time.
-
-    >>> in_time(lambda: 5, 1.0)
-    5
-    """
-    outcome: list = []
-
-    def run():
-        try:
-            outcome.append((function(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise TimeoutError(f"no answer in {timeout_s:g} s")
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
-
-
 _MARK = "tfmulti.doctor: "
 _LAST_LINES = 4
 _PYTHON_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
@@ -132,7 +98,7 @@ def read_report(done: processes.Finished, timeout_s: float) -> Report:
     if done.how == processes.TIMED_OUT:
         return Report(None, f"no answer in {timeout_s:g} s", words)
     if done.returncode < 0:
-        return Report(None, f"it was ended by {signal.Signals(-done.returncode).name}", words)
+        return Report(None, f"it was ended by {processes.signal_name(-done.returncode)}", words)
     return Report(None, f"it ended with exit code {done.returncode}", words)
 
 

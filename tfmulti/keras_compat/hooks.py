@@ -150,10 +150,10 @@ _FUNCTIONS = {
 def _own_function_error(name: str) -> ValueError:
     step = f"self.{name.removeprefix('make_').removesuffix('_function')}_step"
     return ValueError(
-        f"A `{name}` of your own must run the step by the strategy, as Keras's does: its iterator "
-        "gives a part of the batch for each replica. Received: one that uses all parts as if they "
-        f"were a tensor. Write `outputs = self.distribute_strategy.run({step}, "
-        "args=(next(iterator),))` and return reduced outputs, or leave the method out and override "
+        f"A custom `{name}` must run the step through the strategy, as Keras's does: its iterator "
+        "yields one part of the batch per replica. Received: one that treats all parts as one "
+        f"tensor. Write `outputs = self.distribute_strategy.run({step}, args=(next(iterator),))` "
+        "and return reduced outputs, or leave the method out and override "
         f"`{step.removeprefix('self.')}`."
     )
 
@@ -176,10 +176,10 @@ def before_saving(original, before):
         except BlockingIOError as error:
             path = kwargs.get("filepath", *args[:1])
             raise BlockingIOError(
-                "Only one process may write a file. Received: "
-                f"`{original.__name__}` to {path}, which another process is writing. Of several "
-                "workers let the chief save (`tfmulti.resolve_cluster().is_chief`), or pass "
-                "keras.callbacks.ModelCheckpoint to `fit` on all."
+                f"Only one process may write a file. Received: `{original.__name__}` to {path}, "
+                "which another process is writing. With several workers, let only the chief save "
+                "(`tfmulti.resolve_cluster().is_chief`), or pass keras.callbacks.ModelCheckpoint "
+                "to `fit` on every worker."
             ) from error
 
     return save

@@ -84,11 +84,11 @@ def within_replicas(original, one_update):
         outside = not here or tf.distribute.in_cross_replica_context()
         if strategy.num_replicas_in_sync > 1 and outside:
             raise ValueError(
-                "An optimizer of several replicas must be applied in a replica. "
-                f"Received: {self.name}, applied outside of `strategy.run`. "
-                "Use model.fit of a model created in the same scope, or give the step to "
-                "strategy.run, with a tfmulti.DistributedGradientTape; for one device leave the "
-                "scope out."
+                "With several replicas, an optimizer must be applied in replica context. Received: "
+                f"{self.name}, applied outside of `strategy.run`. Train with model.fit of a model "
+                "created in the same scope, or call the step through strategy.run and take "
+                "gradients with tfmulti.DistributedGradientTape. To train on one device, create "
+                "the model outside the scope."
             )
         # With one replica, a step may use an optimizer that was created in no scope, as in Keras.
         entered = here or tf.distribute.has_strategy()

@@ -233,12 +233,14 @@ def _for_any_rows(function, may_fail=False):
 
 
 def without_rows(value):
-    """Returns the type spec of a tensor with any number of rows; other values unchanged.
+    """Returns the spec of a tensor, or of its spec, with any number of rows; others unchanged.
 
     Example:
     >>> without_rows(tf.ones((4, 2))).shape, without_rows(tf.constant(2.0)).shape
     (TensorShape([None, 2]), TensorShape([]))
     """
+    if isinstance(value, tf.TypeSpec):
+        return _relax(value)
     known = isinstance(value, (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor))
     if known or isinstance(value, distributed_values.PerReplica):
         return _relax(tf.type_spec_from_value(value))

@@ -6,7 +6,7 @@ import sys
 
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
-from tfmulti.runtime import command_line
+from tfmulti.runtime import command_line, errors
 
 USAGE = "python -m tfmulti.launch [flags] -- COMMAND: runs a command on all workers of this host."
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE
     except OSError as error:
-        print(f"error: {command_line.cause_of(error)}", file=sys.stderr)
+        print(f"error: {errors.cause_of(error)}", file=sys.stderr)
         return command_line.ERROR
 
 

@@ -26,6 +26,7 @@ from tfmulti.launch.config import LaunchConfig, task_name, tf_configs_here, vari
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Log, WorkerExit, open_logs
 from tfmulti.launch.pmi import ProcessManager
+from tfmulti.runtime import command_line
 
 PEERS_GRACE_S = 5.0
 """Maximum seconds for the other workers to end after one has failed."""
@@ -39,7 +40,7 @@ FIRST_DELAY_S = 1.0
 _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
 # Errors of the program or the user: a restart would not help.
-_PERMANENT = (1, 2)
+_PERMANENT = (command_line.ERROR, command_line.BAD_USAGE)
 # The index of the chief, where there are parameter servers.
 _CHIEF = 0
 
@@ -225,7 +226,7 @@ class Job:
         if first.returncode == environment.PEER_LOST:
             for each in ended[: ended.index(first)]:
                 name = self.names[each.index]
-                self.print_fn(f"{name} ended early, with exit code {each.returncode}")
+                self.print_fn(f"{name} exited early with code {each.returncode}")
         log = self._logs[first.index]
         log.show_rest()
         name = self.names[first.index]
@@ -283,7 +284,9 @@ class _Watch:
             self._ended.append(ended)
             if left := [worker for worker in self._workers if worker in self._running]:
                 name, count = self._job.names[ended.index], len(left)
-                self._job.print_fn(f"{name} {ended.describe()}; the job goes on with {count} left")
+                self._job.print_fn(
+                    f"{name} {ended.describe()}; the job continues with the remaining {count}"
+                )
 
     def _is_lost_worker(self, ended) -> bool:
         """Whether it is a worker that was killed, not one that ended because of the others."""
@@ -315,7 +318,7 @@ class _Watch:
         self._restart_at.clear()
         if found.returncode == environment.PEER_LOST and self._running and not self._workers:
             names = ", ".join(self._job.names[index] for index in sorted(self._running))
-            self._job.print_fn(f"No worker has failed on its own; still running: {names}")
+            self._job.print_fn(f"No worker failed by itself; still running: {names}")
         self._group.send(signal.SIGTERM)
 
     def _may_continue(self, ended) -> bool:

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from tfmulti.cluster import environment
+from tfmulti.runtime import processes
 
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = re.compile(r"(^|\s)error: ")
@@ -51,10 +51,7 @@ class WorkerExit:
         ('was ended by SIGKILL after 12.3 s', 'failed with exit code 3 after 0.5 s')
         """
         if self.returncode < 0:
-            try:
-                name = signal.Signals(-self.returncode).name
-            except ValueError:
-                name = f"signal {-self.returncode}"
+            name = processes.signal_name(-self.returncode)
             return f"was ended by {name} after {self.seconds:.1f} s"
         return f"failed with exit code {self.returncode} after {self.seconds:.1f} s"
 

@@ -139,14 +139,15 @@ def notebook_launch(
 def _read_settings(function, num_workers, settings) -> LaunchConfig:
     if not callable(function):
         raise ValueError(
-            "`function` must be what every worker calls. "
-            f"Received: function={function!r}. Give its name, without brackets."
+            f"`function` must be what every worker calls. Received: function={function!r}. Give "
+            "its name, without parentheses."
         )
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:
         raise ValueError(
-            f"A setting must be one of {', '.join(_SETTINGS)}. Received: {', '.join(unknown)}. "
-            "Give what is the function's by args=(...) or kwargs={...}."
+            f"Keyword arguments of notebook_launch must be among {', '.join(_SETTINGS)}. Received: "
+            f"{', '.join(unknown)}. Pass the function's own arguments through args=(...) or "
+            "kwargs={...}."
         )
     if not isinstance(num_workers, int):
         raise ValueError(
@@ -161,10 +162,9 @@ def _write_call(folder, function, arguments, config):
         serialization.save_call(folder, function, *arguments)
     except serialization.SerializationError as error:
         raise ValueError(
-            "`function` must use only what can be sent to another process. "
-            f"Received: {_name(function)} with {error}. "
-            "Create datasets, models and other TensorFlow objects inside the function; pass NumPy "
-            "arrays."
+            f"`function` must use only objects that can be serialized. Received: {_name(function)} "
+            f"with {error}. Create datasets, models and other TensorFlow objects inside the "
+            "function; pass NumPy arrays."
         ) from error
     typed = _sources_of_cells()
     settings = {

@@ -148,9 +148,9 @@ def save_result(folder: Path, result: object) -> None:
             _ResultPickler(file, folder).dump(result)
         except _FAILURES as error:
             raise ValueError(
-                "`function` must return what can be sent to another process. "
-                f"Received: {type(result).__qualname__} with {_describe(error).rstrip('.')}. "
-                "Return the history, a keras.Model, NumPy arrays, or a tuple or dict of these."
+                "`function` must return an object that can be serialized. Received: "
+                f"{type(result).__qualname__} with {_describe(error).rstrip('.')}. Return the "
+                "history, a keras.Model, NumPy arrays, or a tuple or dict of these."
             ) from error
 
 

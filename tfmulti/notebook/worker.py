@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tfmulti.cluster import resolve_cluster
 from tfmulti.notebook import serialization
-from tfmulti.runtime import command_line
+from tfmulti.runtime import command_line, errors
 
 SETTINGS = "settings.json"
 ERROR = "error.json"
@@ -86,7 +86,7 @@ def cause_of(error: BaseException) -> str:
     >>> cause_of(ValueError("bad record"))
     'ValueError: bad record'
     """
-    text, kind = command_line.cause_of(error), type(error).__name__
+    text, kind = errors.cause_of(error), type(error).__name__
     plain = type(error) in (ValueError, RuntimeError)
     return f"{kind}: {text}" if plain and "{{" not in str(error) else text
 

@@ -65,9 +65,9 @@ def checkpoint_activations(
         )
     if any(getattr(v, "stages", None) or marks.IN_STAGE.get(v) for v in model.variables):
         raise ValueError(
-            "The stages of a pipeline compute activations again by themselves. Received: "
-            f"{model.name!r}, which tfmulti.pipeline has cut. "
-            "Use tfmulti.pipeline(..., checkpoint_activations=True)."
+            "`tfmulti.checkpoint_activations` cannot be combined with a pipeline, which has its "
+            f"own option for it. Received: {model.name!r}, which tfmulti.pipeline has cut. Use "
+            "tfmulti.pipeline(..., checkpoint_activations=True)."
         )
     blocks = _layers_with_layers(model) if layers is None else _find_layers(model, layers)
     for layer in blocks:
@@ -237,9 +237,9 @@ class _RepeatedCall:
         self._num_losses = len(scope.losses)
         if scope.losses and self._loss_owner is None:
             raise RuntimeError(
-                "A function whose activations are computed again cannot call `add_loss`. Received: "
-                f"{self.name}, with a layer that does. Give the layer itself to `keras.remat`, or "
-                "use tfmulti.checkpoint_activations."
+                "A function passed to `keras.remat` cannot call `add_loss`. Received: "
+                f"{self.name}, which calls a layer that does. Pass the layer itself to "
+                "`keras.remat`, or use tfmulti.checkpoint_activations."
             )
         # Not returned with the outputs: where a new value leaves `tf.custom_gradient` together with
         # results computed from the old one, TensorFlow 2.21 may assign before it reads.

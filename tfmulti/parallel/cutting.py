@@ -150,8 +150,8 @@ def starts_by_cost(model: keras.Model, costs: list[float], num_parts: int) -> li
     nodes = keras_compat.nodes_of(model)
     if len(nodes) < num_parts:
         raise ValueError(
-            f"A pipeline of {num_parts} stages needs as many layers. Received: {model.name!r} "
-            f"with {len(nodes)}. Use fewer stages, on fewer workers or devices."
+            f"A pipeline of {num_parts} stages needs at least that many layers. Received: "
+            f"{model.name!r} with {len(nodes)}. Use fewer stages, on fewer workers or devices."
         )
     before = [0.0, *itertools.accumulate(costs)]
     passed = [_numbers_passed(nodes, position) for position in range(len(nodes))] + [0]

@@ -167,7 +167,8 @@ def _refuse_shared_state(traces):
     shared = [variable.path for trace in traces for variable in trace.shared]
     if shared:
         raise ValueError(
-            "Two stages on devices cannot change the same state, as that of batch normalization "
-            f"or of a generator of random numbers. Received: {', '.join(shared)}. Choose `stages` "
-            "so that one stage has all calls of that layer, or give each layer a seed of its own."
+            "Stages on different devices cannot update the same state, such as batch-normalization "
+            f"statistics or a shared seed generator. Received: {', '.join(shared)}. Choose "
+            "`stages` so that all calls of that layer are in one stage, or give each layer its own "
+            "seed."
         )

@@ -119,17 +119,18 @@ def _refuse_whole_updates(optimizer, table):
     if split_weights.updates_elements(optimizer):
         return
     name = type(optimizer).__name__
-    where = f"{table.parts[0].path}, which is cut into {len(table.parts)} parts"
-    one_server = "one server (--num_ps 1), which does not cut tables"
+    where = f"{table.parts[0].path}, which is partitioned into {len(table.parts)} parts"
+    one_server = "one server (--num_ps 1), which does not partition tables"
     if keras_compat.is_stock(type(optimizer)):
         raise ValueError(
-            "A large table is cut over the servers, so the optimizer must treat each element by "
-            f"itself. Received: {name}, and {where}. Use for example Adam or SGD, or {one_server}."
+            "Large embedding tables are partitioned over the servers, so the optimizer must be "
+            f"element-wise. Received: {name}, for {where}. Use for example Adam or SGD, or "
+            f"{one_server}."
         )
     warnings.warn(
-        f"{name} updates each part of a large table by itself: {where}. If its update of an "
-        "element reads other elements, the result is not that of the whole table. Use "
-        f"{one_server}.",
+        f"{name} updates each partition of a large table separately: {where}. If the update of "
+        "one element depends on others, the result differs from that of the unpartitioned table. "
+        f"In that case use {one_server}.",
         stacklevel=5,
     )
 

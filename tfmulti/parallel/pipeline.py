@@ -73,7 +73,7 @@ def pipeline(
     _refuse_layers(model, micro_batches)
     _refuse_rows(measure_rows, stages)
     strategy = model.distribute_strategy
-    topology.refuse_servers(strategy, "a pipeline", "Use the strategy multi_worker, over MPI.")
+    topology.refuse_servers(strategy, "pipeline", "Use the strategy multi_worker, over MPI.")
     if strategy.num_replicas_in_sync == 1 and devices is None:
         return model
     is_named = stages is not None and not isinstance(stages, int)
@@ -132,9 +132,9 @@ def _refuse_layers(model, micro_batches):
         )
     if any(map(marks.CHECKPOINTED.get, [model, *keras_compat.all_layers(model)])):
         raise ValueError(
-            "The stages of a pipeline compute activations again by themselves. Received: "
-            f"{model.name!r}, whose activations are checkpointed. Leave out "
-            "tfmulti.checkpoint_activations, and use checkpoint_activations=True here."
+            "`tfmulti.checkpoint_activations` cannot be combined with a pipeline, which has its "
+            f"own option for it. Received: {model.name!r}, whose activations are checkpointed. "
+            "Leave out that call, and use tfmulti.pipeline(..., checkpoint_activations=True)."
         )
     refuse_assigned_weights(
         layer.layer.weights[0].path
@@ -208,8 +208,8 @@ def _number_of_stages(stages, strategy, devices) -> int:
         places = "workers" if devices is None else "devices"
         raise ValueError(
             "`stages` must be two or more, or the names of the layers at which all stages but the "
-            f"first begin. Received: stages={stages!r}, {most} {places}. Leave it out "
-            "for one stage each, with two or more of them."
+            f"first begin. Received: stages={stages!r}, {most} {places}. Leave it out for one "
+            "stage on each, given at least two."
         )
     if devices is not None and number != most:
         raise ValueError(

@@ -222,9 +222,9 @@ class RemoteStep:
         logs = {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in metrics}
         if len(applied) != 1 or len(optimizers) != 1:
             raise ValueError(
-                "With parameter servers a `train_step` must give gradients to one optimizer, once. "
-                f"Received: {len(optimizers)} optimizers, given gradients {len(applied)} times. "
-                "Use one optimizer and one update in a step, or the strategy multi_worker."
+                "With parameter servers, a `train_step` must have one optimizer and call its "
+                f"`apply` once. Received: {len(optimizers)} optimizers and {len(applied)} calls of "
+                "`apply`. Use one optimizer and one update in a step, or the strategy multi_worker."
             )
         gradients, self._variables = applied[0]
         self._sparse = [None if g is None else isinstance(g, tf.IndexedSlices) for g in gradients]

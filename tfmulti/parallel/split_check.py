@@ -91,10 +91,10 @@ def _compare_metrics(step, whole, parts, how):
         if not _are_close(state, added):
             path = step.model.metrics_variables[number].path
             raise ValueError(
-                "With parameter servers a metric's states over several batches must be the sum of "
-                f"those over each. Received: {path}, which is {_show(state)} for two parts of the "
-                f"rows {how}, and {_show(added)} as the sum of theirs. Use metrics that add up, "
-                "such as keras.metrics.Mean, or compute it in a callback."
+                "With parameter servers, the state of a metric must be a sum over batches. "
+                f"Received: {path} is {_show(state)} for two parts of the rows, computed {how}, "
+                f"but the states of the parts add up to {_show(added)}. Use a metric whose state "
+                "is a sum, such as keras.metrics.Mean, or compute the value in a callback."
             )
 
 
@@ -106,11 +106,11 @@ def _compare_gradients(step, whole, parts):
         one, other = _dense_sum(one), _dense_sum(other)
         if not _are_close(one, other):
             raise ValueError(
-                "With `max_staleness=0` batches are split over workers, and a loss must be a mean "
-                f"over their rows. Received: for {step.name_of(number)} a gradient of "
-                f"{_show(one)} over {whole.rows} rows, and {_show(other)} over two parts of them. "
-                "Use a loss that is a mean over rows (reduction='sum_over_batch_size', without a "
-                "mask), or leave max_staleness out: then each batch goes to one worker."
+                "With `max_staleness=0` each batch is split over the workers, so the loss must be "
+                f"a mean over rows. Received: the gradient of {step.name_of(number)} is "
+                f"{_show(one)} for {whole.rows} rows, but {_show(other)} when they are split in "
+                "two. Use a loss that is a mean over rows (reduction='sum_over_batch_size', "
+                "without a mask), or leave max_staleness out; each batch then goes to one worker."
             )
 
 

@@ -16,6 +16,7 @@ from tfmulti import keras_compat, marks
 from tfmulti.parallel.cutting import Cut
 from tfmulti.parallel.stages import Boundary, Stage, StageTrace, stages_of, trace_stages
 from tfmulti.step import normalization
+from tfmulti.step.sums import values_of_gradient, with_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,26 +282,21 @@ def refuse_second_derivative(gradients, links) -> list:
         gradients: Gradients that have passed through the stages; some may be `tf.IndexedSlices`.
         links: The links of the floating-point tensors that they depend on.
     """
-    flat = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+    flat = [values_of_gradient(each) for each in gradients]
 
     @tf.custom_gradient
     def once(*tensors):
         def gradient(*upstream):
             raise RuntimeError(
-                "A pipeline supports first derivatives only. Received: a gradient of a gradient "
-                "that passed through its stages, as for a penalty on gradients. Use "
-                "shard='parameters' without tfmulti.pipeline."
+                "A pipeline does not support second derivatives. Received: the gradient of a "
+                "gradient through its stages, as in a gradient penalty. Use shard='parameters' "
+                "without tfmulti.pipeline."
             )
 
         return [tf.identity(tensor) for tensor in tensors[: len(flat)]], gradient
 
     flat = once(*flat, *links) if flat else []
-    return [
-        tf.IndexedSlices(new, old.indices, old.dense_shape)
-        if isinstance(old, tf.IndexedSlices)
-        else new
-        for new, old in zip(flat, gradients)
-    ]
+    return [with_values(old, new) for old, new in zip(gradients, flat)]
 
 
 def spread_over(before: Boundary, of_floats, are_wanted: bool) -> list:

@@ -209,8 +209,8 @@ def _refuse_without_rows(after):
     for spec in after.specs:
         if spec.shape.rank is None or spec.shape.rank == 0:
             raise ValueError(
-                "Every output of a stage of a pipeline must have an axis of rows. Received: a "
-                f"tensor of shape {spec.shape}. Choose other `stages`, so that it stays within one."
+                "Every output of a pipeline stage must have a batch axis. Received: a tensor of "
+                f"shape {spec.shape}. Choose other `stages`, so that it stays within one stage."
             )
 
 
@@ -224,8 +224,8 @@ def refuse_assigned_weights(paths: Iterable[str]) -> None:
     if path is not None:
         raise ValueError(
             "A layer in a pipeline cannot assign to a weight when it is called, as "
-            "keras.layers.SpectralNormalization does: each micro-batch would begin with another "
-            f"weight. Received: {path}. Leave the layer out of the model, or use "
+            "keras.layers.SpectralNormalization does: each micro-batch would start from a "
+            f"different weight. Received: {path}. Leave the layer out of the model, or use "
             "shard='parameters'."
         )
 

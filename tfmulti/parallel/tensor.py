@@ -164,9 +164,9 @@ def _refuse_layer(model, layer, kind):
     found = [name for name, has in reasons.items() if has]
     if found:
         raise ValueError(
-            "A layer that is split can compute only with a part of its weight, and not in a loop. "
-            f"Received: {path}, with {found[0]}. Take it out of `layout`: shard='parameters' "
-            "shards it."
+            "`tensor_parallel` cannot split a layer that has a constraint, or that is within an "
+            f"RNN or a Wrapper. Received: {path}, with {found[0]}. Remove it from `layout`; "
+            "shard='parameters' will shard it instead."
         )
 
 

@@ -237,9 +237,9 @@ def split_call(
         refuse_other_weights(layer)
         if not isinstance(inputs, tf.Tensor):
             raise ValueError(
-                "A layer whose weight is split takes dense tensors. Received: a "
-                f"{type(inputs).__name__} for {layer.name}. Make it dense in the dataset, or leave "
-                "the layer out of `layout`."
+                f"A split layer accepts only dense tensors. Received: a {type(inputs).__name__} "
+                f"for {layer.name}. Convert it to a dense tensor in the dataset, or leave the "
+                "layer out of `layout`."
             )
         if pair is not None and pair.is_open():
             return getattr(pair, kind)(layer, group, inputs)
@@ -262,9 +262,9 @@ def refuse_other_weights(layer: keras.layers.Layer) -> None:
     found = [name for name, has in reasons.items() if has]
     if found:
         raise ValueError(
-            "A layer that is split can compute only with a part of its weight. Received: "
-            f"{weight_of(layer).path}, with {found[0]}. Take it out of `layout`: "
-            "shard='parameters' shards it."
+            "`tensor_parallel` cannot split a layer with LoRA or quantization. Received: "
+            f"{weight_of(layer).path}, with {found[0]}. Remove it from `layout`; "
+            "shard='parameters' will shard it instead."
         )
 
 

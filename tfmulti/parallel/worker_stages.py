@@ -30,6 +30,7 @@ from tfmulti.parallel.stages import weights_of
 from tfmulti.step import normalization, owners, parameters
 from tfmulti.step.row_axis import OF_ALL_ROWS
 from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.sums import values_of_gradient, with_values
 
 
 class WorkerStages(StagedCall):
@@ -61,8 +62,8 @@ class WorkerStages(StagedCall):
         synchronized = [layer.name for layer in normalization.synchronized_layers(self._model)]
         if synchronized and self._num_copies > 1:
             raise ValueError(
-                "A stage normalizes the rows of its own copy of the stages, and not those of all "
-                f"copies. Received: the synchronized batch normalization {synchronized[0]}, and "
+                "Synchronized batch normalization cannot span several copies of a pipeline: each "
+                f"copy sees only its own rows. Received: {synchronized[0]}, with "
                 f"{self._num_copies} copies of {len(self._cut.parts)} stages. Use as many stages "
                 "as workers, synchronized=False for the statistics of each copy, or "
                 "keras.layers.GroupNormalization."
@@ -239,10 +240,8 @@ class _WorkerPass:
 
     def _without_padding(self, gradient):
         """Returns zeros if this copy has a dummy row alone, of which 0 times NaN may have come."""
-        if isinstance(gradient, tf.IndexedSlices):
-            values = self._without_padding(gradient.values)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.where(self._is_padding, tf.zeros_like(gradient), gradient)
+        values = values_of_gradient(gradient)
+        return with_values(gradient, tf.where(self._is_padding, tf.zeros_like(values), values))
 
     def add_over_copies(self, gradients) -> list:
         """Adds gradients of the stage's weights over the copies of the stage.

@@ -220,11 +220,12 @@ def _compare_epochs(found, summary, expected, tolerance):
 
 
 def _check_same_form(summary, expected):
-    for name in ("trainable", "steps"):
+    for name, what in (("trainable", "trainable variables"), ("steps", "steps")):
         one, other = getattr(summary, name), getattr(expected, name)
         if one != other:
             raise ValueError(
-                "A configuration must train the same variables in as many steps as one device. "
-                f"Received: {len(one)} {name}, against {len(other)}. "
-                "Let the model function make the same layers however many devices there are."
+                "Every configuration must train the same variables for the same number of steps as "
+                f"one device. Received: {len(one)} {what} here, but {len(other)} on one device. "
+                "The model function must create the same layers regardless of the number of "
+                "devices."
             )

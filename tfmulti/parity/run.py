@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from tfmulti.parity.config import ParityConfig
-from tfmulti.runtime import command_line, processes
+from tfmulti.runtime import command_line, errors, processes
 
 ONE_DEVICE, REPLICAS, WORKERS, DIAGNOSIS = "one_device", "replicas", "workers", "diagnosis"
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         failure = {
             "kind": type(error).__name__,
-            "message": command_line.cause_of(error),
+            "message": errors.cause_of(error),
             "traceback": traceback.format_exc(),
         }
         (folder / f"error_{number}.json").write_text(json.dumps(failure))

@@ -17,13 +17,11 @@ worker tries to reach each other one.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import importlib.metadata
 import json
 import math
 import os
 import platform
-import threading
 import time
 from collections.abc import Mapping
 
@@ -32,6 +30,7 @@ from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.errors import RendezvousError, check_equal, missing_error, twice_error
 from tfmulti.rendezvous.messages import MAX_BYTES, find_token
 from tfmulti.rendezvous.server import Server
+from tfmulti.runtime import processes
 
 __all__ = ["RendezvousError", "join"]
 
@@ -148,14 +147,4 @@ def _run(create):
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(create())
-    result: concurrent.futures.Future = concurrent.futures.Future()
-
-    def run():
-        try:
-            result.set_result(asyncio.run(create()))
-        except BaseException as error:
-            result.set_exception(error)
-
-    # An executor's thread would be waited for at exit.
-    threading.Thread(target=run, daemon=True).start()
-    return result.result()
+    return processes.in_thread(lambda: asyncio.run(create()))

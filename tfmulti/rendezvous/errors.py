@@ -34,12 +34,11 @@ def missing_error(
     names = [name_worker(cluster, index) for index in sorted(missing)]
     seen = "".join(f"; {remark}" for remark in remarks)
     return RendezvousError(
-        f"All {cluster.num_workers} workers must start within the time limit of each other. "
-        f"Received: after {seconds:.1f} s {len(names)} did not connect: "
-        f"{', '.join(names)}{seen}. "
-        "Start them, or read in their logs why they ended; check that the addresses are the same "
-        f"in {where_configured(cluster)}, and that no firewall blocks the ports. "
-        "A larger start_timeout (seconds) waits longer."
+        f"All {cluster.num_workers} workers must connect to the rendezvous within the start "
+        f"timeout. Received: after {seconds:.1f} s, {len(names)} had not connected: "
+        f"{', '.join(names)}{seen}. Start them, or read in their logs why they ended; check that "
+        f"the addresses are the same in {where_configured(cluster)}, and that no firewall blocks "
+        "the ports. To wait longer, raise start_timeout (seconds)."
     )
 
 

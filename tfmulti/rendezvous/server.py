@@ -126,7 +126,7 @@ class Server:
     ):
         self.cluster, self.settings = cluster, settings
         self.token, self.timeout_s = token, timeout_s
-        self._talk, self._goodbye_s = talk or _wait_for_end, goodbye_s
+        self._talk, self._goodbye_s = talk or (lambda reader, _: reader.read(1)), goodbye_s
         self._changed = asyncio.Event()
         self._refused: set[int] = set()
         self._given_up: set[int] = set()
@@ -280,10 +280,6 @@ class Server:
     def _remark(self, text):
         if len(self._remarks) < _MAX_REMARKS:
             self._remarks[text] = None
-
-
-async def _wait_for_end(reader, writer):
-    await reader.read(1)
 
 
 def _read_client(content, random, writer, num_workers) -> _Client:

@@ -17,9 +17,8 @@ from typing import NoReturn
 
 from absl import flags, logging
 
-from tfmulti.runtime.errors import cause_of as cause_of
-from tfmulti.runtime.errors import place_of
-from tfmulti.runtime.processes import end_process as end_process
+from tfmulti.runtime.errors import cause_of, place_of
+from tfmulti.runtime.processes import end_process
 
 ERROR = 1
 BAD_USAGE = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -16,8 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+_Result = TypeVar("_Result")
 DONE, FAILED, ENDED, TIMED_OUT = "done", "failed", "ended", "timed out"
 _POLL_S = 0.05
 
@@ -215,6 +217,42 @@ def end_process(exit_code: int) -> NoReturn:
 def is_ending() -> bool:
     """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
     return _is_ending
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal; real-time signals have none.
+
+    >>> signal_name(9), signal_name(35)
+    ('SIGKILL', 'signal 35')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def in_thread(function: Callable[[], _Result], timeout_s: float | None = None) -> _Result:
+    """Returns what a function returns; runs it in a thread that does not delay the exit.
+
+    Raises:
+        TimeoutError: If it has not returned in time.
+
+    >>> in_thread(lambda: 5, 1.0)
+    5
+    """
+    result: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run():
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    # An executor's thread would be waited for at exit.
+    threading.Thread(target=run, daemon=True).start()
+    if not concurrent.futures.wait([result], timeout_s).done:
+        raise TimeoutError(f"no answer in {timeout_s:g} s")
+    return result.result()
 
 
 def ask_in_threads(

@@ -121,10 +121,8 @@ def _local(variable) -> tf.Tensor:
     if not isinstance(variable, keras.Variable):
         # Under accumulation `iterations` is a tensor.
         return tf.convert_to_tensor(variable)
-    value = variable.value
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = tf.distribute.get_strategy().experimental_local_results(value)[0]
-    return value.read_value()
+    strategy = tf.distribute.get_strategy()
+    return strategy.experimental_local_results(variable.value)[0].read_value()
 
 
 def _is_bad(grad) -> tf.Tensor:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step.sums import add_by_dtype, from_sent, to_send
+from tfmulti.step.sums import add_by_dtype, from_sent, to_send, values_of_gradient, with_values
 
 
 class _Step:
@@ -82,8 +82,7 @@ def of_first_replica(values) -> list:
             so of `tf.IndexedSlices` only the values are sent.
     """
     is_first = replica_number() == 0
-    own = [value.values if isinstance(value, tf.IndexedSlices) else value for value in values]
-    present = [tf.convert_to_tensor(value) for value in own if value is not None]
+    present = [tf.convert_to_tensor(values_of_gradient(v)) for v in values if v is not None]
     sent = [to_send(value) for value in present]
     # Multiplied by 0, the NaN of another replica would stay.
     sent = [tf.where(is_first, value, tf.zeros_like(value)) for value in sent]
@@ -91,10 +90,4 @@ def of_first_replica(values) -> list:
     with keras_compat.reducing_over_replicas(None if step is None else step.number):
         added = add_by_dtype(sent)
     added = iter(from_sent(total, value.dtype) for total, value in zip(added, present))
-    return [None if value is None else _like(value, next(added)) for value in values]
-
-
-def _like(value, total):
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(total, value.indices, value.dense_shape)
-    return total
+    return [None if value is None else with_values(value, next(added)) for value in values]

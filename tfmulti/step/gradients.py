@@ -30,7 +30,7 @@ from tfmulti.step import (
 )
 from tfmulti.step.first_replica import gradients_of_first_replica, in_replicated_step
 from tfmulti.step.rows import current_replica_batch
-from tfmulti.step.sums import add_by_dtype
+from tfmulti.step.sums import add_by_dtype, values_of_gradient, with_values
 
 _state_of_thread = Scoped(None)
 _unreduced = Scoped(False)
@@ -262,9 +262,10 @@ def _note_plain_gradients():
         return
     if state.reduced and not state.applied:
         raise ValueError(
-            "A plain `tf.GradientTape` does not reduce gradients in a loop of your own, and "
-            "`tfmulti.DistributedGradientTape` does. Received: gradients of both, before an "
-            "optimizer has applied one. Take both with DistributedGradientTape, or apply the first."
+            "In a custom training loop, `tfmulti.DistributedGradientTape` all-reduces gradients "
+            "and a plain `tf.GradientTape` does not. Received: gradients from both, before an "
+            "optimizer applied either. Use DistributedGradientTape for both, or apply the first "
+            "gradients before taking the second."
         )
     state.reduced = False
 
@@ -302,7 +303,7 @@ def _reduce_values(grads, kinds, compression, owners) -> list:
     added = add_by_dtype(sent, owners)
     added = [tf.cast(grad, dtype) if f else grad for grad, dtype, f in zip(added, dtypes, is_full)]
     added = [
-        tf.IndexedSlices(total, grad.indices, grad.dense_shape) if same else total
+        with_values(grad, total) if same else total
         for total, grad, same in zip(added, grads, at_positions)
     ]
     return [
@@ -347,25 +348,19 @@ def _without_dummy_row(grads, replica_batch):
     present = [grad for grad in grads if grad is not None]
     if not present:
         return grads
-    sparse = [isinstance(grad, tf.IndexedSlices) for grad in present]
-    values = [g.values if s else tf.convert_to_tensor(g) for g, s in zip(present, sparse)]
+    values = [tf.convert_to_tensor(values_of_gradient(grad)) for grad in present]
     values = tf.cond(
         replica_batch.num_real > 0,
         lambda: [tf.identity(value) for value in values],
         lambda: [tf.zeros_like(value) for value in values],
     )
-    made = iter(
-        tf.IndexedSlices(v, g.indices, g.dense_shape) if s else v
-        for v, g, s in zip(values, present, sparse)
-    )
+    made = iter(with_values(grad, value) for grad, value in zip(present, values))
     return [None if grad is None else next(made) for grad in grads]
 
 
 def _scaled(grad, factor):
-    if isinstance(grad, tf.IndexedSlices):
-        values = grad.values * tf.cast(factor, grad.values.dtype)
-        return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-    return grad * tf.cast(factor, grad.dtype)
+    values = values_of_gradient(grad)
+    return with_values(grad, values * tf.cast(factor, values.dtype))
 
 
 def _as_read(sources):

@@ -45,10 +45,10 @@ def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: i
         return
     if topology.num_local_replicas(strategy) > 1:
         raise ValueError(
-            "`synchronize_every` needs workers with one replica each. Received: synchronize_every="
-            f"{synchronize_every}, {topology.num_local_replicas(strategy)} replicas in this "
-            "process, which need no network. Use synchronize_every=1, or start one worker for "
-            "each device: python -m tfmulti.launch --num_workers N."
+            "`synchronize_every` needs workers with one replica each. Received: "
+            f"synchronize_every={synchronize_every}, {topology.num_local_replicas(strategy)} "
+            "replicas in this process. Use synchronize_every=1, or start one worker for each "
+            "device: python -m tfmulti.launch --num_workers N."
         )
     marks.SYNCHRONIZE_EVERY.set(optimizer, synchronize_every)
 
@@ -145,7 +145,7 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
 def _refuse_own_loop(every):
     raise ValueError(
         "`synchronize_every` needs model.fit or model.train_on_batch, which count the steps of a "
-        f"model. Received: synchronize_every={every}, and an update in a loop of your own. "
+        f"model. Received: synchronize_every={every}, and an update in a custom training loop. "
         "Train with fit, or leave synchronize_every out."
     )
 

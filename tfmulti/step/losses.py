@@ -168,9 +168,9 @@ def refuse_sums_of_means(values) -> None:
     """
     if any(_means_of_loops.get(id(value)) is value for value in values):
         raise ValueError(
-            "A loss under `tfmulti.DistributedGradientTape` is a mean: Keras and TensorFlow do not "
-            "divide it by the number of replicas there. Received: the sum of such losses over "
-            'replicas. Call strategy.reduce("MEAN", loss, axis=None).'
+            "Losses computed under `tfmulti.DistributedGradientTape` are not divided by the number "
+            'of replicas, so they must be averaged over replicas. Received: strategy.reduce("SUM", '
+            '...). Call strategy.reduce("MEAN", loss, axis=None).'
         )
 
 

@@ -123,9 +123,9 @@ def _check_local_steps(synchronize_every, compression, shard) -> None:
         )
     if synchronize_every > 1 and compression is not None:
         raise ValueError(
-            "`synchronize_every` above 1 sends no gradients that could be compressed. "
-            f"Received: synchronize_every={synchronize_every}, compression={compression!r}. "
-            "Leave compression out."
+            "`compression` has no effect with `synchronize_every` above 1, which sends no "
+            f"gradients. Received: synchronize_every={synchronize_every}, "
+            f"compression={compression!r}. Leave compression out."
         )
 
 

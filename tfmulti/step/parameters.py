@@ -51,19 +51,20 @@ class ShardedParameter(keras_compat.HeldVariable):
         """Returns the whole value; in a step a collective, with a gradient."""
         if is_stage():
             raise RuntimeError(
-                "A stage of a pipeline can read only the weights of its own layers. Received: a "
-                f"read of {self.path}, which worker {self.owner} holds, in another layer's call. "
-                "Give both layers to one stage by `stages`, or share the layer, not its weight."
+                "A pipeline stage can read only the weights of its own layers. Received: a read of "
+                f"{self.path}, held by worker {self.owner}, in the call of a layer in another "
+                "stage. Choose `stages` so that both layers are in one stage, or share the layer "
+                "instead of its weight."
             )
         if in_replica():
             note_read(self)
             return gather(self, self.held())
         if not tf.executing_eagerly():
             raise RuntimeError(
-                "A sharded weight cannot become part of a graph outside of a step. Received: "
-                f"{self.path}, which worker {self.owner} holds. To export the model, call "
-                "model.save on the chief after `fit`, and export what keras.models.load_model "
-                "makes of the file."
+                "A sharded weight cannot be used in a graph outside a training, evaluation or "
+                f"prediction step. Received: {self.path}, which worker {self.owner} holds. To "
+                "export the model, call model.save on the chief after `fit`, load that file with "
+                "keras.models.load_model outside the strategy's scope, and export the loaded model."
             )
         return tf.convert_to_tensor(self.numpy())
 

@@ -94,6 +94,25 @@ def fill_if_empty(data):
     return _map(_fill_part, data)
 
 
+def replica_range(num_rows, num_replicas: int, number, *, in_chunks: bool = False) -> tuple:
+    """Returns the first row, and the number of rows, of one of `num_replicas` parts of a batch.
+
+    Args:
+        num_rows: The number of rows of the batch, an int32 scalar.
+        num_replicas: The number of parts.
+        number: The index of the part.
+        in_chunks: As in `take_replica_rows`.
+    """
+    number = tf.cast(number, tf.int32)
+    size, longer = num_rows // num_replicas, num_rows % num_replicas
+    if in_chunks:
+        # As tf.distribute divides: 4 rows on 3 replicas are 2, 2 and 0.
+        chunk = size + tf.cast(longer > 0, tf.int32)
+        start = tf.minimum(number * chunk, num_rows)
+        return start, tf.minimum(chunk, num_rows - start)
+    return number * size + tf.minimum(number, longer), size + tf.cast(number < longer, tf.int32)
+
+
 def take_replica_rows(data, number: tf.Tensor, num_replicas: int, *, in_chunks: bool = False):
     """Takes one of `num_replicas` contiguous parts of a batch; sizes differ by at most one.
 
@@ -103,17 +122,9 @@ def take_replica_rows(data, number: tf.Tensor, num_replicas: int, *, in_chunks: 
         num_replicas: The number of parts.
         in_chunks: Whether instead every part is as large as the first one until the rows run out.
     """
-    number = tf.cast(number, tf.int32)
 
     def take(part):
-        replica_batch, longer = count_rows(part) // num_replicas, count_rows(part) % num_replicas
-        start = number * replica_batch + tf.minimum(number, longer)
-        size = replica_batch + tf.cast(number < longer, tf.int32)
-        if in_chunks:
-            # As tf.distribute divides: 4 rows on 3 replicas are 2, 2 and 0.
-            chunk = replica_batch + tf.cast(longer > 0, tf.int32)
-            start = tf.minimum(number * chunk, count_rows(part))
-            size = tf.minimum(chunk, count_rows(part) - start)
+        start, size = replica_range(count_rows(part), num_replicas, number, in_chunks=in_chunks)
         if not isinstance(part, tf.SparseTensor):
             return part[start : start + size]
         shape = tf.cast(part.dense_shape, tf.int64)
@@ -147,9 +158,14 @@ def _fill_part(part):
     return filled
 
 
+def zeros_of(specs, num_rows: int):
+    """Returns rows of zeros, or of empty strings; axes of unknown size have the size 1."""
+    shape_of = lambda spec: [num_rows, *[size or 1 for size in spec.shape[1:]]]
+    return tf.nest.map_structure(lambda spec: tf.zeros(shape_of(spec), spec.dtype), specs)
+
+
 def _dummy_row(tensor):
-    shape = tf.concat([[1], tf.shape(tensor)[1:]], axis=0)
-    row = tf.fill(shape, "") if tensor.dtype == tf.string else tf.zeros(shape, tensor.dtype)
+    row = tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
     return tf.ensure_shape(row, [None, *tensor.shape[1:]])
 
 

@@ -42,10 +42,11 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
         return
     if optimizer.built:
         raise ValueError(
-            "`shard` must be given before the optimizer has slots. "
-            f"Received: {optimizer.name}, which is built. "
-            "Call tfmulti.DistributedOptimizer(optimizer, shard='state') before compile; for a "
-            "model from a file, compile a new one so, build its optimizer, and load the weights."
+            "An optimizer must be wrapped with `shard` before it is built. Received: "
+            f"{optimizer.name}, which is already built. Call "
+            "tfmulti.DistributedOptimizer(optimizer, shard='state') before compile. For a model "
+            "from a file: compile a new model with that optimizer, call "
+            "optimizer.build(model.trainable_variables), then model.load_weights."
         )
     parameters.refuse_several_replicas(strategy)
     shards_parameters = shard == "parameters"
@@ -300,8 +301,8 @@ class Shards:
             advice = (
                 "A sharded weight has one owner; tfmulti.tensor_parallel splits tables."
                 if self.shards_parameters
-                else f"{type(self._optimizer).__name__} updates it whole; with an optimizer that "
-                "treats each element by itself, such as Adam, each worker updates some of its rows."
+                else f"{type(self._optimizer).__name__} updates it whole; with an element-wise "
+                "optimizer, such as Adam, each worker updates some of its rows."
             )
             warnings.warn(
                 f"Sharded state is uneven: one worker keeps the slots of {most / 1e6:.1f} MB of "
@@ -357,9 +358,12 @@ class Shards:
     def _owner(self, variable) -> int | None:
         return self._owners[keras_compat.variable_index(self._optimizer, variable)]
 
+    def _split_of(self, variable) -> split_weights.Split | None:
+        return self._splits.get(keras_compat.variable_index(self._optimizer, variable))
+
     def own_rows(self, gradient, variable) -> tuple:
         """Returns the gradient and the variable of an update, or this worker's rows of both."""
-        split = self._splits.get(keras_compat.variable_index(self._optimizer, variable))
+        split = self._split_of(variable)
         if split is None:
             return gradient, variable
         return split.take(gradient), self._rows(variable, split)
@@ -376,7 +380,7 @@ class Shards:
         """
         sent = []
         for variable in variables:
-            split = self._splits.get(keras_compat.variable_index(self._optimizer, variable))
+            split = self._split_of(variable)
             if split is not None:
                 sent += [(self._rows(variable, split, i), i) for i in range(split.parts)]
             elif not isinstance(variable, parameters.ShardedParameter):

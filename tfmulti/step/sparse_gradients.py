@@ -14,11 +14,10 @@ There are three kinds of reads:
 from __future__ import annotations
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import marks
+from tfmulti import keras_compat, marks
 from tfmulti.step.row_axis import OF_SHAPES
 
 TOKENS, POSITIONS, UNIQUE = "tokens", "positions", "unique"
@@ -143,15 +142,9 @@ def _trace_reads(model, x) -> list[tuple[int, str]]:
                 reads.append((table, _kind(gather.inputs[1])))
 
     tables = [tf.TensorSpec(table.shape, table.dtype) for table in variables]
-    rows = tf.nest.map_structure(_of_any_number, x)
+    rows = tf.nest.map_structure(keras_compat.without_rows, x)
     tf.function(call, autograph=False).get_concrete_function(tables, rows)
     return reads
-
-
-def _of_any_number(part):
-    if not isinstance(part, tf.Tensor | np.ndarray):
-        return tf.type_spec_from_value(part)
-    return tf.TensorSpec([None, *part.shape[1:]], part.dtype)
 
 
 def _kind(indices) -> str:

@@ -25,6 +25,18 @@ def from_sent(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(value, dtype) if dtype.is_complex else tf.cast(value, dtype)
 
 
+def values_of_gradient(gradient) -> tf.Tensor:
+    """Returns the numbers of a gradient: of a sparse one those of its rows."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def with_values(gradient, values: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    """Returns a gradient with other numbers, and the same rows where it is sparse."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
 def add_by_dtype(values, owners=None) -> list:
     """Adds values over all replicas, grouped by dtype, so that workers can pack each group.
 

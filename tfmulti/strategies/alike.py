@@ -58,10 +58,10 @@ def compare_models(model: keras.Model, data) -> None:
     if not are_same_data(here[1], there[1]):
         raise ValueError(
             "Every worker must be given the whole data, the same on all of them; it takes its "
-            f"share of each batch. Received: on {topology.worker_name(strategy)} arrays of other "
-            f"shapes or values than on the first worker, {_shapes(here[1])} here and "
+            f"share of each batch. Received: the arrays on {topology.worker_name(strategy)} differ "
+            f"in shape or values from those on the first worker: {_shapes(here[1])} here, "
             f"{_shapes(there[1])} there. Load all rows on every worker, in the same order, and "
-            "seed what is drawn; tfmulti.distribute_train reads only the rows that it needs."
+            "seed random data; tfmulti.distribute_train reads only the rows that it needs."
         )
 
 
@@ -113,8 +113,8 @@ def _refuse_other_models(strategy, here, there):
     if differing:
         raise ValueError(
             "All workers must train the same model, with the same loss, metrics and optimizer. "
-            f"Received: on {topology.worker_name(strategy)}, in place of what the first worker "
-            f"has, another {', '.join(differing[:3])}. {_ADVICE}"
+            f"Received: {topology.worker_name(strategy)} differs from the first worker in "
+            f"{', '.join(differing[:3])}. {_ADVICE}"
         )
 
 
@@ -171,16 +171,17 @@ class SameOnAllWorkers(keras.callbacks.Callback):
         strategy, rates = self.model.distribute_strategy, _rates(self.model)
         program_order.compare_with_chief(strategy, place)
         numbers = {
-            f"learning rates, {rates} here": _crc(np.array(rates)),
+            f"learning rates ({rates} here)": _crc(np.array(rates)),
             "weights": _number_of_weights(self.model),
         }
         for what, number in numbers.items():
             least, most = coordination.min_and_max(strategy, number)
             if least != most:
                 raise ValueError(
-                    "All workers must have the same weights and learning rates. Received: on "
-                    f"{topology.worker_name(strategy)} and other workers different {what}, "
-                    f"{self._epoch}. A callback must change the same on every worker. {_ADVICE}"
+                    "All workers must have the same weights and learning rates. Received: "
+                    f"{topology.worker_name(strategy)} differs from other workers in its {what}, "
+                    f"{self._epoch}. A callback must make the same change on every worker. "
+                    f"{_ADVICE}"
                 )
 
 

@@ -20,7 +20,7 @@ from tfmulti.step import (
     samples,
     wrapped_step,
 )
-from tfmulti.strategies import checks
+from tfmulti.strategies import checks, feeds
 
 
 def first_local_value(strategy: tf.distribute.Strategy, values):
@@ -154,10 +154,9 @@ class _KerasRepairs:
 
     def _distribute(self, dataset, options, sampled):
         """Distributes a dataset for several replicas, of which some batches are kept as samples."""
-        specs = tf.nest.flatten(dataset.element_spec)
-        if any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs):
+        if not feeds.is_in_chunks(dataset):
             return iterators.SplitBatches(sampled.of(dataset), self)
-        if all(isinstance(s, tf.TensorSpec) for s in specs):
+        if all(isinstance(s, tf.TensorSpec) for s in tf.nest.flatten(dataset.element_spec)):
             # Replica batches of a batch from Python share its memory, and steps may overwrite it.
             is_from_python, dataset = (
                 keras_compat.is_from_python(dataset),

@@ -91,9 +91,9 @@ def refuse_calls_on_servers(model: keras.Model, name: str) -> None:
     """
     if keras_compat.has_servers(model.distribute_strategy):
         raise ValueError(
-            f"`{name}` cannot train or compute on the workers of parameter servers: its steps wait "
-            f"for one another. Received: a call of {name} on {model.name!r}, which was created in "
-            f'the scope of create_strategy("parameter_server"). {_INSTEAD[name]}'
+            f"`{name}` does not work with parameter servers, because its steps are synchronous. "
+            f"Received: {name} called on {model.name!r}, which was created in the scope of "
+            f'create_strategy("parameter_server"). {_INSTEAD[name]}'
         )
 
 
@@ -285,9 +285,9 @@ def _warn_of_local_normalization(model):
         if max(marks.PIPELINE.get(each) for each in [model, *keras_compat.all_layers(model)]) > 1:
             part, advice = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
         warnings.warn(
-            f"Batch normalization that is not synchronized normalizes each {part}'s rows by "
-            f"themselves, so the result differs from that of one device: {names}. For the same "
-            f"result {advice} before compile.",
+            f"Unsynchronized batch normalization uses the statistics of each {part}'s own rows, "
+            f"so the result differs from that of one device: {names}. To get the same result, "
+            f"{advice} before compile.",
             stacklevel=2,
         )
 
@@ -317,8 +317,8 @@ def before_saving(model: keras.Model) -> None:
         return
     if not slots.is_gathering():
         raise RuntimeError(
-            "A model must be saved when all workers hold the same weights. Received: "
-            f"{local_steps.num_pending(model)} local steps since the last average. Save it at the "
+            "A model can be saved only when all workers hold the same weights. Received: a save "
+            f"{local_steps.num_pending(model)} local steps after the last average. Save it at the "
             "end of an epoch or after `fit`, in callbacks.Checkpoint or ModelCheckpoint, or call "
             "tfmulti.average_weights(model) on every worker first."
         )

@@ -150,8 +150,8 @@ def before_pass(strategy, epoch_iterator) -> None:
     least, most = min_and_max(strategy, _UNKNOWN if count is None else count)
     if least != most:
         logging.warning(
-            "Workers have unequal numbers of batches: %s to %d. All go on to the end of the "
-            "longest data; a worker that has none left takes part without rows.",
+            "Workers have different numbers of batches: %s to %d. All continue until the longest "
+            "dataset ends; a worker that has run out participates with empty batches.",
             "an unknown number" if least == _UNKNOWN else least,
             most,
         )

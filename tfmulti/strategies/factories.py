@@ -40,7 +40,6 @@ from tfmulti.strategies import (
     program_order,
     spot_checks,
     stock_callbacks,
-    verify_again,
 )
 from tfmulti.strategies.base import (
     MirroredStrategy,
@@ -244,7 +243,7 @@ def _repair_keras():
         before_batch=_before_batch,
         before_call=_before_call,
         during_call=_during_call,
-        before_making=verify_again.verify_again,
+        before_making=spot_checks.verify_again,
         watch=spot_checks.watched,
         before_pass=coordination.before_pass,
         before_saving=checks.before_saving,

@@ -102,7 +102,7 @@ def _watch():
             time.sleep(_PAUSE_S)
         elif not call.ended.wait(GRACE_S):
             _failure.append(
-                f"All workers must go through `{call.name}` together. Received: an error on one of "
-                f"them alone, {text}. Let that error end its program, so that all can start again."
+                f"All workers must run `{call.name}` together. Received: an error on only one of "
+                f"them, {text}. Let that error end its program, so that all can be restarted."
             )
             keras_compat.abort_collectives(_failure[0])

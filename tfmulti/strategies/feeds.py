@@ -54,19 +54,16 @@ def feed_of(peek, iterator) -> Feed:
         return Feed(peek, alone=True)
     own, static, shapes = keras_compat.feed_of(iterator)
     plan = getattr(own, "plan", None)
+    known = {"shapes": shapes, "by_python": keras_compat.reads_by_python(iterator)}
     if plan is None:
         batches = keras_compat.batch_sizes_of(iterator)
         in_chunks = is_in_chunks(own)
-        feed = Feed(peek, static=static, batches=batches, in_chunks=in_chunks, shapes=shapes)
-        feed.by_python = keras_compat.reads_by_python(iterator)
-        return feed
+        return Feed(peek, static=static, batches=batches, in_chunks=in_chunks, **known)
     padded = plan.remainder == "pad"
     # With padding, a replica batch may have no real row at all.
     batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
     even = plan.remainder in _EVEN
-    feed = Feed(peek, static=even, counted=True, padded=padded, batches=batches, shapes=shapes)
-    feed.by_python = keras_compat.reads_by_python(iterator)
-    return feed
+    return Feed(peek, static=even, counted=True, padded=padded, batches=batches, **known)
 
 
 def is_in_chunks(dataset) -> bool:

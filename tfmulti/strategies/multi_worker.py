@@ -15,7 +15,7 @@ from tfmulti import keras_compat, rendezvous
 from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
-from tfmulti.runtime import command_line
+from tfmulti.runtime import command_line, errors, processes
 from tfmulti.strategies import failed_calls
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
@@ -157,7 +157,7 @@ def _end_after_sigterm():
     """
 
     def end(*_):
-        timer = threading.Timer(_SIGTERM_S, command_line.end_process, [environment.PREEMPTED])
+        timer = threading.Timer(_SIGTERM_S, processes.end_process, [environment.PREEMPTED])
         timer.daemon = True
         timer.start()
 
@@ -180,7 +180,7 @@ _HEARD_S = 1.0
 
 def report_to_others(error: BaseException, cluster: Cluster) -> None:
     """Reports this worker's error to all workers, so that they need not wait for a timeout."""
-    cause = " ".join(command_line.cause_of(error).split())
+    cause = " ".join(errors.cause_of(error).split())
     task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
     keras_compat.report_error(f"{peers.REPORT}{cause}"[:_REPORT_LENGTH], task)
 
@@ -193,7 +193,7 @@ def end_worker(error: BaseException, cluster: Cluster | None) -> peers.PeerError
     """
     peer_error = peers.find_peer_error(error, cluster)
     if cluster is not None and cluster.num_workers > 1:
-        if peer_error is None or peer_error.exit_code == peers.ERROR:
+        if peer_error is None or peer_error.exit_code == command_line.ERROR:
             report_to_others(error, cluster)
             if cluster.is_chief:
                 # The service ends with the chief. Workers that wait in MPI poll it for errors.
@@ -216,7 +216,7 @@ def watch_uncaught(cluster: Cluster) -> None:
         if hasattr(sys, "ps1") and peer_error is None:
             # An interactive session continues.
             return
-        own = peers.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED
-        command_line.end_process(own if peer_error is None else peer_error.exit_code)
+        own = command_line.ERROR if isinstance(error, Exception) else command_line.INTERRUPTED
+        processes.end_process(own if peer_error is None else peer_error.exit_code)
 
     sys.excepthook = hook

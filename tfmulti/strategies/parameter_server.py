@@ -142,8 +142,8 @@ def _check_cluster(cluster):
         has = ", ".join(f"{len(tasks)} {kind}" for kind, tasks in cluster.spec.items())
         raise ValueError(
             "`parameter_server` needs a chief, at least one worker and at least one ps in "
-            f"TF_CONFIG. Received: a cluster with {has}, and no {missing[0]}. "
-            f'Add the address of a "{missing[0]}" task, for a process of its own.'
+            f"TF_CONFIG. Received: a cluster with {has}, and no {missing[0]}. Add the address of a "
+            f'"{missing[0]}" task, which runs in a separate process.'
         )
 
 
@@ -165,9 +165,9 @@ def _wait_for_tasks(cluster, timeout_s):
         if missing and time.monotonic() >= until:
             names = ", ".join(f"{name} ({address})" for name, address in missing.items())
             raise RuntimeError(
-                "All workers and servers must start within `start_timeout`. "
-                f"Received: nothing from {names} in {timeout_s:g} s. "
-                "Look at their logs, or give more time: --start_timeout."
+                "All workers and servers must start within `start_timeout`. Received: nothing from "
+                f"{names} in {timeout_s:g} s. Read their logs, or raise start_timeout "
+                "(--start_timeout)."
             )
         time.sleep(0.05 if missing else 0.0)
 
@@ -194,8 +194,9 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
     tokens = [_token(goodbye, [0]), _token(lambda: np.array([index, os.getpid()], np.int64), [])]
     if tokens != [_SAY_GOODBYE, _WHO]:
         raise RuntimeError(
-            "A worker or a server must call create_strategy before it makes TensorFlow functions "
-            f"of Python. Received: {tokens}. Call create_strategy first in the program."
+            "A worker or a parameter server must call create_strategy before it creates TensorFlow "
+            "ops that call Python (tf.py_function, tf.numpy_function, from_generator). Received: "
+            f"{tokens}. Move create_strategy to the start of the program."
         )
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: preempted.set())
@@ -207,10 +208,10 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
     del server
     if cause:
         print(f"error: {cause}", file=sys.stderr)
-        command_line.end_process(environment.PEER_LOST)
+        processes.end_process(environment.PEER_LOST)
     # The chief still waits for the answer to its goodbye.
     time.sleep(0.2)
-    command_line.end_process(environment.PREEMPTED if preempted.is_set() else code[0])
+    processes.end_process(environment.PREEMPTED if preempted.is_set() else code[0])
 
 
 def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
@@ -232,8 +233,8 @@ def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
             )
         if not presence.has_been_there and now - began > timeout_s + _LAST_S:
             return (
-                f"{name} serves a chief, which must start within `start_timeout`. Received: "
-                f"nothing at {chief} in {now - began:.0f} s. Start the chief, or give more time."
+                f"{name} serves a chief, which must start within `start_timeout`. Received: no "
+                f"chief at {chief} in {now - began:.0f} s. Start the chief, or raise start_timeout."
             )
     return None
 
@@ -318,7 +319,7 @@ def _end_with(strategy) -> None:
 
     def hook(kind, error, traceback):
         previous(kind, error, traceback)
-        command_line.end_process(end_chief(error))
+        processes.end_process(end_chief(error))
 
     def end():
         if not strategy.has_failed:

@@ -143,15 +143,15 @@ def _await(strategy, key, worker, doing, timeout_s) -> str:
     try:
         return keras_compat.read_published(key, *task, timeout_s=min(WAIT_WARNING_S, timeout_s))
     except TimeoutError:
-        logging.warning("Waiting for %s to come to %s, as this worker has.", other, doing)
+        logging.warning("This worker is waiting for %s to reach %s.", other, doing)
     try:
         return keras_compat.read_published(key, *task, timeout_s=timeout_s - WAIT_WARNING_S)
     except TimeoutError as error:
         seconds = time.monotonic() - begin
         raise ValueError(
-            f"All workers must come to {doing} together. Received: {topology.worker_name(strategy)}"
-            f" has come to it, and {other} has not in {seconds:.0f} s. Give every worker as many "
-            "batches; call `evaluate` and `predict` on all; and within an epoch set "
-            "`stop_training` at the same batch on all, or set it in `on_epoch_end`, where one "
-            "worker is enough."
+            f"All workers must reach {doing} together. Received: {topology.worker_name(strategy)} "
+            f"reached it, but {other} did not within {seconds:.0f} s. Give every worker the same "
+            "number of batches, and call `evaluate` and `predict` on all workers. To stop within "
+            "an epoch, set `stop_training` at the same batch on every worker; in `on_epoch_end`, "
+            "setting it on one worker is enough."
         ) from error

@@ -4,6 +4,8 @@ Before the first step, no one knows what later rows and a later state bring: a p
 passes a limit, a rare class. So the step is compared again after 2, 3, 5, 8, 13, ... steps, with a
 batch that it was just trained on and the state that it has then. In one process it is compared as
 well before the step that follows a callback's change of a small variable that it reads.
+
+`VerifyAgain` verifies a step from the beginning where such a change is there when an epoch begins.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology, verification
 from tfmulti.step.samples import fibonacci
-from tfmulti.strategies import checks
+from tfmulti.strategies import checks, coordination
+from tfmulti.verification import verified
 from tfmulti.verification.case import TEST, TRAIN, Case
 from tfmulti.verification.differences import same_bits
+from tfmulti.verification.python_values import attributes_of
 
 # Spot checks take at most these shares of the time of training, and of the first verification.
 _OF_TRAINING, _OF_FIRST = 0.05, 0.25
+# After so many changes a step is verified again at the changes of which the number is 2^k.
+_ALWAYS = 3
 
 
 @dataclasses.dataclass
@@ -189,12 +195,12 @@ def _verify_and_run(model, kind, make, iterator):
         while len(batches) < model.steps_per_execution:
             batches.append(iterator.get_next())
     checks.verify_with(model, kind, batches[0])
-    # A step that all replicas compute from the whole batch has another function.
     _make_function(model, kind)
     return make()(batches)
 
 
 def _make_function(model, kind):
+    # A step that all replicas compute from the whole batch has another function.
     model.make_train_function() if kind == TRAIN else model.make_test_function()
 
 
@@ -212,7 +218,76 @@ def _check(model, kind, samples, progress) -> Callable | None:
     drawn = samples.latest(progress.in_pass - 1)
     verification.spot_check(model, kind, drawn, progress.steps, checks.WORKERS)
     progress.spent += time.perf_counter() - begin
-    # A step that all replicas compute from the whole batch has another function.
     _make_function(model, kind)
     now = getattr(model, f"{kind}_function")
     return None if now is before else now
+
+
+def verify_again(model: keras.Model, kind: str) -> None:
+    """Verifies a step again if its function is made anew, with other Python attributes perhaps.
+
+    Args:
+        model: The model.
+        kind: `"train"` or `"test"`.
+    """
+    if not verified.take_function(model, kind):
+        verified.forget(model, kind)
+        if kind == TRAIN:
+            _verify_within_fit(model)
+
+
+def _verify_within_fit(model):
+    feed = marks.FEED.get(model)
+    if feed is not None and feed.by_python:
+        checks.verify_at_first_batch(model, TRAIN, feed)
+    elif feed is not None:
+        verification.verify_once(model, TRAIN, feed, checks.WORKERS)
+
+
+class VerifyAgain(keras.callbacks.Callback):
+    """Verifies a step again where a callback has changed what it reads, as the phase of training.
+
+    That is a small variable which the step does not change itself, or with `run_eagerly=True` an
+    attribute of the model or of an object that it holds.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._attributes: dict | None = None
+        self._changes = 0
+
+    def on_train_begin(self, logs=None):
+        """Notes the attributes that an eager step was verified with."""
+        verified.take_function(self.model, TRAIN)
+        if self.model.run_eagerly or tf.config.functions_run_eagerly():
+            self._attributes = attributes_of(self.model)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Compares the values; a collective of all workers, where a step has such values."""
+        settings = marks.SETTINGS.get(self.model)
+        nothing = self._attributes is None and settings is None
+        if marks.FEED.get(self.model) is None or nothing:
+            return
+        # All workers must take part, also one whose model is not changed.
+        if not coordination.any_worker(self.model.distribute_strategy, self._has_changed()):
+            return
+        self._changes += 1
+        # What changes with every epoch, as a weight of the loss, is not verified every time.
+        if self._changes <= _ALWAYS or self._changes.bit_count() == 1:
+            verified.forget(self.model, TRAIN)
+            _verify_within_fit(self.model)
+            _make_function(self.model, TRAIN)
+        if self._attributes is not None:
+            self._attributes = attributes_of(self.model)
+
+    def on_train_end(self, logs=None):
+        """Lets go of the data."""
+        marks.FEED.set(self.model, None)
+        marks.SAMPLES.set(self.model, {})
+
+    def _has_changed(self) -> bool:
+        settings = marks.SETTINGS.get(self.model) or ()
+        values = [(keras_compat.read_handle(handle), value) for handle, value in settings]
+        by_variable = any(not same_bits(now, then) for now, then in values)
+        is_eager = self._attributes is not None
+        return by_variable or (is_eager and self._attributes != attributes_of(self.model))

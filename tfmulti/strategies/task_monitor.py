@@ -75,9 +75,9 @@ class TaskMonitor:
         since = self._without_workers_since = self._without_workers_since or now
         if now - since > self._patience_s:
             raise WorkersLost(
-                "At least one worker must be running to compute steps. Received: no worker since "
-                f"{self._patience_s + MISSES:.0f} s. Start workers again, or with the launcher's "
-                "--max_restarts have it do so."
+                "At least one worker must be running. Received: no worker for "
+                f"{self._patience_s + MISSES:.0f} s. Restart the workers, or let the launcher do "
+                "so with --max_restarts."
             )
 
     def _find_error(self) -> ServerLost | WorkersLost | None:

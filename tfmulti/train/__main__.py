@@ -6,6 +6,7 @@ Imports no TensorFlow until the flags and the cluster have been checked.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
 
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
+_print_line = functools.partial(print, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,10 +132,6 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     if task is None or task.is_chief:
         _show(result, config.workdir)
     return 0
-
-
-def _print_line(line):
-    print(line, flush=True)
 
 
 def _show(result, workdir):

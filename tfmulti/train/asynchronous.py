@@ -14,12 +14,13 @@ from tfmulti import keras_compat
 from tfmulti.cluster import environment
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.epochs import EpochDataset
-from tfmulti.parallel import remote_step, split_check, staleness
+from tfmulti.parallel import remote_step, split_check
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_type, check_whole_number
+from tfmulti.step.rows import zeros_of
 from tfmulti.strategies.parameter_server import who_computes
 from tfmulti.strategies.stock_callbacks import FirstStepFile
-from tfmulti.train.remote_runs import RemoteRuns, SettledRequests
+from tfmulti.train.remote_runs import RemoteRuns, SettledRequests, summarize_staleness
 
 _REFUSED = {
     keras.callbacks.BackupAndRestore: "It saves what `fit` holds. Use "
@@ -84,9 +85,12 @@ def train_async(
     if validation_data is not None:
         size = train.plan.global_batch_size
         test = _dataset(distribute_eval, validation_data, strategy, size)
-    remote_step.build(model, _two_rows(train.element_spec))
+    remote_step.build(model, zeros_of(train.element_spec, 2))
     strategy.requests = requests = SettledRequests()
-    specs = [_any_rows(each.element_spec) for each in (train, test or train)]
+    specs = [
+        tf.nest.map_structure(keras_compat.without_rows, each.element_spec)
+        for each in (train, test or train)
+    ]
     step = RemoteStep(model, *specs, who_computes)
     if test is not None:
         step.check_test("validation_data")
@@ -156,7 +160,7 @@ class _Epochs:
         runs.train(self._train, first, lambda sent: self._may_go_on(first + sent), self._apply)
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
-        return logs | staleness.summarize(runs.staleness)
+        return logs | summarize_staleness(runs.staleness)
 
     def _may_go_on(self, sent) -> bool:
         if self._model.stop_training:
@@ -191,9 +195,9 @@ def _check(model, callbacks, max_staleness, epochs):
         )
     if tf.distribute.has_strategy():
         raise ValueError(
-            "`train_async` must be called outside of the strategy's scope, in which the servers "
-            f"only create variables. Received: {model.name!r}, in a scope. Move the call out of "
-            "`with strategy.scope():`."
+            "`train_async` must be called outside of the strategy's scope; only variables are "
+            f"created in it. Received: {model.name!r}, in a scope. Move the call out of `with "
+            "strategy.scope():`."
         )
     advice = "Use 0 for synchronous steps, None for no bound."
     check_whole_number("max_staleness", max_staleness, advice, at_least=0, optional=True)
@@ -213,9 +217,9 @@ def _dataset(distribute, data, strategy, batch_size, **options) -> EpochDataset:
     if not isinstance(data, EpochDataset):
         if batch_size is None:
             raise ValueError(
-                "`batch_size` must be given with data that no strategy has distributed. "
-                f"Received: batch_size=None, data of type {type(data).__name__}. "
-                "Use for example batch_size=64."
+                "`batch_size` is required unless `data` comes from distribute_train. Received: "
+                f"batch_size=None, data of type {type(data).__name__}. Use for example "
+                "batch_size=64."
             )
         data = distribute(data, strategy, batch_size, **options)
     strange = [s for s in tf.nest.flatten(data.element_spec) if not isinstance(s, tf.TensorSpec)]
@@ -227,21 +231,7 @@ def _dataset(distribute, data, strategy, batch_size, **options) -> EpochDataset:
         )
     if data.plan.remainder == "pad":
         raise ValueError(
-            "With parameter servers the last batch of `data` is short, or left out. Received: "
-            "remainder='pad'. Use remainder='uneven' or 'drop'."
+            "`remainder='pad'` cannot be used with parameter servers. Received: remainder='pad'. "
+            "Use remainder='uneven' or 'drop'."
         )
     return data
-
-
-def _two_rows(element_spec):
-    def rows(spec):
-        shape = [2, *[size or 1 for size in spec.shape[1:]]]
-        return tf.fill(shape, "" if spec.dtype == tf.string else tf.zeros([], spec.dtype))
-
-    return tf.nest.map_structure(rows, element_spec)
-
-
-def _any_rows(element_spec):
-    return tf.nest.map_structure(
-        lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype), element_spec
-    )

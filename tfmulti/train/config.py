@@ -48,8 +48,8 @@ class TrainConfig:
     )
     estimate_memory: int | None = setting(
         None,
-        "Print the memory that each of so many workers with one replica would need, without "
-        "training.",
+        "Print, without training, the memory that each of this many one-replica workers would "
+        "need.",
         at_least=1,
         on_servers=False,
     )
@@ -77,7 +77,7 @@ class TrainConfig:
     warmup_epochs: float = setting(0.0, "Epochs of gradual warm-up.", at_least=0.0)
     dtype_policy: str = setting("float32", "Keras dtype policy.", choices.DTYPE_POLICIES)
     gradient_accumulation_steps: int = setting(
-        1, "Steps whose gradients make one update.", at_least=1
+        1, "Steps whose gradients are accumulated for one update.", at_least=1
     )
     steps_per_execution: int = setting(
         1, "Steps per call of the compiled function.", at_least=1, on_servers=False
@@ -88,24 +88,25 @@ class TrainConfig:
         None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
     )
     compression: str | None = setting(
-        None, "Send gradients in half the bytes, rounded.", choices.COMPRESSIONS, on_servers=False
+        None, "Send gradients rounded to half precision.", choices.COMPRESSIONS, on_servers=False
     )
     shard: str | None = setting(
         None,
-        "Keep the optimizer's slots, or large weights too, on one worker each.",
+        "Shard over the workers: state shards the optimizer's slots (ZeRO 1 and 2), parameters "
+        "also large weights (ZeRO 3, FSDP).",
         choices.SHARDS,
         on_servers=False,
     )
     pipeline_stages: int | None = setting(
         None,
-        "Cut the model into this many stages, on a worker each; the number of workers is a "
-        "multiple of it. With --strategy one_device they are on the first GPUs of this process, or "
-        "on its --logical_cpus.",
+        "Number of pipeline stages, one per worker; the number of workers must be a multiple of "
+        "it. With --strategy one_device, the stages are placed on the first GPUs of this process, "
+        "or on its --logical_cpus.",
         at_least=2,
         on_servers=False,
     )
     micro_batches: int = setting(
-        4, "In how many parts the rows of a step pass through a pipeline.", at_least=1
+        4, "Number of micro-batches into which a pipeline splits each step.", at_least=1
     )
     tensor_parallel: str | None = setting(
         None,
@@ -115,8 +116,8 @@ class TrainConfig:
     )
     synchronize_every: int = setting(
         1,
-        "Steps that each worker takes by itself before workers average weights, for slow "
-        "networks; 1 adds gradients in every step.",
+        "Local steps of each worker between two averages of the weights, for slow networks; 1 "
+        "reduces gradients in every step.",
         at_least=1,
         on_servers=False,
     )
@@ -131,12 +132,14 @@ class TrainConfig:
     )
     checkpoint_activations: bool = setting(
         False,
-        "Compute activations again for gradients: less memory, a second forward pass.",
+        "Checkpoint activations: recompute them in the backward pass, which saves memory and "
+        "costs a second forward pass.",
         on_servers=False,
     )
     logical_cpus: int = setting(
         0,
-        "Split the CPU into this many; 0 leaves it whole (mirrored takes 2).",
+        "Number of logical CPUs into which to split the CPU; 0 does not split it (mirrored then "
+        "uses 2).",
         at_least=0,
         on_servers=False,
     )
@@ -175,8 +178,8 @@ class TrainConfig:
     )
     on_difference: str = setting(
         choices.REPLICATE,
-        "What to do where this check finds another result: replicate computes the whole batch on "
-        "every replica, with the result and the speed of one device; error stops.",
+        "What to do if this check finds a difference: replicate computes the whole batch on every "
+        "replica, with the result and the speed of one device; error stops.",
         choices.ON_DIFFERENCE,
     )
     deterministic: bool = setting(False, "Use deterministic operations only; slower.")
@@ -188,8 +191,8 @@ class TrainConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "With parameter_server: the largest number of updates that others make between reading "
-        "weights and applying a gradient; by default any, 0 for synchronous steps.",
+        "With parameter_server: the maximum number of updates by other workers between reading "
+        "weights and applying a gradient; by default unlimited; 0 for synchronous steps.",
         at_least=0,
     )
 

@@ -103,12 +103,11 @@ def _create_strategy(config):
 def _describe(settings, reporter, throughput, history, seconds) -> dict:
     metrics = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
     measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
+    workers = getattr(reporter.strategy, "num_workers", None)
     return {
         "strategy": type(reporter.strategy).__name__,
-        "num_workers": getattr(reporter.strategy, "num_workers", reporter.num_workers),
-        "num_replicas": getattr(
-            reporter.strategy, "num_workers", reporter.strategy.num_replicas_in_sync
-        ),
+        "num_workers": workers or reporter.num_workers,
+        "num_replicas": workers or reporter.strategy.num_replicas_in_sync,
         "global_batch_size": settings.plan.global_batch_size,
         "per_replica_batch_size": settings.per_replica_batch_size,
         "learning_rate": settings.learning_rate,

@@ -27,6 +27,7 @@ from tfmulti.data.datasets import load_dataset
 from tfmulti.parallel import sharded_parameters
 from tfmulti.runtime import console, memory
 from tfmulti.step import owners, parameters, split_weights
+from tfmulti.step.rows import zeros_of
 from tfmulti.strategies import create_strategy
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
@@ -180,8 +181,7 @@ def _compiled_model(config, split, strategy, train) -> keras.Model:
     with strategy.scope():
         model = create_model(config.model, split)
         if not model.built:
-            one_row = lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype)
-            model(tf.nest.map_structure(one_row, train.element_spec[0]))
+            model(zeros_of(train.element_spec[0], 1))
         compile_model(model, dataclasses.replace(config, shard=None), train)
         keras_compat.inner_optimizer(model.optimizer).build(model.trainable_variables)
     return model

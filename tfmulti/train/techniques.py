@@ -18,9 +18,9 @@ def check(config: TrainConfig) -> None:
         _check_stages(config)
     elif config.micro_batches != config.__dataclass_fields__["micro_batches"].default:
         raise ValueError(
-            "`micro_batches` are the parts in which rows pass through the stages of a pipeline. "
-            f"Received: micro_batches={config.micro_batches}, and no pipeline_stages. "
-            "Use --pipeline_stages 2, say, or leave --micro_batches out."
+            "`micro_batches` can be used only with `pipeline_stages`. Received: "
+            f"micro_batches={config.micro_batches}, without pipeline_stages. Use --pipeline_stages "
+            "2, say, or leave --micro_batches out."
         )
     if config.tensor_parallel is not None:
         _check_layout(config)
@@ -64,8 +64,8 @@ def _check_stages(config):
     received = f"Received: pipeline_stages={config.pipeline_stages}, "
     if config.shard == "state":
         raise ValueError(
-            "`pipeline_stages` keeps weights and slots with the worker of their stage. "
-            f"{received}shard='state'. Leave --shard out."
+            "`pipeline_stages` cannot be combined with shard='state': it already divides weights "
+            f"and slots over the stages. {received}shard='state'. Leave --shard out."
         )
     if config.strategy in ("mirrored", "tpu"):
         raise ValueError(
@@ -84,9 +84,9 @@ def _check_stages(config):
         )
     if config.estimate_memory is not None:
         raise ValueError(
-            "`estimate_memory` is about workers with the whole model each. "
-            f"{received}estimate_memory={config.estimate_memory}, strategy='one_device'. "
-            "Leave --pipeline_stages out of the estimate."
+            "`estimate_memory` cannot estimate pipelines: it assumes that each worker runs the "
+            f"whole model. {received}estimate_memory={config.estimate_memory}, "
+            "strategy='one_device'. Leave --pipeline_stages out of the estimate."
         )
 
 
@@ -101,22 +101,21 @@ def _check_layout(config):
         if kind not in SPLITS:
             raise ValueError(
                 f"`tensor_parallel` must name one of {', '.join(SPLITS)} for each pattern. "
-                f"{given}, in which {kind!r} is none of them. Use column for a layer's outputs, "
+                f"{given}, where {kind!r} is not one of them. Use column for a layer's outputs, "
                 "row for its inputs, vocabulary for the rows of a table."
             )
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                "Each pattern of `tensor_parallel` must be a regular expression. "
-                f"{given}, in which {pattern!r} is none: {error}. "
-                "Use for example dense/kernel=column."
+                f"Each pattern of `tensor_parallel` must be a regular expression. {given}, where "
+                f"{pattern!r} is not: {error}. Use for example dense/kernel=column."
             ) from error
     for name, value in (("pipeline_stages", config.pipeline_stages), ("shard", config.shard)):
         if value not in (None, "parameters"):
             raise ValueError(
-                "`tensor_parallel` keeps parts of weights and slots on each worker. "
-                f"{given}, {name}={value!r}. Leave --{name} out."
+                f"`tensor_parallel` cannot be combined with `{name}`: it already divides weights "
+                f"and slots over the workers. {given}, {name}={value!r}. Leave --{name} out."
             )
 
 

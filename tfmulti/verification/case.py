@@ -1,8 +1,14 @@
-"""The step to verify, with the rows that it is run on."""
+"""The step to verify, with the rows that it is run on: few, but related as in the data.
+
+A batch can have parts with different numbers of rows, as unlabelled rows beside fewer labelled
+ones. A step that averages both has one device's result only if each replica gets the same share of
+both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import keras
@@ -10,10 +16,12 @@ import tensorflow as tf
 
 from tfmulti.step import replicated
 from tfmulti.step.rows import count_rows
-from tfmulti.verification import custom_parts, sizes
+from tfmulti.verification import custom_parts
 from tfmulti.verification.rows import Rows
 
 TRAIN, TEST, PREDICT = "train", "test", "predict"
+# Larger batches are cut to fewer rows.
+_MOST = 4
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -142,11 +150,11 @@ class Case(Batches):
     def leaves_none_empty(self, counts: Sequence[int]) -> bool:
         """Whether each replica gets a row of every part with these numbers of rows."""
         number = self.strategy.num_replicas_in_sync
-        return sizes.leaves_none_empty(counts, number, self.in_chunks)
+        return all(shares(count, number, self.in_chunks)[-1] for count in counts)
 
     def shares_alike(self, counts: Sequence[int]) -> bool:
         """Whether each replica gets the same share of all parts with these numbers of rows."""
-        return sizes.are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
+        return are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
 
     def sizes(self) -> list[list[int]]:
         """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
@@ -159,7 +167,7 @@ class Case(Batches):
             unlike = [each for each in others if not self.shares_alike(each)]
             # Those come first that leave a replica without rows of a part.
             unlike.sort(key=self.leaves_none_empty)
-            return [sizes.few(each, number) for each in (counts, *(unlike or [counts])[:1])]
+            return [few_rows(each, number) for each in (counts, *(unlike or [counts])[:1])]
         last = number - 1 if self.may_leave_empty else number
         steps = (
             [2 * number, 2 * number]
@@ -198,10 +206,81 @@ class Case(Batches):
         ):
             return []
         if self.shares_alike(counts):
-            return sizes.few_unlike(counts, number, self.in_chunks)
-        few = sizes.few(counts, number)
+            return few_rows_unlike(counts, number, self.in_chunks)
+        few = few_rows(counts, number)
         return [number - 1 if size == min(few) else max(size, number) for size in few]
 
     def most_rows(self) -> list[int]:
         """Returns the largest number of rows of each part in the steps to run."""
         return [max(each) for each in zip(*self.sizes(), self.unlike_sizes() or self.sizes()[0])]
+
+
+def shares(count: int, number: int, in_chunks: bool) -> list[int]:
+    """Returns the rows of each replica.
+
+    Args:
+        count: The number of rows.
+        number: The number of replicas.
+        in_chunks: Whether each replica takes as many as the first one, as long as there are any.
+
+    Example:
+    >>> shares(4, 3, in_chunks=True), shares(4, 3, in_chunks=False)
+    ([2, 2, 0], [2, 1, 1])
+    """
+    if not in_chunks:
+        return [count // number + (index < count % number) for index in range(number)]
+    chunk = -(-count // number)
+    return [max(0, min(chunk, count - index * chunk)) for index in range(number)]
+
+
+def are_alike(counts: Sequence[int], number: int, in_chunks: bool) -> bool:
+    """Whether each replica gets the same share of all parts.
+
+    >>> are_alike([12, 4], 2, True), are_alike([12, 4], 3, True), are_alike([4, 4], 3, True)
+    (True, False, True)
+    """
+    have = [shares(count, number, in_chunks) for count in counts]
+    return all(
+        mine * counts[0] == first * count
+        for each, count in zip(have, counts)
+        for mine, first in zip(each, have[0])
+    )
+
+
+def few_rows(counts: Sequence[int], number: int) -> list[int]:
+    """Returns small numbers of rows with the remainders of `counts`, and in their proportion.
+
+    Args:
+        counts: The number of rows of each part.
+        number: The number of replicas.
+
+    Example:
+    >>> few_rows([12, 4], 3), few_rows([1200, 400], 3), few_rows([128, 127], 2)
+    ([12, 4], [12, 4], [4, 3])
+    """
+    common, most = math.gcd(*counts), _MOST * number
+    times = common
+    while times > number and max(counts) // common * times > most:
+        times -= number
+    scaled = [count // common * times for count in counts]
+    if max(scaled) <= most:
+        return scaled
+    # The proportion is lost; what remains is which part has more.
+    large = sorted({count for count in counts if count >= number})
+    rank = {count: 1 + large.index(count) for count in large}
+    return [number * rank[c] + c % number if c >= number else c for c in counts]
+
+
+def few_rows_unlike(counts: Sequence[int], number: int, in_chunks: bool) -> list[int]:
+    """Returns small numbers of rows in the proportion of `counts`, which replicas share unlike.
+
+    >>> few_rows_unlike([12, 4], 2, True)
+    [3, 1]
+    """
+    start = few_rows(counts, number)
+    common = math.gcd(*start)
+    for times in (*range(common - 1, 0, -1), *range(common + 1, common + number)):
+        scaled = [count // common * times for count in start]
+        if not are_alike(scaled, number, in_chunks):
+            return scaled
+    return [max(1, count - 1) for count in start]

@@ -1,8 +1,12 @@
-"""Compares steps on one device and on the replicas: their outputs, and the state after each."""
+"""Compares steps on one device and on the replicas: their outputs, and the state after each.
+
+`Comparison` compares them, `Rounding` tells their differences from rounding.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -27,6 +31,12 @@ _OUTPUT = 0.1
 _OF_ENLARGED = 2e-2
 # More than any difference of what is nothing but rounding; finite, since infinite noise is none.
 _ANY = 1e30
+# Measures of rounding: runs, by how many units in the last place these move weights, and the share
+# of the distance that counts. Where a difference remains, larger moves show jumps that rounding
+# seldom makes: of a ReLU at 0, or of the share of rows whose largest output is the right one.
+_NOISY_RUNS = ((range(2), 1, 1.0), (range(2, 10), 10, 0.2))
+# Starts from which a difference must show as well, and by how many units these are moved.
+_AGAIN, _UNITS = range(20, 22), 10
 
 
 class NotVerified(Exception):
@@ -188,15 +198,74 @@ def with_moved_weights(
     ]
 
 
-def add_noise(noise: list[dict], expected, found, share: float = 1.0) -> None:
-    """Adds to what is known of rounding how far two results on one device are apart.
+class Rounding:
+    """Measures how far rounding moves what a step computes, and compares beyond that.
+
+    The noise is measured with weights that are changed in their last place. Permuting the rows
+    instead would fail if the result depends on their order, for example through pairs of rows or
+    random numbers.
 
     Args:
-        noise: For each step, how far each value moves.
-        expected: The result of each step.
-        found: Another result, from weights that were moved in their last place.
-        share: How much of the distance counts.
+        moved: Function that returns the state with moved weights, of `run` and `units`.
+        on_one_device: Function of an initial state; returns the result of one device.
+        on_replicas: The same of the replicas.
+        compare: Function of an initial state, both results and the noise, or None; returns the
+            differences.
+        is_on_any: Function that returns whether something was found, on any worker.
     """
+
+    def __init__(
+        self,
+        moved: Callable,
+        on_one_device: Callable,
+        on_replicas: Callable,
+        compare: Callable,
+        is_on_any: Callable,
+    ):
+        self._moved, self._one, self._many = moved, on_one_device, on_replicas
+        self._compare, self._is_on_any = compare, is_on_any
+
+    def differences(self, begin, expected, found) -> list[Difference]:
+        """Returns the differences beyond the noise.
+
+        It is measured only where results differ, since most steps show no difference at all.
+
+        Args:
+            begin: The initial state.
+            expected: The results of one device.
+            found: Those of the replicas.
+        """
+        noise: list[dict] = [{} for _ in expected]
+        for runs, units, share in _NOISY_RUNS:
+            for run in runs:
+                _add_noise(noise, expected, self._one(self._moved(run=run, units=units)), share)
+            differences = self._compare(begin, expected, found, noise)
+            if not self._is_on_any(differences):
+                break
+        return differences
+
+    def differences_that_last(self, begin, expected, found) -> list[Difference]:
+        """Returns the differences, or none if they are gone with weights of another last place.
+
+        Amid a training some value is often at a jump, as of a ReLU at 0, that rounding can take.
+
+        Args:
+            begin: The initial state.
+            expected: The results of one device.
+            found: Those of the replicas.
+        """
+        differences = self.differences(begin, expected, found)
+        for run in _AGAIN:
+            if not self._is_on_any(differences):
+                break
+            start = self._moved(run=run, units=_UNITS)
+            again = self.differences(start, self._one(start), self._many(start))
+            differences = differences if self._is_on_any(again) else []
+        return differences
+
+
+def _add_noise(noise, expected, found, share):
+    """Adds to what is known of rounding how far two results on one device are apart."""
     for at_step, (one, values), (other, moved) in zip(noise, expected, found):
         pairs = [(i, a, b) for i, (a, b) in enumerate(zip(values, moved))]
         for kind, many, few in (

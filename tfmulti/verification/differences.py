@@ -19,12 +19,9 @@ _LAST_PLACES = 4
 # How many times the last place of the largest number rounding may move another one.
 EPSILONS = 8
 # Half a unit in the last place, relative.
-_ROUNDINGS = {
-    "bfloat16": 2**-8,
-    "float16": 2**-11,
-    # The weights of replica batches, and logs, are float32 in a float64 model too.
-    "float64": 2**-24,
-}
+_HALVES = {"bfloat16": 2**-8, "float16": 2**-11}
+# The weights of replica batches, and logs, are float32 in a float64 model too.
+_ROUNDINGS = {**_HALVES, "float64": 2**-24}
 _NOISE = 10
 # How many numbers are compared at a time.
 _CHUNK = 2**18
@@ -265,7 +262,7 @@ def move_last_place(value: np.ndarray, name: str, compute_dtype: str, units: int
 
 def _allowed(reference, change, noise, close):
     kind = np.finfo(np.float64) if reference.dtype == np.float64 else np.finfo(np.float32)
-    eps = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(reference.dtype.name, float(kind.eps))
+    eps = _HALVES.get(reference.dtype.name, float(kind.eps))
     b = np.abs(reference.astype(np.float64))
     b = np.where(np.isfinite(b), b, 0.0)
     noise = np.where(np.isfinite(noise), noise, 0.0)

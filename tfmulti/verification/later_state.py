@@ -7,9 +7,8 @@ import numpy as np
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
-from tfmulti.verification.changes import used_by
 from tfmulti.verification.graph_search import place_of
-from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE
+from tfmulti.verification.state import METRIC, OPTIMIZER, TRAINABLE, used_by
 from tfmulti.verification.views import View, holds
 
 # A vector of up to this many numbers may be a setting, such as the weights of a few losses.

@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections.abc import Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -160,7 +161,7 @@ class Rows:
 
     def form(self) -> tuple:
         """Returns a key that is equal for batches of the same structure."""
-        names = [str(path) for path, _ in _with_paths(self.structure)]
+        names = [str(path) for path, _ in keras.tree.flatten_with_path(self.structure)]
         kinds = [(type(part).__name__, part.dtype.name, part.shape.rank) for part in self.parts]
         return tuple(names), tuple(kinds)
 
@@ -226,20 +227,12 @@ def take_replica_batches(strategy, batch, *, counted: bool, padded: bool, in_chu
     return iterators.to_replicas(strategy, tuple(batches))
 
 
-def first_row(index, number: int, num_rows) -> tf.Tensor:
-    """Returns the index in the batch of a replica batch's first row."""
-    return index * (num_rows // number) + tf.minimum(index, num_rows % number)
-
-
 def _pad(replica_batch, most):
     parts = rows.parts_of(replica_batch)
     missing = most - rows.count_rows(parts[0])
 
     def fill(part):
-        row = (
-            tf.zeros_like(part[:1]) if part.dtype != tf.string else tf.fill(tf.shape(part[:1]), "")
-        )
-        return tf.concat([part, tf.repeat(row, missing, axis=0)], axis=0)
+        return tf.concat([part, tf.repeat(tf.zeros_like(part[:1]), missing, axis=0)], axis=0)
 
     x, y, *weights = replica_batch
     own = weights[0] if weights else tf.ones(rows.count_rows(parts[0]))
@@ -273,13 +266,13 @@ def _repeat(part, times):
 
 def _gather(part, indices):
     if isinstance(part, tf.SparseTensor):
-        return tf.sparse.concat(0, [_take_one(part, index) for index in indices])
+        return tf.sparse.concat(0, [_slice(part, index, 1) for index in indices])
     return tf.gather(part, indices)
 
 
-def _take_one(part, index):
+def _slice(part, index, number):
     start = tf.concat([[tf.cast(index, tf.int64)], tf.zeros_like(part.dense_shape[1:])], axis=0)
-    return tf.sparse.slice(part, start, tf.concat([[1], part.dense_shape[1:]], axis=0))
+    return tf.sparse.slice(part, start, tf.concat([[number], part.dense_shape[1:]], axis=0))
 
 
 def _num_bytes(part) -> int:
@@ -289,8 +282,7 @@ def _num_bytes(part) -> int:
 
 def _take(part, number):
     if isinstance(part, tf.SparseTensor):
-        shape = tf.concat([[number], part.dense_shape[1:]], axis=0)
-        return tf.sparse.slice(part, tf.zeros_like(part.dense_shape), shape)
+        return _slice(part, 0, number)
     return part[:number]
 
 
@@ -309,14 +301,3 @@ def _spec(part, static, open_axes):
         return tf.SparseTensorSpec([count, *part.shape[1:]], part.dtype)
     sizes = [None if axis in open_axes else size for axis, size in enumerate(part.shape)]
     return tf.TensorSpec([count, *sizes[1:]], part.dtype)
-
-
-def _with_paths(structure, path=()):
-    if isinstance(structure, dict):
-        for name, part in structure.items():
-            yield from _with_paths(part, (*path, name))
-    elif isinstance(structure, (list, tuple)):
-        for index, part in enumerate(structure):
-            yield from _with_paths(part, (*path, index))
-    else:
-        yield path, structure

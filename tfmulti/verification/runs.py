@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import random
 
 import keras
@@ -14,7 +13,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import accumulation, gradients, model_contents
 from tfmulti.step.first_replica import replica_number
-from tfmulti.step.rows import count_rows, current_replica_batch, num_rows
+from tfmulti.step.rows import count_rows, current_replica_batch, num_rows, replica_range
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.comparison import Outcome, by_name
@@ -54,7 +53,10 @@ class Reference:
         step = _step_of(case)
 
         def whole(data):
-            rows = functools.partial(self._all_rows, data)
+            def rows():
+                # Which part a number of rows belongs to is unknown: all rows then draw the same.
+                return 0, 1 if case.rows.are_unequal else num_rows(data)
+
             fixed = keras_compat.fixed_random_numbers(rows, self._without_rows)
             with keras_compat.as_first_replica(), fixed as draws:
                 outputs = step(data)
@@ -65,10 +67,6 @@ class Reference:
         # The replica has all rows, so its gradients are those of the whole batch.
         whole = gradients.with_step_state(whole, reduced=True)
         return case.strategy.run(whole, args=(case.rows.pack(parts),))
-
-    def _all_rows(self, data):
-        # Which part a number of rows belongs to is unknown: all rows then draw the same.
-        return 0, 1 if self._case.rows.are_unequal else num_rows(data)
 
 
 class Distributed:
@@ -164,7 +162,7 @@ class Distributed:
             self._rows.append([each for each in tensors if each is not None])
             context = tf.distribute.get_replica_context()
             index = topology.replica_batch_index(context)
-            start = 0 if case.is_replicated else rows_lib.first_row(index, number, all_rows)
+            start = 0 if case.is_replicated else replica_range(all_rows, number, index)[0]
             salt = self.salt.read_value() * (1 + tf.cast(replica_number(), tf.int64))
 
             def rows():

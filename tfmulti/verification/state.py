@@ -1,4 +1,7 @@
-"""Reads and restores the variables that a step reads or changes, for each replica."""
+"""Reads and restores the variables that a step reads or changes, for each replica.
+
+It also finds those that a step changes outside the scope, only reads, or leaves unlike.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
-from tfmulti.verification.differences import same_bits
+from tfmulti.verification.differences import compare, largest_change, same_bits
 from tfmulti.verification.python_values import walk
 
 TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
@@ -23,6 +26,8 @@ TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
 )
 """The role of a variable in the model; METRIC and OTHER are restored, but not compared."""
 COMPARED = (TRAINABLE, WEIGHT, OPTIMIZER, OWN)
+# A variable of more numbers than this is no setting.
+_MOST_SETTINGS = 4096
 _OF_GENERATOR = "StateVar"
 _RANDOM_STATES = ("seed_generator_state", _OF_GENERATOR)
 
@@ -93,8 +98,10 @@ class State:
         self._add(keras_compat.metric_variables(model), METRIC)
         self._add(slots, OPTIMIZER)
         self._add(model.variables, WEIGHT)
-        held_variables = _held_variables(model)
-        self._add(held_variables.values(), OWN, list(held_variables))
+        kinds = (keras.Variable, tf.Variable)
+        # By attribute path, such as `moving/0`.
+        held = {path: thing for path, thing in walk(model) if isinstance(thing, kinds)}
+        self._add(held.values(), OWN, list(held))
         for function in functions:
             names = {keras_compat.handle_key(v.handle): v.name for v in function.graph.variables}
             for handle in keras_compat.handles_of(function):
@@ -159,6 +166,69 @@ class State:
         for part, value in zip(self.parts, values):
             keras_compat.write_handle(part.handle, value)
 
+    def changed_outside(self, begin: list[np.ndarray], ends) -> list[str]:
+        """Returns changed variables that exist once: every replica would change the same one.
+
+        Args:
+            begin: Their values before the steps.
+            ends: Their values after the steps on one device, and after those on the replicas.
+        """
+        return [
+            part.name
+            for i, part in enumerate(self.parts)
+            if part.replica is None
+            and part.kind in (WEIGHT, OTHER)
+            and not part.is_random_state
+            and not part.is_internal
+            and any(not same_bits(end[i], begin[i]) for end in ends)
+        ]
+
+    def unchanged_settings(
+        self, functions: list, begin: list[np.ndarray], end: list[np.ndarray]
+    ) -> list[tuple[tf.Tensor, np.ndarray]]:
+        """Returns the handles and values of small variables that a step reads and leaves.
+
+        Args:
+            functions: The traced steps; empty if they run eagerly.
+            begin: The values before the step.
+            end: The values after it.
+        """
+        used = used_by(functions)
+        return [
+            (part.handle, begin[i])
+            for i, part in enumerate(self.parts)
+            if part.kind in (WEIGHT, OWN, OTHER)
+            and not (part.is_internal or part.is_random_state)
+            and begin[i].size <= _MOST_SETTINGS
+            and same_bits(begin[i], end[i])
+            and (not functions or keras_compat.handle_key(part.handle) in used)
+        ]
+
+    def find_drift(
+        self, begin: list[np.ndarray], end: list[np.ndarray], digest, close: float
+    ) -> str:
+        """Returns the name of a variable that replicas hold differently after a step, or "".
+
+        Args:
+            begin: The values before the step.
+            end: The values after it.
+            digest: A hash; the first replica's values are added to it.
+            close: The relative difference that is rounding.
+        """
+        drifted = ""
+        for part, before, value in zip(self.parts, begin, end):
+            if part.kind not in (TRAINABLE, OPTIMIZER) or part.replica is None:
+                continue
+            first = part.first
+            if not same_bits(begin[first], before):
+                continue
+            change = largest_change(end[first], begin[first])
+            if compare(end[first], value, change, 0.0, close) is not None:
+                drifted = drifted or part.name
+            if part.replica == 0 and not part.is_owned:
+                digest.update(value.tobytes())
+        return drifted
+
     def _add(self, variables, kind, paths=()):
         for index, variable in enumerate(variables):
             # An attribute that a variable of TensorFlow lacks is looked for in its value, which
@@ -206,14 +276,37 @@ class State:
             self.parts.append(Part(handle, name, kind, replica, first, is_owned, added))
 
 
+def used_by(functions: list) -> set[int]:
+    """Returns the keys of the handles of all variables that traced steps read or change.
+
+    Args:
+        functions: The traced steps.
+    """
+    return {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
+
+
+def make_alike(model) -> str:
+    """Makes trained weights and slots the same on all local replicas: those of the first one.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The name of one that they held differently, or "".
+    """
+    state, name = State(model), ""
+    kept = [part for part in state.parts if part.kind in (TRAINABLE, OPTIMIZER) and part.replica]
+    for part in kept:
+        handles = part.handle, state.parts[part.first].handle
+        value, first = map(keras_compat.read_handle, handles)
+        if not same_bits(value, first):
+            name = name or part.name
+            keras_compat.write_handle(part.handle, first)
+    return name
+
+
 def _is_added(variable) -> bool:
     return (
         variable.aggregation == tf.VariableAggregation.SUM
         and variable.synchronization == tf.VariableSynchronization.ON_READ
     )
-
-
-def _held_variables(model) -> dict:
-    """Returns the variables that a model holds, by attribute path, such as `moving/0`."""
-    kinds = (keras.Variable, tf.Variable)
-    return {path: thing for path, thing in walk(model) if isinstance(thing, kinds)}

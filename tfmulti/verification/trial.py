@@ -6,13 +6,12 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.verification import changes, messages, views
+from tfmulti.verification import messages, views
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.compared_numbers import find_compared_numbers
 from tfmulti.verification.comparison import (
@@ -21,6 +20,7 @@ from tfmulti.verification.comparison import (
     NothingChanges,
     NotVerified,
     Outcome,
+    Rounding,
     finite_values,
     with_moved_weights,
 )
@@ -31,7 +31,6 @@ from tfmulti.verification.graph_search import find_repeated_noise, find_shared_o
 from tfmulti.verification.later_state import reads_scalar, vary_state
 from tfmulti.verification.origin import find_origin
 from tfmulti.verification.python_values import Containers, Numbers, restored
-from tfmulti.verification.rounding import Rounding
 from tfmulti.verification.runs import Distributed, trace_both
 from tfmulti.verification.state import OPTIMIZER, TRAINABLE, State
 from tfmulti.verification.views import PLAIN, View
@@ -56,8 +55,7 @@ class Trial:
 
     Args:
         case: The step to verify.
-        agree: Collective function of a bool: whether it is true on all workers.
-        all_fail: Function to call where the step fails: whether it does on all workers.
+        workers: The `Workers`.
 
     Attributes:
         distributed: The step as the replicas compute it.
@@ -72,14 +70,19 @@ class Trial:
         containers: Names of lists and other containers that such a step changes.
     """
 
-    def __init__(self, case: Case, agree: Callable[[bool], bool], all_fail: Callable[[], bool]):
-        self._case, self._agree, self._all_fail = case, agree, all_fail
+    def __init__(self, case: Case, workers):
+        self._case = case
+        self._agree = functools.partial(workers.agree, case.strategy)
+        self._all_fail = functools.partial(workers.all_fail, case.strategy)
         self._examples = case.examples()
         self.distributed, self._reference = trace_both(case, self._examples[0])
         self._functions = (
             [] if case.eager else [self.distributed.function, self._reference.function]
         )
-        self.shared = [] if case.eager else self._find_shared()
+        self.shared: list[str] = []
+        if self._functions:
+            number = topology.num_local_replicas(case.strategy)
+            self.shared = find_shared_objects(self.distributed.function.graph, number)
         self.clues = Clues()
         self.outside: list[str] = []
         self.settings: list[tuple[tf.Tensor, np.ndarray]] = []
@@ -124,11 +127,11 @@ class Trial:
                 return []
             if view.is_plain:
                 self._is_known = finite_values(expected[0])
-                self.settings = changes.unchanged_settings(
-                    self._state.parts, self._functions, begin, expected[0][1]
+                self.settings = self._state.unchanged_settings(
+                    self._functions, begin, expected[0][1]
                 )
                 ends = expected[-1][1], found[-1][1]
-                self.outside = changes.changed_outside(self._state.parts, begin, ends)
+                self.outside = self._state.changed_outside(begin, ends)
             if self.outside:
                 return []
             if not self._is_on_any(self._compare(begin, expected, found, None)):
@@ -159,10 +162,6 @@ class Trial:
         self._original = self._at_begin = self._comparison = None
         self.__dict__.pop("_state", None)
         self.clues, self.outside, self.attributes = Clues(), [], []
-
-    def _find_shared(self) -> list[str]:
-        number = topology.num_local_replicas(self._case.strategy)
-        return find_shared_objects(self.distributed.function.graph, number)
 
     def _varied(self, view) -> list:
         """Returns the rows of a view: one step suffices, and halves the reads of state."""
@@ -221,7 +220,7 @@ class Trial:
             for salt in step.salts():
                 with step.drawing_apart(salt):
                     values = self._steps(step, begin, self._examples[:1])[0][1]
-                name = changes.find_drift(self._state.parts, begin, values, digest, self._close)
+                name = self._state.find_drift(begin, values, digest, self._close)
                 drifted = drifted or name
         finally:
             self._state.write(original)
@@ -328,7 +327,8 @@ class Trial:
             finally:
                 if run is self.distributed:
                     self.containers = self.containers or containers.changed()
-                    self._note_numbers(numbers)
+                    if topology.num_local_replicas(self._case.strategy) > 1:
+                        self.attributes = self.attributes or numbers.changed()
         return done
 
     def _step(self, run, parts) -> tuple[Outcome, list[np.ndarray]]:
@@ -347,10 +347,6 @@ class Trial:
             self._seconds = time.perf_counter() - begin
             values = self._state.as_on_first_replica(values)
         return outcome, values
-
-    def _note_numbers(self, numbers):
-        if topology.num_local_replicas(self._case.strategy) > 1:
-            self.attributes = self.attributes or numbers.changed()
 
     def _compare(self, begin, expected, found, noise) -> list[Difference]:
         self._comparison.is_synthetic = bool(self.synthetic_values)

@@ -11,11 +11,12 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import topology
-from tfmulti.verification import changes, hidden_differences, messages
+from tfmulti.verification import hidden_differences, messages
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.comparison import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.custom_parts import neutral_layers
 from tfmulti.verification.runs import Reference, same_random_numbers
+from tfmulti.verification.state import make_alike
 from tfmulti.verification.trial import Trial
 from tfmulti.verification.views import (
     MANY,
@@ -100,13 +101,12 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         workers: Collective functions of the workers.
     """
     agree = functools.partial(workers.agree, case.strategy)
-    all_fail = functools.partial(workers.all_fail, case.strategy)
     reason, runs = "", False
     for static, whole in ((False, False), (True, False), (True, True)):
         if whole and not agree(bool(case.rows.whole)):
             break
         case.is_traced_static, case.whole_batches = static, whole
-        trial, reason = _try(lambda: Trial(case, agree, all_fail), case)
+        trial, reason = _try(lambda: Trial(case, workers), case)
         runs = (runs or trial is not None) and not whole
         if not agree(trial is not None):
             workers.align(case.strategy)
@@ -146,12 +146,11 @@ def _compare_sizes(case, workers) -> Verdict | None:
     if not case.is_traced_static or case.whole_batches or case.is_replicated:
         return None
     agree = functools.partial(workers.agree, case.strategy)
-    all_fail = functools.partial(workers.all_fail, case.strategy)
     case.whole_batches = True
     try:
         for sizes in case.batch_sizes()[:_MOST_SIZES]:
             case.whole_sizes = sizes
-            trial, reason = _try(lambda: Trial(case, agree, all_fail), case)
+            trial, reason = _try(lambda: Trial(case, workers), case)
             if agree(trial is not None):
                 seen = _try_view(trial, PLAIN, case, workers)
                 if seen.most == _DIFFERS:
@@ -177,7 +176,7 @@ def look_again(case: Case, workers: Workers) -> tuple[bool, Verdict]:
     Returns:
         Whether it differs on any worker, and the verdict of this worker.
     """
-    name = changes.make_alike(case.model)
+    name = make_alike(case.model)
     if not workers.agree(case.strategy, not name):
         drift = messages.describe_drift(case, name)
         if topology.num_workers(case.strategy) > 1:
