@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ WORKER_TIMEOUT_S = 240
 
 
 def pytest_configure(config):
+    # A shell that runs the tests in the background has SIGINT ignored, in all that they start too.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before any test module is imported: TensorFlow takes it before its first use only.
     from tfmulti import devices
 

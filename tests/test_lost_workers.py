@@ -1,10 +1,14 @@
 """What TensorFlow says when another worker is gone, and what we make of it."""
 
+import threading
+import types
+
 import pytest
 import tensorflow as tf
 
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.peers import find_peer_error
+from tfmulti.keras_compat import coordination
 
 CLUSTER = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222", "10.0.0.3:2222"]}, "worker", 1)
 # Shortened from TensorFlow 2.21's own.
@@ -23,6 +27,10 @@ TEXTS = {
         "Collective ops is aborted by: Deadline Exceeded\nAdditional GRPC error information "
         "while calling /tensorflow.CoordinationService/Heartbeat",
         "worker 0 at 10.0.0.1:2222 is lost: it no longer answers heartbeats",
+    ),
+    "unreachable chief": (
+        "the chief's CoordinationService gives no answer in 30 s",
+        "worker 0 at 10.0.0.1:2222 is lost: it no longer answers (frozen or cut off)",
     ),
     "told": (
         "Error reported from /job:worker/task:2: this worker failed: ValueError: bad record 7\n"
@@ -62,3 +70,13 @@ def test_workers_that_do_different_things_are_told_so():
 def test_an_error_of_this_worker_is_its_own(error):
     assert find_peer_error(error, CLUSTER) is None
     assert find_peer_error(error, None) is None
+
+
+def test_a_service_that_cannot_be_reached_delays_no_error(monkeypatch):
+    never = threading.Event()
+    unreachable = types.SimpleNamespace(set_config_key_value=lambda key, value: never.wait())
+    monkeypatch.setattr(coordination, "_LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(coordination.context, "context", lambda: unreachable)
+    with pytest.raises(tf.errors.UnavailableError, match="gives no answer in 0.1 s"):
+        coordination.publish_failure("key", "text")
+    never.set()

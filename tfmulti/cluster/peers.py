@@ -194,6 +194,7 @@ def _reason(text) -> str:
         "stopped sending heartbeats": silent,
         "unhealthy": silent,
         "eartbeat": "it no longer answers heartbeats (frozen or cut off)",
+        "gives no answer": "it no longer answers (frozen or cut off)",
     }
     found = [words for sign, words in reasons.items() if sign in text]
     return f"{found[0] if found else 'its connection has closed'}. Start all workers again."

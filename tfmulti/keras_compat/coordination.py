@@ -13,12 +13,17 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tfmulti import marks
+from tfmulti.runtime import processes
 
 # The code of `tf.errors.InternalError`.
 _INTERNAL = 13
 _FAILURE = "tfmulti/failure"
 _LOOK_MS, _HEALTH_MS = 2_000, 8_000
 _REPORT_S = 1.0
+# How long the service may take to answer, beside the time that a call is to wait. TensorFlow waits
+# for many minutes if the network to the chief, which runs the service, is gone.
+_ANSWER_S = 30.0
+_LAST_WORDS_S = 3.0
 
 
 def report_error(text: str, task: str) -> None:
@@ -35,14 +40,28 @@ def report_error(text: str, task: str) -> None:
         return
     with contextlib.suppress(tf.errors.OpError, ValueError):
         # Refused if another worker has published an error before.
-        publish(_FAILURE, f"Error reported from {task}: {text}")
+        publish_failure(_FAILURE, f"Error reported from {task}: {text}")
     with contextlib.suppress(tf.errors.OpError, ValueError):
-        runtime.report_error_to_cluster(_INTERNAL, text)
+        _ask(_LAST_WORDS_S, runtime.report_error_to_cluster, _INTERNAL, text)
 
 
 def publish(key: str, value: str) -> None:
     """Publishes a text to all workers of the cluster; a key can be used once."""
-    context.context().set_config_key_value(key, value)
+    _ask(_ANSWER_S, context.context().set_config_key_value, key, value)
+
+
+def publish_failure(key: str, value: str) -> None:
+    """Publishes a text before this worker ends, if the others can still be reached."""
+    _ask(_LAST_WORDS_S, context.context().set_config_key_value, key, value)
+
+
+def _ask(seconds, function, *args, **kwargs):
+    """Returns what the coordination service answers, or raises `tf.errors.UnavailableError`."""
+    try:
+        return processes.in_thread(lambda: function(*args, **kwargs), seconds)
+    except TimeoutError:
+        text = f"the chief's CoordinationService gives no answer in {seconds:g} s"
+        raise tf.errors.UnavailableError(None, None, text) from None
 
 
 def read_published(key: str, job: str, index: int, timeout_s: float = math.inf) -> str:
@@ -62,7 +81,8 @@ def read_published(key: str, job: str, index: int, timeout_s: float = math.inf) 
     task = f"/job:{job}/replica:0/task:{index}"
     while True:
         try:
-            return runtime.get_config_key_value(key, timeout_in_ms=_LOOK_MS)
+            read = runtime.get_config_key_value
+            return _ask(_LOOK_MS / 1000 + _ANSWER_S, read, key, timeout_in_ms=_LOOK_MS)
         except tf.errors.DeadlineExceededError:
             pass
         check_peers([task])

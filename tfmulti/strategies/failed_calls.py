@@ -71,7 +71,7 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
         text = f"worker {topology.worker_index(strategy)}: {type(error).__name__}: {error}"
         with contextlib.suppress(tf.errors.OpError):
             # Refused if another worker has published an error before.
-            keras_compat.publish(call.key, text[:_LENGTH])
+            keras_compat.publish_failure(call.key, text[:_LENGTH])
         raise
     finally:
         call.ended.set()
