@@ -59,7 +59,7 @@ def test_accumulation_gives_one_devices_result(name):
     np.testing.assert_allclose(weights[1], weights[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [False, True])
 def test_data_whose_end_keras_finds_too_late_is_warned_of(is_known):
     data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).filter(lambda x, y: True).batch(16)

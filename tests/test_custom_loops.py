@@ -69,6 +69,7 @@ def train(strategy, create_loss, eager=False, operation="MEAN", rows=17):
     return [*model.get_weights(), loss]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_keras_losses_under_the_distributed_tape_are_those_of_one_device(name):
     expected = train(replicas.create_strategy(1), LOSSES[name])
@@ -89,6 +90,7 @@ def test_losses_of_the_whole_batch_get_the_rows_of_all_replicas():
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mean", "weighted", "sum", "average"])
 def test_replicas_may_have_no_rows(name):
     expected = train(replicas.create_strategy(1), LOSSES[name], rows=1)
@@ -112,6 +114,7 @@ def test_adding_means_over_replicas_is_told():
             train(replicas.create_strategy(2), LOSSES[name], operation="SUM")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, tfmulti.DistributedOptimizer])
 def test_in_stock_loops_each_optimizer_adds_its_gradients_before_it_clips(wrap):
     """TensorFlow divides its losses for an optimizer that adds gradients."""

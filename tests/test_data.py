@@ -170,6 +170,7 @@ def test_keras_makes_more_iterators_than_epochs():
     assert len(made) > 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("remainder", ["uneven", "pad", "drop", "repeat_first"])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_streams_and_arrays_agree_without_shuffling(remainder, num_replicas):

@@ -64,6 +64,7 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("change", [None, with_whole_batches], ids=["one number", "explicit"])
 def test_losses_of_the_whole_batch(change, activation):
@@ -76,6 +77,7 @@ def test_gathered_predictions():
     assert_equal(found, train(create_strategy(1)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("change", [checkpointed, in_stages])
 def test_what_runs_within_a_gradient_of_its_own(change, eager):

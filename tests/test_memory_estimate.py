@@ -188,6 +188,7 @@ def test_a_model_of_sequences_that_is_not_built_is_estimated(capsys):
     assert capsys.readouterr().out.count(" kept ") == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_and_one_of_the_command_line_are_estimated(capsys):
     for settings in ({"model": "test_memory_estimate:compiled"}, {"model": "mlp"}):
         memory_estimate.show(config(optimizer=None, **settings))

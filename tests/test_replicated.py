@@ -274,6 +274,7 @@ class CentredPredictions(keras.Sequential):
         return outputs - tf.reduce_mean(outputs, axis=0)
 
 
+@pytest.mark.slow
 def test_predict_and_evaluate_give_one_devices_result():
     seen = []
     for num_replicas in (1, 3):

@@ -364,6 +364,7 @@ class OwnTrainFunction(keras.Model):
         return function
 
 
+@pytest.mark.slow
 def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
     x = np.random.RandomState(0).randn(21, 3).astype("float32")
 

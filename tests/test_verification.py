@@ -287,7 +287,7 @@ def softmax_over_rows():
     return keras.Sequential([dense(), layers.Softmax(axis=0)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "loss"),
     [

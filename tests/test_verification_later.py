@@ -97,7 +97,7 @@ def test_the_error_says_what_was_made_up():
         fit(**TOLD["padding"], as_dataset=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -187,6 +187,7 @@ def test_state_of_ones_own_is_no_random_number(eager):
         fit(lambda: later.MovingLoss(tf.Variable(0.0)), **case)
 
 
+@pytest.mark.slow
 def test_a_variable_made_outside_of_the_scope_may_be_read():
     variable = tf.Variable(0.5)
 

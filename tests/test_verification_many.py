@@ -83,7 +83,7 @@ def fit(of_rows=None, loss=None, metrics=(), num_replicas=2, num_rows=NUM_ROWS, 
         model.fit(**data, verbose=0, shuffle=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "of_rows",
     [limited, if_large_batch, hardest, first_places, more_if_any],
@@ -94,6 +94,7 @@ def test_a_step_is_compared_on_its_first_batch(of_rows):
         fit(lambda model, losses: of_rows(losses))
 
 
+@pytest.mark.slow
 def test_many_rows_are_compared_whatever_they_take_if_a_few_change_nothing(monkeypatch):
     """A step with twenty rows of support, in a process that is too slow for many rows."""
     monkeypatch.setattr(trial, "_MOST_SECONDS", 0.0)
@@ -156,7 +157,7 @@ REPORTED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", REPORTED)
 def test_rows_that_are_compared_with_the_batch_are_reported(name):
     """Also where no difference is found: two rows in a batch are below all limits."""

@@ -64,7 +64,7 @@ def with_generator(shape, step):
     return keras.random.normal(shape, seed=GENERATOR["seeds"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
     [

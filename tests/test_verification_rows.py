@@ -58,7 +58,7 @@ def test_equal_shares_of_unequal_parts_are_exact(num_replicas, data, make):
     is_exact({"x": data}, num_replicas, make)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "num_replicas, data",
     [

@@ -96,6 +96,7 @@ def mean_of_steps(x, errors):
     return tf.reduce_mean(errors)
 
 
+@pytest.mark.slow
 def test_sequences_of_several_lengths_raise_no_alarm():
     assert not fit(mean_of_steps, of_lengths(4, 7, 5), rank=3)
 
@@ -110,6 +111,7 @@ def in_the_end_a_root(x, errors):
     return errors_of(errors) + never * tf.sqrt(0.1 + tf.reduce_mean(errors))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "loss_of, operation", [(of_equal_columns, "RealDiv"), (in_the_end_a_root, "Sqrt")]
 )
@@ -126,6 +128,7 @@ def by_features_and_rows(x, errors):
     return tf.reduce_mean(errors) / tf.sqrt(tf.cast(tf.shape(x)[1], errors.dtype)) / everything
 
 
+@pytest.mark.slow
 def test_other_divisions_are_not_warned_of():
     told = fit(by_features_and_rows, positive_at_first())
     assert not [text for text in told if "from its own rows" in text], told
@@ -169,6 +172,7 @@ def test_a_trained_number_that_passes_a_limit_later():
         model.fit(positive_at_first(), verbose=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_arrays_that_an_eager_step_changes_are_told_and_put_back(in_place):
     class Counting(Step):
