@@ -322,6 +322,20 @@ def test_signals_are_passed_on_and_are_no_failure(launch, number):
     assert "failed" not in stderr and "Restart" not in stderr
 
 
+def test_temporary_folders_of_workers_are_removed_and_are_no_progress(launch, tmp_path):
+    code = """
+    folder = Path(os.environ["TFMULTI_PROGRESS"]).parent / "model"
+    folder.mkdir()
+    Path(NOTE).write_text(str(folder))
+    sys.exit(1)
+    """
+    code = code.replace("NOTE", repr(str(tmp_path / "note")))
+    launched = launch("--num_workers=1", "--max_restarts=2", "--", *worker(code))
+    done, _, stderr = launched.finish()
+    assert done == 1 and "Not restarted: it failed before the first training step." in stderr
+    assert not Path((tmp_path / "note").read_text()).exists()
+
+
 def test_workers_without_a_handler_end_too(launch):
     launched = launch("--num_workers=2", "--", *worker(f'print("ready")\n{FOREVER}'))
     launched.wait_for_line("ready")

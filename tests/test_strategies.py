@@ -17,6 +17,8 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti.cluster import environment
+from tfmulti.strategies import stock_callbacks
 
 TESTS = Path(__file__).parent
 sys.path.append(str(TESTS / "multi_worker"))
@@ -276,3 +278,8 @@ class Largest(keras.metrics.Metric):
 
     def result(self):
         return self.largest
+
+
+def test_files_that_only_the_chief_keeps_lie_in_the_launchers_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv(environment.PROGRESS, str(tmp_path / "worker_1"))
+    assert stock_callbacks._temporary_folder().parent == tmp_path

@@ -125,7 +125,8 @@ class Job:
         while True:
             with tempfile.TemporaryDirectory(prefix="tfmulti_progress_") as progress:
                 self.outcome = outcome = self._run_once(configs, Path(progress))
-                self._has_progress |= any(Path(progress).iterdir())
+                # Workers keep temporary folders there, too.
+                self._has_progress |= any(each.is_file() for each in Path(progress).iterdir())
             if outcome.signalled is not None:
                 done = not any(exited.returncode for exited in outcome.ended)
                 return 0 if done else 128 + outcome.signalled

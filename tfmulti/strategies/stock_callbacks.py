@@ -109,7 +109,9 @@ def _gathering(method):
 
 
 def _temporary_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="tfmulti_")
+    # The launcher removes the folder of an attempt, also if the workers were killed.
+    path = os.environ.get(environment.PROGRESS)
+    folder = tempfile.mkdtemp(prefix="tfmulti_", dir=Path(path).parent if path else None)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
