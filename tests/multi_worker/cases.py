@@ -34,10 +34,12 @@ def run(run_workers, program, folder, names, num_workers=2, at_once=None, **more
         folder: Its folder for files.
         names: Those of the cases.
         num_workers: How many workers.
-        at_once: How many cases a run has: it has a time limit. None for all.
+        at_once: How many cases a run has: one that fails ends the others of its run. None for all.
         **more: Options of `run_workers`.
     """
     at_once = at_once or len(names)
+    # Another test of two workers may run beside this one, on as many cores.
+    more.setdefault("timeout_s", 120 + 60 * at_once)
     seen = [{} for _ in range(num_workers)]
     for start in range(0, len(names), at_once):
         some = ",".join(names[start : start + at_once])
