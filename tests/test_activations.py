@@ -49,6 +49,25 @@ class Block(layers.Layer):
         return x + hidden
 
 
+class Half(layers.Layer):
+    """A layer of half precision around one that needs all digits."""
+
+    def __init__(self, **settings):
+        super().__init__(dtype="mixed_float16", **settings)
+        self.dense = layers.Dense(6, activation="tanh", dtype="float32")
+
+    def build(self, shape):
+        self.dense.build(shape)
+        super().build(shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def half():
+    return keras.Sequential([keras.Input((6,)), Half(name="block"), layers.Dense(1)])
+
+
 def blocks(synchronized=False):
     return keras.Sequential(
         [
@@ -180,6 +199,7 @@ MODELS = {
     "U-Net": (unet, (IMAGES, Y)),
     "tied": (tied, (TOKENS, Y)),
     "assigning": (assigning, (X, Y)),
+    "half": (half, (X, Y)),
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import replicas
 import tensorflow as tf
+from keras.src.backend import AutocastScope
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.data.ops import multi_device_iterator_ops
@@ -1283,3 +1284,11 @@ def test_canary_tensorflow_keeps_the_gradients_of_what_is_traced():
     with keras_compat.separate_traces():
         tf.function(double).get_concrete_function(tf.TensorSpec([]))
     assert set(ops.gradient_registry.list()) == kept
+
+
+def test_a_scope_within_a_layer_of_half_precision_keeps_all_digits():
+    variable = keras.Variable([1 / 3])
+    with AutocastScope("float16"):
+        scope = keras_compat.RecordingScope([(variable, variable.value)])
+        assert variable.dtype == "float16"
+    assert scope.get_current_value(variable).dtype == tf.float32

@@ -20,6 +20,8 @@ from tfmulti.keras_compat import randomness, replacement
 
 # Keras's name for it among its global attributes.
 _CALL_CONTEXT = "current_call_ctx"
+# The same for the scope in which variables are cast to the dtype of a layer.
+_AUTOCAST = "autocast_scope"
 _ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
 COMMUNICATION = "tfmulti_communication"
 """The name scope of operations that communicate: the only state that they change is their order."""
@@ -35,7 +37,14 @@ class RecordingScope(keras.StatelessScope):
     """
 
     def __init__(self, state_mapping):
-        super().__init__(state_mapping, collect_losses=True)
+        # Keras converts each value to the dtype that its variable has now. In the call of a layer
+        # of half precision that is float16, also for the weights of float32 layers within.
+        autocast = global_state.get_global_attribute(_AUTOCAST)
+        global_state.set_global_attribute(_AUTOCAST, None)
+        try:
+            super().__init__(state_mapping, collect_losses=True)
+        finally:
+            global_state.set_global_attribute(_AUTOCAST, autocast)
         self.updated = {}
 
     def add_update(self, update):
