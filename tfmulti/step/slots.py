@@ -128,7 +128,7 @@ class OwnedValues:
         # Not in memory, which may be too small for the values of all workers. The file has no name,
         # so that a killed process leaves nothing behind.
         self._file, self._lock = tempfile.TemporaryFile(), threading.Lock()
-        self._gathers: dict[tuple, Callable] = {}
+        self._functions: dict[tuple, Callable] = {}
 
     def read(self, variable) -> np.ndarray:
         """Returns a variable's whole value.
@@ -158,7 +158,7 @@ class OwnedValues:
             return np.load(self._file).view(tf.as_dtype(variable.dtype).as_numpy_dtype)
 
     def keep(self, variables) -> None:
-        """Gathers other workers' variables into files of this worker; a collective.
+        """Gathers other workers' variables into a file of this worker; a collective.
 
         Afterwards a script can save the model on a single worker.
         """
@@ -197,9 +197,9 @@ class OwnedValues:
         split = getattr(variable, "split", None)
         # A model has many variables of one shape, and a trace takes longer than most gathers.
         alike = tuple(variable.shape), variable.dtype, variable.owner, split
-        if alike not in self._gathers:
-            self._gathers[alike] = self._trace_gather(own, variable.owner, split)
-        [value] = self._strategy().experimental_local_results(self._gathers[alike](own))
+        if alike not in self._functions:
+            self._functions[alike] = self._trace_gather(own, variable.owner, split)
+        [value] = self._strategy().experimental_local_results(self._functions[alike](own))
         return value.numpy()
 
     def _trace_gather(self, own, owner, split):
