@@ -13,7 +13,7 @@ from replicas import create_strategy
 from generated import models, programs, steps, trying
 
 FIRST = [13, 21, 4, 18]
-MANY = range(100, 300)
+MANY = range(100, 200)
 ON_WORKERS = [*FIRST, 0]
 # How many programs to draw, with nothing verified, until one differs.
 SEARCHED = 40

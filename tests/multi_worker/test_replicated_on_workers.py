@@ -20,8 +20,9 @@ def test_two_workers_compute_the_whole_batch(over_the_ring):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--mpi"]], ids=["ring", "mpi"])
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize(
+    "num_workers, options", [(2, ["--mpi"]), (3, [])], ids=["2 over MPI", "3 over the ring"]
+)
 def test_more_workers_and_other_transports(run_workers, tmp_path, num_workers, options):
     if options and not cases.MPIEXEC.exists():
         pytest.skip("needs the extra mpi")
