@@ -72,6 +72,17 @@ def test_an_error_of_this_worker_is_its_own(error):
     assert find_peer_error(error, None) is None
 
 
+def test_a_silent_worker_counts_as_lost_after_the_timeout_that_was_given(monkeypatch):
+    seen = []
+    runtime = types.SimpleNamespace(
+        configure_coordination_service=lambda **settings: seen.append(settings)
+    )
+    monkeypatch.setattr(coordination.context, "context", lambda: runtime)
+    with coordination.heartbeats(2.5):
+        runtime.configure_coordination_service(service_type="standalone")
+    assert seen == [{"service_type": "standalone", "heartbeat_timeout_in_ms": 2500}]
+
+
 def test_a_service_that_cannot_be_reached_delays_no_error(monkeypatch):
     never = threading.Event()
     unreachable = types.SimpleNamespace(set_config_key_value=lambda key, value: never.wait())

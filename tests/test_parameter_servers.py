@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from unittest import mock
 
 import keras
 import numpy as np
@@ -23,6 +24,7 @@ from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
 from tfmulti.runtime import processes
 from tfmulti.step import clipping
+from tfmulti.strategies import factories
 from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
 from tfmulti.strategies.task_monitor import TaskMonitor
 from tfmulti.train.config import TrainConfig
@@ -226,8 +228,7 @@ def test_a_model_of_another_strategy_is_trained_by_fit():
 
 
 @pytest.fixture(name="cluster")
-def cluster_fixture(monkeypatch):
-    monkeypatch.setenv("TFMULTI_START_TIMEOUT", "0.001")
+def cluster_fixture():
     config = {**spec("chief", "worker", "ps"), "worker": ["127.0.0.1:1", "127.0.0.1:2"]}
     config = {"cluster": config, "task": {"type": "chief", "index": 0}}
     return resolve_cluster(config, servers=True, check_network=False)
@@ -235,12 +236,13 @@ def cluster_fixture(monkeypatch):
 
 @pytest.fixture(name="monitor")
 def monitor_fixture(cluster):
-    return TaskMonitor(cluster)
+    return TaskMonitor(cluster, start_timeout_s=0.001, heartbeat_timeout_s=0.0)
 
 
 def test_a_lost_server_is_named_in_whatever_reads_a_variable(cluster):
     """As a callback that reads the optimizer's iterations."""
-    strategy = types.SimpleNamespace(cluster=cluster, num_workers=2)
+    timeouts = {"start_timeout_s": 0.001, "heartbeat_timeout_s": 10.0}
+    strategy = types.SimpleNamespace(cluster=cluster, num_workers=2, **timeouts)
     with pytest.raises(ServerLost, match=r"ps 0 \(127.0.0.1:20002\) is lost"):
         with RemoteRuns(strategy, None, None, print):
             raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
@@ -257,13 +259,27 @@ def test_a_lost_server_is_named(monitor):
         monitor.check()
 
 
-def test_a_frozen_worker_is_named(monitor, monkeypatch):
-    monkeypatch.setattr("tfmulti.cluster.peers.SILENCE_S", 0.0)
+def test_a_frozen_worker_is_named(monitor):
     monitor.note("worker 1", SILENT)
     with pytest.raises(WorkersLost, match="worker 1 .127.0.0.1:2: it does not answer"):
         monitor.check()
     monitor.note("worker 1", THERE)
     monitor.check()
+
+
+def test_timeouts_are_those_of_the_strategy(cluster, monkeypatch):
+    create = mock.Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(factories, "create_parameter_server", create)
+    monkeypatch.setattr(factories, "_find_cluster", lambda *_: cluster)
+    with pytest.raises(ZeroDivisionError):
+        tfmulti.create_strategy("parameter_server", start_timeout=7, heartbeat_timeout=3)
+    create.assert_called_once_with(cluster, 7, 3)
+    timeouts = {"start_timeout_s": 7, "heartbeat_timeout_s": 0.0}
+    strategy = types.SimpleNamespace(cluster=cluster, num_workers=2, **timeouts)
+    runs = RemoteRuns(strategy, None, None, print)
+    runs._monitor.note("worker 1", SILENT)
+    with pytest.raises(WorkersLost, match="worker 1"):
+        runs._monitor.check()
 
 
 def test_training_ends_once_no_worker_is_left(monitor):
@@ -281,7 +297,7 @@ def test_training_ends_once_no_worker_is_left(monitor):
 
 def test_a_task_is_lost_that_is_silent_for_long_and_is_back_once_it_answers():
     seconds = iter([0, 5, 11, 12, 13, 14, 30])
-    presence = Presence("127.0.0.1:1", clock=lambda: next(seconds))
+    presence = Presence("127.0.0.1:1", 10.0, clock=lambda: next(seconds))
     assert [presence.note(seen) for seen in (SILENT, SILENT)] == [None, None]
     assert presence.note(SILENT) == "it does not answer (frozen or cut off)"
     assert not presence.has_been_there

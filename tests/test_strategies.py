@@ -156,6 +156,10 @@ def test_too_late_is_said(free_ports):
         ),
         ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` can be used with .* name='tpu'"),
         ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
+        (
+            {"heartbeat_timeout": 0.5},
+            r"`heartbeat_timeout` must be .* Received: .*=0\.5\. Leave it out for 10\.",
+        ),
         ({"devices": ["CPU:9"]}, r"`devices` must name .*\['CPU:9'\]. Known here: CPU:0, CPU:1"),
         ({"devices": ["CPU:0", "CPU:0"]}, r"each once\. Received: devices=\['CPU:0', 'CPU:0'\]"),
         ({"devices": []}, r"`devices` must be a list of names"),

@@ -12,6 +12,8 @@ RESUME = ("auto", "never")
 TRACKERS = ("none", "wandb", "mlflow")
 DTYPE_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 DEFAULT_GLOBAL_BATCH_SIZE = 64
+# TensorFlow's own default.
+DEFAULT_HEARTBEAT_TIMEOUT_S = 10.0
 VERIFY = ("auto", "always", "never")
 REPLICATE = "replicate"
 ON_DIFFERENCE = (REPLICATE, "error")

@@ -88,7 +88,7 @@ def frozen(kind: str, index: int):
     """A task is frozen: the others end with its name, and so the job."""
 
     def scenario(folder: Path):
-        with started(folder, HEALTHY, 0) as launcher:
+        with started(folder, (*HEALTHY, "--heartbeat_timeout", "4"), 0) as launcher:
             launcher.wait_for("Epoch 3/")
             began = time.monotonic()
             victim = find_worker(folder / "run", index, kind)

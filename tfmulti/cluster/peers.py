@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from tfmulti.choices import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tfmulti.cluster import environment
 from tfmulti.cluster.network import split_address
 from tfmulti.cluster.task import Cluster
@@ -23,9 +24,6 @@ from tfmulti.runtime import command_line
 
 MISSES = 3
 """After so many connections in a row that were refused, a task has gone."""
-
-SILENCE_S = 10.0
-"""After so many seconds without an answer a task counts as lost."""
 
 _CONNECT_S = 2.0
 # The length, the type and the flags of a frame, and its stream.
@@ -66,6 +64,7 @@ class Presence:
 
     Args:
         address: Its host and port.
+        heartbeat_timeout_s: Seconds without an answer after which the task counts as lost.
         clock: Returns seconds.
 
     Attributes:
@@ -77,8 +76,13 @@ class Presence:
         [None, None, 'nothing listens there']
     """
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic):
-        self.address, self._clock = address, clock
+    def __init__(
+        self,
+        address: str,
+        heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.address, self._timeout_s, self._clock = address, heartbeat_timeout_s, clock
         self._misses, self._silent_since = 0, None
         self.has_been_there = False
 
@@ -97,7 +101,7 @@ class Presence:
         self.has_been_there |= seen == THERE
         if self._misses >= MISSES:
             return "nothing listens there"
-        if self._silent_since is not None and now - self._silent_since >= SILENCE_S:
+        if self._silent_since is not None and now - self._silent_since >= self._timeout_s:
             return NO_ANSWER
         return None
 

@@ -29,7 +29,7 @@ _LAST_WORDS_S = 3.0
 def report_error(text: str, task: str) -> None:
     """Reports an error of this worker to all others; without a cluster it has no effect.
 
-    Otherwise they notice missing heartbeats ten seconds later, and do not learn the reason.
+    Otherwise they notice missing heartbeats after their timeout, and do not learn the reason.
 
     Args:
         text: The error.
@@ -142,15 +142,12 @@ def _failure_of_another() -> futures.Future[str]:
 
 
 @contextlib.contextmanager
-def heartbeats(timeout_s: float | None):
+def heartbeats(timeout_s: float):
     """Sets the timeout after which a cluster that starts in the context notices a silent worker.
 
     `MultiWorkerMirroredStrategy` configures TensorFlow's coordination service without this option.
     """
     runtime = context.context()
-    if timeout_s is None:
-        yield
-        return
     original = runtime.configure_coordination_service
     milliseconds = int(timeout_s * 1000)
     runtime.configure_coordination_service = functools.partial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Mapping
 
@@ -13,7 +14,14 @@ from absl import logging
 from tfmulti import cluster as cluster_lib
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat
-from tfmulti.choices import COMMUNICATIONS, ON_DIFFERENCE, REPLICATE, STRATEGIES, VERIFY
+from tfmulti.choices import (
+    COMMUNICATIONS,
+    DEFAULT_HEARTBEAT_TIMEOUT_S,
+    ON_DIFFERENCE,
+    REPLICATE,
+    STRATEGIES,
+    VERIFY,
+)
 from tfmulti.cluster import schedulers
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.cluster.variables import check_num_ps
@@ -61,7 +69,7 @@ def create_strategy(
     communication: str = "auto",
     bucket_bytes: int | None = None,
     start_timeout: float | None = None,
-    heartbeat_timeout: float | None = None,
+    heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
     must_agree: Mapping[str, object] | None = None,
     verify: str = "auto",
     on_difference: str = REPLICATE,
@@ -90,8 +98,8 @@ def create_strategy(
             MPI, and all of them over TensorFlow's ring and NCCL.
         start_timeout: Seconds that workers wait for one another; by default the environment
             variable TFMULTI_START_TIMEOUT, else 60.
-        heartbeat_timeout: Seconds without a heartbeat after which a worker counts as lost; by
-            default TensorFlow's ten.
+        heartbeat_timeout: Seconds without a heartbeat after which a worker, or with
+            `parameter_server` also a chief or a server, counts as lost; at least 1.
         must_agree: Settings that must be equal on all workers: a dict from names to values that
             JSON can represent.
         verify: Whether to check with a few rows, before the first step, that several replicas
@@ -122,6 +130,7 @@ def create_strategy(
     """
     checks.refuse_keras_distribution()
     _check_arguments(name, devices, logical_cpus, communication)
+    _check_heartbeats(heartbeat_timeout)
     _check_verification(verify, on_difference)
     check_num_ps(num_ps, name)
     _repair_keras()
@@ -135,7 +144,7 @@ def create_strategy(
     if logical_cpus:
         devices_lib.set_logical_cpus(logical_cpus)
     if name == "parameter_server":
-        strategy = create_parameter_server(cluster, start_timeout)
+        strategy = create_parameter_server(cluster, start_timeout, heartbeat_timeout)
         strategy.why = f"{name}: {_sizes(cluster)} ({reason})"
         strategy.verify = verify
         return _registered(strategy)
@@ -301,6 +310,16 @@ def _check_arguments(name, devices, logical_cpus, communication):
         raise ValueError(
             "`logical_cpus` must not be negative. "
             f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
+        )
+
+
+def _check_heartbeats(timeout_s):
+    # Workers send heartbeats, and look at servers, every second or so.
+    if not 1 <= timeout_s < math.inf:
+        raise ValueError(
+            "`heartbeat_timeout` must be a number of seconds, at least 1. "
+            f"Received: heartbeat_timeout={timeout_s!r}. "
+            f"Leave it out for {DEFAULT_HEARTBEAT_TIMEOUT_S:g}."
         )
 
 

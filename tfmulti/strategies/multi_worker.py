@@ -30,7 +30,7 @@ def create_multi_worker(
     bucket_bytes: int | None,
     logical_cpus: int,
     start_timeout: float | None,
-    heartbeat_timeout: float | None,
+    heartbeat_timeout: float,
     must_agree: Mapping[str, object],
 ) -> MultiWorkerMirroredStrategy:
     """Creates the strategy of one worker of a cluster; all workers must do the same.

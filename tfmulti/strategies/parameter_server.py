@@ -20,11 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
+from tfmulti.choices import DEFAULT_HEARTBEAT_TIMEOUT_S
 from tfmulti.cluster import Cluster, environment, network, schedulers
 from tfmulti.cluster.peers import Presence, is_reachable
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import partitioned
-from tfmulti.rendezvous import find_timeout
+from tfmulti.rendezvous import DEFAULT_TIMEOUT_S, find_timeout
 from tfmulti.runtime import command_line, processes
 
 _RPC_LAYER = "grpc"
@@ -57,6 +58,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         cluster: The cluster, seen from the chief.
         num_servers: Parameter servers.
         num_workers: Workers.
+        start_timeout_s: Seconds to wait for workers, at the start and once all are lost.
+        heartbeat_timeout_s: Seconds without an answer after which a task counts as lost.
         bytes_on_servers: Bytes of the variables that were placed on each server, without slots.
         pieces: Draws the initial values of large tables.
     """
@@ -65,6 +68,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     marks_padding = False
     why = ""
     verify = "never"
+    start_timeout_s, heartbeat_timeout_s = DEFAULT_TIMEOUT_S, DEFAULT_HEARTBEAT_TIMEOUT_S
     # Whether an error ends the chief.
     has_failed = False
 
@@ -98,13 +102,15 @@ def _keep(value) -> None:
 
 
 def create_parameter_server(
-    cluster: Cluster | None, start_timeout: float | None = None
+    cluster: Cluster | None,
+    start_timeout: float | None = None,
+    heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S,
 ) -> ParameterServerStrategy:
     """Creates the chief's strategy; a worker and a server serve it instead, and never return."""
     _check_cluster(cluster)
     timeout_s = find_timeout(start_timeout)
     if cluster.task_type != "chief":
-        serve(cluster, timeout_s)
+        serve(cluster, timeout_s, heartbeat_timeout_s)
     network.warn_of_public_addresses(cluster)
     _wait_for_tasks(cluster, timeout_s)
     spec = {kind: list(cluster.spec[kind]) for kind in ("chief", "worker", SERVER_TYPE)}
@@ -113,6 +119,8 @@ def create_parameter_server(
     )
     try:
         strategy = ParameterServerStrategy(resolver, cluster)
+        strategy.start_timeout_s = timeout_s
+        strategy.heartbeat_timeout_s = heartbeat_timeout_s
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             "`parameter_server` must be created before TensorFlow is used in this process, and "
@@ -172,7 +180,7 @@ def _wait_for_tasks(cluster, timeout_s):
         time.sleep(0.05 if missing else 0.0)
 
 
-def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
+def serve(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: float) -> NoReturn:
     """Serves the chief, as a worker or a server, until it is done; then ends this process.
 
     The exit code is the one that the chief sends, 0 after success; 144 if the chief is lost or
@@ -181,6 +189,7 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
     Args:
         cluster: The cluster, seen from this task.
         timeout_s: Seconds to wait for the chief.
+        heartbeat_timeout_s: Seconds without an answer after which the chief counts as lost.
     """
     told, preempted = threading.Event(), threading.Event()
     code = [0]
@@ -204,7 +213,8 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
     server = tf.distribute.Server(
         spec, job_name=cluster.task_type, task_index=index, protocol=_RPC_LAYER, start=True
     )
-    cause = _wait_for_end(cluster, told, preempted, timeout_s)
+    presence = Presence(cluster.spec["chief"][0], heartbeat_timeout_s)
+    cause = _wait_for_end(cluster, presence, told, preempted, timeout_s)
     del server
     if cause:
         print(f"error: {cause}", file=sys.stderr)
@@ -214,11 +224,10 @@ def serve(cluster: Cluster, timeout_s: float) -> NoReturn:
     processes.end_process(environment.PREEMPTED if preempted.is_set() else code[0])
 
 
-def _wait_for_end(cluster, told, preempted, timeout_s) -> str | None:
+def _wait_for_end(cluster, presence, told, preempted, timeout_s) -> str | None:
     """Waits until the chief is done, and returns None, or the reason why it counts as lost."""
-    chief, name = cluster.spec["chief"][0], f"{cluster.task_type} {cluster.task_index}"
+    chief, name = presence.address, f"{cluster.task_type} {cluster.task_index}"
     began = preempted_at = time.monotonic()
-    presence = Presence(chief)
     while not told.wait(_POLL_S):
         now = time.monotonic()
         preempted_at = preempted_at if preempted.is_set() else now

@@ -9,7 +9,6 @@ import time
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.peers import MISSES, NO_ANSWER, Presence, probe
 from tfmulti.cluster.task import SERVER_TYPE
-from tfmulti.rendezvous import find_timeout
 from tfmulti.strategies.parameter_server import (
     ServerLost,
     WorkersLost,
@@ -28,14 +27,19 @@ class TaskMonitor:
 
     Args:
         cluster: The cluster.
+        start_timeout_s: Seconds to wait for a worker once all are lost.
+        heartbeat_timeout_s: Seconds without an answer after which a task counts as lost.
     """
 
-    def __init__(self, cluster: Cluster):
-        self._tasks = {name: Presence(each) for name, each in task_names(cluster).items()}
+    def __init__(self, cluster: Cluster, start_timeout_s: float, heartbeat_timeout_s: float):
+        self._tasks = {
+            name: Presence(address, heartbeat_timeout_s)
+            for name, address in task_names(cluster).items()
+        }
         self._lost: dict[str, str] = {}
         self._news: queue.SimpleQueue = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._patience_s = find_timeout(None)
+        self._patience_s = start_timeout_s
         self._without_workers_since: float | None = None
         self._ending_since: float | None = None
 

@@ -127,8 +127,10 @@ class TrainConfig:
         at_least=0.001,
         per_worker=True,
     )
-    heartbeat_timeout: float | None = setting(
-        None, "Seconds without a heartbeat until a worker counts as lost; default 10.", at_least=1.0
+    heartbeat_timeout: float = setting(
+        choices.DEFAULT_HEARTBEAT_TIMEOUT_S,
+        "Seconds without a heartbeat until a worker counts as lost.",
+        at_least=1.0,
     )
     checkpoint_activations: bool = setting(
         False,

@@ -145,7 +145,9 @@ class RemoteRuns:
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self._held: dict[int, Answer] = {}
         self._processes: dict[int, int] = {}
-        self._monitor = TaskMonitor(strategy.cluster)
+        self._monitor = TaskMonitor(
+            strategy.cluster, strategy.start_timeout_s, strategy.heartbeat_timeout_s
+        )
         self._sent: dict[int, tuple] = {}
         self._retries = 0
         self.staleness: list[int] = []
