@@ -12,8 +12,8 @@ train: install
 test: install
 	$(BIN)/python -m pytest --numprocesses=2
 
-# Everything, the slow ones too, in parts: make test-all PART=2/5 runs the second of five. The matrix
-# is tried on three replicas and on two workers; make conformance tries all of its columns.
+# Everything, the slow ones too, in parts: make test-all PART=2/5 runs the second of five. It tries
+# each row of the matrix on three replicas and on one cluster; make conformance on all.
 PART ?= 1/1
 
 test-all: install
@@ -50,7 +50,7 @@ slurm: install
 	$(BIN)/python experiments/slurm/one_host.py
 
 # Another version of Keras, in an environment of its own: make test-keras KERAS=3.12.0. The whole
-# matrix, on three replicas and on two workers.
+# matrix, each row on three replicas and on one cluster.
 KERAS ?= 3.12.0
 KERAS_BIN := .venv-keras-$(KERAS)/bin
 

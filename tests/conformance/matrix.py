@@ -39,7 +39,7 @@ class Row:
         return all(self.cells[name].ok for name in names)
 
 
-def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
+def measure(names, places, folder: Path, num_processes: int, orders: int = 3) -> list[Row]:
     """Tries guarantees in some columns, and on one device.
 
     Args:
@@ -47,6 +47,7 @@ def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
         places: The columns.
         folder: Where processes may leave their files.
         num_processes: How many guarantees to try at a time.
+        orders: In how many orders of the rows one device trains, to measure its noise.
     """
     plain = [columns.PLAIN] + [columns.STOCK_PLAIN] * any(place.stock for place in places)
     tasks = [
@@ -58,7 +59,7 @@ def measure(names, places, folder: Path, num_processes: int) -> list[Row]:
     with Progress(transient=True) as progress:
         bar = progress.add_task("trying", total=len(tasks))
         runs = processes.run_all(
-            tasks, folder, num_processes, lambda count: progress.advance(bar, count)
+            tasks, folder, num_processes, lambda count: progress.advance(bar, count), orders
         )
     tree = commit()
     return [_row(name, places, runs, tree) for name in names]
@@ -81,7 +82,8 @@ def _row(name, places, runs, tree) -> Row:
     plain = runs[columns.PLAIN, name][0]
     noise = 0.0
     if not (isinstance(plain, str) or guarantee.judge or guarantee.ordered):
-        noise = max(compare.difference(other, plain[0])[0] for other in plain[1:])
+        apart = (compare.difference(other, plain[0])[0] for other in plain[1:])
+        noise = max(apart, default=0.0)
     cells = {}
     for column in places:
         if (column, name) not in runs:

@@ -35,7 +35,9 @@ def create_server():
     return context
 
 
-def run_all(tasks, folder: Path, num_groups: int, report=lambda count: None) -> dict:
+def run_all(
+    tasks, folder: Path, num_groups: int, report=lambda count: None, orders: int = 1
+) -> dict:
     """Runs tasks, each a column and the name of a guarantee.
 
     Args:
@@ -43,6 +45,7 @@ def run_all(tasks, folder: Path, num_groups: int, report=lambda count: None) -> 
         folder: Where processes leave their files.
         num_groups: How many groups of processes to have at a time.
         report: Is told how many tasks are done, now and then.
+        orders: In how many orders of the rows plain Keras trains.
 
     Returns:
         By task, for each worker its arrays by order, or the text of what happened.
@@ -50,7 +53,7 @@ def run_all(tasks, folder: Path, num_groups: int, report=lambda count: None) -> 
     context = create_server()
     found = {}
     with concurrent.futures.ThreadPoolExecutor(num_groups) as pool:
-        futures = [pool.submit(run, context, *chunk, folder) for chunk in chunks(tasks)]
+        futures = [pool.submit(run, context, *chunk, folder, orders) for chunk in chunks(tasks)]
         for future in concurrent.futures.as_completed(futures):
             found |= future.result()
             report(len(future.result()))
@@ -71,15 +74,16 @@ def chunks(tasks) -> list[tuple]:
     return [(column, names) for column, lists in made.items() for names in lists]
 
 
-def run(context, column, names: list[str], folder: Path) -> dict:
+def run(context, column, names: list[str], folder: Path, orders: int = 1) -> dict:
     """Tries guarantees in one column; after trouble in new processes."""
     found = {}
     while rest := [name for name in names if (column, name) not in found]:
-        found |= run_until_trouble(context, column, rest, Path(tempfile.mkdtemp(dir=folder)))
+        place = Path(tempfile.mkdtemp(dir=folder))
+        found |= run_until_trouble(context, column, rest, place, orders)
     return found
 
 
-def run_until_trouble(context, column, names, folder: Path) -> dict:
+def run_until_trouble(context, column, names, folder: Path, orders: int = 1) -> dict:
     """Tries guarantees in order, up to one that ends or stops the processes."""
     several = column.workers > 1
     configs = processes.tf_configs(column.workers) if several else [None]
@@ -88,7 +92,7 @@ def run_until_trouble(context, column, names, folder: Path) -> dict:
         for index, config in enumerate(configs):
             environ = {"TF_CONFIG": config} if several else {}
             environ |= manager.variables(index) if column.communication == "mpi" else {}
-            arguments = (column, names, index, environ, str(folder))
+            arguments = (column, names, index, environ, str(folder), orders)
             started.append(context.Process(target=worker.main, args=arguments))
             started[-1].start()
         ending = wait(started, folder)

@@ -22,10 +22,8 @@ import tensorflow as tf
 from conformance import guarantees, training
 from conformance.guarantee import Origin
 
-ORDERS = 3
 
-
-def main(column, names: list[str], index: int, environ: dict[str, str], folder: str) -> None:
+def main(column, names: list[str], index: int, environ, folder: str, orders: int) -> None:
     """Tries guarantees as worker `index` of a column.
 
     Leaves `NUMBER_INDEX.npz` in the folder for each, or `NUMBER_INDEX.txt` with the error. An
@@ -41,7 +39,7 @@ def main(column, names: list[str], index: int, environ: dict[str, str], folder: 
         path = Path(folder) / f"{number}_{index}"
         try:
             strategy = strategy or create_strategy(column)
-            arrays = attempt(guarantees.find(name), column, strategy, index)
+            arrays = attempt(guarantees.find(name), column, strategy, index, orders)
             np.savez(path.with_suffix(".part.npz"), **arrays)
             os.replace(path.with_suffix(".part.npz"), path.with_suffix(".npz"))
         except Exception as error:
@@ -51,12 +49,11 @@ def main(column, names: list[str], index: int, environ: dict[str, str], folder: 
             traceback.print_exc()
 
 
-def attempt(guarantee, column, strategy, index) -> dict:
+def attempt(guarantee, column, strategy, index, orders) -> dict:
     """Returns a guarantee's arrays at a place; on plain Keras for each order of the rows."""
     several = column.kind == "plain" and not (column.stock or guarantee.ordered)
-    orders = ORDERS if several else 1
     arrays = {}
-    for order in range(orders):
+    for order in range(orders if several else 1):
         found = training.train(guarantee, Origin(strategy, column.stock, index, order))
         arrays |= {f"{order}/{name}": value for name, value in found.items()}
     assert not column.stock or "tfmulti.strategies" not in sys.modules
