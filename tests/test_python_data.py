@@ -144,7 +144,7 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Batches, mapped])
-@pytest.mark.parametrize("more", [{"validates": True}, {"steps": 2}, {"steps": 3}], ids=str)
+@pytest.mark.parametrize("more", [{"validates": True}, {"steps": 3}], ids=str)
 def test_nor_with_validation_or_several_steps_at_once(make, more):
     # With both data from one generator of random numbers, their order matters.
     assert_same(train(3, make, **more), train(1, make, **more))

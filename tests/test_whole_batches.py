@@ -123,10 +123,9 @@ LOSSES = {
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_of_the_whole_batch_are_one_devices(loss, num_replicas, num_rows):
-    assert_alike(train(num_replicas, num_rows, loss), train(1, num_rows, loss))
+def test_losses_of_the_whole_batch_are_one_devices(loss):
+    assert_alike(train(3, 33, loss), train(1, 33, loss))
 
 
 @pytest.mark.slow
@@ -259,11 +258,10 @@ def fit_arrays(num_replicas, weighted=False, **compiled):
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("num_replicas", [3, 2])
 @pytest.mark.parametrize("name", [*COMBINE, *DO_NOT])
-def test_losses_of_rows_that_need_other_rows_get_them(name, num_replicas, gathered):
+def test_losses_of_rows_that_need_other_rows_get_them(name, gathered):
     loss = {**COMBINE, **DO_NOT}[name]
-    assert_alike(fit_arrays(num_replicas, loss=loss), fit_arrays(1, loss=loss))
+    assert_alike(fit_arrays(3, loss=loss), fit_arrays(1, loss=loss))
     assert bool(gathered) == (name in COMBINE)
 
 
@@ -356,10 +354,9 @@ METRICS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_replicas", "num_rows"), [(2, 43), (3, 33)])
 @pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-def test_metrics_of_the_whole_batch_are_one_devices(metric, num_replicas, num_rows):
-    one, others = (train(n, num_rows, metric=metric) for n in (1, num_replicas))
+def test_metrics_of_the_whole_batch_are_one_devices(metric):
+    one, others = (train(n, 33, metric=metric) for n in (1, 3))
     assert len(one[1]) == 4
     assert_alike(others, one)
 

@@ -141,6 +141,5 @@ SCENARIOS = {
     "a server is killed": server_is_lost,
     "a server is frozen": frozen("ps", 1),
     "the chief is frozen, with servers": frozen("chief", 0),
-    "a server is killed, and all resume": killed(("ps", 1)),
     "ten kills at random moments, with servers": killed(*(TASKS * 2)[:COUNT]),
 }

@@ -15,7 +15,6 @@ import keras
 
 def run_case(strategy, folder, name):
     program, _, case = name.partition(":")
-    keras.utils.clear_session(free_memory=False)
     keras.config.set_floatx("float32")
     # As it is where users leave it out.
     strategy.verify = "auto"

@@ -179,6 +179,7 @@ MODELS = {
     "checkpointed_lstm": checkpointed_lstm,
     "clipping": Clipping,
 }
+COMPARED = (*OPTIMIZERS, *MODELS)
 OF_TOKENS = ("tied", "table", "lstm", "checkpointed_lstm", "bidirectional")
 
 
@@ -223,20 +224,26 @@ def compare(strategy, folder, name):
     """A model, or an optimizer, with copies and with sharded weights, in two ways."""
     create, optimizer = MODELS.get(name, plain), name if name in OPTIMIZERS else "sgd"
     of_tokens = name in OF_TOKENS
+    x, y = rows(of_tokens)
+    # Verification takes as long as all else: one of the three models has it.
+    verify, strategy.verify = strategy.verify, "never"
     copies = build(strategy, create, optimizer, None)
     losses, counts = [fit(copies, of_tokens)["loss"]], [held(copies)]
+    predicted = copies.predict(x, verbose=0)
     seen = {"apart": [], "predictions": []}
+    over_mpi, first = strategy.communication.startswith("mpi"), COMPARED.index(name) % 2
     for at_creation in (False, True):
+        # Every model trains once with weights that are gathered ahead, however it is created.
+        strategy.extended.gathers_ahead = over_mpi and at_creation != first
+        strategy.verify = verify if at_creation else "never"
         sharded = build(strategy, create, optimizer, at_creation=at_creation)
         with strategy.scope() if at_creation else contextlib.nullcontext():
             losses.append(fit(sharded, of_tokens)["loss"])
         counts.append(held(sharded))
         seen["apart"].append(apart(copies, sharded))
-        x = rows(of_tokens)[0]
-        both = [model.predict(x, verbose=0) for model in (copies, sharded)]
-        sharded.evaluate(x, rows()[1], verbose=0)
-        largest = max(1.0, np.abs(both[0]).max())
-        seen["predictions"].append(float(np.abs(both[0] - both[1]).max() / largest))
+        apart_by = np.abs(sharded.predict(x, verbose=0) - predicted).max()
+        seen["predictions"].append(float(apart_by / max(1.0, np.abs(predicted).max())))
+        sharded.evaluate(x, y, verbose=0)
         seen["sharded"] = sum(isinstance(v, ShardedParameter) for v in sharded.weights)
     return seen | {"losses": losses, "held": counts}
 
@@ -318,14 +325,14 @@ def life(strategy, folder, name):
     strategy.verify = "never"
     whole, seen = build(strategy, shard=None), {}
     fit(whole)
-    kinds = (None, "state", "parameters")
-    for source in kinds:
-        for target in kinds:
-            place = folder / f"{source}_{target}"
-            fit(build(strategy, shard=source), epochs=2, checkpoint=place)
-            model = build(strategy, shard=target)
-            fit(model, checkpoint=place)
-            seen[f"{source} to {target}"] = apart(model, whole)
+    others = (None, "state")
+    pairs = [(one, "parameters") for one in others] + [("parameters", one) for one in others]
+    for source, target in [*pairs, ("parameters", "parameters")]:
+        place = folder / f"{source}_{target}"
+        fit(build(strategy, shard=source), epochs=2, checkpoint=place)
+        model = build(strategy, shard=target)
+        fit(model, checkpoint=place)
+        seen[f"{source} to {target}"] = apart(model, whole)
     model = build(strategy)
     saving = keras.callbacks.ModelCheckpoint(folder / "each.weights.h5", save_weights_only=True)
     fit(model, callbacks=[saving])
@@ -441,7 +448,6 @@ def refusals(strategy, folder, name):
     return {name: cases.message_of(program) for name, program in programs.items()}
 
 
-AHEAD = "ahead "
 CASES = {
     "settings": settings,
     "two optimizers": two_optimizers,
@@ -455,9 +461,8 @@ CASES = {
 
 
 def run_case(strategy, folder, name):
-    ahead, name = name.startswith(AHEAD), name.removeprefix(AHEAD)
-    # Without it the number of cores decides.
-    strategy.extended.gathers_ahead = ahead
+    # Else the number of cores decides.
+    strategy.extended.gathers_ahead = False
     return CASES.get(name, compare)(strategy, folder, name)
 
 

@@ -183,14 +183,6 @@ def test_the_others_go_on_without_a_worker_that_is_not_restarted(start, tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_server_ends_the_job_by_its_name(start):
-    job = start("resumed")
-    job.kill("ps_1")
-    code, told, _ = job.finish()
-    assert code == 128 + signal.SIGKILL and "ps 1 was ended by SIGKILL" in told
-
-
-@pytest.mark.slow
 def test_a_job_resumes_after_a_server_was_killed(start):
     job = start("resumed", "--max_restarts=1")
     job.kill("ps_1")

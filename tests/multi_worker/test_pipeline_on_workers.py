@@ -9,7 +9,9 @@ HERE = Path(__file__).parent
 import pipeline_worker as worker
 
 PROGRAM = "pipeline_worker"
-SLOW = tuple(name for name in worker.TRAINED if name != "dense")
+ON_FOUR = ("few rows", "skips", "several", "masked")
+# Those of four workers are cut into two stages there, too.
+SLOW = tuple(x for x in worker.TRAINED if x not in ("dense", "one micro-batch", *ON_FOUR))
 
 
 @pytest.fixture(scope="module", name="fast")
@@ -21,7 +23,7 @@ def fast_fixture(over_mpi):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_over_mpi, tmp_path_factory):
     names = (*SLOW, "life", "chosen differences")
-    return run_over_mpi(tmp_path_factory.mktemp("pipeline"), names, at_once=4)
+    return run_over_mpi(tmp_path_factory.mktemp("pipeline"), names)
 
 
 def assert_exact(seen, name):
@@ -84,27 +86,36 @@ def test_micro_batches_have_random_numbers_and_statistics_of_their_own(slow):
     assert one["moving"] == other["moving"] and min(one["moving"]) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["few rows", "skips", "several", "masked"])
-@pytest.mark.parametrize("stages", [2, 4])
-def test_four_workers_as_stages_and_as_copies_of_stages(run_over_mpi, tmp_path, stages, name):
-    # Four workers on few cores take their time: one model in a run.
-    environ = {"STAGES": str(stages)}
-    seen = run_over_mpi(tmp_path, [name], num_workers=4, env=environ)
-    assert_exact(seen, name)
+@pytest.fixture(scope="module", name="two_stages")
+def two_stages_fixture(run_over_mpi, tmp_path_factory):
+    names = (*ON_FOUR, "verified by auto", "synchronized copies")
+    return run_on_four(run_over_mpi, tmp_path_factory, names, 2)
+
+
+@pytest.fixture(scope="module", name="four_stages")
+def four_stages_fixture(run_over_mpi, tmp_path_factory):
+    return run_on_four(run_over_mpi, tmp_path_factory, (*ON_FOUR, "verified by auto"), 4)
+
+
+def run_on_four(run_over_mpi, tmp_path_factory, names, stages):
+    folder, environ = tmp_path_factory.mktemp("pipeline"), {"STAGES": str(stages)}
+    return run_over_mpi(folder, names, num_workers=4, env=environ)
 
 
 @pytest.mark.slow
-def test_synchronized_normalization_in_copies_of_stages_is_refused(run_over_mpi, tmp_path):
-    environ = {"STAGES": "2"}
-    seen = run_over_mpi(tmp_path, ["synchronized copies"], num_workers=4, env=environ)
-    told = [message for each in seen for message in each["synchronized copies"]]
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_workers_as_stages_and_as_copies_of_stages(two_stages, four_stages, name):
+    assert_exact(two_stages, name)
+    assert_exact(four_stages, name)
+
+
+@pytest.mark.slow
+def test_synchronized_normalization_in_copies_of_stages_is_refused(two_stages):
+    told = [message for each in two_stages for message in each["synchronized copies"]]
     assert len(told) == 8 and all("2 copies of 2 stages" in message for message in told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
-def test_copies_of_stages_of_keras_own_parts_are_verified(run_over_mpi, tmp_path, stages):
-    environ = {"STAGES": str(stages)}
-    seen = run_over_mpi(tmp_path, ["verified by auto"], num_workers=4, env=environ)
-    assert [each["verified by auto"] for each in seen] == [stages == 2] * 4
+def test_copies_of_stages_of_keras_own_parts_are_verified(two_stages, four_stages):
+    assert [each["verified by auto"] for each in two_stages] == [True] * 4
+    assert [each["verified by auto"] for each in four_stages] == [False] * 4
