@@ -57,7 +57,9 @@ class BenchmarksConfig(BenchConfig):
         f"Only these of {', '.join(kind.name for kind in _KINDS)}; by default all but those that "
         "switch something of the launcher off.",
     )
-    peers: bool = setting(True, "Measure PyTorch DDP and stock Keras too.")
+    peers: bool = setting(
+        True, "Measure the peers of benchmarks/README.md, such as PyTorch DDP, too."
+    )
     project: int | None = setting(
         None, "Project the step to 2, 4, ... up to this number of workers.", at_least=2
     )

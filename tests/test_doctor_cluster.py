@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tfmulti.cluster import Cluster, environment
-from tfmulti.doctor import cluster_settings, peers
-from tfmulti.doctor.peers import Visit
+from tfmulti.doctor import between_workers, cluster_settings
+from tfmulti.doctor.between_workers import Visit
 from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.messages import find_token
 from tfmulti.rendezvous.server import Server
@@ -66,7 +66,7 @@ def test_no_tf_config_is_no_fault():
     assert (cluster, check.status) == (None, "ok")
     checks = cluster_settings.check_addresses(None, {})
     assert {each.status for each in checks} == {"unknown"}
-    [check], met = peers.check_peers(None, True, [], 1.0, {})
+    [check], met = between_workers.check_workers(None, True, [], 1.0, {})
     assert (check.status, met) == ("failure", False)
 
 
@@ -108,9 +108,11 @@ def visit_together(clusters, environs=None, **settings):
 
     def visit(index):
         threading.current_thread().name = f"visits of {index}"
-        said = peers.describe_worker(clusters[index], [], {})
+        said = between_workers.describe_worker(clusters[index], [], {})
         environ = environs[index] if environs else {}
-        visits, twice = peers.visit_all(clusters[index], said, environ=environ, **settings)
+        visits, twice = between_workers.visit_all(
+            clusters[index], said, environ=environ, **settings
+        )
         return {visit.index: visit for visit in visits}, twice
 
     with ThreadPoolExecutor(len(clusters)) as threads:
@@ -144,11 +146,11 @@ def test_a_worker_that_does_not_come_is_named():
     found = visit_together(clusters, timeout_s=2.0)
     assert time.monotonic() - began < 20
     visits, _ = found[0]
-    missing = peers.judge_visit(clusters[0], visits[2], 2.0)
+    missing = between_workers.judge_visit(clusters[0], visits[2], 2.0)
     assert missing.status == "failure"
     assert missing.name == f"worker 2 at 127.0.0.1:{ports[2]}"
     assert "did not answer within 2 s: connection refused" in missing.detail
-    there = peers.judge_visit(clusters[0], visits[1], 2.0)
+    there = between_workers.judge_visit(clusters[0], visits[1], 2.0)
     assert there.status == "ok"
 
 
@@ -157,7 +159,7 @@ def test_a_name_that_is_not_found_is_told_by_its_cause():
     spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "nobody.invalid:12345"]}
     cluster = Cluster(spec, "worker", 0)
     visits, _ = visit_together({0: cluster}, timeout_s=5.0)[0]
-    missing = peers.judge_visit(cluster, visits[1], 5.0)
+    missing = between_workers.judge_visit(cluster, visits[1], 5.0)
     assert missing.status == "failure"
     assert missing.detail.startswith("its name is not found here: ")
     assert "unknown error" not in missing.detail
@@ -168,7 +170,7 @@ def test_another_program_on_the_port_is_no_worker():
         cluster = cluster_of(2, 0, [processes.free_ports(1)[0], server.getsockname()[1]])
         visits, _ = visit_together({0: cluster}, timeout_s=1.0)[0]
     assert visits[1].notes is None
-    assert peers.judge_visit(cluster, visits[1], 1.0).status == "failure"
+    assert between_workers.judge_visit(cluster, visits[1], 1.0).status == "failure"
 
 
 def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
@@ -179,7 +181,7 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
     found = visit_together(clusters, environs=tokens, **QUICK)
     assert time.monotonic() - began < 10
     for index, (visits, _) in found.items():
-        check = peers.judge_visit(clusters[index], visits[1 - index], 20.0)
+        check = between_workers.judge_visit(clusters[index], visits[1 - index], 20.0)
         assert check.status == "failure"
         assert "TFMULTI_TOKEN" in check.detail
     clusters[1] = cluster_of(3, 1, ports)
@@ -192,7 +194,7 @@ def test_two_workers_with_the_same_task_are_told():
     clusters = [cluster_of(2, index, ports) for index in (0, 1, 1)]
 
     def look(cluster):
-        return peers.check_peers(cluster, True, [], 3.0, {})[0]
+        return between_workers.check_workers(cluster, True, [], 3.0, {})[0]
 
     with ThreadPoolExecutor(3) as threads:
         _, *found = threads.map(look, clusters)
@@ -212,7 +214,7 @@ def test_a_second_worker_with_the_same_task_is_told_to_all_who_come():
     found = visit_together({0: cluster, 1: right, 2: wrong}, environs=[token] * 3, timeout_s=2.0)
     for index in range(3):
         assert found[index][1] == {1: {"127.0.0.1"}}
-    [check] = peers.judge_twice(cluster, found[0][1])
+    [check] = between_workers.judge_twice(cluster, found[0][1])
     assert (check.status, "worker 1 at" in check.detail) == ("failure", True)
 
 
@@ -233,7 +235,7 @@ def test_two_who_cannot_reach_each_other_are_told_although_both_reach_the_first(
 
     def judge(index, other):
         visits, _ = found[index]
-        return peers.judge_visit(clusters[index], visits[other], 2.0)
+        return between_workers.judge_visit(clusters[index], visits[other], 2.0)
 
     assert judge(0, 1).status == judge(0, 2).status == judge(1, 0).status == "ok"
     assert "did not answer within 2 s: connection refused; yet it connected" in judge(1, 2).detail
@@ -254,7 +256,9 @@ def test_who_leaves_early_is_received_when_the_others_leave_too():
     environ = {environment.TOKEN: "secret"}
     leaving = [
         threading.Thread(
-            target=lambda cluster=cluster: left.append(peers.leave_together(cluster, 20.0, environ))
+            target=lambda cluster=cluster: left.append(
+                between_workers.leave_together(cluster, 20.0, environ)
+            )
         )
         for cluster in (first, second)
     ]
@@ -282,7 +286,7 @@ def test_slow_far_and_lost_ways_are_judged():
 
     def judge(came=True, **facts):
         usual = {"notes": notes, "round_trip_s": 1e-4, "ahead_s": 0.0, "bytes_per_s": 1e9}
-        return peers.judge_visit(cluster, Visit(1, came, **{**usual, **facts}), 5.0)
+        return between_workers.judge_visit(cluster, Visit(1, came, **{**usual, **facts}), 5.0)
 
     assert judge().status == "ok"
     assert "round trip 0.10 ms, 1 GB/s to it" in judge().detail
@@ -298,25 +302,25 @@ def test_slow_far_and_lost_ways_are_judged():
 def test_clocks_that_go_wrong_warn():
     cluster = cluster_of(3, 0)
     right = [Visit(1, ahead_s=1e-4), Visit(2, ahead_s=-2e-3)]
-    check = peers.judge_clocks(cluster, right)
+    check = between_workers.judge_clocks(cluster, right)
     assert check.status == "ok"
     assert "2.0 ms behind" in check.detail
-    wrong = peers.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
+    wrong = between_workers.judge_clocks(cluster, [Visit(1, ahead_s=90.0), Visit(2)])
     assert (wrong.status, "90000.0 ms ahead of" in wrong.detail) == ("warning", True)
-    assert peers.judge_clocks(cluster, [Visit(1)]).status == "unknown"
+    assert between_workers.judge_clocks(cluster, [Visit(1)]).status == "unknown"
 
 
 def test_versions_and_gpus_of_the_workers_are_compared():
     cluster = cluster_of(2, 0)
-    mine = peers.describe_worker(cluster, [], {})
-    versions, gpus = peers.compare(cluster, {1: mine}, mine)
+    mine = between_workers.describe_worker(cluster, [], {})
+    versions, gpus = between_workers.compare(cluster, {1: mine}, mine)
     assert versions.status == gpus.status == "ok"
     theirs = {**mine, "gpus": ["Tesla T4"], "tensorflow": "2.20.0"}
-    versions, gpus = peers.compare(cluster, {1: theirs}, mine)
+    versions, gpus = between_workers.compare(cluster, {1: theirs}, mine)
     assert (versions.status, gpus.status) == ("failure", "warning")
     assert 'tensorflow is "2.21' in versions.detail
     assert '"2.20.0" on worker 1' in versions.detail
-    assert peers.compare(cluster, {}, mine)[0].status == "unknown"
+    assert between_workers.compare(cluster, {}, mine)[0].status == "unknown"
 
 
 SERVERS = {"chief": 1, "worker": 2, "ps": 1}
@@ -342,7 +346,7 @@ def test_servers_and_the_chief_are_visited_too():
     found = visit_together(clusters, **QUICK)
     for index, (visits, _) in found.items():
         assert {i for i, visit in visits.items() if visit.came} == {0, 1, 2, 3} - {index}
-        checks = [peers.judge_visit(clusters[index], v, 1.0) for v in visits.values()]
+        checks = [between_workers.judge_visit(clusters[index], v, 1.0) for v in visits.values()]
         assert {check.status for check in checks} == {"ok"}
         others = [" ".join(map(str, task)) for i, task in enumerate(tasks) if i != index]
         assert [check.name.split(" at ")[0] for check in checks] == others
@@ -354,21 +358,21 @@ def test_a_server_that_does_not_come_is_named():
     ports = processes.free_ports(4)
     clusters = {0: cluster_with_servers("chief", 0, ports)}
     [(visits, _)] = visit_together(clusters, timeout_s=0.5).values()
-    check = peers.judge_visit(clusters[0], visits[3], 0.5)
+    check = between_workers.judge_visit(clusters[0], visits[3], 0.5)
     assert (check.name, check.status) == (f"ps 0 at 127.0.0.1:{ports[3]}", "failure")
 
 
 def test_the_gpus_of_workers_alone_are_compared_where_there_are_servers():
     cluster = cluster_with_servers("ps", 0, processes.free_ports(4))
-    mine = peers.describe_worker(cluster, [], {})
+    mine = between_workers.describe_worker(cluster, [], {})
     fast, slow = {**mine, "gpus": ["H100"]}, {**mine, "gpus": ["T4"]}
-    versions, gpus = peers.compare(cluster, {0: mine, 1: fast, 2: fast}, mine)
+    versions, gpus = between_workers.compare(cluster, {0: mine, 1: fast, 2: fast}, mine)
     assert (versions.status, gpus.status) == ("ok", "ok")
     assert versions.detail.startswith("4 tasks agree on cluster, python")
     assert gpus.detail == "the same on all: H100"
-    [_, gpus] = peers.compare(cluster, {0: mine, 1: fast, 2: slow}, mine)
+    [_, gpus] = between_workers.compare(cluster, {0: mine, 1: fast, 2: slow}, mine)
     assert (gpus.status, "max_staleness" in gpus.hint) == ("warning", True)
-    [versions, gpus] = peers.compare(cluster, {0: {**mine, "keras": "3.0.0"}}, mine)
+    [versions, gpus] = between_workers.compare(cluster, {0: {**mine, "keras": "3.0.0"}}, mine)
     assert (versions.status, gpus.status) == ("failure", "unknown")
     assert '"3.0.0" on chief 0' in versions.detail
 

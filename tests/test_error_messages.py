@@ -37,7 +37,7 @@ def test_the_users_line_is_the_one_that_called_tfmulti():
         return tfmulti.scale_learning_rate(0.1, 0)  # The call.
 
     error = raised_by(scale)
-    assert "`global_batch_size` and" in errors.cause_of(error)
+    assert "`global_batch_size` and" in errors.short_message(error)
     assert "# The call." in errors.place_of(error)
 
 
@@ -49,7 +49,7 @@ def test_a_function_within_a_data_pipeline_is_found_by_its_line():
 
     data = tf.data.Dataset.range(5).map(lambda x: tf.numpy_function(read, [x], tf.int64))
     error = raised_by(list, data)
-    assert errors.cause_of(error) == "ValueError: record has no label"
+    assert errors.short_message(error) == "ValueError: record has no label"
     place = errors.place_of(error)
     assert "test_error_messages.py" in place
     assert "in read" in place
@@ -61,7 +61,7 @@ def test_a_traced_function_of_a_pipeline_is_found_too():
         return tf.reshape(value, [3, 7])  # Its line.
 
     error = raised_by(tf.data.Dataset.from_tensor_slices(np.zeros((4, 8))).map, change)
-    assert "Cannot reshape a tensor with 8 elements" in errors.cause_of(error)
+    assert "Cannot reshape a tensor with 8 elements" in errors.short_message(error)
     assert "# Its line." in errors.place_of(error)
 
 
@@ -70,20 +70,20 @@ def test_what_an_operation_of_a_graph_says_comes_without_the_graphs_frames():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss)
     error = raised_by(model.fit, np.zeros((4, 3)), np.array([0, 1, 5, 1]))
-    first, second = errors.cause_of(error).splitlines()
+    first, second = errors.short_message(error).splitlines()
     assert first.startswith("InvalidArgumentError: Received a label value of 5 which is outside")
     assert second.startswith("  in the graph at compile_loss/sparse_categorical_crossentropy")
 
 
 def test_lines_without_end_are_cut():
-    cause = errors.cause_of(ValueError("Labels: " + "1 " * 5000))
+    cause = errors.short_message(ValueError("Labels: " + "1 " * 5000))
     assert cause.startswith("Labels: 1 1") and len(cause) < 1100
 
 
 def test_the_cause_within_a_layer_comes_before_the_words_about_the_call():
     model = keras.Sequential([keras.Input((9,)), keras.layers.Dense(3)])
     error = raised_by(model, np.zeros((4, 8), "float32"))
-    first, second = errors.cause_of(error).splitlines()
+    first, second = errors.short_message(error).splitlines()
     assert first.startswith("Input 0 ")
     assert "received input with shape (4, 8)" in first
     assert second.startswith("  in Sequential.call(), which received inputs=tf.Tensor(shape=(4, 8)")
@@ -100,7 +100,7 @@ def test_the_cause_within_a_layer_comes_before_the_words_about_the_call():
     ids=lambda error: type(error).__name__,
 )
 def test_too_little_memory_is_said_in_three_parts(error):
-    text = errors.cause_of(error)
+    text = errors.short_message(error)
     assert text.startswith("A training step must fit in the memory of its device. Received: ")
     assert "--per_replica_batch_size auto" in text
     assert "[Op:" not in text

@@ -18,7 +18,7 @@ from replicas import create_strategy
 
 import tfmulti
 from tfmulti.cluster import environment
-from tfmulti.strategies import stock_callbacks
+from tfmulti.strategies import fit_callbacks
 
 TESTS = Path(__file__).parent
 sys.path.append(str(TESTS / "multi_worker"))
@@ -286,4 +286,4 @@ class Largest(keras.metrics.Metric):
 
 def test_files_that_only_the_chief_keeps_lie_in_the_launchers_folder(monkeypatch, tmp_path):
     monkeypatch.setenv(environment.PROGRESS, str(tmp_path / "worker_1"))
-    assert stock_callbacks._temporary_folder().parent == tmp_path
+    assert fit_callbacks._temporary_folder().parent == tmp_path

@@ -97,9 +97,9 @@ DEVICE = Mark("device")
 """The device of a weight whose stage of a pipeline is on a device of this process."""
 IN_STAGE = Mark("in_stage", False)
 """Whether a weight belongs to such a stage."""
-MICRO_BATCHES = Mark("micro_batches", 1)
+MICRO_BATCHES_ON_DEVICES = Mark("micro_batches_on_devices", 1)
 """The micro-batches into which a model with such stages divides a batch."""
-PIPELINE = Mark("pipeline", 1)
+MICRO_BATCHES = Mark("micro_batches", 1)
 """The same for a model with stages on devices or on workers."""
 IS_SHARDED = Mark("is_sharded", False)
 """Whether a slot has one owner."""

@@ -1,8 +1,8 @@
 """What tfmulti is compared with, each in one file, as its own users write it.
 
 A file has `KIND`, what trains, or `REDUCES`, what sums alone, made by `peer`; and the function that
-`peer` takes, which is called in the peer's processes and imports the peer there. Nothing else
-knows the file.
+`peer` takes, which is called in the peer's processes and imports the peer there. Only the tables
+that readers see, `docs/figures.py` and `benchmarks/tables.py`, name a peer.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         serve(index, measure, **getattr(measure, "facts", {}))
     except Exception as error:
         traceback.print_exc()
-        print(f"error: {errors.cause_of(error)}", file=sys.stderr, flush=True)
+        print(f"error: {errors.short_message(error)}", file=sys.stderr, flush=True)
         return command_line.ERROR
     return 0
 

@@ -16,7 +16,6 @@ START_TIMEOUT = "TFMULTI_START_TIMEOUT"
 RESTARTS = "TFMULTI_RESTARTS"
 """How often the workers of this job have been restarted, from "0"."""
 
-SLURM_RESTARTS = "SLURM_RESTART_COUNT"
 """How often Slurm has begun this job again; it sets it from the second time on."""
 
 BASE_PORT = "TFMULTI_BASE_PORT"
@@ -44,6 +43,10 @@ PEER_LOST = 144
 """Exit code of a worker that ends because another one has gone."""
 
 
+# Who starts a job again counts how often: the launcher, and a scheduler that does so by itself.
+_RESTART_COUNTS = (RESTARTS, "SLURM_RESTART_COUNT")
+
+
 def count_restarts(environ: Mapping[str, str]) -> int:
     """Returns how often this job has been started again, by the launcher or by Slurm.
 
@@ -51,4 +54,4 @@ def count_restarts(environ: Mapping[str, str]) -> int:
         >>> count_restarts({"SLURM_RESTART_COUNT": "2"}), count_restarts({})
         (2, 0)
     """
-    return int(environ.get(RESTARTS, 0)) + int(environ.get(SLURM_RESTARTS, 0))
+    return sum(int(environ.get(name, 0)) for name in _RESTART_COUNTS)

@@ -64,7 +64,7 @@ def world():
 
 
 @functools.cache
-def find_cluster() -> Cluster:
+def find_in_mpi() -> Cluster:
     """Returns the cluster of the job that MPI has started; all its processes must call it.
 
     Raises:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from absl import logging
 
-from tfmulti.cluster import environment, mpi, slurm, variables
+from tfmulti.cluster import environment, mpi, scheduler_variables, slurm
 from tfmulti.cluster.errors import ClusterError, setting_error, show
+from tfmulti.cluster.scheduler_variables import read_first_port, read_number, single_worker
 from tfmulti.cluster.task import Cluster
-from tfmulti.cluster.variables import read_first_port, read_number, single_worker
 
 KUBERNETES, SAGEMAKER = "Kubernetes", "SageMaker"
 _INDEX = "JOB_COMPLETION_INDEX"
@@ -165,7 +165,7 @@ class Scheduler(NamedTuple):
 
 
 SCHEDULERS = (
-    Scheduler(slurm.SOURCE, slurm.find_cluster, "SLURM_NODEID"),
+    Scheduler(slurm.SOURCE, slurm.find_in_slurm, "SLURM_NODEID"),
     Scheduler(KUBERNETES, find_in_kubernetes, _INDEX),
     Scheduler(SAGEMAKER, find_in_sagemaker),
 )
@@ -205,7 +205,7 @@ def find_cluster(
         >>> find_cluster({}) is None
         True
     """
-    servers = variables.read_num_ps(environ) if num_ps is None else num_ps
+    servers = scheduler_variables.read_num_ps(environ) if num_ps is None else num_ps
     if mpi.size_in_environment(environ):
         if not may_start_mpi:
             return None
@@ -218,11 +218,11 @@ def find_cluster(
                 advice="Use python -m tfmulti.launch --num_ps on one machine; on several give each"
                 " task its TF_CONFIG.",
             )
-        return mpi.find_cluster()
+        return mpi.find_in_mpi()
     for scheduler in SCHEDULERS:
         cluster = scheduler.find(environ, servers)
         if cluster is not None:
-            return variables.assign_roles(cluster, servers)
+            return scheduler_variables.assign_roles(cluster, servers)
     return None
 
 

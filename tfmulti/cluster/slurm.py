@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from tfmulti.cluster import gpus, variables
+from tfmulti.cluster import gpus, scheduler_variables
 from tfmulti.cluster.errors import ClusterError, setting_error
 from tfmulti.cluster.task import Cluster
 
@@ -30,7 +30,7 @@ _variable_error = functools.partial(
 )
 
 
-def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
+def find_in_slurm(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
     """Returns the cluster of this process's job step, or None outside of Slurm.
 
     A step of one task, and a job of one task without a step, are a cluster of one worker.
@@ -45,7 +45,7 @@ def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
             variables that contradict one another.
 
     Example:
-        >>> find_cluster({
+        >>> find_in_slurm({
         ...     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3",
         ...     "SLURM_PROCID": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "0",
         ...     "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "2,1",
@@ -56,12 +56,12 @@ def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
         return None
     if not is_step(environ):
         _check_alone(environ)
-        return variables.single_worker(SOURCE)
+        return scheduler_variables.single_worker(SOURCE)
     hosts, tasks = _read_layout(environ)
     if sum(tasks) == 1:
-        return variables.single_worker(SOURCE)
-    host = variables.read_number(environ, "SLURM_NODEID", SOURCE)
-    place = variables.read_number(environ, "SLURM_LOCALID", SOURCE)
+        return scheduler_variables.single_worker(SOURCE)
+    host = scheduler_variables.read_number(environ, "SLURM_NODEID", SOURCE)
+    place = scheduler_variables.read_number(environ, "SLURM_LOCALID", SOURCE)
     if host >= len(hosts) or place >= tasks[host]:
         raise _variable_error(
             "SLURM_NODEID",
@@ -69,14 +69,14 @@ def find_cluster(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
             received=f"SLURM_NODEID={host}, SLURM_LOCALID={place}, {tasks} tasks on {hosts}",
         )
     index = sum(tasks[:host]) + place
-    workers = variables.list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
-    visible_gpus = variables.NO_GPUS
-    if variables.is_worker(index, len(workers), num_ps):
+    workers = scheduler_variables.list_addresses(hosts, tasks, first_port(environ, hosts, tasks))
+    visible_gpus = scheduler_variables.NO_GPUS
+    if scheduler_variables.is_worker(index, len(workers), num_ps):
         names = [name for name, count in zip(hosts, tasks) for _ in range(count)]
         with_gpus = [
             each
             for each, name in enumerate(names)
-            if name == hosts[host] and variables.is_worker(each, len(names), num_ps)
+            if name == hosts[host] and scheduler_variables.is_worker(each, len(names), num_ps)
         ]
         visible_gpus = gpus.share_gpus(environ, with_gpus.index(index), len(with_gpus))
     return Cluster({"worker": workers}, "worker", index, SOURCE, visible_gpus)
@@ -119,12 +119,12 @@ def first_port(environ: Mapping[str, str], hosts: Sequence[str], tasks: Sequence
     if reserved and int(reserved[2] or reserved[1]) - int(reserved[1]) + 1 >= most:
         default = int(reserved[1])
     else:
-        job = variables.read_number(environ, "SLURM_JOB_ID", SOURCE)
+        job = scheduler_variables.read_number(environ, "SLURM_JOB_ID", SOURCE)
         block = (
-            job + _STEP * variables.read_number(environ, "SLURM_STEP_ID", SOURCE)
+            job + _STEP * scheduler_variables.read_number(environ, "SLURM_STEP_ID", SOURCE)
         ) % _NUM_BLOCKS
         default = _FIRST_PORT + _BLOCK * block
-    return variables.read_first_port(environ, default, most, SOURCE)
+    return scheduler_variables.read_first_port(environ, default, most, SOURCE)
 
 
 def read_tasks_per_node(text: str) -> list[int]:
@@ -155,8 +155,8 @@ def _read_layout(environ) -> tuple[list[str], list[int]]:
     nodes = next((environ[name] for name in names if environ.get(name)), "")
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = next((environ[name] for name in names if environ.get(name)), "")
-    hosts, tasks = variables.expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
-    if len(hosts) != len(tasks) or sum(tasks) != variables.read_number(
+    hosts, tasks = scheduler_variables.expand_hosts(nodes, SOURCE), read_tasks_per_node(counts)
+    if len(hosts) != len(tasks) or sum(tasks) != scheduler_variables.read_number(
         environ, "SLURM_NTASKS", SOURCE
     ):
         raise _variable_error(

@@ -11,7 +11,7 @@ import sys
 from rich.console import Console
 
 from tfmulti.cluster import Cluster
-from tfmulti.doctor import cluster_settings, gpus, host, packages, peers, report
+from tfmulti.doctor import between_workers, cluster_settings, gpus, host, packages, report
 from tfmulti.doctor.tensorflow_process import check_import, run_tensorflow
 from tfmulti.rendezvous import find_timeout
 from tfmulti.runtime import command_line
@@ -72,7 +72,9 @@ def examine(config: DoctorConfig, timeout_s: float) -> tuple[report.Areas, Clust
     # The network comes first: all workers have just started, and nothing else runs yet.
     cluster_checks = [tf_config, *cluster_settings.check_addresses(cluster, environ)]
     driver = gpus.query_driver()
-    found, met = peers.check_peers(cluster, config.cluster, driver.gpus, timeout_s, environ)
+    found, met = between_workers.check_workers(
+        cluster, config.cluster, driver.gpus, timeout_s, environ
+    )
     cluster_checks += found
     answer = run_tensorflow(config.tensorflow_timeout)
     num_gpus = len(driver.gpus)
@@ -124,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         report.show(areas, Console())
         sys.stdout.flush()
     if met:
-        peers.leave_together(met, timeout_s)
+        between_workers.leave_together(met, timeout_s)
     failed = any(check.status == report.FAILURE for check in checks)
     return command_line.ERROR if failed else 0
 

@@ -2,8 +2,8 @@
 
 `table.TABLE` lists all functions that are replaced, each with the error or wrong result that the
 replacement repairs, and with its canary: a test in `tests/test_keras_compat.py` that fails when
-Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `table.READ` the
-private names that are only read.
+Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `table.READ` and
+`table.ATTRIBUTES` the private names that are only read.
 """
 
 # Several names on a line: ruff would make it 140 lines.
@@ -38,10 +38,10 @@ from tfmulti.keras_compat.held import (
     HeldVariable, UpdatedRows, after_add_weight, are_held_values, call_outside_scope,
     held_values, hold, in_stateless_scope, is_initialized, move_held, own_weights, put_on,
 )
-from tfmulti.keras_compat.hooks import (
+from tfmulti.keras_compat.replaced_calls import (
     distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
 )
-from tfmulti.keras_compat.patches import (
+from tfmulti.keras_compat.replaced_models import (
     MAX_BYTES, MAX_ROWS, around_call_of, gather_local, rows_from_all_over, update_metric_by,
     without_tuning,
 )
@@ -59,7 +59,7 @@ from tfmulti.keras_compat.seeds import (
     global_seed_state, is_seed_state, prepare_global_seeds, random_stream,
     set_global_seed_state,
 )
-from tfmulti.keras_compat.steps import (
+from tfmulti.keras_compat.replaced_steps import (
     accumulators, after_updates, clip_by, has_custom_step, is_accumulating,
     is_update_step, noting_assigned, strategy_of, track_variable, update_by, variable_index,
 )

@@ -16,8 +16,8 @@ from tfmulti.keras_compat import (
     calls,
     coordination,
     held,
-    hooks,
-    patches,
+    replaced_calls,
+    replaced_models,
     replacement,
 )
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
@@ -30,7 +30,7 @@ _NUMBERS = tuple(
     Replacement(
         values.DistributedVariable,
         name,
-        hooks.number_of(kind),
+        replaced_calls.number_of(kind),
         replacement.of_value,
         f"TypeError: {kind.__name__}() argument must be ..., not 'MirroredVariable'",
         "test_canary_a_variable_of_replicas_is_no_number",
@@ -43,7 +43,7 @@ _ASSIGNMENTS = tuple(
     Replacement(
         values.DistributedVariable,
         name,
-        hooks.counting_assignments,
+        replaced_calls.counting_assignments,
         replacement.of_value,
         "a step that differs while a callback has changed a setting, between two spot checks",
         "test_canary_assignments_are_not_counted",
@@ -57,7 +57,7 @@ _CALLS = (
         Replacement(
             keras.Model,
             name,
-            hooks.before_calls(name),
+            replaced_calls.before_calls(name),
             # Not only models of our strategies: one created outside of the scope is to be found.
             replacement.while_a_strategy_exists,
             f"{_UNLIKE}; a model created outside the scope that silently trains on one device",
@@ -71,7 +71,7 @@ _CALLS = (
         Replacement(
             keras.Model,
             name,
-            hooks.before_calls(name),
+            replaced_calls.before_calls(name),
             replacement.of_model_or_servers,
             "a step on a batch that is not verified",
             "test_canary_calls_are_not_looked_at",
@@ -83,7 +83,7 @@ _CALLS = (
     *(
         model_entry(
             name,
-            hooks.before_saving,
+            replaced_calls.before_saving,
             "a file with one worker's own weights, between two averages of local steps",
             "test_canary_a_model_is_saved_between_averages",
             needs=("before_saving",),
@@ -94,7 +94,7 @@ _CALLS = (
     Replacement(
         keras.callbacks.CallbackList,
         "set_model",
-        hooks.prepare_callbacks,
+        replaced_calls.prepare_callbacks,
         replacement.of_given_model,
         '"BadZipFile", "unable to lock file" and doubled lines, because every worker writes the '
         "same file",
@@ -105,7 +105,7 @@ _CALLS = (
     Replacement(
         keras.callbacks.CallbackList,
         "on_epoch_end",
-        hooks.end_epochs,
+        replaced_calls.end_epochs,
         replacement.of_callbacks,
         '"Collective ... expected type" if only one worker stops after an epoch; callbacks that '
         "read one replica's sum of gradients",
@@ -115,7 +115,7 @@ _CALLS = (
     ),
     model_entry(
         "_get_metrics_result_or_logs",
-        hooks.end_passes,
+        replaced_calls.end_passes,
         "an epoch without logs if training resumes after its last step; workers that wait for one "
         "that has left the epoch alone",
         "test_canary_an_epoch_without_steps_has_no_logs",
@@ -164,7 +164,7 @@ _DATA = (
     Replacement(
         multi_device_iterator_ops,
         "_create_device_dataset",
-        patches.untuned,
+        replaced_models.untuned,
         replacement.distributing,
         "`fit` and `evaluate` that return seconds after their last step: destroying such a dataset "
         "waits until its tuning thread wakes up",
@@ -228,7 +228,7 @@ _SERVERS = (
     Replacement(
         keras.layers.Embedding,
         "build",
-        patches.around,
+        replaced_models.around,
         replacement.in_scope_of_servers,
         "tables that every worker receives whole in each step, and \"'ShardedVariable' object has "
         "no attribute 'handle'\" if TensorFlow cuts them",

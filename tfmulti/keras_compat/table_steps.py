@@ -11,7 +11,15 @@ from keras.src.random import seed_generator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import custom_gradient
 
-from tfmulti.keras_compat import held, hooks, patches, replacement, seeds, steps, tracing
+from tfmulti.keras_compat import (
+    held,
+    replaced_calls,
+    replaced_models,
+    replaced_steps,
+    replacement,
+    seeds,
+    tracing,
+)
 from tfmulti.keras_compat.replacement import Replacement, model_entry, scope_entry
 
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
@@ -22,7 +30,7 @@ def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, pl
     """Returns an entry for an update that each replica does as an optimizer without replicas."""
     # The base class of TensorFlow's optimizer knows no replicas, and reduces nothing.
     plain = plain or getattr(base_optimizer.BaseOptimizer, name)
-    make, used = steps.update_alike(plain), replacement.of_optimizer
+    make, used = replaced_steps.update_alike(plain), replacement.of_optimizer
     canary = "test_canary_an_optimizers_update_goes_across_replicas"
     needs = ("gradients_are_global",)
     return Replacement(owner, name, make, used, repairs, canary, needs, arguments)
@@ -31,7 +39,7 @@ def _optimizer(name, repairs, arguments=(), owner=keras.optimizers.Optimizer, pl
 _STEPS = (
     model_entry(
         "_maybe_symbolic_build",
-        patches.build_from_one_replica,
+        replaced_models.build_from_one_replica,
         '"Attempt to convert a value (PerReplica...)", "AddN ... Inputs must have same size" if '
         "the first batch does not divide evenly, \"'RaggedTensor' object has no attribute "
         "'device'\", "
@@ -42,7 +50,7 @@ _STEPS = (
     ),
     model_entry(
         "_make_function",
-        steps.mark_steps,
+        replaced_steps.mark_steps,
         "a step that is a tf.function, a partial or a lambda is not recognized as Keras's, and "
         "trains each replica on its own rows",
         "test_canary_a_step_by_another_name",
@@ -52,7 +60,7 @@ _STEPS = (
     scope_entry(
         tf.GradientTape,
         "gradient",
-        steps.within_steps,
+        replaced_steps.within_steps,
         "gradients of one replica's rows, which only an optimizer adds",
         "test_canary_a_tape_gives_its_own_replicas_gradient",
         needs=("take_gradient",),
@@ -78,7 +86,7 @@ _STEPS = (
     scope_entry(
         polymorphic_function.Function,
         "__call__",
-        steps.inline_functions,
+        replaced_steps.inline_functions,
         f"{_MERGE_CALL}, and a kind of step that reuses another's trace of a tf.function",
         "test_canary_a_tf_function_within_a_step_cannot_reduce",
         needs=("inlines",),
@@ -96,7 +104,7 @@ _STEPS = (
         scope_entry(
             keras.Layer,
             name,
-            steps.keep_losses_apart(kind),
+            replaced_steps.keep_losses_apart(kind),
             "penalties lost, or counted for another replica, beside synchronized batch "
             "normalization",
             "test_canary_penalties_of_replicas_are_kept_apart",
@@ -121,7 +129,7 @@ _STEPS = (
     ),
     model_entry(
         "predict_on_batch",
-        hooks.predict_on_batch_by,
+        replaced_calls.predict_on_batch_by,
         "predictions that are repeated for each replica: 13 rows in, 26 out",
         "test_canary_predict_on_batch_answers_once_for_each_replica",
         needs=("predict",),
@@ -133,7 +141,7 @@ _LOSSES = (
     scope_entry(
         keras_loss,
         "reduce_weighted_values",
-        patches.around,
+        replaced_models.around,
         "wrong gradients under masks, sample weights, and reductions other than the mean",
         "test_canary_a_loss_is_divided_by_one_replicas_count",
         needs=("reduce_loss",),
@@ -143,7 +151,7 @@ _LOSSES = (
         scope_entry(
             keras_loss,
             name,
-            patches.keep_means,
+            replaced_models.keep_means,
             "losses and penalties too small or too big by the number of replicas",
             "test_canary_a_loss_is_divided_by_the_replicas",
             needs=("keeps_means",),
@@ -155,7 +163,7 @@ _LOSSES = (
         scope_entry(
             tf.nn,
             name,
-            patches.around,
+            replaced_models.around,
             "gradients too small by the number of replicas: TensorFlow divides for optimizers "
             "that add",
             "test_canary_tensorflows_own_averages_divide_by_the_replicas",
@@ -170,7 +178,7 @@ _LOSSES = (
     scope_entry(
         keras.losses.Loss,
         "__call__",
-        patches.around,
+        replaced_models.around,
         "losses that are not means over rows, such as Dice, computed from one replica's rows",
         "test_canary_a_loss_of_the_whole_batch_sees_one_replica_batch",
         needs=("call_loss",),
@@ -179,7 +187,7 @@ _LOSSES = (
     scope_entry(
         keras.metrics.MeanMetricWrapper,
         "update_state",
-        patches.update_with_function,
+        replaced_models.update_with_function,
         "metric functions that return one number for a batch, computed from one replica's rows",
         "test_canary_a_metric_function_sees_one_replica_batch",
         needs=("update_metric_function",),
@@ -188,7 +196,7 @@ _LOSSES = (
     scope_entry(
         keras.metrics.Mean,
         "result",
-        patches.around,
+        replaced_models.around,
         "one replica's result for a metric that a step logs under another name",
         "test_canary_a_result_under_another_name_is_one_replicas",
         needs=("note_result",),
@@ -204,8 +212,8 @@ _LOSSES = (
             arguments=("values", "sample_weight"),
         )
         for kind, make in (
-            (keras.metrics.Mean, hooks.weight_mean),
-            (keras.metrics.Sum, hooks.weight_sum),
+            (keras.metrics.Mean, replaced_calls.weight_mean),
+            (keras.metrics.Sum, replaced_calls.weight_sum),
         )
     ),
 )
@@ -214,7 +222,7 @@ _LAYERS = (
     scope_entry(
         keras_nn,
         "_compute_moments_sync",
-        patches.count_replica_rows_in_moments,
+        replaced_models.count_replica_rows_in_moments,
         "the dummy row of an empty replica batch in synchronized batch statistics",
         "test_canary_batch_statistics_count_every_row",
         needs=("current_replica_batch",),
@@ -223,7 +231,7 @@ _LAYERS = (
     scope_entry(
         keras.layers.BatchNormalization,
         "_moments",
-        patches.count_masks_of_all_replicas,
+        replaced_models.count_masks_of_all_replicas,
         "synchronized batch statistics that are each replica's own under a mask",
         "test_canary_masked_batch_statistics_are_each_replicas_own",
         needs=("current_replica_batch",),
@@ -246,7 +254,7 @@ _LAYERS = (
     scope_entry(
         keras.Variable,
         "_initialize",
-        hooks.before_variables,
+        replaced_calls.before_variables,
         f"{SHAPES}, or waiting for ever, if workers build different models, because creating a "
         "variable is a collective; and counts of updates that cannot change in a branch",
         "test_canary_a_branch_cannot_count_updates",
@@ -261,9 +269,11 @@ _OPTIMIZERS = (
         "_backend_update_step",
         f"{_MERGE_CALL}, and a second reduction of gradients",
         ("grads", "trainable_variables"),
-        plain=steps.update_on_devices,
+        plain=replaced_steps.update_on_devices,
     ),
-    _optimizer("_apply_weight_decay", _MERGE_CALL, ("variables",), plain=steps.decay_on_devices),
+    _optimizer(
+        "_apply_weight_decay", _MERGE_CALL, ("variables",), plain=replaced_steps.decay_on_devices
+    ),
     _optimizer("_backend_increment_gradient_accumulators", _MERGE_CALL, ("grads",)),
     _optimizer(
         "_overwrite_model_variables_with_average_value", _MERGE_CALL, ("trainable_variables",)
@@ -279,7 +289,7 @@ _OPTIMIZERS = (
     Replacement(
         keras.optimizers.Optimizer,
         "_backend_apply_gradients",
-        patches.around,
+        replaced_models.around,
         replacement.of_optimizer,
         "a reduction at each step of `gradient_accumulation_steps`",
         "test_canary_an_accumulating_optimizer_reduces_at_each_step",
@@ -290,7 +300,7 @@ _OPTIMIZERS = (
         Replacement(
             kind,
             "apply",
-            steps.within_replicas,
+            replaced_steps.within_replicas,
             replacement.of_optimizer,
             message,
             canary,
@@ -314,7 +324,7 @@ _OPTIMIZERS = (
     ),
     model_entry(
         "compile_from_config",
-        hooks.after_loading,
+        replaced_calls.after_loading,
         "a loaded model's optimizer that is not distributed any more",
         "test_canary_a_file_holds_the_users_optimizer",
         needs=("distribute_loaded",),

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return command_line.BAD_USAGE
     except OSError as error:
-        print(f"error: {errors.cause_of(error)}", file=sys.stderr)
+        print(f"error: {errors.short_message(error)}", file=sys.stderr)
         return command_line.ERROR
 
 

@@ -86,7 +86,7 @@ def cause_of(error: BaseException) -> str:
     >>> cause_of(ValueError("bad record"))
     'ValueError: bad record'
     """
-    text, kind = errors.cause_of(error), type(error).__name__
+    text, kind = errors.short_message(error), type(error).__name__
     plain = type(error) in (ValueError, RuntimeError)
     return f"{kind}: {text}" if plain and "{{" not in str(error) else text
 

@@ -66,7 +66,7 @@ class DeviceStages(StagedCall):
                     marks.IN_STAGE.set(variable, True)
         # XLA compiles for one device.
         self._model.supports_jit = False
-        marks.MICRO_BATCHES.set(self._model, self._num_micro_batches)
+        marks.MICRO_BATCHES_ON_DEVICES.set(self._model, self._num_micro_batches)
 
     def _is_step(self):
         # Verification compares the stages with the model's own call.

@@ -199,7 +199,7 @@ class StagedCall:
         self._place_weights()
         self._stages = stages_of(self._cut)
         self._model.call = self.call
-        marks.PIPELINE.set(self._model, self._num_micro_batches)
+        marks.MICRO_BATCHES.set(self._model, self._num_micro_batches)
         # A function that `predict` has already traced reads the weights where they were before.
         self._model.predict_function = None
 

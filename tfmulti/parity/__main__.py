@@ -24,12 +24,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _compare(config, tracebacks) -> int:
-    from tfmulti.parity import experiment
+    from tfmulti.parity import runner
 
     console = create_console()
     print_fn = lambda line: console.print(line, style="dim")
-    result = experiment.run_experiment(config, print_fn)
-    experiment.show(result, config, console, tracebacks)
+    result = runner.run_experiment(config, print_fn)
+    runner.show(result, config, console, tracebacks)
     if config.json:
         written = {
             "config": dataclasses.asdict(config),

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from absl import flags, logging
 
-from tfmulti.runtime.errors import cause_of, place_of
+from tfmulti.runtime.errors import place_of, short_message
 from tfmulti.runtime.processes import end_process
 
 ERROR = 1
@@ -221,7 +221,7 @@ def show_error(error: BaseException, with_traceback: bool, text: str | None = No
     """
     if with_traceback:
         traceback.print_exception(error)
-    print(f"error: {cause_of(error) if text is None else text}", file=sys.stderr)
+    print(f"error: {short_message(error) if text is None else text}", file=sys.stderr)
     place = place_of(error) if text is None else None
     if place is not None:
         print(f"  at {place}", file=sys.stderr)

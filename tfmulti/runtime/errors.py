@@ -31,16 +31,16 @@ _SOURCE_LENGTH = 80
 _LINE_LENGTH = 1000
 
 
-def cause_of(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     r"""Returns the message of an error without framework frames, the kind first where it helps.
 
     For a Python error within a TensorFlow graph it is the Python error's message; for an error in a
     layer's `call`, the error's own message comes before Keras's.
 
-    >>> cause_of(RuntimeError("Graph execution error:\n{{node x}} ValueError: bad record\nTrace"))
-    'ValueError: bad record'
-    >>> cause_of(ValueError("in user code:\n\n    File \"a.py\", line 3, in f *\n\n    No good."))
-    'No good.'
+    >>> short_message(RuntimeError("Graph execution error:\n{{node x}} ValueError: bad row\nTrace"))
+    'ValueError: bad row'
+    >>> short_message(ValueError("in user code:\n\n    File \"a.py\", line 3, in f\n\n    Not so."))
+    'Not so.'
     """
     text = _COLOUR.sub("", str(error))
     if is_out_of_memory(error):

@@ -48,7 +48,7 @@ def can_be_replicated(model) -> bool:
     optimizers = model_contents.optimizers_of(model, nested=True)
     variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
     return (
-        marks.MICRO_BATCHES.get(model) == 1
+        marks.MICRO_BATCHES_ON_DEVICES.get(model) == 1
         and local_steps.steps_of(model) == 1
         and not any(hasattr(variable, "is_here") for variable in variables)
     )

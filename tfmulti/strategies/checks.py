@@ -282,7 +282,10 @@ def _warn_of_local_normalization(model):
         marks.WARNED_OF_STATISTICS.set(model, True)
         names = ", ".join(layer.name for layer in layers[:3]) + (" ..." if layers[3:] else "")
         part, advice = "replica", "call tfmulti.synchronize_batch_normalization(model)"
-        if max(marks.PIPELINE.get(each) for each in [model, *keras_compat.all_layers(model)]) > 1:
+        if (
+            max(marks.MICRO_BATCHES.get(each) for each in [model, *keras_compat.all_layers(model)])
+            > 1
+        ):
             part, advice = "micro-batch", "use tfmulti.pipeline(..., micro_batches=1)"
         warnings.warn(
             f"Unsynchronized batch normalization uses the statistics of each {part}'s own rows, "

@@ -23,8 +23,8 @@ from tfmulti.choices import (
     VERIFY,
 )
 from tfmulti.cluster import schedulers
+from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
-from tfmulti.cluster.variables import check_num_ps
 from tfmulti.parallel import activations, partitioned
 from tfmulti.settings import check_choice
 from tfmulti.step import (
@@ -44,10 +44,10 @@ from tfmulti.strategies import (
     checks,
     coordination,
     failed_calls,
+    fit_callbacks,
     predict_on_batch,
     program_order,
     spot_checks,
-    stock_callbacks,
 )
 from tfmulti.strategies.base import (
     MirroredStrategy,
@@ -269,10 +269,10 @@ def _repair_keras():
         inlines=gradients.inlines_functions,
         keep_swapped=sharded_state.keep_swapped,
         keeps_means=losses.keeps_means,
-        more_callbacks=stock_callbacks.callbacks_for,
+        more_callbacks=fit_callbacks.callbacks_for,
         once_built=checks.verify_once_built,
         predict=predict_on_batch.predict,
-        prepare_callback=stock_callbacks.prepare_callback,
+        prepare_callback=fit_callbacks.prepare_callback,
         recompute=activations.recomputed,
         one_update=gradients.one_update,
         reduce_loss=losses.reduce_loss,

@@ -180,7 +180,7 @@ _HEARD_S = 1.0
 
 def report_to_others(error: BaseException, cluster: Cluster) -> None:
     """Reports this worker's error to all workers, so that they need not wait for a timeout."""
-    cause = " ".join(errors.cause_of(error).split())
+    cause = " ".join(errors.short_message(error).split())
     task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
     keras_compat.report_error(f"{peers.REPORT}{cause}"[:_REPORT_LENGTH], task)
 

@@ -53,7 +53,7 @@ def predict(model: keras.Model, x):
 
 
 def _is_by_one_device(model) -> bool:
-    in_stages = marks.MICRO_BATCHES.get(model) > 1
+    in_stages = marks.MICRO_BATCHES_ON_DEVICES.get(model) > 1
     return not in_stages and verification.may_be_verified(model, PREDICT)
 
 

@@ -18,8 +18,8 @@ from tfmulti.parallel import remote_step, split_check
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.settings import check_type, check_whole_number
 from tfmulti.step.rows import zeros_of
+from tfmulti.strategies.fit_callbacks import FirstStepFile
 from tfmulti.strategies.parameter_server import who_computes
-from tfmulti.strategies.stock_callbacks import FirstStepFile
 from tfmulti.train.remote_runs import RemoteRuns, SettledRequests, summarize_staleness
 
 _REFUSED = {

@@ -362,10 +362,10 @@ def main() -> int:
             try_sizes(TrainConfig(**request.pop("config")), report=report, **request)
         except Exception as error:
             if errors.is_out_of_memory(error):
-                report(no_memory=errors.cause_of(error))
+                report(no_memory=errors.short_message(error))
             else:
                 place = errors.place_of(error)
-                report(error=errors.cause_of(error) + (f" (at {place})" if place else ""))
+                report(error=errors.short_message(error) + (f" (at {place})" if place else ""))
     return 0
 
 

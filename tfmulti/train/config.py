@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from tfmulti import choices
+from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.schedulers import ANY_OF_THEM
-from tfmulti.cluster.variables import check_num_ps
 from tfmulti.runtime.memory import parse_size
 from tfmulti.settings import check_settings, setting
 from tfmulti.sharding import REMAINDERS

@@ -167,7 +167,7 @@ def local_normalization(model: keras.Model) -> list:
 def num_micro_batches(model: keras.Model) -> int:
     """Returns in how many parts one replica computes its rows, where stages are on its devices."""
     layers = [model, *keras_compat.all_layers(model)]
-    return max(marks.MICRO_BATCHES.get(layer) for layer in layers)
+    return max(marks.MICRO_BATCHES_ON_DEVICES.get(layer) for layer in layers)
 
 
 def is_stock(model: keras.Model, kind: str) -> bool:

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tfmulti.parity import run
+from tfmulti.parity import worker
 from tfmulti.parity.compare import (
     KINDS,
     Comparison,
@@ -100,7 +100,7 @@ def run_experiment(config: ParityConfig, print_fn: Callable[[str], object]) -> R
     with tempfile.TemporaryDirectory(prefix="tfmulti_parity_") as name:
         folder = Path(name)
         print_fn("one device, and again with the rows of each batch in another order ...")
-        failed = _run(config, run.ONE_DEVICE, 1, folder / "one", "one device")
+        failed = _run(config, worker.ONE_DEVICE, 1, folder / "one", "one device")
         if failed:
             return Result("", None, "", {}, [failed])
         reference = Record(folder / "one" / "0")
@@ -116,7 +116,7 @@ def run_experiment(config: ParityConfig, print_fn: Callable[[str], object]) -> R
             run_folder = folder / title
             outcome = _run(config, kind, count, run_folder, title)
             if outcome is None:
-                numbers = range(count if kind == run.WORKERS else 1)
+                numbers = range(count if kind == worker.WORKERS else 1)
                 records = [Record(run_folder / str(number)) for number in numbers]
                 outcome = _judge(config, title, records, reference, limits)
             result.outcomes.append(outcome)
@@ -161,7 +161,7 @@ def _explain(config, result, run_folder, print_fn):
     if unexplained:
         print_fn("looking for the cause ...")
         outcome, count = unexplained[0]
-        failed = _run(config, run.DIAGNOSIS, count, run_folder, "diagnosis")
+        failed = _run(config, worker.DIAGNOSIS, count, run_folder, "diagnosis")
         found = [] if failed else json.loads((run_folder / "findings.json").read_text())
         for outcome, _ in unexplained:
             outcome.findings += [causes.Finding(**finding) for finding in found]
@@ -177,9 +177,9 @@ def _run(config, kind, count, folder, title) -> Outcome | None:
     folder.mkdir()
     task = {"kind": kind, "count": count, "config": dataclasses.asdict(config)}
     (folder / "task.json").write_text(json.dumps(task))
-    command = [sys.executable, "-m", run.__name__, str(folder)]
+    command = [sys.executable, "-m", worker.__name__, str(folder)]
     environments = [_ENVIRONMENT]
-    if kind == run.WORKERS:
+    if kind == worker.WORKERS:
         environments = [{**_ENVIRONMENT, "TF_CONFIG": each} for each in processes.tf_configs(count)]
     finished = processes.run_together(command, environments, timeout_s=config.timeout)
     if all(done.how == processes.DONE for done in finished):

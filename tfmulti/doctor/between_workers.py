@@ -240,7 +240,7 @@ _SLOW_BYTES_PER_S = 50e6
 _SKEW, _GPUS = "clocks of the workers", "GPUs of the workers"
 
 
-def check_peers(
+def check_workers(
     cluster: Cluster | None,
     is_asked: bool,
     gpus: Sequence[Gpu],

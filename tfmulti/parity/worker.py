@@ -1,4 +1,4 @@
-"""One configuration in a process of its own: `python -m tfmulti.parity.run FOLDER`.
+"""One configuration in a process of its own: `python -m tfmulti.parity.worker FOLDER`.
 
 The folder's `task.json` says what to do. The results are written there: records, or
 `error.json`.
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         failure = {
             "kind": type(error).__name__,
-            "message": errors.cause_of(error),
+            "message": errors.short_message(error),
             "traceback": traceback.format_exc(),
         }
         (folder / f"error_{number}.json").write_text(json.dumps(failure))
