@@ -1,9 +1,13 @@
 """The project's benchmarks: peers, ratios, projections, monitors. No time is asserted."""
 
+import argparse
+import dataclasses
+import importlib
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,6 +24,7 @@ from benchmarks import (
     sharded_state,
     socket_copy,
     tables,
+    techniques,
 )
 from benchmarks.kinds import BenchmarksConfig
 from tfmulti.bench import results, schedule, setups
@@ -150,6 +155,41 @@ def test_a_whole_run(tmp_path):
         assert f"## {table.title}" in markdown
         assert table.title.split(":")[0] in text
     assert (tmp_path / "bench.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_page_of_techniques(tmp_path, monkeypatch, capsys):
+    names = ["memory", "state"]
+    for name in names:
+        section = dataclasses.replace(
+            techniques.SECTIONS[name], arguments=("benchmarks.fake", name)
+        )
+        monkeypatch.setitem(techniques.SECTIONS, name, section)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "fake.py").write_text("import sys; print('peak of', sys.argv[1])")
+    monkeypatch.setattr(techniques, "_ROOT", tmp_path)
+    page = tmp_path / "runs" / "page.md"
+    argv = ["techniques", "--only", ",".join(names), "--write_markdown", str(page)]
+    monkeypatch.setattr(sys, "argv", argv)
+    techniques.main()
+    text = page.read_text()
+    assert "## Checkpointed activations\n\n`python -m benchmarks.fake memory`\n" in text
+    assert "```text\npeak of state\n```" in text and "- processor: " in text
+    assert "peak of memory" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*argv, "--only", "memory,all"])
+    with pytest.raises(SystemExit):
+        techniques.main()
+    assert "`--only` must be some of memory, state, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("section", techniques.SECTIONS.values(), ids=list(techniques.SECTIONS))
+def test_each_section_is_a_benchmark(section, monkeypatch):
+    module, *flags = section.arguments
+    read = mock.Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(sys, "argv", [module, *flags])
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: read(parse(*given)))
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module(module).main()
 
 
 def test_the_rounds_of_the_monitors_cancel_a_drift():

@@ -213,20 +213,13 @@ def _write_csv(found, path):
 
 
 def _write_markdown(found, tables, command) -> str:
-    machine = found["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    gpus = ", ".join(machine["gpus"]) or "none"
     lines = [
         "# Benchmarks",
         "",
         f"Written by `{command}`; a figure of a step is the median over all blocks of "
         "all rounds, the first calls of a block left out.",
         "",
-        f"- processor: {machine['cpu']}, {machine['cores']} cores; "
-        f"memory {machine['memory_bytes'] / 2**30:.0f} GiB; GPUs: {gpus}",
-        f"- system: {machine['system']}",
-        f"- versions: {versions}",
-        f"- load before the start: {machine['load']:.2f}; the run took {found['seconds']:.0f} s",
+        *describe_machine(found["machine"], found["seconds"]),
     ]
     for table in tables:
         dashes = ["---", *("---:" for _ in table.columns[1:])]
@@ -234,6 +227,19 @@ def _write_markdown(found, tables, command) -> str:
         lines += [_row(cells) for cells in (table.columns, dashes, *table.rows)]
         lines += ["", *(f"- {note}" for note in table.notes)] if table.notes else []
     return "\n".join(lines) + "\n"
+
+
+def describe_machine(machine: Mapping[str, Any], seconds: float) -> list[str]:
+    """Returns lines of Markdown about a machine, and the seconds that a run took there."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    gpus = ", ".join(machine["gpus"]) or "none"
+    return [
+        f"- processor: {machine['cpu']}, {machine['cores']} cores; "
+        f"memory {machine['memory_bytes'] / 2**30:.0f} GiB; GPUs: {gpus}",
+        f"- system: {machine['system']}",
+        f"- versions: {versions}",
+        f"- load before the start: {machine['load']:.2f}; the run took {seconds:.0f} s",
+    ]
 
 
 def _row(cells) -> str:
