@@ -62,6 +62,7 @@ def main() -> int:
         check_clusters(slurm, report)
         check_without_srun(slurm, report)
         digest = check_training(slurm, report, Path(runs))
+        check_servers(slurm, report, Path(runs))
         check_requeue(slurm, report, Path(runs), digest)
         check_cancel(slurm, report, Path(runs))
     report.print_fn("processes left behind", not slurm.left_behind, len(slurm.left_behind))
@@ -115,6 +116,21 @@ def check_training(slurm: SlurmHere, report: Report, runs: Path) -> str:
     same = len(digests) == 2 and len(set(digests.values())) == 1
     report.print_fn("weights_sha256 of both workers", same, sorted(set(digests.values())))
     return digests.get("0", "")
+
+
+def check_servers(slurm: SlurmHere, report: Report, runs: Path) -> None:
+    """Four tasks train as a chief, two workers and a parameter server."""
+    workdir = runs / "servers"
+    flags = ["--strategy=parameter_server", "--num_ps=1", *flags_of(workdir)]
+    done = slurm.run(["srun", "--ntasks=4", sys.executable, "-m", "tfmulti.train", *flags])
+    report.print_fn("srun --ntasks=4, --num_ps=1", done.returncode == 0, done.returncode)
+    if done.returncode:
+        print(done.stdout, done.stderr)
+        return
+    result = json.loads((workdir / "result.json").read_text())
+    accuracy = result["metrics"]["val_accuracy"]
+    report.print_fn("its workers", result["num_workers"] == 2, result["num_workers"])
+    report.print_fn("validation accuracy", accuracy > 0.9, f"{accuracy:.3f}")
 
 
 def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> None:
