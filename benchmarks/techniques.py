@@ -51,6 +51,9 @@ SECTIONS = {
     "ahead": Section("Weights gathered ahead", ("benchmarks.gathering_ahead",)),
     "pipeline": Section("Pipeline", ("benchmarks.pipeline",)),
     "tensor": Section("Tensor parallelism", ("benchmarks.tensor_parallel",)),
+    "attention": Section(
+        "Tensor parallelism, attention", ("benchmarks.tensor_parallel", "--of=attention")
+    ),
     "link": Section("Local steps on a slow link", ("benchmarks.slow_link",)),
     "embedding": Section("A table on parameter servers", ("benchmarks.large_embedding",)),
 }

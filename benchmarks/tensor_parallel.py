@@ -1,8 +1,10 @@
 """Prints memory, bytes sent and seconds of a step of wide layers, as copies, sharded and split.
 
-`python -m benchmarks.tensor_parallel [--width 512] [--wide 8192] [--layers 4] [--rows 64]`
+`python -m benchmarks.tensor_parallel [--of attention] [--width 512] [--wide 8192] [--layers 4]`
 
-Each of `--layers` blocks is a Dense of `--wide` columns and one that takes them back to `--width`.
+Each of `--layers` blocks is a Dense of `--wide` columns and one that takes them back to `--width`;
+with `--of attention` it is self-attention whose heads have `--wide` columns together. `--rows` are
+those of a step on all workers; those of attention are the tokens of sequences of 16.
 Bytes are those that workers hand to MPI in a step, counted where they do, beside the prediction.
 Steps are compared in `--rounds` pairs of runs with copies, on the cores of this machine.
 """
@@ -25,6 +27,7 @@ from tfmulti.mpi import all_reduce
 from tfmulti.runtime.memory import peak_of
 task = json.loads(sys.argv[1])
 width, rows, way = task["width"], task["rows"], task["way"]
+is_attention, tokens, heads = task["of"] == "attention", 16, 8
 strategy = tfmulti.create_strategy("multi_worker", verify="never")
 sent = [0]
 def counted(name, times):
@@ -42,30 +45,40 @@ counted("_send_to", lambda self, _: 1)
 counted("_reduce_to", lambda self, arguments: 0 if is_own(self, arguments) else 1)
 counted("_receive_shaped", lambda self, arguments: others if is_own(self, arguments) else 0)
 sharded = contextlib.nullcontext() if way == "copies" else tfmulti.sharded_parameters()
+shape = (tokens, width) if is_attention else (width,)
 with strategy.scope(), sharded:
-    hidden = []
+    given = hidden = keras.Input(shape)
     for place in range(task["layers"]):
-        hidden.append(keras.layers.Dense(task["wide"], activation="relu", name=f"wide_{place}"))
-        hidden.append(keras.layers.Dense(width, name=f"back_{place}"))
-    model = keras.Sequential([keras.Input((width,)), *hidden])
+        if is_attention:
+            attention = keras.layers.MultiHeadAttention(heads, task["wide"] // heads)
+            hidden = attention(hidden, hidden)
+        else:
+            wide = keras.layers.Dense(task["wide"], activation="relu", name=f"wide_{place}")
+            hidden = keras.layers.Dense(width, name=f"back_{place}")(wide(hidden))
+    model = keras.Model(given, hidden)
     if way == "split":
         layout = {"wide_.*/kernel": "column", "back_.*/kernel": "row"}
+        if is_attention:
+            layout = {"(query|key|value)/kernel": "column", "attention_output/kernel": "row"}
         model = tfmulti.tensor_parallel(model, layout)
     shard = None if way == "copies" else "parameters"
     model.compile(tfmulti.DistributedOptimizer("adam", shard=shard), "mse")
-x = np.zeros((10 * rows, width), "float32")
+examples = rows // tokens if is_attention else rows
+x = np.zeros((10 * examples, *shape), "float32")
 clock = create_clock(lambda: sent[0])
-data = tfmulti.distribute_train((x, x), strategy, rows)
+data = tfmulti.distribute_train((x, x), strategy, examples)
 model.fit(data, epochs=1, verbose=0, callbacks=[clock])
 seconds = sorted(clock.seconds)[4]
 sent = sorted(after - before for before, after in zip(clock.before, clock.after))[5]
 print(json.dumps({"bytes": peak_of(), "seconds": seconds, "sent": sent}))
 """
 WAYS = ("copies", "sharded", "split")
+MATRICES = {"dense": 2, "attention": 4}
+"""By what is split, the matrices of a block."""
 
 
 def predicted_bytes(
-    way: str, width: int, wide: int, layers: int, rows: int, num_workers: int = 2
+    way: str, of: str, width: int, wide: int, layers: int, rows: int, num_workers: int = 2
 ) -> float:
     """Returns the bytes that a worker sends in a step, in float32.
 
@@ -75,10 +88,11 @@ def predicted_bytes(
     others, and its summands of their outputs of the row-split behind it. Of the first layer, whose
     inputs need no gradient, it sends less.
 
-    >>> predicted_bytes("copies", 10, 100, 1, 8), predicted_bytes("split", 10, 100, 1, 8)
+    >>> sizes = {"of": "dense", "width": 10, "wide": 100, "layers": 1, "rows": 8}
+    >>> predicted_bytes("copies", **sizes), predicted_bytes("split", **sizes)
     (8000.0, 640.0)
     """
-    weights, others = 4 * layers * 2 * width * wide, num_workers - 1
+    weights, others = 4 * layers * MATRICES[of] * width * wide, num_workers - 1
     if way == "copies":
         return 2.0 * weights * others / num_workers
     if way == "sharded":
@@ -86,7 +100,7 @@ def predicted_bytes(
     return 2.0 * 4 * layers * rows / num_workers * others * 2 * width
 
 
-def measure(way: str, num_workers: int = 2, **sizes: int) -> dict:
+def measure(way: str, num_workers: int = 2, **sizes) -> dict:
     """Trains ten steps on several workers of this machine.
 
     Returns:
@@ -98,15 +112,16 @@ def measure(way: str, num_workers: int = 2, **sizes: int) -> dict:
     return {name: max(each[name] for each in seen) for name in seen[0]}
 
 
-def result_table(runs: list[dict], **sizes: int) -> Table:
+def result_table(runs: list[dict], **sizes) -> Table:
     """Returns the table of rounds of runs.
 
     Args:
         runs: Of each round what `measure` returned, by way.
         **sizes: The flags.
     """
-    weights = 2 * sizes["layers"] * sizes["width"] * sizes["wide"]
-    title = f"Adam, {weights / 1e6:.0f}M weights, {sizes['rows']} rows, 2 workers, MPI"
+    weights = MATRICES[sizes["of"]] * sizes["layers"] * sizes["width"] * sizes["wide"]
+    what = f"{sizes['of']}, Adam, {weights / 1e6:.0f}M weights, {sizes['rows']} rows"
+    title = f"{what}, 2 workers, MPI"
     columns = ("layers", "peak of a worker, MB", "less, MB", "sent by a worker, MB", "predicted")
     table = Table(*columns, "step, s", title=title)
     for way in WAYS:
@@ -125,6 +140,7 @@ def result_table(runs: list[dict], **sizes: int) -> Table:
 def main() -> None:
     """Measures all in turn, and prints a table and ratios."""
     parser = create_parser(__doc__, width=512, wide=8192, layers=4, rows=64, rounds=4)
+    parser.add_argument("--of", choices=MATRICES, default="dense")
     sizes = vars(parser.parse_args())
     runs = []
     for number in range(sizes.pop("rounds")):

@@ -25,6 +25,7 @@ from benchmarks import (
     socket_copy,
     tables,
     techniques,
+    tensor_parallel,
 )
 from benchmarks.kinds import BenchmarksConfig
 from tfmulti.bench import results, schedule, setups
@@ -248,8 +249,14 @@ def test_a_pipeline_is_measured():
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_is_measured():
-    flags = ["--width=64", "--wide=512", "--layers=1", "--rows=16", "--rounds=1"]
+@pytest.mark.parametrize("of", tensor_parallel.MATRICES)
+def test_tensor_parallelism_is_measured(of):
+    sizes = {"of": of, "width": 64, "wide": 512, "layers": 2, "rows": 64}
+    for way in ("copies", "split"):
+        sent = tensor_parallel.measure(way, **sizes)["sent"]
+        # Beside gradients of biases, and less for the first layer of split ones.
+        assert sent == pytest.approx(tensor_parallel.predicted_bytes(way, **sizes), rel=0.3)
+    flags = ["--width=64", "--wide=512", "--layers=1", "--rows=32", "--rounds=1", f"--of={of}"]
     line = [sys.executable, "-m", "benchmarks.tensor_parallel", *flags]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
