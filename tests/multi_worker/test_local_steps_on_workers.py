@@ -37,7 +37,7 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    return folder, run_cases(folder, SLOW, at_once=3)
+    return folder, run_cases(folder, SLOW)
 
 
 @pytest.fixture(scope="module", name="own")
