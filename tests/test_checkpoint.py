@@ -11,7 +11,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.checkpoint import generations, state
+from tfmulti.checkpoint import generations, saved_in, state
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
 
@@ -179,6 +179,133 @@ def test_a_finished_run_is_not_trained_again(whole, tmp_path):
     again, again_history, told = train(1, tmp_path)
     assert "resumed at step 12, epoch 4" in told[0]
     assert_same_weights(weights, again)
+    assert_same_history(history, again_history)
+
+
+@pytest.fixture(name="small")
+def small_fixture(tmp_path):
+    """Creates a small model and its data on one device; and a `Checkpoint` in a folder."""
+    strategy = create_strategy(1)
+
+    def create(metrics=(), seed=3):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("adam", "mse", metrics=list(metrics))
+        data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=seed)
+        return model, data
+
+    def checkpoint(*arguments, **settings):
+        return tfmulti.callbacks.Checkpoint(tmp_path, *arguments, **settings)
+
+    return create, checkpoint
+
+
+def test_what_follows_a_finished_run_is_trained_whole(small):
+    create, checkpoint = small
+    model, data = create()
+    model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint(data)])
+    model, data = create()
+    history = model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint(data)])
+    assert history.epoch == [0, 1] and len(history.history["loss"]) == 2
+    assert model.fit(data, epochs=3, verbose=0).epoch == [0, 1, 2]
+
+
+@pytest.mark.parametrize("keep, left", [(None, [3, 6, 9]), (1, [9])])
+def test_as_many_checkpoints_are_kept_as_was_said(small, tmp_path, keep, left):
+    create, checkpoint = small
+    model, data = create()
+    model.fit(data, epochs=3, verbose=0, callbacks=[checkpoint(data, keep=keep)])
+    assert sorted(saved_in(tmp_path)) == left
+
+
+def test_numbers_of_numpy_and_scores_by_class_are_saved(small, capsys):
+    create, checkpoint = small
+    for epochs in (2, 3):
+        model, data = create([keras.metrics.F1Score(threshold=0.5)], seed=np.int64(3))
+        callbacks = [tfmulti.callbacks.Progress(), checkpoint(data)]
+        history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+    assert np.shape(history.history["f1_score"]) == (3, 1)
+    assert "f1_score: [0." in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path):
+    writer = generations.Writer(print)
+    writer.write(tmp_path, 1, {"a": np.zeros(1)}, {"setting": {1, 2}}, 2)
+    assert "Received: TypeError: set is no number in" in str(writer.finish())
+
+
+def test_damaged_checkpoints_and_those_half_written_leave_room(tmp_path):
+    for number in (300, 5):
+        generations.write(tmp_path, number, {"a": np.zeros(1)}, {}, keep=1)
+    half = tmp_path / f".77.{generations.checkpoint.name_of(6)}"
+    half.mkdir()
+    generations.write(tmp_path, 6, {"a": np.zeros(1)}, {}, keep=1)
+    assert sorted(saved_in(tmp_path)) == [6, 300] and not half.exists()
+
+
+def test_an_address_is_no_folder():
+    with pytest.raises(ValueError, match="must be a folder of a file system. Received: .*'gs:"):
+        tfmulti.callbacks.Checkpoint("gs://bucket/run")
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stops after some steps of a `fit`, as one that looks at the time does."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.stop_training = True
+
+
+def test_a_run_that_stops_amid_an_epoch_takes_its_other_rows_when_it_resumes(small):
+    create, checkpoint = small
+    model, data = create()
+    expected = model.fit(data, epochs=2, verbose=0).history["loss"]
+    weights = model.get_weights()
+    model, data = create()
+    model.fit(data, epochs=2, verbose=0, callbacks=[StopAt(), checkpoint(data)])
+    model, data = create()
+    history = model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint(data)])
+    assert_same_weights(weights, model.get_weights())
+    assert history.epoch == [0, 1] and history.history["loss"] == expected
+
+
+def test_a_run_that_early_stopping_ended_is_not_trained_further(small):
+    create, checkpoint = small
+
+    def fit(epochs, told):
+        model, data = create()
+        # No loss is smaller by so much.
+        stopper = keras.callbacks.EarlyStopping("loss", min_delta=99, restore_best_weights=True)
+        saver = checkpoint(data, print_fn=told.append)
+        return model, model.fit(data, epochs=epochs, verbose=0, callbacks=[stopper, saver])
+
+    model, history = fit(9, [])
+    again, history_again = fit(9, told := [])
+    assert history.epoch == history_again.epoch == [0, 1]
+    assert_same_weights(model.get_weights(), again.get_weights())
+    assert "EarlyStopping had ended this run after epoch 2" in told[1]
+
+
+def test_sigterm_without_a_dataset_saves_the_weights_of_the_last_epoch(small):
+    create, checkpoint = small
+
+    def fit(*more, saves=True):
+        model, _ = create()
+        model.optimizer.learning_rate = 5.0
+        stopper = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+        callbacks = [stopper, *more, *[checkpoint()] * saves]
+        settings = {"epochs": 3, "shuffle": False, "batch_size": 16, "verbose": 0}
+        history = model.fit(*rows(), callbacks=callbacks, **settings).history["loss"]
+        return history, model
+
+    expected, whole = fit(saves=False)
+    with pytest.raises(SystemExit):
+        fit(End(4, terminate))
+    losses, resumed = fit()
+    # When it was told to end, the first epoch was the best.
+    assert losses == expected and losses[0] < losses[1]
+    assert_same_weights(whole.get_weights(), resumed.get_weights())
 
 
 @pytest.mark.slow

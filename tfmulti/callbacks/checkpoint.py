@@ -16,7 +16,7 @@ from tfmulti import keras_compat, topology
 from tfmulti.callbacks.throughput import steps_before
 from tfmulti.checkpoint import generations, state
 from tfmulti.cluster import environment
-from tfmulti.runtime import processes
+from tfmulti.runtime import files, processes
 from tfmulti.settings import check_whole_number
 from tfmulti.strategies import coordination
 from tfmulti.strategies.coordination import requests_of
@@ -45,7 +45,7 @@ class Checkpoint(keras.callbacks.Callback):
             unknown, and checkpoints are saved only between epochs.
         every_steps: Steps between checkpoints; None for none within an epoch.
         every_minutes: Minutes between checkpoints, by the chief's clock; None for none.
-        keep: Number of checkpoints to keep.
+        keep: Number of checkpoints to keep; None for all.
         resume: Whether to resume from the folder; if not, its checkpoints are removed.
         print_fn: Function of one line of text.
         clock: Returns seconds.
@@ -72,13 +72,14 @@ class Checkpoint(keras.callbacks.Callback):
         *,
         every_steps: int | None = None,
         every_minutes: float | None = None,
-        keep: int = 2,
+        keep: int | None = 2,
         resume: bool = True,
         print_fn: Callable[[str], None] = logging.info,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
         _check_arguments(dataset, every_steps, every_minutes, keep)
+        files.check_local("folder", folder)
         self._folder, self._dataset = Path(folder), dataset
         self.every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
@@ -110,7 +111,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._resumed is not None:
             self._step = self.resumed_step = self._resumed.state["step"]
             self.resumed_position = self._resumed.state["position"]
-            keras_compat.set_initial_epoch(self.model, self._resumed.state["epoch"])
+            epoch = self._resumed.first_epoch(self.params["epochs"], self._print_fn)
+            keras_compat.set_initial_epoch(self.model, epoch)
 
     def set_callbacks(self, callbacks):
         """Receives all callbacks of this `fit`, whose state is saved too."""
@@ -132,6 +134,7 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._unsaved:
             self._save(epoch, begun=True)
         self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
+        # The state between two epochs is whole without a dataset, too.
         self._stop_if_requested()
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -155,14 +158,15 @@ class Checkpoint(keras.callbacks.Callback):
             self._requests.clear("save")
         self._stop_if_requested()
 
-    def on_epoch_end(self, epoch, logs=None):
-        """Ends if all workers have agreed to stop and there is no dataset with a position."""
-        if self._dataset is None and self._requests.must_stop():
-            self.model.stop_training = True
-
     def on_train_end(self, logs=None):
         """Saves the final state, and waits until it is on disk."""
-        if self._unsaved:
+        if self._resumed is not None:
+            # No epoch was left to train.
+            self._resumed.finish(self.model, self._callbacks)
+            self._resumed = None
+        if self._unsaved and self._is_within_epoch():
+            self._save(self._epoch, begun=True, within_epoch=True)
+        elif self._unsaved:
             self._save(self._epoch + 1, begun=False)
         self._finish()
         if self._requests.must_stop():
@@ -173,8 +177,15 @@ class Checkpoint(keras.callbacks.Callback):
             return False
         return self._clock() - self._last_time >= self._every_minutes * 60
 
+    def _is_within_epoch(self) -> bool:
+        """Whether a callback has stopped training before the end of an epoch."""
+        return (
+            self._dataset is not None
+            and 0 < self._dataset.position[1] < self._dataset.plan.steps_per_epoch
+        )
+
     def _stop_if_requested(self):
-        if self._requests.must_stop() and self._dataset is not None:
+        if self._requests.must_stop():
             self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()
             self._end()
@@ -185,6 +196,7 @@ class Checkpoint(keras.callbacks.Callback):
         tensors, others = state.take_snapshot(
             *run, epoch, self._step, begun=begun, within_epoch=within_epoch
         )
+        others["epochs"] = self.params["epochs"]
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
         if topology.is_chief(self._strategy):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import keras
+import numpy as np
 from absl import logging
 from rich import progress
 from rich.console import Console
@@ -155,12 +156,16 @@ def show_seconds(seconds: float) -> str:
     return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
 
 
-def show_value(value: float) -> str:
-    """Returns a value of the logs with four digits.
+def show_value(value) -> str:
+    """Returns a value of the logs with four digits; of an array, such as a score by class, each.
 
     >>> show_value(0.25), show_value(0.00001), show_value(12345.678)
     ('0.2500', '1.000e-05', '1.235e+04')
+    >>> show_value(np.array([0.5, 1.0]))
+    '[0.5000 1.0000]'
     """
+    if np.ndim(value):
+        return f"[{' '.join(map(show_value, np.ravel(value)))}]"
     small = value != 0 and abs(value) < 1e-3
     return f"{value:.3e}" if small or abs(value) >= 1e4 else f"{value:.4f}"
 

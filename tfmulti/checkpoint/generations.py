@@ -46,7 +46,7 @@ def write(
     number: int,
     tensors: dict[str, np.ndarray | tf.Tensor],
     state: dict,
-    keep: int = 2,
+    keep: int | None = 2,
 ) -> Path:
     """Writes a generation under a temporary name, and renames it when it is completely on disk.
 
@@ -55,7 +55,7 @@ def write(
         number: Number of the generation; larger is later.
         tensors: Values by name.
         state: The state other than tensors, as JSON.
-        keep: How many of the latest generations to keep.
+        keep: How many of the latest generations to keep, this one among them; None for all.
 
     Returns:
         The folder of the new generation.
@@ -67,21 +67,26 @@ def write(
     final = folder / checkpoint.name_of(number)
     temporary = folder / f".{os.getpid()}.{final.name}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        # Those of processes that were killed while they wrote.
+        for left in folder.glob(f".*.{checkpoint.name_of(0)[:5]}*"):
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_files(temporary, tensors, state)
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
         _sync(folder)
-    except (OSError, tf.errors.OpError) as error:
+    except (OSError, TypeError, ValueError, tf.errors.OpError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        why = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
             "A checkpoint must be written completely. "
-            f"Received: {type(error).__name__}: {str(error).splitlines()[0]} in {folder}. "
+            f"Received: {type(error).__name__}: {why} in {folder}. "
             "Free disk space or give another folder; earlier checkpoints are kept."
         ) from error
-    for old in _all(folder)[keep:]:
+    # A damaged one may have a larger number than those of the run that has begun before it.
+    earlier = [path for step, path in checkpoint.saved_in(folder).items() if step < number]
+    for old in earlier[keep - 1 :] if keep is not None else []:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -102,7 +107,7 @@ def _write_files(path, tensors, state):
         "tensors": {n: [v.dtype.name, list(v.shape)] for n, v in zip(names, values)},
         "files": {file.name: _digest(file.read_bytes()) for file in sorted(path.iterdir())},
     }
-    text = json.dumps({**manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
+    text = _to_json({**manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
     (path / _MANIFEST).write_text(text)
     for file in path.iterdir():
         _sync(file)
@@ -214,8 +219,19 @@ def _all(folder) -> list[Path]:
     return list(checkpoint.saved_in(folder).values())
 
 
+def _to_json(manifest, **settings) -> str:
+    return json.dumps(manifest, default=_plain_number, **settings)
+
+
+def _plain_number(value):
+    """Returns a number of NumPy's, such as a seed may be, as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no number")
+
+
 def _canonical(manifest) -> bytes:
-    return json.dumps(manifest, sort_keys=True).encode()
+    return _to_json(manifest, sort_keys=True).encode()
 
 
 def _digest(data) -> str:

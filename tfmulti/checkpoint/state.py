@@ -67,8 +67,6 @@ def take_snapshot(
         remembered.append([type(callback).__name__, values])
         for index, weights in enumerate(_best_weights(callback)):
             tensors[f"callback/{number}/{index:06d}"] = weights
-    history = model.history
-    values = {n: [float(v) for v in values] for n, values in history.history.items()}
     return tensors, {
         "callbacks": remembered,
         "random": _random_states(),
@@ -79,8 +77,25 @@ def take_snapshot(
         "position": _position_of(dataset, within_epoch),
         "num_replicas": model.distribute_strategy.num_replicas_in_sync,
         "data": _order_of(dataset),
-        "history": {"epoch": list(history.epoch), "values": values},
+        "history": _history_of(model.history, epoch if within_epoch else None),
+        "stopped_early": any(map(_has_stopped, callbacks)),
     }
+
+
+def _history_of(history, epoch: int | None) -> dict:
+    """Returns what a `History` has recorded; without an epoch that is not over."""
+    count = sum(each != epoch for each in history.epoch)
+    logs = history.history.items()
+    return {
+        "epoch": list(history.epoch[:count]),
+        "values": {name: np.asarray(values[:count]).tolist() for name, values in logs},
+    }
+
+
+def _has_stopped(callback) -> bool:
+    """Whether it has ended the training: it sets the epoch in which it did so."""
+    stopped = getattr(callback, "stopped_epoch", 0)
+    return isinstance(callback, keras.callbacks.EarlyStopping) and stopped > 0
 
 
 def _position_of(dataset, within_epoch) -> list[int] | None:
@@ -241,6 +256,16 @@ class Resumed:
 
     def __init__(self, state: dict, tensors: dict[str, tf.Tensor]):
         self.state, self._tensors = state, tensors
+
+    def first_epoch(self, epochs: int, print_fn: Callable[[str], None]) -> int:
+        """Returns the epoch in which training resumes; the last one's end if it had ended."""
+        if self.state.get("stopped_early") and epochs <= self.state["epochs"]:
+            print_fn(
+                f"EarlyStopping had ended this run after epoch {self.state['epoch']}: "
+                "it is not trained further"
+            )
+            return epochs
+        return self.state["epoch"]
 
     def finish(self, model: keras.Model, callbacks: Sequence) -> None:
         """Restores the metrics and the history; called when the first epoch has begun.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 # Enough for a small model, its checkpoint and its logs; the size of the model is unknown here.
 _LEAST_FREE_BYTES = 1_000_000
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _REASONS = {
     errno.EACCES: "this user may not write there",
     errno.EPERM: "this user may not write there",
@@ -55,6 +57,25 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
         temporary.unlink(missing_ok=True)
 
 
+def check_local(name: str, path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for the address of a store, which would become a folder of that name.
+
+    Args:
+        name: The argument.
+        path: Its value.
+
+    >>> check_local("folder", "gs://bucket/run")
+    Traceback (most recent call last):
+    ValueError: `folder` must be a folder of a file system. Received: folder='gs://bucket/run'. \
+Mount the store, or give a local folder and copy it.
+    """
+    if _ADDRESS.match(os.fspath(path)):
+        raise ValueError(
+            f"`{name}` must be a folder of a file system. Received: {name}={os.fspath(path)!r}. "
+            "Mount the store, or give a local folder and copy it."
+        )
+
+
 def check_folder(path: str | os.PathLike[str]) -> None:
     """Creates a folder and writes into it, so that an error is raised before training.
 
@@ -62,8 +83,9 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         path: The folder, which the flag `workdir` names.
 
     Raises:
-        ValueError: If it is a file, read-only or full.
+        ValueError: If it is a file, read-only or full, or in a store.
     """
+    check_local("workdir", path)
     folder = Path(path)
     probe = folder / f".{os.getpid()}.probe"
     try:

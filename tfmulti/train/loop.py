@@ -101,7 +101,8 @@ def _create_strategy(config):
 
 
 def _describe(settings, reporter, throughput, history, seconds) -> dict:
-    metrics = {name: float(np.ravel(values[-1])[0]) for name, values in history.history.items()}
+    # A list for a metric that has a value for each class.
+    metrics = {name: np.asarray(v[-1], float).tolist() for name, v in history.history.items()}
     measured = {name: metrics.pop(name, None) for name in callbacks.MEASURED}
     workers = getattr(reporter.strategy, "num_workers", None)
     return {
