@@ -134,6 +134,12 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     return 0
 
 
+def _show_metric(value) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_show_metric, value))
+    return f"{value:.4f}"
+
+
 def _show(result, workdir):
     metrics, rate = result["metrics"], result["examples_per_second"]
     # Keras sorts them by name.
@@ -146,7 +152,7 @@ def _show(result, workdir):
         "global batch size": result["global_batch_size"],
         "steps": f"{result['steps']:,} in {result['seconds']:,.1f} s",
         "examples per second": f"{rate:,.0f}" if rate else "not measured",
-        **{words[name]: f"{metrics[name]:.4f}" for name in names},
+        **{words[name]: _show_metric(metrics[name]) for name in names},
         "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
         "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
     }
