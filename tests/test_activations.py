@@ -430,6 +430,123 @@ def test_a_list_of_one_output_is_that_output_also_in_parts():
     np.testing.assert_array_equal(tfmulti.checkpoint_activations(model)(rows), expected)
 
 
+def two_inputs():
+    """Inputs whose order is not that of their names."""
+    user, item = keras.Input((8,), name="user"), keras.Input((8,), name="item")
+    one = layers.Concatenate()([layers.Dense(8)(user), item])
+    return keras.Model([user, item], layers.Dense(1)(layers.Dense(8)(layers.Dense(8)(one))))
+
+
+def test_a_model_in_parts_finds_its_inputs_by_their_names_as_keras_does():
+    model = two_inputs()
+    user, item = RNG.normal(size=(2, 4, 8))
+    # "other" is in front of the model's own, and "item" in front of "user", by the alphabet.
+    given = {"user": user, "item": item, "a": user[:, :1], "other": item}
+    expected = model(given), model([user, item])
+    tfmulti.checkpoint_activations(model)
+    for found, right in zip((model(given), model([user, item])), expected, strict=True):
+        np.testing.assert_allclose(found, right, atol=1e-12)
+
+
+def fitted(create, x, layers_of=None):
+    """Weights after `fit`, without and with checkpointed activations."""
+    found = []
+    for checkpointed in (False, True):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(1)
+        model = create()
+        if checkpointed:
+            tfmulti.checkpoint_activations(model, layers_of)
+        model.compile("adam", "mse", jit_compile=False)
+        model.fit(x, Y, epochs=2, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32", "complex128"])
+def test_a_block_may_return_first_what_has_no_floating_point_gradient(dtype):
+    def create():
+        given = keras.Input((6,))
+        first = keras.ops.cast(given > 0, dtype)
+        block = keras.Model(given, [first, layers.Dense(6)(given)], name="block")
+        outer = keras.Input((6,))
+        first, second = block(outer)
+        first = keras.ops.real(first) if dtype == "complex128" else first
+        both = second * keras.ops.cast(first, "float64")
+        return keras.Model(outer, layers.Dense(1)(both))
+
+    assert difference(*fitted(create, X)) < 1e-12
+
+
+def test_a_block_may_look_up_strings():
+    words = tf.constant([["a"], ["b"], ["c"]] * 7)
+
+    def create():
+        given = keras.Input((1,), dtype="string")
+        numbers = layers.StringLookup(vocabulary=["a", "b"])(given)
+        hidden = layers.Dense(4, "tanh")(layers.Flatten()(layers.Embedding(4, 4)(numbers)))
+        tower, outer = keras.Model(given, hidden), keras.Input((1,), dtype="string")
+        return keras.Model(outer, layers.Dense(1)(tower(outer)))
+
+    assert difference(*fitted(create, words)) < 1e-12
+
+
+class Scaled(layers.Layer):
+    """Takes and returns sparse tensors."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones")
+
+    def call(self, x):
+        values = x.values * tf.gather(tf.convert_to_tensor(self.scale), x.indices[:, 1])
+        return tf.SparseTensor(x.indices, values, x.dense_shape)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype, sparse=True)
+
+
+def test_blocks_may_take_and_return_sparse_tensors():
+    rows = tf.sparse.from_dense(RNG.integers(0, 2, (21, 30)).astype("float64"))
+
+    def create():
+        given = keras.Input((30,), sparse=True)
+        hidden = layers.Dense(4, "tanh", name="wide")(Scaled(name="scaled")(given))
+        return keras.Model(given, layers.Dense(1)(hidden))
+
+    assert difference(*fitted(create, rows, ["scaled", "wide"])) < 1e-12
+
+
+@pytest.mark.parametrize("of_blocks", [True, False])
+def test_after_a_fit_too_the_layers_run_again_and_not_three_times(of_blocks):
+    calls = []
+
+    class Counted(layers.Layer):
+        def build(self, shape):
+            self.dense = layers.Dense(6)
+            self.dense.build(shape)
+
+        def call(self, x):
+            calls.append(1)
+            return self.dense(x)
+
+    class Plain(layers.Dense):
+        def call(self, x):
+            calls.append(1)
+            return super().call(x)
+
+    first = Counted() if of_blocks else Plain(6)
+    hidden = [layers.Dense(6) for _ in range(5)]
+    model = keras.Sequential([keras.Input((6,)), first, *hidden, layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(X, Y, verbose=0)
+    for _ in range(2):
+        tfmulti.checkpoint_activations(model)
+        calls.clear()
+        model.fit(X, Y, verbose=0)
+        # Keras traces a step twice: to build the model, and to train it.
+        assert len(calls) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("xla", [False, True])
 def test_a_stack_of_blocks_needs_less_than_half_of_the_memory(xla):

@@ -446,3 +446,77 @@ def test_a_second_derivative_is_refused(kind):
     case = {"model": lambda: worker.stepping(kind)}
     with pytest.raises(RuntimeError, match="A pipeline does not support second derivatives"):
         fit(create(case, DEVICES), case)
+
+
+def test_inputs_are_found_by_their_names():
+    def two_inputs():
+        # Their order is not that of their names.
+        user, item = keras.Input((8,), name="user"), keras.Input((8,), name="item")
+        one = layers.Concatenate()([layers.Dense(8)(user), item])
+        return keras.Model([user, item], layers.Dense(3)(layers.Dense(8)(one)))
+
+    x = {"user": worker.NUMBERS[:, :8], "item": worker.NUMBERS[:, 8:16]}
+    # A feature of strings that no input takes is none of the pipeline's.
+    x["a"] = tf.constant(["text"] * len(worker.NUMBERS))
+    models = []
+    for devices in (None, DEVICES):
+        keras.utils.set_random_seed(1)
+        with replicas.create_strategy(1).scope():
+            model = two_inputs()
+            if devices:
+                model = tfmulti.pipeline(model, devices=devices, micro_batches=3)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("sgd", loss, jit_compile=False)
+        model.fit(x, worker.CLASSES, batch_size=16, shuffle=False, verbose=0)
+        models.append(model)
+    assert worker.apart(*models) <= 1e-12
+
+
+def test_normalization_that_is_unfrozen_later_updates_its_statistics():
+    models = []
+    for devices in (None, DEVICES):
+        keras.utils.set_random_seed(1)
+        with replicas.create_strategy(1).scope():
+            model = worker.normalized()
+            norms = [x for x in model.layers if isinstance(x, layers.BatchNormalization)]
+            for each in norms:
+                each.trainable = False
+            if devices:
+                model = tfmulti.pipeline(model, devices=devices, micro_batches=1)
+        for trainable in (False, True):
+            for each in norms:
+                each.trainable = trainable
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile("sgd", loss, jit_compile=False)
+            rows = worker.NUMBERS, worker.CLASSES
+            model.fit(*rows, batch_size=16, shuffle=False, verbose=0)
+        assert all(np.abs(each.moving_mean.numpy()).max() > 1e-3 for each in norms)
+        models.append(model)
+    assert worker.apart(*models) <= 1e-12
+
+
+def test_a_weight_that_no_loss_depends_on_is_not_updated():
+    """Not even by weight decay, which Keras applies to each weight that has a gradient."""
+
+    def two_heads():
+        given = keras.Input((8,))
+        one = layers.Dense(8)(layers.Dense(8)(given))
+        heads = layers.Dense(3, name="a")(one), layers.Dense(3, name="b")(one)
+        return keras.Model(given, heads)
+
+    models, rows = [], worker.NUMBERS[:, :8]
+    for devices in (None, DEVICES):
+        keras.utils.set_random_seed(1)
+        with replicas.create_strategy(1).scope():
+            model = two_heads()
+            if devices:
+                model = tfmulti.pipeline(model, devices=devices, micro_batches=3)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+            model.compile(optimizer, [loss, None], jit_compile=False)
+        before = model.get_layer("b").kernel.numpy()
+        with pytest.warns(UserWarning, match="Gradients do not exist for variables .*b/kernel"):
+            model.fit(rows, [worker.CLASSES] * 2, batch_size=16, shuffle=False, verbose=0)
+        np.testing.assert_array_equal(model.get_layer("b").kernel.numpy(), before)
+        models.append(model)
+    assert worker.apart(*models) <= 1e-12

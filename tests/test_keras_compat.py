@@ -553,6 +553,8 @@ def test_a_file_that_another_worker_writes_is_told(tmp_path):
         with pytest.raises(BlockingIOError, match="let only the chief save") as told:
             model.save_weights(path)
     assert f"`save_weights` to {path}, which another process is writing" in str(told.value)
+    # Once there is a strategy, this process holds its port.
+    assert "`tfmulti.resolve_cluster(check_network=False).is_chief`" in str(told.value)
 
 
 @pytest.mark.slow

@@ -189,3 +189,40 @@ def test_tensors_of_any_kind_and_shape_arrive(in_graph):
         np.testing.assert_array_equal(found.numpy(), expected)
         assert found.numpy().dtype == np.asarray(expected).dtype
     assert more[0].numpy().tolist() == [7]
+
+
+def test_the_graph_tells_what_an_output_has_a_gradient_with_respect_to():
+    found = {}
+
+    @tf.function(autograph=False)
+    def trace(a, b, c):
+        tensors = [a, b, c]
+
+        def note(name, output):
+            found[name] = keras_compat.sources_of(output, tensors)
+
+        note("sum", 2.0 * a + tf.nn.gelu(c))
+        note("itself", b)
+        note("stopped", a * tf.stop_gradient(b))
+        note("rounded to numbers", tf.gather(a, tf.cast(b, tf.int32)))
+        note("compared", tf.where(b > 0, c, 0.0))
+        note("branch", tf.cond(a[0] > 0, lambda: b, lambda: c))
+        note("loop", tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * c), (0, a))[1])
+        note("function", tf.function(lambda x: x * b, autograph=False)(a))
+        note("list", tf.map_fn(lambda x: x * 2.0, b))
+        note("nothing", tf.zeros(3))
+        return 0
+
+    trace(*tf.ones([3, 3]))
+    assert found == {
+        "sum": {0, 2},
+        "itself": {1},
+        "stopped": {0},
+        "rounded to numbers": {0},
+        "compared": {2},
+        "branch": {1, 2},
+        "loop": {0, 2},
+        "function": {0, 1},
+        "list": {1},
+        "nothing": set(),
+    }

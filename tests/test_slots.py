@@ -5,9 +5,12 @@ import tempfile
 import keras
 import numpy as np
 import pytest
+import replicas
 import tensorflow as tf
 
-from tfmulti.step import slots
+from tfmulti import keras_compat
+from tfmulti.step import parameters, slots
+from tfmulti.step.sharded_state import Shards
 
 
 def of_another_worker(shape, dtype):
@@ -61,3 +64,30 @@ def test_variables_of_one_shape_are_gathered_by_one_trace(values, monkeypatch):
         variable.assign(np.full(shape, 7.0))
         np.testing.assert_array_equal(values.gathered(variable), np.full(shape, 7.0))
     assert len(traces) == 2
+
+
+def test_a_value_of_another_shape_is_not_kept():
+    class Slot:
+        path, shape = "adam/table_momentum", tf.TensorShape([51, 16])
+
+    for value in (np.ones((60, 16)), [1.0], tf.ones([51])):
+        with pytest.raises(ValueError, match="(?s)Received: a value of shape .*adam/table_moment"):
+            slots.refuse_other_shape(Slot, value)
+    slots.refuse_other_shape(Slot, np.ones((51, 16)))
+
+
+def test_averages_are_stale_after_every_call_of_an_optimizer_that_accumulates():
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=4)
+    shards = Shards(optimizer, replicas.create_strategy(1), shards_parameters=False)
+    optimizer.build([weight])
+    weight.counters = [keras_compat.call_counter(optimizer)]
+    values = slots.OwnedValues(tf.distribute.get_strategy(), parameters._step)
+    weight.owner, weight.has_whole = 0, True
+    for kept in (shards.values, values):
+        kept.keep_value(weight, np.ones(3))
+        kept.read(weight)
+    optimizer.apply([tf.ones([3])])
+    for kept in (shards.values, values):
+        with pytest.raises(RuntimeError, match="gather_optimizer_state"):
+            kept.read(weight)

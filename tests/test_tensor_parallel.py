@@ -10,10 +10,10 @@ from test_pipeline import Mailbox
 
 import tfmulti
 from tfmulti.mpi.all_reduce import MpiAllReduce
-from tfmulti.parallel import tensor_layers
+from tfmulti.parallel import tensor_attention, tensor_layers
 from tfmulti.parallel.group_rows import Group
 from tfmulti.parallel.tensor import tensor_parallel
-from tfmulti.step import owners
+from tfmulti.step import owners, split_weights
 from tfmulti.step.split_weights import Split
 from tfmulti.train.config import TrainConfig
 
@@ -142,6 +142,9 @@ def test_a_split_weight_has_no_owner():
         ("...x,xy->...y", 4, "row", (0, -1)),
         ("ab,ab->ab", (4,), "row", None),
         ("ab,cb->ca", (4,), "column", None),
+        # The axis, counted from either end, depends on the rank of the inputs.
+        ("ab...,bc->ac...", (4, 5), "column", None),
+        ("ab...,bc->ac...", (4, 5), "row", None),
     ],
 )
 def test_equations_tell_where_the_features_are(equation, shape, kind, axes):
@@ -199,6 +202,42 @@ def test_features_stay_split_between_a_column_split_and_the_row_split_that_alone
     assert not paired(wide(), back(), outputs=["wide", "back"])
     assert not paired(wide(), back(), layout={"wide": "column"})
     assert not paired(wide(), back(), layout={"wide": "row", "back": "row"})
+
+
+def test_features_are_whole_between_the_parts_of_a_checkpointed_model():
+    hidden = [layers.Dense(64, name=f"dense_{i}") for i in range(9)]
+    model = keras.Sequential([keras.Input((64,)), *hidden])
+    chosen = [(hidden[1], "column"), (hidden[2], "row")]
+    assert len(tensor_layers.pairs_of(model, chosen)) == 1
+    tfmulti.checkpoint_activations(model)
+    assert not tensor_layers.pairs_of(model, chosen)
+
+
+def test_a_mask_of_one_row_is_for_the_rows_of_its_worker_alone():
+    query, mask = tf.zeros([3, 2, 4]), np.array([[[True, False], [False, True]]])
+    every = tensor_attention._for_each_row(mask, query)
+    np.testing.assert_array_equal(every, np.repeat(mask, 3, axis=0))
+    np.testing.assert_array_equal(tensor_attention._for_each_row(every, query), every)
+    assert tensor_attention._for_each_row(mask[0], query).shape == (2, 2)
+
+
+def test_a_value_for_a_split_weight_must_have_the_shape_of_the_whole():
+    class Weight:
+        path, shape, split = "table/embeddings", (51, 16), Split((51, 16), 0, 2, 0)
+        value = tf.Variable(np.zeros((25, 16)))
+
+    class Values:
+        kept = None
+
+        def keep_value(self, variable, value):
+            self.kept = value
+
+    values = Values()
+    with pytest.raises(ValueError, match=r"(?s)Received: a value of shape \(60, 16\).*table"):
+        split_weights._assign(Weight, np.ones((60, 16)), values)
+    assert values.kept is None and not Weight.value.numpy().any()
+    split_weights._assign(Weight, np.ones((51, 16)), values)
+    assert values.kept.shape == (51, 16) and Weight.value.numpy().all()
 
 
 def test_the_command_line_splits_layers():

@@ -81,6 +81,16 @@ def normalized(synchronized=False):
     return chain(*hidden, layers.ReLU(), *more)
 
 
+def frozen(synchronized=False):
+    model = normalized(synchronized)
+    model.trainable = False
+    return model
+
+
+def unfreeze(model):
+    model.trainable = True
+
+
 def several():
     """Three inputs, two of them of floating point, and two outputs."""
     numbers, words = keras.Input((WIDTH,), name="a"), keras.Input((TOKENS,), name="b")
@@ -184,6 +194,10 @@ def clipped():
     return optimizers.AdamW(1e-3, global_clipnorm=0.1)
 
 
+def decaying():
+    return optimizers.AdamW(1e-3, weight_decay=0.1)
+
+
 def accumulated():
     return optimizers.Adam(1e-3, gradient_accumulation_steps=2)
 
@@ -215,6 +229,14 @@ TRAINED = {
         "loss": lambda: {"class": usual_loss(), "sum": "mse"},
         "metrics": None,
     },
+    "a head without a loss": {
+        "model": several,
+        "x": {"a": NUMBERS, "b": WORDS, "c": NUMBERS[:, 1:4]},
+        "y": {"class": CLASSES, "sum": NUMBERS[:, :1]},
+        "loss": lambda: {"class": usual_loss()},
+        "metrics": None,
+        "optimizer": decaying,
+    },
     "one micro-batch": {"model": dense, "pipeline": {"micro_batches": 1}},
     "more micro-batches than rows": {"model": dense, "pipeline": {"micro_batches": 40}},
     "few rows": {"model": dense, "global_batch_size": 5},
@@ -243,6 +265,12 @@ TRAINED = {
         "model": normalized,
         "copies": lambda: normalized(synchronized=True),
         "pipeline": {"micro_batches": 1},
+    },
+    "unfrozen": {
+        "model": frozen,
+        "copies": lambda: frozen(synchronized=True),
+        "pipeline": {"micro_batches": 1},
+        "later": unfreeze,
     },
 }
 

@@ -5,7 +5,9 @@ sharded ones, in the same process.
 """
 
 import contextlib
+import gc
 import os
+import weakref
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -13,7 +15,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
-from comparison import apart
+from comparison import apart, usual_loss
 
 import tfmulti
 from tfmulti import topology
@@ -121,6 +123,20 @@ def spectral():
     return chain(layers.Dense(WIDE, activation="tanh"), layers.SpectralNormalization(dense))
 
 
+class ToSparse(layers.Layer):
+    """Makes its inputs sparse, as they come from data of few words."""
+
+    def call(self, x):
+        return tf.sparse.from_dense(tf.where(x > 0.5, x, tf.zeros_like(x)))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype, sparse=True)
+
+
+def sparse():
+    return chain(ToSparse(), layers.Dense(WIDE, activation="tanh"), layers.Dense(WIDE))
+
+
 def frozen():
     model = plain()
     model.layers[0].trainable = False
@@ -173,6 +189,7 @@ MODELS = {
     "convolution": convolution,
     "penalized": penalized,
     "spectral": spectral,
+    "sparse": sparse,
     "frozen": frozen,
     "adapted": adapted,
     "checkpointed": checkpointed,
@@ -281,6 +298,28 @@ def two_optimizers(strategy, folder, name):
         fit(model)
         models.append(model)
     return {"apart": apart(*models)}
+
+
+def unfrozen(strategy, folder, name):
+    """Large statistics of a layer that was frozen first, and what is left of earlier optimizers."""
+    strategy.verify, models = "never", []
+    for shard in (None, "parameters"):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            norm = layers.BatchNormalization(synchronized=True)
+            model = chain(layers.Dense(4096, "tanh"), norm)
+        made = []
+        for trainable in (False, True, True):
+            norm.trainable = trainable
+            with strategy.scope():
+                optimizer = tfmulti.DistributedOptimizer(optimizers.SGD(0.1), shard=shard)
+                model.compile(optimizer, usual_loss())
+            made.append(weakref.ref(optimizer))
+            fit(model, epochs=1)
+        models.append(model)
+    del optimizer
+    gc.collect()
+    return {"apart": apart(*models), "alive": [each() is not None for each in made]}
 
 
 class Adversaries(keras.Model):
@@ -452,6 +491,7 @@ CASES = {
     "settings": settings,
     "two optimizers": two_optimizers,
     "skips": skips,
+    "unfrozen": unfrozen,
     "life": life,
     "loaded": loaded,
     "swapped": swapped,

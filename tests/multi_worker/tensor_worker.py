@@ -245,6 +245,15 @@ TRAINED = {
         "x": WORDS,
         "global_batch_size": 3,
     },
+    # Eagerly a batch of one row cannot be told from one mask for all rows.
+    "one row each": {
+        "model": crossed,
+        "layout": HEADS,
+        "x": WORDS[:13],
+        "y": CLASSES[:13],
+        "global_batch_size": 2,
+        "compile": {"run_eagerly": True},
+    },
     "scores of attention": {
         "model": lambda: crossed(returns_scores=True),
         "layout": HEADS,

@@ -29,7 +29,7 @@ def fast_fixture(over_the_ring):
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
     names = (*SLOW, "loaded", "swapped", "settings", "two optimizers", "skips")
-    names += ("swapped to evaluate",)
+    names += ("swapped to evaluate", "unfrozen")
     options = ["--mpi"] if cases.MPIEXEC.exists() else []
     return run_cases(tmp_path_factory.mktemp("sharded"), names, options=options)
 
@@ -127,6 +127,14 @@ def test_eager_steps_several_steps_and_half_precision(slow):
 @pytest.mark.slow
 def test_a_callback_swaps_averages_to_evaluate(slow):
     assert_swapped(slow, "swapped to evaluate")
+
+
+@pytest.mark.slow
+def test_statistics_of_a_layer_that_was_frozen_and_earlier_optimizers(slow):
+    for seen in (each["unfrozen"] for each in slow):
+        assert seen["apart"] < 1e-5
+        # Those of earlier compiles are gone, with their slots.
+        assert seen["alive"] == [False, False, True]
 
 
 @pytest.mark.slow

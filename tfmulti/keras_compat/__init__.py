@@ -10,7 +10,7 @@ Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `
 # fmt: off
 from tfmulti.keras_compat.accessors import (
     WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics, axes_of,
-    build_model,
+    build_model, call_counter,
     compiled_losses, inner_optimizer, is_batched, is_from_python, is_stock, keep_on_each_replica,
     reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
@@ -23,8 +23,8 @@ from tfmulti.keras_compat.accessors import (
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
     COMMUNICATION, RecordingScope, arguments_of_nodes, call_context, is_recorded, is_symbolic,
-    layers_of_nodes, next_op, nodes_of, part_of_calls, unrepeatable_ops, values_of,
-    variables_read,
+    layers_of_nodes, next_op, nodes_of, part_of_calls, sources_of, standardized_inputs,
+    unrepeatable_ops, values_of, variables_read,
 )
 from tfmulti.keras_compat.coordination import (
     SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, mark_launchers,
@@ -36,7 +36,8 @@ from tfmulti.keras_compat.extended import (
 )
 from tfmulti.keras_compat.held import (
     HeldVariable, UpdatedRows, after_add_weight, are_held_values, call_outside_scope,
-    held_values, hold, in_stateless_scope, is_initialized, move_held, own_weights, put_on,
+    held_values, hold, in_stateless_scope, is_initialized, move_held, own_state,
+    own_weights, put_on,
 )
 from tfmulti.keras_compat.replaced_calls import (
     distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,

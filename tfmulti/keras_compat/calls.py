@@ -14,7 +14,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import op_def_registry, ops
 
 from tfmulti.keras_compat import randomness, replacement
 
@@ -25,6 +25,7 @@ _AUTOCAST = "autocast_scope"
 _ASSIGNS = re.compile(r"Assign.*VariableOp|ResourceScatter|ResourceStridedSliceAssign")
 COMMUNICATION = "tfmulti_communication"
 """The name scope of operations that communicate: the only state that they change is their order."""
+_WITHOUT_GRADIENT = (tf.bool, tf.string)
 # Attributes of ops that name the functions of branches, loops and calls.
 _BODIES = ("then_branch", "else_branch", "body", "f")
 
@@ -204,6 +205,38 @@ def _is_unrepeatable(kind):
     return randomness.is_random(kind) or bool(_ASSIGNS.match(kind))
 
 
+def sources_of(output: tf.Tensor, tensors) -> frozenset[int]:
+    """Returns the numbers of the tensors with respect to which a tensor has a gradient.
+
+    It follows the graph without making any gradient, which would take as long as a second trace. A
+    branch or a loop counts as if each of its outputs depended on each of its inputs.
+
+    Args:
+        output: A tensor of the graph that is traced.
+        tensors: Tensors of the same graph.
+    """
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
+    found, seen, waiting = set(), set(), [output]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in seen or tensor.dtype.is_integer or tensor.dtype in _WITHOUT_GRADIENT:
+            continue
+        seen.add(tensor.name)
+        if tensor.name in numbers:
+            found.add(numbers[tensor.name])
+        elif _has_gradient(tensor.op):
+            waiting.extend(tensor.op.inputs)
+    return frozenset(found)
+
+
+def _has_gradient(op):
+    try:
+        # None for an operation that stops gradients.
+        return ops.get_gradient_function(op) is not None
+    except LookupError:
+        return True
+
+
 def nodes_of(model: keras.Model) -> list[tuple[list, list]] | None:
     """Returns the layer calls of a Functional or Sequential model, in the order in which they run.
 
@@ -273,6 +306,18 @@ def part_of_calls(model: keras.Model, first: int, last: int, inputs, outputs) ->
         results = keras.tree.flatten(node.operation(*args, **kwargs))
         made.update(zip(map(id, node.outputs), results))
     return keras.Model(given, [made[id(tensor)] for tensor in outputs])
+
+
+def standardized_inputs(model: keras.Model, inputs) -> list:
+    """Returns the tensors for the inputs of a Functional or Sequential model, in their order.
+
+    Keras takes those of a dict by the names of the inputs, and fits dtypes and ranks.
+
+    Args:
+        model: The model.
+        inputs: What its call is given.
+    """
+    return (getattr(model, "_functional", None) or model)._standardize_inputs(inputs)
 
 
 def is_recorded(tensors: list[tf.Tensor]) -> bool:

@@ -303,3 +303,8 @@ def is_initialized(variable: keras.Variable) -> bool:
 def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Returns the weights of a layer, without those of the layers that it contains."""
     return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def own_state(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """Returns those of a layer's `own_weights` that it has created with `trainable=False`."""
+    return list(layer._non_trainable_variables)

@@ -178,8 +178,8 @@ def before_saving(original, before):
             raise BlockingIOError(
                 f"Only one process may write a file. Received: `{original.__name__}` to {path}, "
                 "which another process is writing. With several workers, let only the chief save "
-                "(`tfmulti.resolve_cluster().is_chief`), or pass keras.callbacks.ModelCheckpoint "
-                "to `fit` on every worker."
+                "(`tfmulti.resolve_cluster(check_network=False).is_chief`), or pass "
+                "keras.callbacks.ModelCheckpoint to `fit` on every worker."
             ) from error
 
     return save

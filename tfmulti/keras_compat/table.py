@@ -19,6 +19,7 @@ from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.tensorflow import optimizer as keras_optimizer
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
+from keras.src.models import functional
 from keras.src.ops import function as keras_function
 from keras.src.ops import node
 from keras.src.optimizers import base_optimizer
@@ -80,6 +81,7 @@ READ = (
     (keras_trainer, "reduce_per_replica", ("values", "strategy", "reduction")),
     (keras.Model, "_symbolic_build", ("data_batch",)),
     (keras.Model, "_flatten_layers", ()),
+    (functional.Functional, "_standardize_inputs", ("inputs",)),
     (keras.optimizers.Optimizer, "_clip_gradients", ("grads",)),
     (keras.optimizers.Optimizer, "_get_variable_index", ("variable",)),
     (keras.optimizers.Optimizer, "_track_variable", ("variable",)),
@@ -98,6 +100,7 @@ READ = (
     (keras.Variable, "_direct_assign", ("value",)),
     (distributed_values, "MirroredVariable", None),
     (ops, "gradient_registry", None),
+    (ops, "get_gradient_function", ("op",)),
     (registry.Registry, "_registry", None),
     (pywrap_tfe, "TFE_Py_TapeSetShouldRecordBackprop", None),
     (mwms.CollectiveAllReduceExtended, "_initialize_local_devices", ("worker_device",)),

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.parallel import prefetch
+from tfmulti.parallel import components, prefetch
 from tfmulti.parallel.cutting import Cut, starts_by_activations
 from tfmulti.settings import check_type
 from tfmulti.step.parameters import (
@@ -70,12 +70,17 @@ def checkpoint_activations(
             "tfmulti.pipeline(..., checkpoint_activations=True)."
         )
     blocks = _layers_with_layers(model) if layers is None else _find_layers(model, layers)
-    for layer in blocks:
-        layer.call = recomputed(layer, layer.call)
-    if not blocks:
-        _checkpoint_parts(model)
-    for layer in blocks or [model]:
+    # Another call for the same layers would make each of them run three times.
+    new = [layer for layer in blocks or [model] if not marks.CHECKPOINTED.get(layer)]
+    for layer in new:
+        if blocks:
+            layer.call = recomputed(layer, layer.call)
+        else:
+            _checkpoint_parts(model)
         marks.CHECKPOINTED.set(layer, True)
+    # Functions that `fit` and others have traced call the layers as they were; Keras makes new
+    # ones.
+    model.train_function = model.test_function = model.predict_function = None
     return model
 
 
@@ -189,9 +194,8 @@ class _RepeatedCall:
         self.name = getattr(layer or call, "name", getattr(call, "__qualname__", "a function"))
         self._call, self._loss_owner = call, loss_owner
         self._arguments = (args, kwargs)
-        flat = keras.tree.flatten(self._arguments)
-        self._inputs = [value for value in flat if tf.is_tensor(value)]
-        self.num_inputs = len(self._inputs)
+        self._inputs = components.tensors_of(self._arguments)
+        self.num_inputs = len(components.parts_of(self._inputs))
         self._masks = [keras_compat.mask_of(value) for value in self._inputs]
         variables = layer.variables if layer is not None else []
         self._variables = [v for v in variables if not isinstance(v, ShardedParameter)]
@@ -207,7 +211,8 @@ class _RepeatedCall:
         for each in self._gathered:
             note_read(each)
         held = [each.held() for each in self._gathered]
-        tensors = [*self._inputs, *masks, *keras_compat.values_of(self._variables), *held]
+        state = keras_compat.values_of(self._variables)
+        tensors = [*components.parts_of(self._inputs), *masks, *state, *held]
         results = list(_without_activations(self)(*tensors))
         if keras_compat.is_recorded(tensors):
             prefetch.of_step().expect_gradient(self)
@@ -227,8 +232,9 @@ class _RepeatedCall:
         others = [v for v in self._updated if id(v) not in own]
         self._others = list(zip(others, keras_compat.values_of(others)))
         self._outputs = outputs
-        flat = [value for value in keras.tree.flatten(outputs) if tf.is_tensor(value)]
-        masks = [keras_compat.mask_of(value) for value in flat]
+        self._tensors = components.tensors_of(outputs)
+        masks = [keras_compat.mask_of(value) for value in self._tensors]
+        flat = components.parts_of(self._tensors)
         if self._gathered:
             gathers.end(flat)
         self._with_logits = [keras_compat.WithLogits(value) for value in flat]
@@ -249,9 +255,9 @@ class _RepeatedCall:
     def second_run(self, tensors, whole):
         """Runs the call again, and returns its outputs and losses, which have gradients."""
         outputs, scope = self._run(tensors, whole)
-        values = [value for value in keras.tree.flatten(outputs) if tf.is_tensor(value)]
-        flat = [tensor for value in values for tensor in keras_compat.WithLogits(value).tensors]
-        return [*flat, *scope.losses]
+        flat = components.parts_of(components.tensors_of(outputs))
+        with_logits = [tensor for x in flat for tensor in keras_compat.WithLogits(x).tensors]
+        return [*with_logits, *scope.losses]
 
     def num_weights(self, tensors: list[tf.Tensor]) -> int:
         """Returns how many of a run's tensors are differentiable weights."""
@@ -271,7 +277,7 @@ class _RepeatedCall:
 
     def _run(self, tensors, whole):
         tensors = list(tensors)
-        inputs = [tensors.pop(0) for _ in self._inputs]
+        inputs = components.take(self._inputs, tensors)
         for value, mask in zip(inputs, self._masks):
             if mask is not None:
                 keras_compat.set_mask(value, tensors.pop(0))
@@ -285,10 +291,11 @@ class _RepeatedCall:
 
     def _unpack(self, results):
         """Returns the outputs from the flat results of the first run; adds losses and assigns."""
-        flat = [
+        restored = [
             output.restored([results.pop(0) for _ in output.tensors])
             for output in self._with_logits
         ]
+        flat = components.take(self._tensors, restored)
         for loss in [results.pop(0) for _ in range(self._num_losses)]:
             # `Functional.add_loss` takes symbolic tensors only.
             keras.layers.Layer.add_loss(self._loss_owner, loss)
@@ -371,11 +378,16 @@ def _computed_after(upstream, tensors, num_inputs):
     present = [grad for grad in upstream if grad is not None]
     with tf.control_dependencies(present):
         tensors = [tf.identity(tensor) for tensor in tensors]
-    if tf.executing_eagerly() or not present:
+    # For an output of whole numbers or bools a tape passes zeros of that dtype.
+    numbers = [grad for grad in present if _is_differentiable(grad)]
+    if tf.executing_eagerly() or not numbers:
         return tensors
-    entry = tf.reduce_max(tf.reshape(present[0], [-1])[:1])
+    entry = tf.reduce_max(tf.math.real(tf.reshape(numbers[0], [-1])[:1]))
     zero = tf.math.is_nan(entry) & tf.math.is_inf(entry)
-    inputs = [x if x.dtype == tf.bool else x + tf.cast(zero, x.dtype) for x in tensors[:num_inputs]]
+    inputs = [
+        x + tf.cast(zero, x.dtype) if _is_differentiable(x) or x.dtype.is_integer else x
+        for x in tensors[:num_inputs]
+    ]
     return [*inputs, *tensors[num_inputs:]]
 
 

@@ -70,14 +70,20 @@ class Cut:
             inputs: The arguments of the model's call.
             mask: Their masks, or None.
         """
-        if isinstance(inputs, dict) and isinstance(self._input, dict):
-            inputs = {name: inputs[name] for name in self._input}
-        masks = [None] * len(self.inputs) if mask is None else keras.tree.flatten(mask)
+        tensors = keras_compat.standardized_inputs(self._model, self.taken(inputs))
+        masks = [None] * len(self.inputs) if mask is None else keras.tree.flatten(self.taken(mask))
         values = {}
-        for tensor, value, its_mask in zip(self.inputs, keras.tree.flatten(inputs), masks):
+        for tensor, value, its_mask in zip(self.inputs, tensors, masks):
             keras_compat.set_mask(value, its_mask)
             values[id(tensor)] = value
         return values
+
+    def taken(self, inputs):
+        """Returns the arguments of the model's call without those that no input takes."""
+        names = self._input if isinstance(self._input, dict) else [x.name for x in self.inputs]
+        if isinstance(inputs, dict) and inputs.keys() >= set(names):
+            return {name: inputs[name] for name in names}
+        return inputs
 
     def pack_outputs(self, values: dict):
         """Returns the model's outputs in their structure, from values by id."""

@@ -18,6 +18,7 @@ from tfmulti.parallel.staged_call import (
     add_gradients,
     concat_rows,
     link,
+    only_reached,
     refuse_second_derivative,
     spread_over,
 )
@@ -96,6 +97,7 @@ class DeviceStages(StagedCall):
                 upstream = [tf.convert_to_tensor(each) for each in plan.outputs.floats(upstream)]
                 of_all = [*map(link, before.floats(flat)), *links]
                 of_inputs, of_weights = one.backward(upstream)
+                of_weights = list(map(only_reached, of_weights, plan.connections.reached()))
                 of_inputs = refuse_second_derivative(of_inputs, of_all)
                 gradients = spread_over(before, of_inputs, wants_inputs)
                 for device, own in zip(self._devices, of_weights):

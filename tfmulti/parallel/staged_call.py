@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
+from tfmulti.parallel.connections import Connections
 from tfmulti.parallel.cutting import Cut
 from tfmulti.parallel.stages import Boundary, Stage, StageTrace, stages_of, trace_stages
 from tfmulti.step import normalization
@@ -30,6 +31,7 @@ class Plan:
         recomputes: Whether a stage keeps only its inputs, and runs again for gradients.
         training: As in a layer's call.
         context: Function that restores the context in which the model was called.
+        connections: Which weights have a gradient.
     """
 
     stages: list[Stage]
@@ -38,6 +40,7 @@ class Plan:
     recomputes: bool
     training: bool | None
     context: Callable
+    connections: Connections
 
     @property
     def outputs(self) -> Boundary:
@@ -207,11 +210,12 @@ class StagedCall:
         """Passes a batch through the stages within a step; elsewhere runs the model's own call."""
         if not self._is_step() or keras_compat.is_symbolic(inputs):
             return self._original_call(inputs, training=training, mask=mask, **kwargs)
-        _refuse_inputs(keras.tree.flatten(inputs))
+        _refuse_inputs(keras.tree.flatten(self._cut.taken(inputs)))
         values = self._cut.values_of(inputs, mask)
         before, flat = Boundary.of(list(values), values, [])
         plan = self._plan(before, training)
-        values, losses = plan.outputs.values(self._run_stages(plan, before, flat))
+        results = plan.connections.watch(self._run_stages(plan, before, flat))
+        values, losses = plan.outputs.values(results)
         for loss in losses:
             keras.layers.Layer.add_loss(self._model, tf.reduce_mean(loss))
         return self._cut.pack_outputs(values)
@@ -237,13 +241,18 @@ class StagedCall:
     def _plan(self, before, training) -> Plan:
         context = keras_compat.call_context()
         with keras_compat.draws_of() as draws:
-            key = (before, training, draws is None)
+            # What is frozen updates no statistics, and a later `compile` may unfreeze it.
+            layers = keras_compat.all_layers(self._model)
+            trainable = tuple(layer.trainable for layer in layers)
+            key = (before, training, draws is None, trainable)
         if key not in self._traces:
             with context():
                 self._traces[key] = trace_stages(self._stages, before, training)
         needs_whole = training and normalization.synchronized_layers(self._model)
         number = 1 if needs_whole else self._num_micro_batches
-        return Plan(self._stages, self._traces[key], number, self._recomputes, training, context)
+        stages, traces = self._stages, self._traces[key]
+        connections = Connections(stages, traces)
+        return Plan(stages, traces, number, self._recomputes, training, context, connections)
 
 
 def concat_rows(parts) -> list[tf.Tensor]:
@@ -279,10 +288,11 @@ def refuse_second_derivative(gradients, links) -> list:
     derivative would silently leave the stages out.
 
     Args:
-        gradients: Gradients that have passed through the stages; some may be `tf.IndexedSlices`.
+        gradients: Gradients that have passed through the stages; some may be `tf.IndexedSlices`,
+            or None.
         links: The links of the floating-point tensors that they depend on.
     """
-    flat = [values_of_gradient(each) for each in gradients]
+    flat = [values_of_gradient(each) for each in gradients if each is not None]
 
     @tf.custom_gradient
     def once(*tensors):
@@ -295,8 +305,13 @@ def refuse_second_derivative(gradients, links) -> list:
 
         return [tf.identity(tensor) for tensor in tensors[: len(flat)]], gradient
 
-    flat = once(*flat, *links) if flat else []
-    return [with_values(old, new) for old, new in zip(gradients, flat)]
+    flat = iter(once(*flat, *links) if flat else [])
+    return [None if old is None else with_values(old, next(flat)) for old in gradients]
+
+
+def only_reached(gradients, reached: list[bool]) -> list:
+    """Returns the gradients of weights, but None for those that no loss depends on."""
+    return [grad if is_reached else None for grad, is_reached in zip(gradients, reached)]
 
 
 def spread_over(before: Boundary, of_floats, are_wanted: bool) -> list:

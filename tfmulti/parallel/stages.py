@@ -93,6 +93,8 @@ class StageTrace:
         updated: The variables that it updates and no stage before it does.
         shared: The variables that it updates and a stage before it does too.
         num_draws: How many random tensors it draws, where that is counted.
+        sources: For each floating-point output, what it has a gradient with respect to: the numbers
+            of the floating-point inputs, then, counted on, of the weights.
     """
 
     before: Boundary
@@ -100,6 +102,7 @@ class StageTrace:
     updated: tuple[keras.Variable, ...]
     shared: tuple[keras.Variable, ...]
     num_draws: int
+    sources: tuple[frozenset[int], ...]
 
 
 class Stage:
@@ -185,7 +188,9 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                 drawn = draws.number if draws is not None else 0
                 weights = [tf.zeros(weight.shape, weight.dtype) for weight in stage.weights]
                 before_it = {id(variable): value for variable, value in state}
+                given = [*taken.floats(flat), *weights]
                 after, flat, state = stage.run(taken, flat, weights, state, training)
+                sources = tuple(keras_compat.sources_of(x, given) for x in after.floats(flat))
                 _refuse_without_rows(after)
                 held = {id(weight) for weight in stage.weights}
                 refuse_assigned_weights(v.path for v, _ in state if id(v) in held)
@@ -197,7 +202,7 @@ def trace_stages(stages: list[Stage], before: Boundary, training) -> list[StageT
                     if id(variable) in known and before_it[id(variable)] is not value
                 )
                 number = draws.number - drawn if draws is not None else 0
-                traces.append(StageTrace(taken, after, new, shared, number))
+                traces.append(StageTrace(taken, after, new, shared, number, sources))
                 taken = after
         return tf.constant(0)
 

@@ -108,10 +108,13 @@ class Heads:
         """Whether a call is one within a step, of dense tensors, that does not return scores."""
         is_step = parameters.in_replica() and current_replica_batch() is not None
         tensors = [given[name] for name in ("query", "key", "value") if given.get(name) is not None]
+        mask = tf.TensorShape(getattr(given.get("attention_mask"), "shape", ()))
         return (
             is_step
             and all(isinstance(each, tf.Tensor) for each in tensors)
             and all(each.shape.rank == _RANK for each in tensors)
+            # A mask may differ between heads.
+            and (mask.rank <= _RANK or mask[_AXIS_OF_HEADS] == 1)
             and not given.get("return_attention_scores")
             and self._current_calls() == self._calls
             and not any(layer.activity_regularizer for layer in self.layers)
@@ -122,12 +125,15 @@ class Heads:
 
         Queries, keys and values are often one tensor, which is exchanged once.
         """
+        mask = given.get("attention_mask")
+        if mask is not None:
+            given = given | {"attention_mask": _for_each_row(mask, given["query"])}
         known: dict[int, tf.Tensor] = {}
         _, counts = self._gather_one(given["query"], known)
         rows = {}
         for name in _ROWS:
             own = given.get(name)
-            if own is None or (name == "attention_mask" and _is_of_all_rows(own)):
+            if own is None or (name == "attention_mask" and own.shape.rank < _RANK):
                 continue
             rows[name] = self._gather_one(own, known)[0]
             mask = keras_compat.mask_of(own)
@@ -142,10 +148,16 @@ class Heads:
         return known[id(own)]
 
 
-def _is_of_all_rows(mask) -> bool:
-    """Whether one mask is for all rows, by its shape `(T, S)` or `(1, T, S)`."""
-    shape = tf.TensorShape(mask.shape)
-    return shape.rank < 3 or shape[0] == 1
+def _for_each_row(mask, query) -> tf.Tensor:
+    """Returns a mask `(B, T, S)`, or `(1, T, S)` for all rows, with a row for each query.
+
+    A single row may be the mask of this worker's only row, which is for no other worker's rows. A
+    mask `(T, S)` has no rows.
+    """
+    mask = tf.convert_to_tensor(mask)
+    if mask.shape.rank < _RANK:
+        return mask
+    return tf.broadcast_to(mask, tf.concat([tf.shape(query)[:1], tf.shape(mask)[1:]], 0))
 
 
 def heads_of(layers: list, chosen: list, group: Group) -> list[Heads]:

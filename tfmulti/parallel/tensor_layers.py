@@ -87,7 +87,11 @@ def axes_of(layer: keras.layers.Layer, kind: str) -> Axes | None:
     found = [label for label in weight if label in rows and label not in other]
     if not found:
         return None
-    return Axes(weight.index(found[0]), rows.index(found[0]) - len(rows))
+    number = rows.index(found[0])
+    if "..." in rows[number:]:
+        # It stands for any number of axes, which also the count from the end would need.
+        return None
+    return Axes(weight.index(found[0]), number - len(rows))
 
 
 class Pair:
@@ -175,7 +179,8 @@ def pairs_of(model: keras.Model, chosen) -> list[tuple[Pair, list[keras.layers.L
         Each `Pair` with its two layers.
     """
     nodes, kinds = keras_compat.nodes_of(model), {id(x): kind for x, kind in chosen}
-    if nodes is None:
+    # Of a model in checkpointed parts, one part may end between the layers and run again alone.
+    if nodes is None or marks.CHECKPOINTED.get(model):
         return []
     called = list(zip(keras_compat.layers_of_nodes(model), nodes))
     taken = [id(x) for _, (inputs, _) in called for x in inputs] + [id(x) for x in model.outputs]

@@ -108,7 +108,8 @@ class WorkerStages(StagedCall):
                 own = [place for place in of_weights if not self._weights[place][1]]
                 sums = one.add_over_copies([of_weights[place] for place in own])
                 of_weights.update(zip(own, sums))
-                of_weights = list(self._gradients_of_weights(of_weights))
+                reached = self._reached(plan)
+                of_weights = list(self._gradients_of_weights(of_weights, reached))
                 links = [link(each) for each in (*before.floats(flat), *weights)]
                 of_inputs = refuse_second_derivative(of_inputs, links)
                 of_weights = refuse_second_derivative(of_weights, links)
@@ -120,10 +121,27 @@ class WorkerStages(StagedCall):
         one.update()
         return results
 
-    def _gradients_of_weights(self, gradients):
-        """Yields a gradient for each weight, from those of this worker's stage by their places."""
+    def _reached(self, plan) -> set[int]:
+        """Returns the ids of the weights of all stages that a loss depends on."""
+        pairs = zip(plan.stages, plan.connections.reached())
+        return {
+            id(weight)
+            for stage, reached in pairs
+            for weight, is_reached in zip(stage.weights, reached)
+            if is_reached
+        }
+
+    def _gradients_of_weights(self, gradients, reached):
+        """Yields a gradient for each weight, from those of this worker's stage by their places.
+
+        It is None, on all workers, for weights that are not reached.
+        """
         for place, (weight, is_shared) in enumerate(self._weights):
             own = gradients.get(place)
+            if id(weight) not in reached:
+                weight.unreduced = False
+                yield None
+                continue
             if is_shared:
                 yield tf.zeros(weight.shape, weight.dtype) if own is None else own
                 continue

@@ -32,7 +32,8 @@ class ShardedParameter(keras_compat.HeldVariable):
 
     Attributes:
         owner: The number of the worker that holds it.
-        optimizers: The optimizers that update it.
+        counters: The variables that count the calls of the optimizers that update it. The
+            optimizers themselves, with their slots, would stay in memory as long as the weight.
         reads: A weak reference to the latest step that reads it, and how often that step does.
         unreduced: Whether its latest gradient is still to be added over workers.
         stages: The number of stages of the pipeline that contains it, or None. Only its stage
@@ -72,6 +73,8 @@ class ShardedParameter(keras_compat.HeldVariable):
         """Assigns the whole value on the owner; the other workers keep it in a file."""
         if self.is_here or keras_compat.in_stateless_scope():
             super().assign(value)
+        elif not keras_compat.are_held_values():
+            slots.refuse_other_shape(self, value)
         if not (keras_compat.are_held_values() or keras_compat.in_stateless_scope()):
             self.parameters.values.keep_value(self, value)
         return value
@@ -144,13 +147,11 @@ class Parameters:
         self._held[owner] += owners.bytes_of(variable)
         keras_compat.hold(variable, ShardedParameter, self._strategy(), is_here)
         variable.owner, variable.parameters = owner, self
-        variable.optimizers = []
+        variable.counters = []
 
 
 def _step(variable) -> int:
-    return sum(
-        int(keras.ops.convert_to_numpy(optimizer.iterations)) for optimizer in variable.optimizers
-    )
+    return sum(int(keras.ops.convert_to_numpy(counter)) for counter in variable.counters)
 
 
 def in_replica() -> bool:
@@ -193,12 +194,16 @@ def has_copies(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bo
 
 
 def is_state(variable: keras.Variable, layer: keras.layers.Layer) -> bool:
-    """Whether a layer may change a variable in its calls, as batch normalization does."""
+    """Whether a layer may change a variable in its calls, as batch normalization does.
+
+    Neither `layer.trainable` nor `variable.trainable` counts: users freeze and unfreeze layers
+    after their weights have been placed.
+    """
     changes = not keras_compat.is_stock(type(layer))
     changes = changes or isinstance(
         layer, (keras.layers.BatchNormalization, keras.layers.SpectralNormalization)
     )
-    return changes and layer.trainable and not variable.trainable
+    return changes and any(variable is each for each in keras_compat.own_state(layer))
 
 
 def of_strategy(strategy: tf.distribute.Strategy) -> Parameters:

@@ -212,7 +212,7 @@ class Shards:
             for variable, owner in zip(variables, self._owners):
                 sharded.shard(variable, owner)
                 if isinstance(variable, parameters.ShardedParameter):
-                    variable.optimizers.append(self._optimizer)
+                    variable.counters.append(keras_compat.call_counter(self._optimizer))
         self._is_here = [
             getattr(variable, "is_here", owner in (None, self.worker))
             for variable, owner in zip(variables, self._owners)
@@ -395,4 +395,4 @@ class Shards:
             self._optimizer.assign(sent[place][0], value)
 
     def _step(self, _slot) -> int:
-        return int(keras.ops.convert_to_numpy(self._optimizer.iterations))
+        return int(keras.ops.convert_to_numpy(keras_compat.call_counter(self._optimizer)))

@@ -99,6 +99,8 @@ class SlotVariable(keras.Variable):
         """Assigns the whole value on the owner; the other workers keep it in a file."""
         if self.is_here:
             super().assign(value)
+        elif not keras_compat.are_held_values():
+            refuse_other_shape(self, value)
         # On the owner too: all workers must agree on whether the value is known.
         return self._shards.values.keep_value(self, value)
 
@@ -215,6 +217,24 @@ class OwnedValues:
         run = tf.function(lambda own: get_strategy().run(on_replica, args=(own,)), autograph=False)
         # If called directly, TensorFlow would warn of one function's traces for many shapes.
         return run.get_concrete_function(own)
+
+
+def refuse_other_shape(variable, value) -> None:
+    """Raises ValueError for a value of another shape than a variable's, as Keras's `assign` does.
+
+    A worker that holds nothing, or a part, of the variable has no array that would raise it.
+
+    Args:
+        variable: A variable.
+        value: The whole value that is assigned to it.
+    """
+    shape = tf.TensorShape(value.shape if hasattr(value, "shape") else np.shape(value))
+    if not shape.is_compatible_with(variable.shape):
+        raise ValueError(
+            "A value that is assigned to a variable must have the shape of the variable. "
+            f"Received: a value of shape {shape} for {variable.path}, of shape "
+            f"{tuple(variable.shape)}. Load the weights of a model with layers of the same sizes."
+        )
 
 
 def _number_of(variable) -> int:

@@ -162,7 +162,7 @@ def split(variable: keras.Variable, strategy: tf.distribute.Strategy, axis: int,
     whole = sharded.give_up(variable) if is_sharded else tf.convert_to_tensor(variable.value)
     keras_compat.hold(variable, SplitParameter, strategy, is_here=True)
     variable.split = Split(tuple(variable.shape), axis, parts, worker)
-    variable.parameters, variable.optimizers = sharded, []
+    variable.parameters, variable.counters = sharded, []
     keras_compat.move_held(variable, strategy, variable.split.take(whole))
 
 
@@ -229,6 +229,8 @@ def _assign(variable, value, values):
     value = tf.convert_to_tensor(value, dtype=held.dtype)
     # An optimizer's update assigns the part; files, callbacks and scripts assign the whole.
     is_part = keras_compat.are_held_values() and value.shape == held.shape
+    if not is_part:
+        slots.refuse_other_shape(variable, value)
     held.assign(value if is_part else variable.split.take(value))
     if not is_part:
         values.keep_value(variable, np.asarray(value) if tf.executing_eagerly() else value)

@@ -1,0 +1,40 @@
+"""The dense tensors that sparse and ragged tensors consist of; only dense ones have gradients."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+
+def tensors_of(structure) -> list:
+    """Returns the tensors of a structure, in order, without its other values."""
+    return [value for value in keras.tree.flatten(structure) if tf.is_tensor(value)]
+
+
+def parts_of(tensors) -> list[tf.Tensor]:
+    """Returns the dense tensors that tensors consist of: a dense one is its only part."""
+    return [part for tensor in tensors for part in _parts(tensor)]
+
+
+def take(like, parts: list[tf.Tensor]) -> list:
+    """Returns tensors of the kinds of others.
+
+    Args:
+        like: The others.
+        parts: A list that begins with the parts of the new ones, which are removed from it.
+    """
+    taken = [[parts.pop(0) for _ in _parts(tensor)] for tensor in like]
+    return [
+        tf.nest.pack_sequence_as(tensor, own, expand_composites=True)
+        if _is_composite(tensor)
+        else own[0]
+        for tensor, own in zip(like, taken)
+    ]
+
+
+def _parts(tensor):
+    return tf.nest.flatten(tensor, expand_composites=True) if _is_composite(tensor) else [tensor]
+
+
+def _is_composite(tensor):
+    return isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor))
