@@ -1,9 +1,10 @@
-"""What stands for the configuration of a model, by which workers compare theirs."""
+"""What stands for a model's configuration and for data, by which workers compare theirs."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicas import create_strategy
 
 from tfmulti.strategies import alike, program_order
 
@@ -75,6 +76,54 @@ def test_texts_are_compared_and_other_data_are_not():
     assert not alike.are_same_data(alike.describe_data(texts), alike.describe_data(texts[::-1]))
     assert alike.describe_data(tf.data.Dataset.range(3)) == []
     assert alike.describe_data(x for x in [1]) == []
+
+
+CLASSES = np.arange(40) % 10
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("y", np.where(CLASSES == 3, 7, np.where(CLASSES == 7, 3, CLASSES))),
+        ("y", CLASSES + 900),
+        ("sample_weight", np.linspace(1, 2, 40)),
+        ("validation_data", (ROWS, CLASSES[::-1])),
+    ],
+    ids=["two classes swapped", "next class", "weights", "validation"],
+)
+def test_other_labels_and_weights_are_seen(name, value):
+    given = {"x": ROWS, "y": CLASSES, "sample_weight": np.ones(40), "batch_size": 8}
+    given["validation_data"] = (ROWS, CLASSES, None)
+    if name == "y" and value.max() > 900:
+        given["y"] = CLASSES + 899
+    here, there = (alike.describe_arguments(each) for each in (given, given | {name: value}))
+    unlike = [each for each in here if not alike.are_same_data(here[each], there[each])]
+    assert unlike == [name]
+
+
+class Table:
+    """As of pandas: brackets take columns."""
+
+    def __init__(self, values):
+        self.iloc, self.shape = values, values.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.iloc
+
+
+def test_tables_and_empty_arrays_are_compared():
+    assert alike.describe_data(Table(ROWS)) == alike.describe_data(ROWS)
+    assert alike.describe_data(np.zeros((0, 3))) == [[[0, 3], 0, []]]
+
+
+def test_fit_compares_all_its_data(monkeypatch):
+    seen = []
+    monkeypatch.setattr(alike, "compare_models", lambda model, given: seen.append(given))
+    with create_strategy(1).scope():
+        model = create()
+    weights = np.ones(40)
+    model.fit(ROWS[:, [0, 0, 1, 2]], ROWS, 40, 1, 0, sample_weight=weights, validation_split=0.5)
+    assert set(alike.describe_arguments(seen[0])) == {"x", "y", "sample_weight"}
 
 
 @pytest.mark.parametrize(

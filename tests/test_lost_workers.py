@@ -1,5 +1,6 @@
 """What TensorFlow says when another worker is gone, and what we make of it."""
 
+import dataclasses
 import threading
 import types
 
@@ -32,6 +33,20 @@ TEXTS = {
         "the chief's CoordinationService gives no answer in 30 s",
         "worker 0 at 10.0.0.1:2222 is lost: it no longer answers (frozen or cut off)",
     ),
+    "gone": (
+        "Graph execution error:\nfailed to connect to all addresses; last error: UNKNOWN: "
+        "ipv4:10.0.0.1:2222: Failed to connect to remote host: Connection refused",
+        "worker 0 at 10.0.0.1:2222 is lost: its connection has closed",
+    ),
+    "gone, over MPI": (
+        "RuntimeError: /job:worker/replica:0/task:2 is gone: failed to connect: no route\n"
+        "Traceback (most recent call last):\n  File",
+        "worker 2 at 10.0.0.3:2222 is lost: its connection has closed",
+    ),
+    "closed, over MPI": (
+        "RuntimeError: Broken pipe to another worker: no route\nTraceback (most recent call last):",
+        "worker 0 at 10.0.0.1:2222 is lost: its connection has closed",
+    ),
     "told": (
         "Error reported from /job:worker/task:2: this worker failed: ValueError: bad record 7\n"
         "The error could be from a previous operation.",
@@ -52,6 +67,12 @@ def test_a_lost_worker_is_named(name):
     assert ending.text.startswith(words)
 
 
+def test_the_first_task_does_not_name_itself():
+    first = dataclasses.replace(CLUSTER, task_index=0)
+    error = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: Socket closed")
+    assert find_peer_error(error, first).text.startswith("another worker is lost: its connection")
+
+
 def test_workers_that_do_different_things_are_told_so():
     text = "Graph execution error:\nShape mismatch in the collective instance 131. [3,1] but [3,2]"
     ending = find_peer_error(tf.errors.InternalError(None, None, text), CLUSTER)
@@ -65,6 +86,23 @@ def test_workers_that_do_different_things_are_told_so():
         ValueError("Socket closed"),
         tf.errors.InvalidArgumentError(None, None, "bad record"),
         RuntimeError("`x` must be y. Received: z."),
+        RuntimeError("failed to connect to feature store"),
+        RuntimeError("the sensor sends no heartbeat: Broken pipe"),
+        # As TensorFlow 2.21 tells of a generator's own error, in a step on this worker.
+        tf.errors.UnknownError(
+            None,
+            None,
+            "Graph execution error:\n\nDetected at node PyFunc\nConnectionResetError: [Errno 104] "
+            "Connection reset by peer\nTraceback (most recent call last):\n  File\n\n\t "
+            "[[{{node PyFunc}}]] [[/job:worker/replica:0/task:1/device:CPU:0]]",
+        ),
+        tf.errors.UnknownError(
+            None,
+            None,
+            "_InactiveRpcError: failed to connect to all addresses; Connection refused\n"
+            "Traceback (most recent call last):\n  File",
+        ),
+        tf.errors.UnavailableError(None, None, "libcurl code 56: Connection reset by peer"),
     ],
 )
 def test_an_error_of_this_worker_is_its_own(error):

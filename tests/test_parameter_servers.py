@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 from unittest import mock
 
@@ -17,16 +18,18 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
-from tfmulti.cluster import ClusterError, resolve_cluster
+from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.parallel import partitioned
 from tfmulti.parallel.remote_step import Answer, add_gradients
-from tfmulti.runtime import processes
+from tfmulti.runtime import command_line, processes
 from tfmulti.step import clipping
 from tfmulti.strategies import factories
 from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
 from tfmulti.strategies.task_monitor import TaskMonitor
+from tfmulti.train import __main__ as command
+from tfmulti.train import remote_runs
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.remote_runs import RemoteRuns, StalenessBound, summarize_staleness
 
@@ -173,6 +176,25 @@ def test_servers_are_part_of_the_cluster_where_they_are_allowed():
         resolve_cluster(config, check_network=False)
 
 
+def test_a_folder_has_files_of_servers_too(tmp_path):
+    for kind in ("chief", "worker", "ps"):
+        config = {"cluster": spec("chief", "worker", "ps"), "task": {"type": kind, "index": 0}}
+        (tmp_path / f"{kind}_0.json").write_text(json.dumps(config))
+    settings = {"environ": {"TASK_TYPE": "ps", "TASK_INDEX": "0"}, "check_network": False}
+    assert resolve_cluster(tmp_path, servers=True, **settings).task_type == "ps"
+    with pytest.raises(ClusterError, match='`TASK_TYPE` must be "chief" or "worker", to choose'):
+        resolve_cluster(tmp_path, **settings)
+
+
+def test_the_network_of_servers_is_checked_too():
+    hosts = {kind: [f"{kind}.invalid:1"] for kind in ("chief", "worker", "ps")}
+    asked = []
+    network.check_hosts(Cluster(hosts, "chief", 0), source="TF_CONFIG", resolve=asked.append)
+    assert sorted(asked) == ["chief.invalid", "ps.invalid", "worker.invalid"]
+    addresses = {"chief": ["10.0.0.1:1"], "worker": ["10.0.0.2:1"], "ps": ["8.8.8.8:1"]}
+    assert network.public_addresses(Cluster(addresses, "chief", 0)) == ["8.8.8.8:1"]
+
+
 def test_the_variable_that_kubeflow_writes_is_read():
     hosts = {kind: [f"job-{kind}-0.default.svc:2222"] for kind in ("chief", "worker", "ps")}
     task = {"type": "ps", "index": 0}
@@ -215,6 +237,18 @@ def test_settings_that_servers_do_not_know_are_refused(settings, words):
         TrainConfig(**settings)
 
 
+@pytest.mark.parametrize("setting", ["--shard=state", "--logical_cpus=2", "--bucket_bytes=8"])
+def test_what_servers_do_not_know_is_refused_where_auto_chooses_them(setting, monkeypatch, capsys):
+    monkeypatch.setenv("TF_CONFIG", processes.tf_configs(1, 1)[0])
+    assert command.main(["train", setting]) == command_line.ERROR
+    name = setting.split("=")[0][2:]
+    assert f"`{name}` cannot be used with parameter_server, which auto" in capsys.readouterr().err
+
+
+def test_activations_can_be_checkpointed_with_servers():
+    TrainConfig(checkpoint_activations=True).check_with_servers()
+
+
 def test_the_launcher_starts_servers_on_this_machine_only():
     with pytest.raises(ValueError, match="`num_ps`"):
         LaunchConfig(hosts="hosts.txt", num_ps=1)
@@ -248,6 +282,65 @@ def test_a_lost_server_is_named_in_whatever_reads_a_variable(cluster):
             raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
     with pytest.raises(ZeroDivisionError), RemoteRuns(strategy, None, None, print):
         raise ZeroDivisionError
+
+
+class Coordinator:
+    """Keeps the error of a step until it is asked for anything, as TensorFlow's does."""
+
+    def __init__(self):
+        self.error = None
+
+    def schedule(self, error):
+        self.done()
+        self.error = error
+
+        def wait():
+            raise error
+
+        return wait
+
+    def done(self):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return True
+
+
+def test_the_error_of_a_step_is_not_raised_again_by_the_next_training(cluster):
+    timeouts = {"start_timeout_s": 10.0, "heartbeat_timeout_s": 10.0}
+    coordinator = Coordinator()
+    strategy = types.SimpleNamespace(
+        cluster=cluster, num_workers=2, coordinator=coordinator, **timeouts
+    )
+    step = types.SimpleNamespace(schedule=lambda coordinator, *args: coordinator.schedule(args[0]))
+
+    def train(error):
+        with RemoteRuns(strategy, step, None, print) as runs:
+            runs.train([error], 0, lambda sent: True, lambda apply: apply())
+
+    for message in ("first", "second"):
+        with pytest.raises(ZeroDivisionError, match=message):
+            train(ZeroDivisionError(message))
+    assert coordinator.error is None
+
+
+def test_a_failed_training_does_not_wait_for_a_lost_worker(cluster, monkeypatch):
+    timeouts = {"start_timeout_s": 10.0, "heartbeat_timeout_s": 10.0}
+    never = threading.Event()
+    coordinator = types.SimpleNamespace(done=never.wait)
+    strategy = types.SimpleNamespace(
+        cluster=cluster, num_workers=2, coordinator=coordinator, **timeouts
+    )
+    monkeypatch.setattr(remote_runs, "_FORGET_S", 0.01)
+    step = types.SimpleNamespace(schedule=lambda *args: never.wait)
+    with pytest.raises(ZeroDivisionError), RemoteRuns(strategy, step, None, print) as runs:
+        runs._send(0, step.schedule)
+        raise ZeroDivisionError
+    with pytest.raises(WorkersLost), RemoteRuns(strategy, step, None, print) as runs:
+        runs._send(0, step.schedule)
+        monkeypatch.setattr(runs, "_forget_steps", mock.Mock(side_effect=AssertionError))
+        raise WorkersLost
+    never.set()
 
 
 def test_a_lost_server_is_named(monitor):

@@ -572,6 +572,14 @@ def test_the_host_of_a_launcher():
     assert schedulers.find_host_index({}) is None
 
 
+def tf_config(*kinds, mine=None):
+    """The text of a TF_CONFIG with a task of each kind, seen from the first one or an evaluator."""
+    spec = {}
+    for port, kind in enumerate((*kinds, "evaluator"), 20000):
+        spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
+    return json.dumps({"cluster": spec, "task": {"type": mine or kinds[0], "index": 0}})
+
+
 @pytest.mark.parametrize(
     ("environ", "warned"),
     [
@@ -579,6 +587,12 @@ def test_the_host_of_a_launcher():
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, True),
         ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, False),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, False),
+        ({"TF_CONFIG": tf_config("worker", "worker")}, True),
+        ({"TF_CONFIG": tf_config("chief", "worker", "ps")}, True),
+        ({"TF_CONFIG": tf_config("worker")}, False),
+        # An evaluator works alone; what is not valid is told where it is used.
+        ({"TF_CONFIG": tf_config("worker", "worker", mine="evaluator")}, False),
+        ({"TF_CONFIG": "{}"}, False),
         ({}, False),
     ],
 )
@@ -588,6 +602,17 @@ def test_processes_that_train_alone_side_by_side_are_warned(environ, warned, mon
     schedulers.warn_of_others(environ, "mirrored")
     assert bool(lines) == warned
     assert all("under 'mirrored' each of them trains a separate model" in line for line in lines)
+
+
+def test_a_cluster_that_the_strategy_leaves_aside_is_warned_of(monkeypatch):
+    import tfmulti
+
+    lines = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: lines.append(text % values))
+    config = json.loads(tf_config("worker", "worker"))
+    tfmulti.create_strategy("auto", devices=["CPU:0"], tf_config=config)
+    [line] = lines
+    assert "one of 2 processes, but under 'one_device' each of" in line
 
 
 def test_restarts_of_slurm_are_counted():

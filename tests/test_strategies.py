@@ -155,6 +155,16 @@ def test_too_late_is_said(free_ports):
             r"`devices` can be used with .* Leave it out",
         ),
         ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` can be used with .* name='tpu'"),
+        ({"name": "mirrored", "tf_config": "folder"}, r"`tf_config` can be .* use 'multi_worker'"),
+        ({"name": "mirrored", "bucket_bytes": 8}, r"multi_worker and auto only.*=8, name='mirr"),
+        ({"name": "one_device", "communication": "mpi"}, r"`communication` can be used with"),
+        ({"name": "tpu", "start_timeout": 3}, r"`start_timeout` can be used with .*=3, name"),
+        ({"name": "mirrored", "heartbeat_timeout": 3.0}, r"`heartbeat_timeout` can be used with"),
+        ({"name": "parameter_server", "communication": "ring"}, r"`communication` can be used"),
+        ({"name": "parameter_server", "bucket_bytes": 8}, r"`bucket_bytes` can be used with"),
+        ({"name": "parameter_server", "on_difference": "error"}, r"`on_difference` can be used"),
+        ({"name": "parameter_server", "distribute_optimizers": False}, r"`distribute_optimizers`"),
+        ({"name": "parameter_server", "logical_cpus": 2}, r"`logical_cpus` can be used with"),
         ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
         (
             {"heartbeat_timeout": 0.5},
@@ -170,6 +180,13 @@ def test_too_late_is_said(free_ports):
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tfmulti.create_strategy(**arguments)
+
+
+def test_auto_accepts_what_the_chosen_strategy_does_not_use(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    settings = {"communication": "ring", "bucket_bytes": 8, "start_timeout": 3}
+    strategy = tfmulti.create_strategy("auto", logical_cpus=2, **settings)
+    assert type(strategy).__name__ == "MirroredStrategy"
 
 
 def test_multi_worker_needs_a_cluster(monkeypatch):

@@ -37,6 +37,8 @@ ONE, LOCAL = "--strategy=one_device", "--synchronize_every=2"
         ("--checkpoint_steps=3", ["`checkpoint_steps` needs a folder", "3 without workdir"]),
         ("--strategy=mirrored --tf_config=x.json", ["`tf_config` can be used with multi_worker"]),
         ("--strategy=mirrored --communication=ring", ["`communication` can be used with"]),
+        ("--strategy=mirrored --bucket_bytes=8", ["`bucket_bytes` can be used with multi"]),
+        ("--strategy=parameter_server --bucket_bytes=8", ["`bucket_bytes` cannot be used with p"]),
         (f"{ONE} --logical_cpus=2", ["`logical_cpus` above 1"]),
         (f"{ONE} --logical_cpus=2 --pipeline_stages=3", ["stages=3, logical_cpus=2", "cpus 3"]),
         ("--strategy=mirrored --pipeline_stages=2", ["needs one_device", "strategy='mirrored'"]),
@@ -179,6 +181,19 @@ def test_stages_are_on_devices_without_workers_and_else_on_a_worker_each():
         techniques.with_stages_placed(wanted, 3)
     with pytest.raises(ValueError, match="Received: pipeline_stages=2, 1 worker. Start"):
         techniques.with_stages_placed(TrainConfig(strategy="multi_worker", pipeline_stages=2), 1)
+
+
+def test_what_auto_accepts_for_workers_does_not_hinder_stages_on_devices():
+    wanted = TrainConfig(pipeline_stages=2, bucket_bytes=8, start_timeout=3.0, communication="ring")
+    assert techniques.with_stages_placed(wanted, 1) == TrainConfig("one_device", pipeline_stages=2)
+
+
+@pytest.mark.parametrize("asked, expected", [(1, 2), (3, 3)])
+def test_steps_per_execution_holds_for_a_compiled_model(asked, expected):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=2)
+    models.compile_model(model, TrainConfig(steps_per_execution=asked), None)
+    assert model.steps_per_execution == expected
 
 
 def test_missing_devices_of_stages_are_told_before_data_are_loaded(tmp_path):

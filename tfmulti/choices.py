@@ -18,3 +18,18 @@ VERIFY = ("auto", "always", "never")
 REPLICATE = "replicate"
 ON_DIFFERENCE = (REPLICATE, "error")
 AUTO = "auto"
+
+_OF_CLUSTERS = ("multi_worker", "parameter_server")
+_EXACT = ("mirrored", "one_device", "multi_worker", "tpu")
+USED_WITH = {
+    "devices": ("one_device", "mirrored"),
+    "logical_cpus": ("mirrored", "one_device", "multi_worker"),
+    "tf_config": _OF_CLUSTERS,
+    "communication": ("multi_worker",),
+    "bucket_bytes": ("multi_worker",),
+    "start_timeout": _OF_CLUSTERS,
+    "heartbeat_timeout": _OF_CLUSTERS,
+    "on_difference": _EXACT,
+    "distribute_optimizers": _EXACT,
+}
+"""The strategies that use an argument or a flag; "auto", which may choose them, accepts it too."""

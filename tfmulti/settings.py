@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from tfmulti.choices import USED_WITH
 
 
 def setting(
@@ -46,6 +48,47 @@ def _check_value(field, value):
         raise ValueError(
             f"`{field.name}` must be at least {at_least}. "
             f"Received: {field.name}={value!r}. Use a larger number."
+        )
+
+
+def unused_by(strategy: str, given: Mapping[str, object], defaults: Mapping) -> list[str]:
+    """Returns the names of what was given, and has no effect with a strategy.
+
+    Args:
+        strategy: The strategy; `"auto"` may choose any.
+        given: Values by name.
+        defaults: Their defaults.
+
+    >>> unused_by("mirrored", {"bucket_bytes": 8, "logical_cpus": 2}, {"bucket_bytes": None})
+    ['bucket_bytes']
+    """
+    return [
+        name
+        for name, strategies in USED_WITH.items()
+        if strategy not in ("auto", *strategies) and name in given and given[name] != defaults[name]
+    ]
+
+
+def check_used(of: str, given: Mapping[str, object], defaults: Mapping, advice: str) -> None:
+    """Raises ValueError for an argument that the strategy cannot use.
+
+    Args:
+        of: The argument that names the strategy.
+        given: All arguments by name.
+        defaults: Their defaults.
+        advice: What to do, with `{name}` and `{strategy}` for the argument and one that uses it.
+
+    >>> given = {"name": "mirrored", "bucket_bytes": 8}
+    >>> check_used("name", given, {"bucket_bytes": None}, "Use {strategy!r}.")
+    Traceback (most recent call last):
+    ValueError: `bucket_bytes` can be used with multi_worker and auto only. Received: \
+bucket_bytes=8, name='mirrored'. Use 'multi_worker'.
+    """
+    for name in unused_by(given[of], given, defaults):
+        raise ValueError(
+            f"`{name}` can be used with {', '.join(USED_WITH[name])} and auto only. "
+            f"Received: {name}={given[name]!r}, {of}={given[of]!r}. "
+            + advice.format(name=name, strategy=USED_WITH[name][0])
         )
 
 

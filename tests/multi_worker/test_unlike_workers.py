@@ -30,9 +30,11 @@ def test_what_one_worker_has_otherwise_is_told(run_workers, case, rule, received
 @pytest.mark.parametrize(
     "case, received",
     [
-        ("rows", "arrays on worker 1 differ in shape or values from those on the first worker"),
-        ("own rows", "arrays on worker 1 differ in shape or values from those on the first worker"),
+        ("rows", "in `x` the arrays on worker 1 differ in shape or values from those on the first"),
+        ("own rows", "in `x` the arrays on worker 1 differ"),
         ("fewer", "(12, 4) here, (16, 4) there"),
+        ("labels", "in `y` the arrays on worker 1 differ in shape or values from those on the"),
+        ("validated labels", "in `validation_data` the arrays on worker 1 differ"),
     ],
 )
 def test_other_data_on_one_worker_are_told(run_workers, case, received):

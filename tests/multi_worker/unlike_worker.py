@@ -81,11 +81,11 @@ def main():
         model.compile(keras.optimizers.SGD(rate), "mae" if here("loss") else "mse")
     x = np.random.RandomState(1 if here("rows") or here("own rows") else 0).randn(32, 4)
     x = x.astype("float32")[: 12 if here("fewer") else 16 if CASE == "fewer" else None]
-    given = {"x": x, "y": x[:, :1], "batch_size": 16}
+    given = {"x": x, "y": -x[:, :1] if here("labels") else x[:, :1], "batch_size": 16}
     if CASE == "own rows":
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
-    if CASE == "validation" and IS_CHIEF:
-        given["validation_data"] = (x, x[:, :1])
+    if CASE == "validation" and IS_CHIEF or CASE == "validated labels":
+        given["validation_data"] = (x, -x[:, :1] if here("validated labels") else x[:, :1])
     if CASE == "evaluated batches":
         model.evaluate(batches_of(x), verbose=0)
     if CASE == "predicted batches":

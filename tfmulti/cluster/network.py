@@ -152,7 +152,7 @@ def check_hosts(
     timeout: float = 5.0,
     resolve: Callable[[str], object] = resolve_host,
 ) -> None:
-    """Checks that every host of the training tasks has an address on this machine.
+    """Checks that every host of the workers and servers has an address on this machine.
 
     Args:
         cluster: the cluster.
@@ -164,7 +164,7 @@ def check_hosts(
         ClusterError: for the first host, in the order of the tasks, without an address.
     """
     places: dict[str, tuple[str, str]] = {}
-    for task_type, index in cluster.tasks:
+    for task_type, index in cluster.with_servers().tasks:
         address = cluster.spec[task_type][index]
         place = _place(cluster, task_type, index)
         places.setdefault(split_address(address)[0], (place, address))
@@ -253,7 +253,8 @@ def public_addresses(cluster: Cluster) -> list[str]:
         >>> public_addresses(Cluster({"worker": ["10.0.0.1:2222", "8.8.8.8:2222"]}, "worker", 0))
         ['8.8.8.8:2222']
     """
-    addresses = [cluster.spec[task_type][index] for task_type, index in cluster.tasks]
+    tasks = cluster.with_servers().tasks
+    addresses = [cluster.spec[task_type][index] for task_type, index in tasks]
     hosts = {address: split_address(address)[0] for address in addresses}
     return [
         address

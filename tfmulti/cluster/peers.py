@@ -122,6 +122,16 @@ _LOST = (
     "CoordinationService",
     "Error reported from",
 )
+# A program's own connections fail with the same words. An error is the others' only where it also
+# has words of TensorFlow's cluster runtime or of our MPI, names another task, or is gRPC's own.
+_OF_CLUSTER = re.compile(
+    r"collective op|coordination ?service|Error reported from|GRPC error information"
+    r"|tasks are unhealthy|to another worker",
+    re.IGNORECASE,
+)
+_OF_GRPC = ("Socket closed", "failed to connect to all addresses", "recvmsg:")
+# A function of the program has raised it, within a step or while data are read.
+_OF_PYTHON = "Traceback (most recent call last)"
 _UNLIKE = (
     "Shape mismatch in the collective",
     "expected type",
@@ -177,19 +187,22 @@ def find_peer_error(error: BaseException, cluster: Cluster | None) -> PeerError 
         reported = _REPORTED.search(text)
         who = cluster.name_of(reported[1], int(reported[2])) if reported else "another worker"
         return PeerError(environment.PEER_LOST, f"{who} failed, and this worker with it: {report}")
-    if not any(sign in text for sign in _LOST):
+    others = _find_others(text, cluster)
+    is_of_grpc = module.startswith("tensorflow") and _OF_PYTHON not in text
+    is_of_grpc &= any(sign in text for sign in _OF_GRPC)
+    is_of_peer = bool(others) or bool(_OF_CLUSTER.search(text)) or is_of_grpc
+    if not is_of_peer or not any(sign in text for sign in _LOST):
         return None
-    return PeerError(environment.PEER_LOST, f"{_find_who(text, cluster)} is lost: {_reason(text)}")
+    # Only the service that looks after the workers, which the first task runs, has no name there.
+    service = "another worker" if cluster.is_chief else cluster.name_of(*cluster.tasks[0])
+    who = ", ".join(cluster.name_of(*task) for task in others) or service
+    return PeerError(environment.PEER_LOST, f"{who} is lost: {_reason(text)}")
 
 
-def _find_who(text, cluster) -> str:
+def _find_others(text, cluster) -> list[tuple[str, int]]:
     mine = (cluster.task_type, cluster.task_index)
     tasks = [(kind, int(index)) for kind, index in _TASK.findall(text)]
-    others = list(dict.fromkeys(task for task in tasks if task != mine))
-    if others:
-        return ", ".join(cluster.name_of(*task) for task in others)
-    # Only the service that looks after the workers, which the first task runs, has no name there.
-    return cluster.name_of(*cluster.tasks[0])
+    return list(dict.fromkeys(task for task in tasks if task != mine))
 
 
 def _reason(text) -> str:

@@ -15,6 +15,7 @@ from absl import logging
 
 from tfmulti.cluster import environment, mpi, scheduler_variables, slurm
 from tfmulti.cluster.errors import ClusterError, setting_error, show
+from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.scheduler_variables import read_first_port, read_number, single_worker
 from tfmulti.cluster.task import Cluster
 
@@ -226,24 +227,30 @@ def find_cluster(
     return None
 
 
-def warn_of_others(environ: Mapping[str, str], strategy: str) -> None:
+def warn_of_others(
+    environ: Mapping[str, str], strategy: str, cluster: Cluster | None = None
+) -> None:
     """Warns if several processes were started together but each would train separately.
 
     Args:
         environ: the environment.
         strategy: what this process trains under.
+        cluster: the cluster of this process, if it is known; else the environment is read.
     """
     count, source = mpi.size_in_environment(environ), mpi.SOURCE
-    if not count:
-        try:
+    # The strategy does not use it: mistakes in it do not matter.
+    with contextlib.suppress(ClusterError):
+        if cluster is None and "TF_CONFIG" in environ:
+            cluster = from_tf_config(environ["TF_CONFIG"], servers=True)
+        elif cluster is None and not count:
             cluster = find_cluster(environ)
-        except ClusterError:
-            return
-        count, source = (0, "") if cluster is None else (cluster.num_workers, cluster.source)
+    if cluster is not None and cluster.num_workers > 1:
+        count, source = cluster.num_workers, cluster.source
     if count > 1:
         logging.warning(
-            "%s started %d processes, but under %r each of them trains a separate model. To train "
-            "one model together, use 'multi_worker'; otherwise start only one process.",
+            "According to %s this is one of %d processes, but under %r each of them trains a "
+            "separate model. To train one model together, use 'multi_worker'; otherwise start only "
+            "one process.",
             source,
             count,
             strategy,

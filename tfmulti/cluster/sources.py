@@ -88,7 +88,8 @@ def resolve_cluster(
     else:
         path = _check_path(tf_config)
         if os.path.isdir(path):  # Unlike Path.is_dir, it never raises.
-            requested = _requested_task(path, task_type, task_index, environ)
+            kinds = (*TRAINING_TYPES, SERVER_TYPE) if servers else TRAINING_TYPES
+            requested = _requested_task(path, kinds, task_type, task_index, environ)
             path = path / f"{requested['type']}_{requested['index']}.json"
         config, source = _read_file(path), f"the file {path}"
     cluster = from_tf_config(config, source=source, servers=servers)
@@ -171,17 +172,22 @@ def _list_files(folder: Path) -> str:
 
 
 def _requested_task(
-    folder: Path, task_type: str | None, task_index: int | None, environ: Mapping[str, str]
+    folder: Path,
+    kinds: tuple[str, ...],
+    task_type: str | None,
+    task_index: int | None,
+    environ: Mapping[str, str],
 ) -> dict[str, object]:
     kind = environ.get("TASK_TYPE", "worker") if task_type is None else task_type
-    if kind not in TRAINING_TYPES:
+    if kind not in kinds:
         name = "TASK_TYPE" if task_type is None else "task_type"
+        allowed = " or ".join(map(show, kinds))
         raise setting_error(
             name,
-            'must be "chief" or "worker", to choose the TF_CONFIG file of this task',
+            f"must be {allowed}, to choose the TF_CONFIG file of this task",
             received=f"{name}={show(kind)}",
             source=f"the folder {folder}",
-            advice=f"{suggest(kind, TRAINING_TYPES)}{_list_files(folder)}",
+            advice=f"{suggest(kind, kinds)}{_list_files(folder)}",
         )
     given = environ.get("TASK_INDEX") if task_index is None else task_index
     index = parse_index(given)

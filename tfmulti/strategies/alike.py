@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import re
 import zlib
+from collections.abc import Mapping
 
 import keras
 import numpy as np
@@ -27,8 +29,9 @@ _LEFT_OUT = ("seed", "name", "shared_object_id")
 _COUNTER = re.compile(r"_\d+(?=[\"/])")
 # The entries of a variable that are compared: an update changes most of them.
 _MOST_ENTRIES = 4096
-# Of arrays these rows are compared, the first numbers of each, to this part of the largest one.
-_MOST_ROWS, _FIRST_NUMBERS, _CLOSE = 16, 16, 1e-3
+# Of arrays so many numbers are compared, of a row only the first ones, to this part of the largest.
+_MOST_NUMBERS, _FIRST_NUMBERS, _CLOSE = 256, 16, 1e-3
+_DATA = ("x", "y", "sample_weight", "validation_data")
 # Below the largest whole number that workers can compare.
 _MASK = 2**24 - 1
 _ADVICE = (
@@ -37,58 +40,79 @@ _ADVICE = (
 )
 
 
-def compare_models(model: keras.Model, data) -> None:
+def compare_models(model: keras.Model, given: Mapping[str, object]) -> None:
     """Raises ValueError if another layer, loss, optimizer or data is on the chief; before `fit`.
 
     Every worker must call it.
 
     Args:
         model: The model.
-        data: The first argument of `fit`; only arrays are compared.
+        given: The arguments of `fit` by name; of its data only arrays are compared.
     """
     strategy = model.distribute_strategy
     if not getattr(strategy, "checks_call_order", False):
         return
-    here, key = [_descriptions(model), describe_data(data)], f"tfmulti/model/{next(_numbers)}"
+    here, key = [_descriptions(model), describe_arguments(given)], f"tfmulti/model/{next(_numbers)}"
     if topology.is_chief(strategy):
         keras_compat.publish(key, json.dumps(here))
         return
     there = json.loads(keras_compat.read_published(key, *topology.cluster_of(strategy).tasks[0]))
     _refuse_other_models(strategy, here[0], there[0])
-    if not are_same_data(here[1], there[1]):
-        raise ValueError(
-            "Every worker must be given the whole data, the same on all of them; it takes its "
-            f"share of each batch. Received: the arrays on {topology.worker_name(strategy)} differ "
-            f"in shape or values from those on the first worker: {_shapes(here[1])} here, "
-            f"{_shapes(there[1])} there. Load all rows on every worker, in the same order, and "
-            "seed random data; tfmulti.distribute_train reads only the rows that it needs."
-        )
+    for name in _DATA:
+        mine, other = here[1].get(name, []), there[1].get(name, [])
+        if not are_same_data(mine, other):
+            raise ValueError(
+                "Every worker must be given the whole data, the same on all of them; it takes its "
+                f"share of each batch. Received: in `{name}` the arrays on "
+                f"{topology.worker_name(strategy)} differ in shape or values from those on the "
+                f"first worker: {_shapes(mine)} here, {_shapes(other)} there. Load all rows on "
+                "every worker, in the same order, seed random data, and sort what comes from a "
+                "Python set, such as the names of classes; tfmulti.distribute_train reads only "
+                "the rows that it needs."
+            )
 
 
 def _shapes(parts) -> str:
-    return ", ".join(str(tuple(shape)) for shape, _ in parts) or "no arrays"
+    return ", ".join(str(tuple(shape)) for shape, *_ in parts) or "no arrays"
+
+
+def describe_arguments(given: Mapping[str, object]) -> dict[str, list]:
+    """Returns what `describe_data` does for each argument of `fit` that has data.
+
+    Args:
+        given: All arguments by name.
+    """
+    return {name: describe_data(given[name]) for name in _DATA if given.get(name) is not None}
 
 
 def describe_data(data) -> list:
-    """Returns the shape of each array, and some of its numbers, as JSON; [] for other data.
+    """Returns of each array its shape, a digest and some numbers, as JSON; [] for other data.
 
     Args:
         data: Arrays, a dataset that `distribute_train` made of arrays, or anything else.
     """
     leaves = tf.nest.flatten(getattr(data, "arrays", data), expand_composites=False)
-    if not all(isinstance(leaf, (np.ndarray, tf.Tensor)) and len(leaf.shape) for leaf in leaves):
+    leaves = [leaf for leaf in leaves if leaf is not None]
+    if not all(hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) for leaf in leaves):
         return []
-    return [[list(map(int, leaf.shape)), _some_numbers(leaf)] for leaf in leaves]
+    return [[list(map(int, leaf.shape)), *_some_values(leaf)] for leaf in leaves]
 
 
-def _some_numbers(array) -> list[float]:
-    number = int(array.shape[0])
-    rows = np.unique(np.linspace(0, number - 1, min(number, _MOST_ROWS)).astype(int))
-    taken = [np.asarray(array[row]).reshape(-1)[:_FIRST_NUMBERS] for row in rows]
-    values = np.concatenate(taken or [np.zeros(0)])
-    if values.dtype.kind not in "biuf":
-        return [float(zlib.crc32(repr(values.tolist()).encode()))]
-    return values.astype(float).tolist()
+def _some_values(array) -> tuple[int, list[float]]:
+    """Returns a number that stands for some values, or 0 and them where they are not exact."""
+    number, width = int(array.shape[0]), math.prod(map(int, array.shape[1:]))
+    # Labels have one number a row: more rows of them.
+    most = _MOST_NUMBERS // max(1, min(width, _FIRST_NUMBERS))
+    rows = np.unique(np.linspace(0, number - 1, min(number, most)).astype(int))
+    if isinstance(array, (tf.Tensor, tf.Variable)):
+        taken = tf.gather(array, rows)
+    else:
+        # Of a table of pandas, brackets take columns.
+        taken = getattr(array, "iloc", array)[rows]
+    values = np.asarray(taken).reshape(len(rows), width)[:, :_FIRST_NUMBERS].reshape(-1)
+    if values.dtype.kind == "f":
+        return 0, values.astype(float).tolist()
+    return zlib.crc32(repr(values.tolist()).encode()), []
 
 
 def are_same_data(one: list, other: list) -> bool:
@@ -98,9 +122,9 @@ def are_same_data(one: list, other: list) -> bool:
         one: What `describe_data` returned.
         other: The same on another worker.
     """
-    if [shape for shape, _ in one] != [shape for shape, _ in other]:
+    if [exact for *exact, _ in one] != [exact for *exact, _ in other]:
         return False
-    pairs = [(np.array(a), np.array(b)) for (_, a), (_, b) in zip(one, other)]
+    pairs = [(np.array(a), np.array(b)) for (*_, a), (*_, b) in zip(one, other)]
     return all(
         a.shape == b.shape
         and np.allclose(a, b, _CLOSE, _CLOSE * np.max(np.abs(b), initial=0), equal_nan=True)

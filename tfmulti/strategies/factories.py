@@ -26,7 +26,7 @@ from tfmulti.cluster import schedulers
 from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import activations, partitioned
-from tfmulti.settings import check_choice
+from tfmulti.settings import check_choice, check_used
 from tfmulti.step import (
     accumulation,
     finite,
@@ -119,7 +119,8 @@ def create_strategy(
         A `tf.distribute.Strategy`; its attribute `why` describes the choice and the reason.
 
     Raises:
-        ValueError: For an argument that is unknown or incompatible with the others.
+        ValueError: For an argument that is unknown, that the strategy does not use, or that is
+            incompatible with the others.
         RuntimeError: If devices or other workers are missing, workers have different settings, or
             TensorFlow was used before.
 
@@ -129,7 +130,8 @@ def create_strategy(
     1
     """
     checks.refuse_keras_distribution()
-    _check_arguments(name, devices, logical_cpus, communication)
+    # At this point the local names are the arguments.
+    _check_arguments(locals())
     _check_heartbeats(heartbeat_timeout)
     _check_verification(verify, on_difference)
     check_num_ps(num_ps, name)
@@ -211,7 +213,7 @@ def _before_call(model, name, given):
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
     if name == "fit":
-        alike.compare_models(model, data)
+        alike.compare_models(model, given)
     checks.before_call(model, name, data)
     spot_checks.prepare(model, name)
 
@@ -239,8 +241,8 @@ def _settle(model):
 
 
 def _warn_of_others(name, cluster):
-    if name in ("one_device", "mirrored") and cluster is None:
-        schedulers.warn_of_others(os.environ, name)
+    if name in ("one_device", "mirrored"):
+        schedulers.warn_of_others(os.environ, name, cluster)
 
 
 def _repair_keras():
@@ -294,22 +296,20 @@ def _check_verification(verify, on_difference):
     check_choice("on_difference", on_difference, ON_DIFFERENCE, advice)
 
 
-def _check_arguments(name, devices, logical_cpus, communication):
+def _check_arguments(given):
     advice = "Use 'auto' to have it chosen."
-    check_choice("name", name, STRATEGIES, advice)
-    check_choice("communication", communication, COMMUNICATIONS, advice)
-    if devices is not None and name in ("multi_worker", "parameter_server", "tpu"):
-        raise ValueError(
-            "`devices` can be used with one_device, mirrored and auto only. "
-            f"Received: devices={devices}, name={name!r}. "
-            "Leave it out; set CUDA_VISIBLE_DEVICES to choose among a worker's GPUs."
-        )
-    if devices is not None:
-        devices_lib.check_names(devices)
-    if logical_cpus < 0:
+    check_choice("name", given["name"], STRATEGIES, advice)
+    check_choice("communication", given["communication"], COMMUNICATIONS, advice)
+    defaults, advice = create_strategy.__kwdefaults__, "Leave it out, or use {strategy!r}."
+    gpus = "Leave it out; set CUDA_VISIBLE_DEVICES to choose among a worker's GPUs."
+    check_used("name", {each: given[each] for each in ("name", "devices")}, defaults, gpus)
+    check_used("name", given, defaults, advice)
+    if given["devices"] is not None:
+        devices_lib.check_names(given["devices"])
+    if given["logical_cpus"] < 0:
         raise ValueError(
             "`logical_cpus` must not be negative. "
-            f"Received: logical_cpus={logical_cpus}. Use 0 to leave the CPU unsplit."
+            f"Received: logical_cpus={given['logical_cpus']}. Use 0 to leave the CPU unsplit."
         )
 
 

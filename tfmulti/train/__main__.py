@@ -113,6 +113,8 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     task = None
     if config.strategy in ("auto", "multi_worker", "parameter_server"):
         task = _find_task(config)
+        if task is not None and task.has_servers:
+            config.check_with_servers()
     else:
         _refuse_servers(config)
     if config.estimate_memory is None and not getattr(task, "has_servers", False):
@@ -124,6 +126,8 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     if config.estimate_memory is not None:
         from tfmulti.train import memory_estimate
 
+        # One process estimates for all workers: it is not warned of training alone.
+        os.environ.pop("TF_CONFIG", None)
         memory_estimate.show(config)
         return 0
     from tfmulti.train.loop import train_and_evaluate

@@ -8,7 +8,7 @@ from tfmulti import choices
 from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.schedulers import ANY_OF_THEM
 from tfmulti.runtime.memory import parse_size
-from tfmulti.settings import check_settings, setting
+from tfmulti.settings import check_settings, check_used, setting, unused_by
 from tfmulti.sharding import REMAINDERS
 from tfmulti.train import techniques
 
@@ -136,14 +136,12 @@ class TrainConfig:
         False,
         "Checkpoint activations: recompute them in the backward pass, which saves memory and "
         "costs a second forward pass.",
-        on_servers=False,
     )
     logical_cpus: int = setting(
         0,
         "Number of logical CPUs into which to split the CPU; 0 does not split it (mirrored then "
         "uses 2).",
         at_least=0,
-        on_servers=False,
     )
     seed: int = setting(0, "Seed of weights, order and randomness.", at_least=0)
     on_nonfinite: str = setting(
@@ -221,18 +219,9 @@ class TrainConfig:
                     f"per_replica_batch_size={self.per_replica_batch_size}. "
                     "Use --per_replica_batch_size auto, or leave --memory_limit out."
                 )
-        if self.tf_config and self.strategy not in ("auto", "multi_worker", "parameter_server"):
-            raise ValueError(
-                "`tf_config` can be used with multi_worker, parameter_server and auto only. "
-                f"Received: tf_config={self.tf_config!r}, strategy={self.strategy!r}. "
-                "Use --strategy multi_worker, or leave --tf_config out."
-            )
-        if self.communication != "auto" and self.strategy not in ("auto", "multi_worker"):
-            raise ValueError(
-                "`communication` can be used with multi_worker only. "
-                f"Received: communication={self.communication!r}, strategy={self.strategy!r}. "
-                "Leave --communication out."
-            )
+        if self.strategy != "parameter_server":
+            advice = "Leave --{name} out, or use --strategy {strategy}."
+            check_used("strategy", vars(self), self.defaults(), advice)
         on_one = self.strategy in ("one_device", "tpu") and not self.has_stages_on_devices
         if self.logical_cpus > 1 and on_one:
             raise ValueError(
@@ -269,15 +258,25 @@ class TrainConfig:
             for field in dataclasses.fields(self)
             if not field.metadata["on_servers"] and getattr(self, field.name) != field.default
         ]
+        given += unused_by(self.strategy, vars(self), self.defaults())
         if self.remainder not in ("uneven", "drop"):
             given.append("remainder")
         if given:
             name = given[0]
             raise ValueError(
-                f"`{name}` cannot be used with parameter_server. "
-                f"Received: {name}={getattr(self, name)!r}. "
+                f"`{name}` cannot be used with parameter_server, which auto chooses if the cluster "
+                f"has parameter servers. Received: {name}={getattr(self, name)!r}. "
                 f"Leave --{name} out, or use --strategy multi_worker."
             )
+
+    @classmethod
+    def defaults(cls) -> dict[str, object]:
+        """Returns the defaults of all settings, by name."""
+        return {field.name: field.default for field in dataclasses.fields(cls)}
+
+    def check_with_servers(self) -> None:
+        """Raises ValueError for a setting that has no effect once `auto` chooses servers."""
+        dataclasses.replace(self, strategy="parameter_server")
 
     @property
     def has_stages_on_devices(self) -> bool:

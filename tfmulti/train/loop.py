@@ -41,6 +41,8 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
         RuntimeError: If the devices or the cluster are missing.
     """
     strategy = _create_strategy(config)
+    if keras_compat.has_servers(strategy):
+        config.check_with_servers()
     # Missing devices are told before data are loaded.
     stages = stage_devices(config)
     config = resolve_batch_size(config, strategy, print_fn)

@@ -185,6 +185,9 @@ def compile_model(model: keras.Model, config: TrainConfig, train) -> float | Non
                 f"{given[0]}={getattr(config, given[0])!r}, and --model {config.model} is "
                 f"compiled. Leave --{given[0]} out, or return the model uncompiled."
             )
+        if config.steps_per_execution > 1:
+            # The function of a call is made when `fit` begins.
+            model.steps_per_execution = config.steps_per_execution
         distribute_optimizers(model, config.compression, config.sharded, config.synchronize_every)
         return None
     model.compile(

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tfmulti.choices import SPLITS
+from tfmulti.settings import unused_by
 
 if TYPE_CHECKING:
     from tfmulti.train.config import TrainConfig
@@ -48,7 +49,12 @@ def with_stages_placed(config: TrainConfig, num_workers: int) -> TrainConfig:
     if not stages or config.has_stages_on_devices:
         return config
     if num_workers == 1 and config.strategy == "auto":
-        return dataclasses.replace(config, strategy="one_device")
+        # What `auto` accepts for workers has no effect in one process.
+        defaults = config.defaults()
+        unused = unused_by("one_device", vars(config), defaults)
+        return dataclasses.replace(
+            config, strategy="one_device", **{name: defaults[name] for name in unused}
+        )
     if num_workers % stages == 0:
         return config
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
