@@ -252,6 +252,105 @@ def test_pad_needs_a_place_for_weights():
         distribute_train(np.zeros((5, 2)), create_strategy(2), 4, seed=0, remainder="pad")
 
 
+def doubled(x, y):
+    return tf.concat([x, x], 0), tf.concat([y, y], 0)
+
+
+def larger_than_zero(x, y):
+    return tf.boolean_mask(x, x[:, 0] > 0), tf.boolean_mask(y, x[:, 0] > 0)
+
+
+def weights_after(num_replicas, data, map_func, **settings):
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "tanh", name="dense")])
+        model.get_layer("dense").kernel.assign([[0.5], [-0.5]])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+    train = distribute_train(data, strategy, 8, **settings).map(map_func)
+    model.fit(train, epochs=2, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("map_func", [doubled, larger_than_zero, lambda x, y: (x[:3], y[:3])])
+def test_a_map_may_change_the_number_of_rows(map_func):
+    rng = np.random.RandomState(0)
+    data = rng.randn(11, 2).astype("float32"), rng.randn(11, 1).astype("float32")
+    if map_func.__name__ == "<lambda>":
+        # Of 8 rows one device takes 3, and two replicas 6: rows that are alike have one result.
+        data = np.ones((11, 2), "float32"), np.ones((11, 1), "float32")
+    for one, other in zip(*(weights_after(number, data, map_func) for number in (1, 2))):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+
+
+def test_the_rows_are_known_of_maps_that_keep_them():
+    def weighted(x, y):
+        return x, y, tf.gather(tf.constant([1.0, 2.0]), tf.cast(y, tf.int32) % 2)
+
+    def by_python(x, y):
+        return tf.numpy_function(lambda rows: rows, [x], tf.float32), y
+
+    for remainder in ("uneven", "pad", "drop", "repeat_first"):
+        train = distribute_train(numbered(13), create_strategy(2), 5, remainder=remainder)
+        assert train.map(weighted).map(lambda x, y, w: (x + 1, y, w)).keeps_rows
+        # Three rows are all that a replica gets; of two replicas of 5 rows one has 2.
+        assert train.map(lambda x, y: (x[:3], y[:3])).keeps_rows
+        assert not train.map(lambda x, y: (x[:2], y[:2])).keeps_rows
+        assert not train.map(by_python).keeps_rows
+
+
+def test_a_map_keeps_the_rows_where_padding_is_marked():
+    data = np.ones((11, 2), "float32"), np.ones((11, 1), "float32")
+    with pytest.raises(ValueError, match='`remainder="pad"` .* Received: 16 rows for 8. Leave'):
+        weights_after(1, data, doubled, remainder="pad")
+    data[0][0] = -1
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must keep the rows of a batch"):
+        weights_after(2, data, larger_than_zero, remainder="pad")
+
+
+def fit_audited(strategy, data, fit, **settings):
+    """Returns the lines of the audit of `fit(model, train, callbacks)`."""
+    train = distribute_train(data, strategy, 4, audit=True, **settings)
+    lines = []
+    callbacks = [tfmulti.callbacks.ShardAuditLog(train, lines.append)]
+    steps_seen(strategy, lambda model: fit(model, train, callbacks))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("settings", "fit", "ends"),
+    [
+        ({"steps_per_epoch": 2}, {}, ["steps 0 to 1"] * 2),
+        ({"steps_per_epoch": 5}, {}, ["steps 0 to 4"] * 2),
+        ({"remainder": "drop"}, {}, ["steps 0 to 1"] * 2),
+        ({}, {"steps_per_epoch": 2}, ["steps 0 to 1", "steps 2 to 2"]),
+    ],
+)
+def test_the_audit_compares_with_the_steps_that_were_taken(settings, fit, ends):
+    def run(model, train, callbacks):
+        model.fit(train, epochs=2, verbose=0, callbacks=callbacks, **fit)
+
+    lines = fit_audited(create_strategy(2), numbered(10), run, **settings)
+    assert [line.partition("; ")[2] for line in lines] == [
+        f"each row as planned for {end}" for end in ends
+    ]
+
+
+def test_the_audit_begins_where_training_resumes():
+    def run(model, train, callbacks):
+        train.set_position(0, 1)
+        model.fit(train, epochs=2, verbose=0, callbacks=callbacks)
+
+    lines = fit_audited(create_strategy(2), numbered(10), run)
+    assert lines[0].endswith("each row as planned for steps 1 to 2")
+    assert lines[1].endswith("each row once")
+
+
+def test_the_audit_of_a_stream_is_refused():
+    stream = tf.data.Dataset.from_tensor_slices(numbered(10))
+    with pytest.raises(ValueError, match=r"`audit` \(--audit_shards\) .* Received: a tf.data.Dat"):
+        distribute_train(stream, create_strategy(2), 4, audit=True)
+
+
 def test_the_audit_tells_each_row_once():
     strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1, audit=True)

@@ -101,6 +101,57 @@ def test_an_overflow_that_loss_scaling_takes_care_of_is_no_error():
         train(2, tfmulti.callbacks.NonFinite(), (rows()[0], np.full((NUM_ROWS, 1), np.nan)))
 
 
+class Fails(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_later_fit_without_it_checks_nothing(num_replicas):
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+
+    def fit(data, *callbacks):
+        before = model.get_weights()
+        model.fit(*data, batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
+        after = model.get_weights()
+        model.set_weights(before)
+        return all(np.isfinite(weight).all() for weight in after)
+
+    guard = tfmulti.callbacks.NonFinite("skip", lambda line: None)
+    assert fit(rows(2), guard) and guard.skipped == 1
+    assert not fit(rows(2))
+    assert fit(rows(2), guard) and guard.skipped == 1
+    with pytest.raises(ZeroDivisionError):
+        fit(rows(), guard, Fails())
+    assert not fit(rows(2))
+    with pytest.raises(tfmulti.callbacks.NonFiniteError):
+        fit(rows(2), tfmulti.callbacks.NonFinite())
+    model.train_on_batch(*(np.full((8, size), np.nan, "float32") for size in (4, 1)))
+    assert np.isnan(model.get_weights()[0]).all()
+
+
+def test_the_step_is_traced_once_with_it_and_once_without():
+    traced = []
+
+    class Traced(keras.Model):
+        def train_step(self, data):
+            traced.append(1)
+            return super().train_step(data)
+
+    inputs = keras.Input((4,))
+    with create_strategy(1).scope():
+        model = Traced(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    counts = []
+    for callbacks in ([tfmulti.callbacks.NonFinite()], []) * 2:
+        model.fit(*rows(), batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
+        counts.append(len(traced))
+    assert 0 < counts[0] < counts[1] == counts[2] == counts[3]
+
+
 def test_weights_that_are_bad_from_the_start_are_told():
     class Spoil(tfmulti.callbacks.NonFinite):
         def on_train_begin(self, logs=None):

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from replicas import create_strategy
 
-from tfmulti.verification.python_values import Containers, restored
+from tfmulti.verification.own_names import is_own
+from tfmulti.verification.python_values import Containers, restored, walk
 
 
 class Labels(keras.metrics.Metric):
@@ -62,6 +63,108 @@ def test_on_one_replica_it_is_as_ever():
     x, y = np.ones((8, 3), "float32"), np.arange(8) % 2
     history = model.fit(x, y, batch_size=4, verbose=0, epochs=2)
     assert history.history["labels"] == [8.0, 8.0]
+
+
+class SetsInBuild(keras.layers.Layer):
+    """Knows the size of its inputs from `build` on."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self._half, self.sizes, self.inner = 0, 0.0, [], Tracker()
+
+    def build(self, shape):
+        self.size, self._half = shape[-1], shape[-1] / 2
+        self.sizes.append(shape[-1])
+        self.inner.seen = [shape[-1]]
+        self.kernel = self.add_weight(shape=(shape[-1], 1))
+
+    def call(self, x):
+        return keras.ops.matmul(x, self.kernel) / self.size + self._half
+
+
+class BuiltByItsStep(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = SetsInBuild()
+        self.norm = keras.layers.GroupNormalization(groups=-1)
+        self.step, self._steps = 0, 0
+
+    def call(self, x):
+        return self.layer(self.norm(x))
+
+    def train_step(self, data):
+        self.step, self._steps = self.step + 1, self._steps + 1
+        return super().train_step(data)
+
+
+def fit_built_by_its_step(num_replicas, run_eagerly):
+    with create_strategy(num_replicas).scope():
+        model = BuiltByItsStep()
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_set_in_build_stays(num_replicas):
+    model = fit_built_by_its_step(num_replicas, run_eagerly=False)
+    assert (model.layer.size, model.layer._half, list(model.layer.sizes)) == (4, 2.0, [4])
+    assert list(model.layer.inner.seen) == [4]
+    assert model.norm.groups == 4
+
+
+def test_what_the_step_counts_while_it_builds_does_not_stay():
+    model = fit_built_by_its_step(1, run_eagerly=True)
+    assert (model.step, model._steps, model.layer.size) == (2, 2, 4)
+
+
+def test_a_private_counter_is_noticed_as_a_public_one():
+    class Counts(BuiltByItsStep):
+        def train_step(self, data):
+            self._steps += 1
+            return keras.Model.train_step(self, data)
+
+    with create_strategy(2).scope():
+        model = Counts()
+        model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="Received: the attribute _steps of Counts"):
+        model.fit(np.ones((8, 4), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+    assert model._steps == 0
+
+
+def own_private_names(thing):
+    return [name for name in vars(thing) if name.startswith("_") and is_own(thing, name)]
+
+
+def test_private_attributes_of_keras_are_known():
+    class Scale(keras.layers.Dense):
+        def __init__(self, units):
+            super().__init__(units)
+            self._count, self.__mangled = 0, 0
+
+    class Model(keras.Model):
+        pass
+
+    class Adam(keras.optimizers.Adam):
+        pass
+
+    class AUC(keras.metrics.AUC):
+        pass
+
+    inputs, layer = keras.Input((4,)), Scale(1)
+    with create_strategy(2).scope():
+        model = Model(inputs, layer(inputs))
+        model.compile(Adam(gradient_accumulation_steps=2), "mse", metrics=[AUC()])
+    data = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    model.fit(*data, verbose=0, validation_data=data)
+    model.predict(data[0], verbose=0)
+    found = walk(model)
+    kinds = {
+        type(thing): own_private_names(thing) for _, thing in found if hasattr(thing, "__dict__")
+    }
+    assert kinds[Scale] == ["_count", "_Scale__mangled"]
+    assert {Model, Adam, AUC} < set(kinds)
+    assert not any(names for kind, names in kinds.items() if kind is not Scale)
 
 
 class Tracker:

@@ -48,7 +48,7 @@ SYNCHRONIZE_EVERY = Mark("synchronize_every", 1)
 SHARDS = Mark("shards")
 """Its sharded state, `step.sharded_state.Shards`."""
 GUARD = Mark("guard")
-"""What checks its gradients, `step.finite.FiniteGuard`."""
+"""What checks its gradients during some calls of `fit`, `step.finite.FiniteGuard`."""
 UPDATES_ALIKE = Mark("updates_alike", False)
 """Whether it updates replicas alike in any step."""
 HAS_LOCAL_SUMS = Mark("has_local_sums", False)
@@ -73,6 +73,8 @@ PENDING = Mark("pending", {})
 """By kind of step, the data with which it will be verified when its first batch has been drawn."""
 REPLICATED = Mark("replicated", (None, frozenset()))
 """The compiled state, and the kinds of steps that every replica computes from the whole batch."""
+OTHER_FUNCTION = Mark("other_function")
+"""Of its function for training: the one with a check of the gradients, or without, instead."""
 PREDICT = Mark("predict", (None, None))
 """The function of `predict_on_batch`, and whether it runs eagerly and on one replica."""
 TABLE_READS = Mark("table_reads")

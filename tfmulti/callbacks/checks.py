@@ -12,7 +12,7 @@ from absl import logging
 from tfmulti import keras_compat
 from tfmulti.choices import ON_NONFINITE
 from tfmulti.settings import check_choice
-from tfmulti.step import finite
+from tfmulti.strategies import guarded
 
 _STEPS_BETWEEN_LOOKS_AT_A_GPU = 10
 
@@ -26,7 +26,8 @@ class NonFinite(keras.callbacks.Callback):
 
     It checks gradients after the reduction, so all replicas and workers decide the same at the
     same step. It also checks weights when training begins, and weights and the loss after every
-    epoch: a loss can stay finite although weights are not. Put it before `Checkpoint`.
+    epoch: a loss can stay finite although weights are not. Put it before `Checkpoint`. A later
+    `fit` without it checks nothing.
 
     Args:
         action: `"stop"` to end with an error, `"skip"` to continue without those updates.
@@ -52,12 +53,9 @@ class NonFinite(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         """Installs the guard in the optimizer, before the step is traced."""
         self._epoch, self._calls, self.skipped = 0, 0, 0
-        self._guard = finite.guard_of(self.model.optimizer)
+        self._guard = guarded.guard(self.model)
         if self._guard is not None:
             self._guard.reset()
-        elif self.model.optimizer is not None:
-            self._guard = finite.watch(self.model.optimizer)
-            self.model.make_train_function(force=True)
         on_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._every = _STEPS_BETWEEN_LOOKS_AT_A_GPU if on_gpu else 1
         self._check_weights()
@@ -80,6 +78,10 @@ class NonFinite(keras.callbacks.Callback):
                 self._stop(f"`{name}` is {value}")
         self._check_weights()
 
+    def on_train_end(self, logs=None):
+        """Takes the guard out again: another `fit` may have no such callback."""
+        guarded.release(self.model)
+
     def _look(self):
         if self._guard is None:
             return
@@ -101,6 +103,8 @@ class NonFinite(keras.callbacks.Callback):
                 self._stop(f"the weight {variable.path}")
 
     def _stop(self, what):
+        # `on_train_end` is not called after an error.
+        guarded.release(self.model)
         raise NonFiniteError(
             "Loss, gradients and weights must be finite. "
             f"Received: {what}, in epoch {self._epoch}. Look at that step's data, lower the "
@@ -111,6 +115,7 @@ class NonFinite(keras.callbacks.Callback):
 class ShardAuditLog(keras.callbacks.Callback):
     """Reports the rows that each replica received, and lists missing and repeated rows.
 
+    They are compared with the rows that were planned for the steps that the epoch has taken.
     Comparing is a collective, so every worker needs this callback.
 
     Args:
@@ -123,9 +128,13 @@ class ShardAuditLog(keras.callbacks.Callback):
         self._dataset, self._print_fn = dataset, print_fn
         self.reports = []
 
+    def on_epoch_begin(self, epoch, logs=None):
+        """Notes where the epoch begins: it may take only some steps of a pass."""
+        self._began = self._dataset.position
+
     def on_epoch_end(self, epoch, logs=None):
-        """Compares the epoch's rows over all replicas."""
-        report = self._dataset.audit.report(self._dataset.position[0])
+        """Compares the rows of the epoch's steps over all replicas."""
+        report = self._dataset.audit.report(*self._dataset.steps_since(self._began))
         self.reports.append(report)
         if self._print_fn is not None:
             self._print_fn(f"shards of {report}")

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfmulti.data.audit import ShardAudit as ShardAudit
 from tfmulti.data.epochs import EpochDataset
-from tfmulti.data.sources import create_source
+from tfmulti.data.sources import ArraySource, create_source
 from tfmulti.settings import check_type, check_whole_number
 from tfmulti.sharding import ShardPlan
 
@@ -45,11 +45,13 @@ def distribute_train(
         steps_per_epoch: Steps per epoch; by default one pass over the data.
         shuffle_buffer: For a `tf.data.Dataset`: the size of the shuffle buffer. Arrays are always
             shuffled as a whole.
-        audit: Whether to record which rows each replica received; see `ShardAudit`.
+        audit: Whether to record which rows each replica received; see `ShardAudit`. Only arrays
+            have numbers of rows to record.
 
     Returns:
         A `tf.data.Dataset` for `model.fit`. Its `position` is (epoch, step), and
-        `set_position` sets it. Iterated directly, it yields global batches.
+        `set_position` sets it. `map` applies a function to the batch of each replica, and so must
+        act row by row. Iterated directly, it yields global batches.
 
     Raises:
         ValueError: For data or numbers that cannot be laid out.
@@ -66,6 +68,13 @@ def distribute_train(
     _check_strategy(strategy)
     check_whole_number("seed", seed, "Use the same on every worker, such as 0.", at_least=0)
     source = create_source(data, shuffle_buffer)
+    if audit and not isinstance(source, ArraySource):
+        raise ValueError(
+            "`audit` (--audit_shards) needs rows with numbers: arrays, or a split of "
+            "tensorflow-datasets that fits in memory. "
+            f"Received: a tf.data.Dataset of {source.num_examples:,} examples. "
+            "Leave `audit` out, or pass arrays."
+        )
     plan = ShardPlan(
         source.num_examples,
         global_batch_size,

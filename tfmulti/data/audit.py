@@ -23,8 +23,10 @@ class ShardReport:
         epoch: Number of the epoch.
         num_rows: Rows of each replica.
         digests: SHA-256 over the row numbers of each replica, in order, cut to 12 digits.
-        missing: Numbers of the rows that no replica received.
-        duplicated: Numbers of the rows that were received more than once.
+        missing: Numbers of the rows that were received less often than planned, mostly never.
+        duplicated: Numbers of the rows that were received more often than planned.
+        steps: The steps of the epoch that were taken.
+        is_whole: Whether the plan of these steps has each row of the split once.
     """
 
     epoch: int
@@ -32,6 +34,8 @@ class ShardReport:
     digests: tuple[str, ...]
     missing: tuple[int, ...]
     duplicated: tuple[int, ...]
+    steps: range
+    is_whole: bool
 
     def __str__(self):
         shards = ", ".join(
@@ -42,18 +46,24 @@ class ShardReport:
             f"{len(rows)} {what} ({', '.join(map(str, rows[:8]))}{', ...' if rows[8:] else ''})"
             for what, rows in (("missing", self.missing), ("duplicated", self.duplicated))
             if rows
-        ] or ["each row once"]
+        ] or [self._as_planned()]
         if max(self.num_rows) - min(self.num_rows) > 1:
             largest, smallest = np.argmax(self.num_rows), np.argmin(self.num_rows)
             findings.append(f"unequal: replica {largest} has most rows, replica {smallest} least")
         return f"epoch {self.epoch}: {shards}; {'; '.join(findings)}"
 
+    def _as_planned(self) -> str:
+        if self.is_whole:
+            return "each row once"
+        if not self.steps:
+            return "no step was taken"
+        return f"each row as planned for steps {self.steps.start} to {self.steps.stop - 1}"
+
 
 class ShardAudit:
     """Records the row numbers of each local replica for each epoch.
 
-    Only sources that can be indexed have row numbers; nothing is recorded for a
-    `tf.data.Dataset`.
+    Only sources that can be indexed have row numbers; a `tf.data.Dataset` has none.
     """
 
     def __init__(self, plan: ShardPlan, strategy: tf.distribute.Strategy):
@@ -66,12 +76,21 @@ class ShardAudit:
         with self._lock:
             self._rows.setdefault(epoch, {})[step, replica] = np.array(rows)
 
-    def report(self, epoch: int) -> ShardReport:
-        """Compares the rows of all replicas. Every worker must call it: it is a collective."""
+    def report(self, epoch: int, steps: range | None = None) -> ShardReport:
+        """Compares the rows of all replicas. Every worker must call it: it is a collective.
+
+        Args:
+            epoch: Number of the epoch.
+            steps: The steps of it that were taken, not only read ahead; by default all.
+        """
+        steps = range(self._plan.steps_per_epoch) if steps is None else steps
         with self._lock:
-            steps = self._rows.pop(epoch, {})
-        local = [_rows_of(steps, index) for index in topology.local_batch_indices(self._strategy)]
-        return compare(epoch, self._plan, self._gather(local))
+            # Those that were read ahead may be taken later.
+            self._rows = {number: rows for number, rows in self._rows.items() if number >= epoch}
+            read = self._rows.get(epoch, {})
+            taken = {key: read.pop(key) for key in list(read) if key[0] in steps}
+        local = [_rows_of(taken, index) for index in topology.local_batch_indices(self._strategy)]
+        return compare(epoch, self._plan, self._gather(local), steps)
 
     def _gather(self, local):
         plan = self._plan
@@ -101,18 +120,36 @@ def _rows_of(steps, replica) -> np.ndarray:
     return np.concatenate(mine) if mine else np.zeros(0, np.int64)
 
 
-def compare(epoch: int, plan: ShardPlan, rows: list[np.ndarray]) -> ShardReport:
-    """Returns which rows of one epoch are missing or repeated, given those of each replica.
+def compare(
+    epoch: int, plan: ShardPlan, rows: list[np.ndarray], steps: range | None = None
+) -> ShardReport:
+    """Returns which rows of steps of an epoch are missing or repeated, against the plan.
+
+    Args:
+        epoch: Number of the epoch.
+        plan: The plan.
+        rows: The rows of each replica.
+        steps: The steps; by default all.
 
     >>> plan = ShardPlan(num_examples=4, global_batch_size=2, num_replicas=2)
     >>> print(compare(0, plan, [np.array([0, 1, 1]), np.array([3])]).missing)
     (2,)
     """
-    counts = np.bincount(np.concatenate(rows), minlength=plan.num_examples)
+    steps = range(plan.steps_per_epoch) if steps is None else steps
+    batches = [plan.batch(epoch, step) for step in steps]
+    planned = _count([rows[:num_real] for rows, num_real in batches], plan)
+    received = _count(rows, plan)
     return ShardReport(
         epoch,
         tuple(len(shard) for shard in rows),
         tuple(hashlib.sha256(shard.astype("<i8").tobytes()).hexdigest()[:12] for shard in rows),
-        tuple(np.flatnonzero(counts == 0).tolist()),
-        tuple(np.flatnonzero(counts > 1).tolist()),
+        tuple(np.flatnonzero(received < planned).tolist()),
+        tuple(np.flatnonzero(received > planned).tolist()),
+        steps,
+        bool((planned == 1).all()),
     )
+
+
+def _count(rows, plan) -> np.ndarray:
+    """Returns how often each row of the split is there."""
+    return np.bincount(np.concatenate([np.zeros(0, np.int64), *rows]), minlength=plan.num_examples)

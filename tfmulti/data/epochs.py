@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.data import maps as maps_lib
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.step import iterators
@@ -76,6 +77,13 @@ class Position:
         """Returns (epoch, step), the step being the next to take."""
         return self._epoch, self._first_step + int(self.taken.numpy())
 
+    def steps_since(self, earlier: tuple[int, int]) -> tuple[int, range]:
+        """Returns the epoch, and its steps that were taken since an earlier position."""
+        (epoch, step), first = self.get(), self._first_step
+        if earlier[0] == epoch and first < earlier[1] <= step:
+            first = earlier[1]
+        return epoch, range(first, step)
+
     def next_step(self) -> int:
         """Returns the step at which the next pass begins."""
         return 0 if int(self.taken.numpy()) else self._first_step
@@ -105,11 +113,14 @@ class EpochDataset(tf.data.Dataset):
         plan: The `ShardPlan` of this dataset.
         strategy: The strategy for whose replicas it was made.
         audit: A `ShardAudit`, or None.
+        keeps_rows: Whether the functions given to `map` are known to keep the rows of a batch. Then
+            the plan has the number of rows of each step; else the replicas add up theirs.
     """
 
     def __init__(self, source, plan: ShardPlan, strategy, *, audit=False, parent=None, maps=()):
         self._source, self._maps = source, tuple(maps)
         self.plan, self.strategy = plan, strategy
+        self.keeps_rows = not maps or maps_lib.keep_rows(maps, source.element_spec, plan)
         self.audit = parent.audit if parent else (ShardAudit(plan, strategy) if audit else None)
         self._position = parent._position if parent else Position()
         if plan.remainder == "pad":
@@ -145,6 +156,14 @@ class EpochDataset(tf.data.Dataset):
     def position(self) -> tuple[int, int]:
         """The position of training: (epoch, step), the step being the next to take."""
         return self._position.get()
+
+    def steps_since(self, earlier: tuple[int, int]) -> tuple[int, range]:
+        """Returns the epoch of the current pass, and which of its steps were taken since then.
+
+        Args:
+            earlier: What `position` was, perhaps in the pass before.
+        """
+        return self._position.steps_since(earlier)
 
     @property
     def order(self) -> dict:
@@ -195,7 +214,23 @@ class EpochDataset(tf.data.Dataset):
         self._position.set(self._position.get()[0] + 1, 0)
 
     def map(self, map_func, *args, **kwargs) -> EpochDataset:
-        """Applies a function to every batch; Keras does so for `class_weight`."""
+        """Applies a function to the batch of each replica; Keras does so for `class_weight`.
+
+        It must act row by row: a replica has only a part of the rows of a step, so that what a
+        function computes from all of its rows, as in `x / tf.reduce_max(x)`, differs from that of
+        one device. It may leave rows out or add some, but not with `remainder="pad"`.
+
+        Args:
+            map_func: Function of a batch; of its parts, if it is a tuple.
+            *args: Not used: the batches keep their order in any case.
+            **kwargs: Not used either.
+
+        Returns:
+            A dataset with the position of this one.
+
+        Raises:
+            ValueError: If rows are padded, and the function changes their number.
+        """
         maps = [*self._maps, map_func]
         return EpochDataset(self._source, self.plan, self.strategy, parent=self, maps=maps)
 
@@ -206,7 +241,7 @@ class EpochDataset(tf.data.Dataset):
     def __iter__(self):
         if tf.inside_function():
             return super().__iter__()
-        return iter(Pass(self._global, self._position, None, self.element_spec))
+        return iter(Pass(self._global, self._position, None, self.element_spec, counted=False))
 
     def distribute_to(self, strategy) -> Pass:
         """Returns the distributed dataset that Keras iterates over; strategies call it.
@@ -224,7 +259,9 @@ class EpochDataset(tf.data.Dataset):
         log = self.audit.record if self.audit else _no_audit
         sampled = Samples(getattr(strategy, "keeps_samples", False))
         batches = self._replica_batches_of(topology.local_batch_indices(strategy), log, sampled)
-        distributed = Pass(batches, self._position, strategy, self.element_spec)
+        distributed = Pass(
+            batches, self._position, strategy, self.element_spec, counted=self.keeps_rows
+        )
         sampled.unpack = lambda step: without_count(distributed.peek(step))
         marks.SAMPLE.set(distributed, sampled)
         return distributed
@@ -245,17 +282,30 @@ class EpochDataset(tf.data.Dataset):
         return dataset.prefetch(2).with_options(options)
 
     def _finish(self, batch, weights):
-        for function in self._maps:
-            batch = function(*batch) if isinstance(batch, tuple) else function(batch)
-        return _mark_padding(batch, weights) if self.plan.remainder == "pad" else batch
+        batch = maps_lib.apply(self._maps, batch)
+        if self.plan.remainder != "pad":
+            return batch
+        if not self.keeps_rows:
+            batch = maps_lib.refuse_other_rows(batch, weights)
+        return _mark_padding(batch, weights)
 
 
 class Pass:
-    """A dataset of the local replica batches; each iterator makes one pass over an epoch."""
+    """A dataset of the local replica batches; each iterator makes one pass over an epoch.
 
-    def __init__(self, batches: tf.data.Dataset, position: Position, strategy, element_spec):
+    Args:
+        batches: The number of rows of each step, and its local replica batches.
+        position: The position of training.
+        strategy: The strategy of the replicas; None for one that takes the global batch.
+        element_spec: Spec of a global batch.
+        counted: Whether the numbers of rows are those that the replicas get.
+    """
+
+    def __init__(
+        self, batches: tf.data.Dataset, position: Position, strategy, element_spec, *, counted: bool
+    ):
         self._replica_batches, self._position = batches, position
-        self.strategy, self.element_spec = strategy, element_spec
+        self.strategy, self.element_spec, self._counted = strategy, element_spec, counted
         self._number = iterators.register(self)
 
     @property
@@ -282,7 +332,7 @@ class Pass:
         if self.strategy is None:
             return step[0]
         count, batches = step
-        if self.strategy.num_replicas_in_sync > 1:
+        if self.strategy.num_replicas_in_sync > 1 and self._counted:
             batches = tuple(Counted(batch, count) for batch in batches)
         return iterators.to_replicas(self.strategy, batches)
 

@@ -20,10 +20,14 @@ class FiniteGuard:
     Args:
         is_scaled: Whether the optimizer is within a `LossScaleOptimizer`, which calls it in a
             branch after it has asked all workers whether gradients are finite.
+
+    Attributes:
+        is_scaled: As given.
+        is_on: Whether it is in use.
     """
 
     def __init__(self, is_scaled: bool = False):
-        self._is_scaled = is_scaled
+        self.is_scaled, self.is_on = is_scaled, False
         self._names: list[str] = []
         with tf.init_scope(), tf.device("CPU:0"):
             # The number of skipped updates; and the step and the variable of the first one, both
@@ -44,7 +48,7 @@ class FiniteGuard:
             is_bad = tf.stack([_is_bad(grad) for grad in grads]) > 0
         else:
             is_bad = shards.reduce_scalars(_is_bad, grads, trainable_variables) > 0
-        is_bad = is_bad if self._is_scaled else local_steps.is_on_any(is_bad)
+        is_bad = is_bad if self.is_scaled else local_steps.is_on_any(is_bad)
 
         def skip():
             self._count(is_bad, optimizer)
@@ -94,7 +98,8 @@ def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf
 
 def guard_of(optimizer: keras.optimizers.Optimizer) -> FiniteGuard | None:
     """Returns the guard that `watch` installed in an optimizer, or None."""
-    return marks.GUARD.get(keras_compat.inner_optimizer(optimizer))
+    guard = marks.GUARD.get(keras_compat.inner_optimizer(optimizer))
+    return guard if guard is not None and guard.is_on else None
 
 
 def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
@@ -102,19 +107,34 @@ def watch(optimizer: keras.optimizers.Optimizer) -> FiniteGuard:
 
     The inner optimizer receives unscaled gradients. That scaled gradients overflow is normal, and
     the outer optimizer handles it.
+
+    Returns:
+        The guard; after `unwatch` the same as before, with which a step may have been traced.
     """
     inner = keras_compat.inner_optimizer(optimizer)
-    guard = FiniteGuard(is_scaled=inner is not optimizer)
-    marks.GUARD.set(inner, guard)
+    guard, is_scaled = marks.GUARD.get(inner), inner is not optimizer
+    if guard is None or guard.is_scaled != is_scaled:
+        guard = FiniteGuard(is_scaled)
+        marks.GUARD.set(inner, guard)
+    guard.is_on = True
     if not marks.DISTRIBUTED.get(inner):
         object.__setattr__(inner, "apply", types.MethodType(guard.apply, inner))
     return guard
 
 
+def unwatch(optimizer: keras.optimizers.Optimizer) -> None:
+    """Takes the guard out of an optimizer again; steps that were traced with it still have it."""
+    inner = keras_compat.inner_optimizer(optimizer)
+    guard = marks.GUARD.get(inner)
+    guard.is_on = False
+    if getattr(vars(inner).get("apply"), "__func__", None) == guard.apply:
+        object.__delattr__(inner, "apply")
+
+
 def update_of(optimizer: keras.optimizers.Optimizer):
     """Returns the function that applies reduced gradients: the guard's, or the class's own."""
     guard = marks.GUARD.get(optimizer)
-    return local_steps.update if guard is None else guard.apply
+    return guard.apply if guard is not None and guard.is_on else local_steps.update
 
 
 def _local(variable) -> tf.Tensor:

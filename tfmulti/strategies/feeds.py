@@ -60,6 +60,8 @@ def feed_of(peek, iterator) -> Feed:
         in_chunks = is_in_chunks(own)
         return Feed(peek, static=static, batches=batches, in_chunks=in_chunks, **known)
     padded = plan.remainder == "pad"
+    if not own.keeps_rows:
+        return Feed(peek, static=static, padded=padded, **known)
     # With padding, a replica batch may have no real row at all.
     batches = None if padded else [(plan.count(0, step),) for step in (0, plan.steps_per_pass - 1)]
     even = plan.remainder in _EVEN

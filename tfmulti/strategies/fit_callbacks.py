@@ -18,6 +18,7 @@ import keras
 from tfmulti import keras_compat, marks, topology
 from tfmulti.cluster import environment
 from tfmulti.step import sharded_state, slots
+from tfmulti.strategies import guarded
 from tfmulti.strategies.alike import SameOnAllWorkers
 from tfmulti.strategies.spot_checks import VerifyAgain
 
@@ -67,6 +68,14 @@ class GatherState(keras.callbacks.Callback):
         sharded_state.gather_optimizer_state(self.model)
 
 
+class ReleaseGuard(keras.callbacks.Callback):
+    """Ends a check of gradients that a `fit` has left behind which ended with an error."""
+
+    def on_train_begin(self, logs=None):
+        """Ends it; a callback of this `fit` may begin another."""
+        guarded.release(self.model)
+
+
 class FirstStepFile(keras.callbacks.Callback):
     """Creates a file after the first step; the launcher does not restart a job without it.
 
@@ -94,7 +103,7 @@ def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], .
     # After the user's, of which one may change the step when an epoch begins.
     again = [VerifyAgain()] if keras_compat.is_ours(strategy) else []
     same = [SameOnAllWorkers()] if topology.num_workers(strategy) > 1 else []
-    return [*first_step, *gathers], [*same, *again]
+    return [ReleaseGuard(), *first_step, *gathers], [*same, *again]
 
 
 def _gathering(method):

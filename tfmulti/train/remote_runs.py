@@ -7,6 +7,7 @@ the application of its gradient.
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import queue
 import threading
@@ -20,11 +21,18 @@ from tfmulti.parallel.remote_step import Answer, RemoteStep
 from tfmulti.sharding import replica_slice
 from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.strategies.coordination import CoordinationRequests
-from tfmulti.strategies.parameter_server import find_lost_server, is_lost_worker
+from tfmulti.strategies.parameter_server import (
+    ServerLost,
+    WorkersLost,
+    find_lost_server,
+    is_lost_worker,
+)
 from tfmulti.strategies.task_monitor import TaskMonitor
 
 _POLL_S = 0.5
 _MOST_RETRIES = 100
+# How long to wait for the steps under way when training fails.
+_FORGET_S, _LOOK_S = 5.0, 0.02
 
 
 class SettledRequests(CoordinationRequests):
@@ -164,11 +172,32 @@ class RemoteRuns:
 
     def __exit__(self, kind, error, traceback):
         self._monitor.stop()
-        tf.get_logger().removeFilter(_leave_out)
         lost = find_lost_server(error, self._strategy.cluster)
+        is_lost = lost is not None or isinstance(error, (ServerLost, WorkersLost))
+        if self._sent and isinstance(error, Exception) and not is_lost:
+            self._forget_steps()
+        tf.get_logger().removeFilter(_leave_out)
         if lost is not None:
             # TensorFlow's error has pages, and says less; a callback may have met it, too.
             raise lost from None
+
+    def _forget_steps(self):
+        """Has TensorFlow forget the steps under way, and the error of the one that has failed.
+
+        The coordinator keeps it, and raises it at the next step that it is sent: the first one of
+        another training. It waits without limit for a worker that is lost meanwhile.
+        """
+        is_over = threading.Event()
+
+        def forget():
+            with contextlib.suppress(Exception):
+                while not self._strategy.coordinator.done() and not is_over.wait(_LOOK_S):
+                    pass
+
+        thread = threading.Thread(target=forget, daemon=True, name="tfmulti forget steps")
+        thread.start()
+        thread.join(_FORGET_S)
+        is_over.set()
 
     @property
     def under_way(self) -> int:

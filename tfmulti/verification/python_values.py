@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -12,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import marks
+from tfmulti.verification.own_names import is_own
 
-# Attributes that are not looked at, and those that tfmulti sets.
+# Keys of dicts that are not looked at, and what tfmulti sets.
 _PRIVATE = ("_", marks.PREFIX)
 # How deep parts of a model are looked for.
 _DEPTH = 8
@@ -77,29 +79,59 @@ class Numbers:
     """
 
     def __init__(self, model: keras.Model | None):
-        self._held = [
-            (path, thing, name, value)
-            for path, thing in (walk(model) if model is not None else ())
-            if hasattr(thing, "__dict__")
+        self.walked = _objects(model)
+        self.held = [
+            _Number(path, thing, name)
+            for path, thing in self.walked
             for name, value in vars(thing).items()
-            if _is_number(value) and not name.startswith(_PRIVATE) and name not in _OF_KERAS
+            if _is_number(value) and is_own(thing, name) and name not in _OF_KERAS
         ]
-        self._contents = [np.copy(v) if isinstance(v, np.ndarray) else v for *_, v in self._held]
 
     def changed(self) -> list[str]:
         """Returns the names of those that have another value now."""
-        return [
-            f"{path}/{name}" if path else name
-            for (path, thing, name, _), was in zip(self._held, self._contents)
-            if not _is_same(vars(thing).get(name), was)
-        ]
+        return [each.path_of_name for each in self.held if each.has_changed()]
 
     def restore(self) -> None:
         """Gives them the values that they had."""
-        for (_, thing, name, value), was in zip(self._held, self._contents):
-            vars(thing)[name] = value
-            if isinstance(value, np.ndarray) and not _is_same(value, was):
-                value[...] = was
+        for each in self.held:
+            each.restore()
+
+
+def _objects(model) -> list:
+    walked = walk(model) if model is not None else []
+    return [(path, thing) for path, thing in walked if hasattr(thing, "__dict__")]
+
+
+class _Attribute:
+    """An attribute of an object, as it was."""
+
+    def __init__(self, path: str, thing, name: str):
+        self.path, self.thing, self.name = path, thing, name
+        self.note()
+
+    @property
+    def path_of_name(self) -> str:
+        return f"{self.path}/{self.name}" if self.path else self.name
+
+    @property
+    def now(self):
+        return vars(self.thing).get(self.name)
+
+
+class _Number(_Attribute):
+    def note(self):
+        self._value = self.now
+        self._was = np.copy(self.now) if isinstance(self.now, np.ndarray) else self.now
+
+    def has_changed(self) -> bool:
+        return not _is_same(self.now, self._was)
+
+    is_other = has_changed
+
+    def restore(self):
+        vars(self.thing)[self.name] = self._value
+        if isinstance(self._value, np.ndarray) and not _is_same(self._value, self._was):
+            self._value[...] = self._was
 
 
 def _is_number(value) -> bool:
@@ -115,7 +147,9 @@ def attributes_of(model: keras.Model) -> dict[str, object]:
     for path, thing in walk(model):
         held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
         for name, value in held.items():
-            if not str(name).startswith(_PRIVATE) and name not in (*_OF_KERAS, *_MADE_BY_KERAS):
+            is_key = isinstance(thing, dict) and not str(name).startswith(_PRIVATE)
+            is_looked_at = is_key or (not isinstance(thing, dict) and is_own(thing, name))
+            if is_looked_at and name not in (*_OF_KERAS, *_MADE_BY_KERAS):
                 found[f"{path}/{name}"] = value if isinstance(value, simple) else id(value)
     return found
 
@@ -127,37 +161,50 @@ _PLAIN = (*_NUMBERS, str, bytes, type(None), np.ndarray, tf.Tensor)
 class Containers:
     """The lists, dicts, sets and deques of numbers or text that a model and its objects hold.
 
-    What holds layers or other objects is left out, and so are private attributes.
+    What holds layers or other objects is left out.
 
     Args:
         model: The model; None for nothing.
     """
 
     def __init__(self, model: keras.Model | None):
-        bound = [
-            (f"{path}/{name}" if path else name, thing, name, value)
-            for path, thing in (walk(model) if model is not None else ())
-            if hasattr(thing, "__dict__") and not isinstance(thing, _CONTAINERS)
+        self.walked = _objects(model)
+        self.held = [
+            _Container(path, thing, name)
+            for path, thing in self.walked
+            if not isinstance(thing, _CONTAINERS)
             for name, value in vars(thing).items()
-            if isinstance(value, _CONTAINERS) and not name.startswith(_PRIVATE) and _is_plain(value)
+            if isinstance(value, _CONTAINERS) and is_own(thing, name) and _is_plain(value)
         ]
-        inner = [(path, part) for path, *_, value in bound for part in _containers_in(value)]
-        self._bound, self._held = bound, [(path, part, list(_items(part))) for path, part in inner]
 
     def changed(self) -> list[str]:
         """Returns the names of those that have other contents now, each once."""
-        return list(dict.fromkeys(name for name, part, was in self._held if _differs(part, was)))
+        return [each.path_of_name for each in self.held if each.has_changed()]
 
     def restore(self) -> None:
-        """Gives them the contents that they had; one that has got other objects stays.
+        """Gives them the contents that they had; one that has got other objects stays."""
+        for each in self.held:
+            each.restore()
 
-        Keras keeps a copy of each list that is assigned: `self.labels += [...]` makes another one.
-        """
-        for _, thing, name, value in self._bound:
-            now = vars(thing).get(name)
-            if now is not value and isinstance(now, _CONTAINERS) and _is_plain(now):
-                vars(thing)[name] = value
-        for _, part, was in self._held:
+
+class _Container(_Attribute):
+    def note(self):
+        self._value = self.now
+        inner = _containers_in(self.now) if _is_plain(self.now) else []
+        self._parts = [(part, list(_items(part))) for part in inner]
+
+    def has_changed(self) -> bool:
+        return any(_differs(part, was) for part, was in self._parts)
+
+    def is_other(self) -> bool:
+        return self.now is not self._value or self.has_changed()
+
+    def restore(self):
+        # Keras keeps a copy of each list that is assigned: `self.labels += [...]` makes another.
+        now = self.now
+        if now is not self._value and isinstance(now, _CONTAINERS) and _is_plain(now):
+            vars(self.thing)[self.name] = self._value
+        for part, was in self._parts:
             if _differs(part, was) and _is_plain(part):
                 _refill(part, was)
 
@@ -167,11 +214,41 @@ _Held = TypeVar("_Held", Numbers, Containers)
 
 @contextlib.contextmanager
 def restored(values: _Held) -> Iterator[_Held]:
-    """Gives the numbers or the containers of a model back what they had, on exit."""
-    try:
+    """Gives the numbers or the containers of a model back what they had, on exit.
+
+    What a layer sets in `build` stays, since it is built only once.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(values.restore)
+        for path, thing in values.walked:
+            if vars(thing).get("built") is False and callable(getattr(thing, "build", None)):
+                stack.enter_context(_noting_build(values, path, thing))
         yield values
+
+
+@contextlib.contextmanager
+def _noting_build(values, path, thing):
+    """Notes what the `build` of an object changes, in it and in what it holds."""
+    build, own = thing.build, vars(thing)
+    before = own.get("build")
+
+    @functools.wraps(build)
+    def noting(*args, **kwargs):
+        held = [each for each in values.held if not path or f"{each.path}/".startswith(f"{path}/")]
+        begin = [type(each)(each.path, each.thing, each.name) for each in held]
+        build(*args, **kwargs)
+        for each, then in zip(held, begin):
+            if then.is_other():
+                each.note()
+
+    # Not by `setattr`, which Keras watches.
+    own["build"] = noting
+    try:
+        yield
     finally:
-        values.restore()
+        del own["build"]
+        if before is not None:
+            own["build"] = before
 
 
 def _refill(container, was):
