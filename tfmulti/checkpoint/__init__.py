@@ -31,6 +31,12 @@ def name_of(step: int) -> str:
     return f"step_{step:012d}"
 
 
+def unfinished_in(folder: str | os.PathLike[str]) -> list[Path]:
+    """Returns what is left of checkpoints whose writer was killed, `.PID.step_N` each."""
+    paths = Path(folder).glob(".*.*")
+    return [path for path in paths if _NAME.fullmatch(path.name.rpartition(".")[2])]
+
+
 def saved_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
     """Returns the checkpoints in a folder by their step, the latest first."""
     folder = Path(folder)

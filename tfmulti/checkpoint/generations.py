@@ -67,8 +67,7 @@ def write(
     final = folder / checkpoint.name_of(number)
     temporary = folder / f".{os.getpid()}.{final.name}"
     try:
-        # Those of processes that were killed while they wrote.
-        for left in folder.glob(f".*.{checkpoint.name_of(0)[:5]}*"):
+        for left in checkpoint.unfinished_in(folder):
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_files(temporary, tensors, state)
