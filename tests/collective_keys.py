@@ -9,10 +9,11 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_util, cross_device_ops
 
 import tfmulti
-from tfmulti import devices
+from tfmulti import devices, keras_compat
 from tfmulti.keras_compat import TABLE
+from tfmulti.strategies import base
 
-DEVICES = ["CPU:0", "CPU:1"]
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 ANY_ROWS = [tf.TensorSpec([None])]
 
 
@@ -24,13 +25,29 @@ def take_out(name):
             cell.cell_contents = there.tfmulti_replaces
 
 
+def reduce_under_several_strategies():
+    """Adds tensors of several shapes under strategies that reduce on CPUs as others do on GPUs."""
+    for count in (2, 3, 2, 2):
+        strategy = base.MirroredStrategy(DEVICES[:count])
+
+        def add(count=count):
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([count]))
+
+        sums = tf.function(lambda strategy=strategy, add=add: strategy.run(add))()
+        print(len(strategy.experimental_local_results(sums)[0]))
+
+
 def main(taken_out, kind):
-    devices.set_logical_cpus(2)
+    devices.set_logical_cpus(len(DEVICES))
+    if kind == "strategies":
+        if taken_out == "use_own_groups":
+            keras_compat.use_own_groups = lambda strategy: None
+        return reduce_under_several_strategies()
     tfmulti.create_strategy("one_device", devices=DEVICES[:1])
     take_out(taken_out)
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     options = collective_util.Options(implementation=ring)
-    launchers = cross_device_ops.CollectiveAllReduce(DEVICES, 2, options)._launchers
+    launchers = cross_device_ops.CollectiveAllReduce(DEVICES[:2], 2, options)._launchers
     for launcher in launchers:
         launcher.tfmulti_launches = True
 

@@ -1,4 +1,4 @@
-"""Four logical CPUs for the whole run, and real workers on loopback."""
+"""Four logical CPUs (or GPUs) for the whole run, and real workers on loopback."""
 
 import collections
 import gc
@@ -11,7 +11,9 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
+import replicas
 
+from tfmulti import hardware
 from tfmulti.runtime import processes
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +27,16 @@ def pytest_configure(config):
     # Before any test module is imported: TensorFlow takes it before its first use only.
     from tfmulti import devices
 
+    if replicas.ON == "GPU":
+        replicas.split_gpu(4)
+    elif hardware.read_driver().gpus:
+        # Plain Keras would train on the GPU, and the replicas on CPUs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     devices.set_logical_cpus(4)
+    if replicas.ON == "collectives":
+        from tfmulti.strategies import factories
+
+        factories._cross_device_ops = lambda devices: None
 
 
 def pytest_collection_finish(session):

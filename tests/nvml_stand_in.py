@@ -67,6 +67,7 @@ class Nvml:
     NVMLError = NVMLError
     NVMLError_LibraryNotFound = NVMLError_LibraryNotFound
     NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
+    nvmlMemory_v2 = 0x02000028
     NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
     PART = Device(memory_mib=10_000, used_mib=8_000, percent=None, milliwatts=None)
 
@@ -114,7 +115,9 @@ class Nvml:
     def nvmlDeviceGetUUID(self, handle):
         return self._of(handle).uuid
 
-    def nvmlDeviceGetMemoryInfo(self, handle):
+    def nvmlDeviceGetMemoryInfo(self, handle, version=None):
+        if version is not None:
+            raise NVMLError("Function Not Found")
         device = self._of(handle)
         return types.SimpleNamespace(used=device.used_mib << 20, total=device.memory_mib << 20)
 
@@ -175,6 +178,7 @@ LIBRARY = """
 #include <string.h>
 typedef struct { unsigned gpu, memory; } Utilization;
 typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
 typedef struct { char old[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } Pci;
 typedef struct { unsigned field, scope; long long when, took; int type, code;
                  unsigned long long value; } Field;
@@ -193,6 +197,10 @@ int nvmlDeviceGetUUID(void *d, char *text, unsigned size) {
 int nvmlDeviceGetUtilizationRates(void *d, Utilization *u) { u->gpu = 97; u->memory = 5; return 0; }
 int nvmlDeviceGetMemoryInfo(void *d, Memory *m) {
     m->total = 80000000000ull; m->used = 20000000000ull; m->free = m->total - m->used; return 0; }
+int nvmlDeviceGetMemoryInfo_v2(void *d, Memory2 *m) {
+    if (m->version != 0x02000028) return 2;
+    m->total = 80000000000ull; m->reserved = 400000000ull;
+    m->used = 19600000000ull; m->free = 60000000000ull; return 0; }
 int nvmlDeviceGetPowerUsage(void *d, unsigned *milliwatts) {
     if (place(d)) return 3; *milliwatts = 321000; return 0; }
 int nvmlDeviceGetCurrPcieLinkGeneration(void *d, unsigned *n) { *n = 1; return 0; }

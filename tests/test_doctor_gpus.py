@@ -87,6 +87,8 @@ def test_an_environment_without_nvidias_module_is_examined_all_the_same(monkeypa
         ("-1", [], '"-1" names no GPU'),
         ("1,7,0", [1], '"7" names no GPU'),
         ("1,1", [], "comes twice"),
+        ("0 2", [0], 'of "0 2" CUDA reads the first number only'),
+        ("0,GPU-bb", [0], '"GPU-bb" mixes numbers and names'),
         ("MIG-1", [], "MIG"),
     ],
 )

@@ -193,9 +193,15 @@ def two():
         (None, [50, 51]),
         ("1,0", [51, 50]),
         ("GPU-bbbb", [51]),
-        ("1, GPU-aa,MIG-cccc-3", [51, 50, None]),
+        ("1, GPU-aa,MIG-cccc-3", [51]),
+        ("GPU-bb, GPU-AA,MIG-cccc-3", [51, 50, None]),
         ("GPU-bbbb-2,GPU-cc,0", [51]),
-        ("GPU-,1", []),
+        ("GPU-bbbb-2,0", [51]),
+        ("MIG-cccc-3,0", [None]),
+        ("GPU-", []),
+        ("gpu-aa", []),
+        ("1;0", [51]),
+        ("+1,0 1", [51, 50]),
         ("0,-1,1", [50]),
         ("0,0", []),
         ("5", []),
@@ -213,7 +219,7 @@ def test_the_gpus_that_cuda_shows_are_read(visible, percents):
 
 
 def test_what_a_gpu_cannot_tell_is_left_out():
-    readings = hardware.Gpus(two(), {"CUDA_VISIBLE_DEVICES": "0,MIG-cccc-3"}).read()
+    readings = hardware.Gpus(two(), {"CUDA_VISIBLE_DEVICES": "GPU-aa,MIG-cccc-3"}).read()
     assert readings == {
         "gpu_0_percent": 50.0,
         "gpu_0_memory_gb": pytest.approx(1.048576),
@@ -316,7 +322,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a 
 
 
 @needs_compiler
-@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("GPU-bbbb,0", 2), ("1", 1)])
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("GPU-b,GPU-a", 2), ("1", 1)])
 def test_nvidias_python_module_over_a_library_in_place_of_nvml(tmp_path, visible, count):
     code = """
 readers, missing, no_gpu = hardware.find_readers()
@@ -326,9 +332,9 @@ readers[-1].close()
     readings, missing, no_gpu = ask_over_library(tmp_path, code, visible)
     assert (missing, no_gpu) == (None, None)
     assert [readings[f"gpu_{i}_percent"] for i in range(count)] == [97.0] * count
-    assert (readings["gpu_0_memory_gb"], readings["gpu_0_memory_percent"]) == (20.0, 25.0)
+    assert (readings["gpu_0_memory_gb"], readings["gpu_0_memory_percent"]) == (19.6, 24.5)
     with_power = [name for name in readings if name.endswith("watts")]
-    assert with_power == {None: ["gpu_0_watts"], "GPU-bbbb,0": ["gpu_1_watts"], "1": []}[visible]
+    assert with_power == {None: ["gpu_0_watts"], "GPU-b,GPU-a": ["gpu_1_watts"], "1": []}[visible]
 
 
 @needs_compiler
@@ -347,7 +353,7 @@ print(json.dumps(dataclasses.asdict(dataclasses.replace(driver, paths=paths))))
         "name": "Tesla T4",
         "uuid": "GPU-bbbb",
         "memory_mib": 76293,
-        "used_mib": 19073,
+        "used_mib": 18692,
         "gen": 1,
         "gen_max": 4,
         "width": 8,

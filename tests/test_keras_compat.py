@@ -764,6 +764,15 @@ def test_canary_a_key_stands_for_one_shape(name, kind):
     assert "Shape mismatch in the collective instance" in upstream.stderr
 
 
+@pytest.mark.parametrize("taken_out", ["nothing", pytest.param("use_own_groups", id="upstream")])
+def test_canary_a_second_strategy_finds_the_groups_of_the_first(taken_out):
+    done = run_collectives(taken_out, "strategies")
+    if taken_out == "nothing":
+        assert (done.returncode, done.stdout.split()) == (0, ["2", "3", "2", "2"]), done.stderr
+    else:
+        assert "joining a group with size3, but that group has size 2" in done.stderr
+
+
 @pytest.mark.slow
 def test_canary_new_keys_do_not_reach_nested_functions():
     assert run_collectives("nothing", "nested").returncode == 0

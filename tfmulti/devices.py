@@ -28,8 +28,13 @@ def has_tpu() -> bool:
 
 
 def grow_gpu_memory() -> None:
-    """Makes each GPU allocate memory as needed, if TensorFlow has not started yet."""
+    """Makes each GPU allocate memory as needed, if TensorFlow has not started yet.
+
+    Except GPUs that the program has divided into logical ones: those have limits of their own.
+    """
     for gpu in tf.config.list_physical_devices("GPU"):
+        if tf.config.get_logical_device_configuration(gpu):
+            continue
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError:

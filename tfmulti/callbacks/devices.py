@@ -34,7 +34,7 @@ class Devices(keras.callbacks.Callback):
     is used over 20% less than another. It also reports a worker without this callback, and does
     not wait for it.
 
-    Tested without GPUs, and with a substitute for NVML; not tested on a real GPU.
+    Tested without GPUs, with a substitute for NVML, and on one H200; not with several GPUs.
 
     Args:
         folder: Where each worker writes `devices_<task>.csv` and TensorBoard scalars, in a folder

@@ -4,5 +4,5 @@ Each module looks at one area and returns `Check`s; what it reads (the environme
 driver) is an argument, so that it can be tested without the hardware. Nothing here imports
 TensorFlow: a separate process does, because it may crash or hang.
 
-The checks of GPUs were tested with output that users have published, not on a GPU.
+The checks of GPUs were tested with output that users have published, and run on one H200.
 """

@@ -148,6 +148,7 @@ MEANINGS = {
     "NCCL_SOCKET_FAMILY": "whether NCCL speaks IPv4 or IPv6",
     "NCCL_SOCKET_NTHREADS": "threads of NCCL for each connection",
     "NCCL_NSOCKS_PERTHREAD": "sockets of each of NCCL's threads",
+    "NCCL_VERSION": "the NCCL of the container's image: NCCL does not read it",
     "NCCL_DEBUG": "how much NCCL logs: VERSION, WARN, INFO or TRACE",
     "NCCL_DEBUG_SUBSYS": "which of its parts NCCL logs",
     "NCCL_DEBUG_FILE": "where NCCL's messages go",

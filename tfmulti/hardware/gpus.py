@@ -1,6 +1,7 @@
 """Reads NVIDIA's GPUs by NVML (nvidia-ml-py): what they are, how they are joined, what they do.
 
-Tried without a driver, and over a library that takes the place of NVIDIA's in the tests.
+Tried without a driver, over a library that takes the place of NVIDIA's in the tests, and on one
+H200 (`tests/test_real_gpu.py`); not tried on a host with several GPUs.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +33,8 @@ def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[i
 
     CUDA reads the list up to the first entry that names no GPU, and silently ignores the rest;
     see https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
+    The first entry decides whether all are numbers or names, and of a number CUDA reads the
+    digits it begins with: "0;1" is GPU 0 alone. `tests/test_real_gpu.py` compares with CUDA.
     It numbers by speed, and NVML by PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: with unlike GPUs
     set that.
 
@@ -50,21 +54,35 @@ def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[i
     if value is None:
         return list(range(len(uuids))), ""
     chosen: list[int | str] = []
-    for entry in [entry.strip() for entry in value.split(",")] if value.strip() else []:
-        found = [entry] if entry.startswith("MIG-") else _find(entry, uuids)
-        if len(found) != 1:
+    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
+    for entry in entries:
+        if _is_name(entry) != _is_name(entries[0]):
+            return chosen, f'"{entry}" mixes numbers and names, so it and all after it are ignored'
+        found = _find(entry, uuids)
+        if found is None:
             return chosen, f'"{entry}" names no GPU, so it and all after it are ignored'
-        if found[0] in chosen:
+        if found in chosen:
             return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
-        chosen += found
-    return chosen, ""
+        chosen.append(found)
+    misread = [entry for entry in entries if not _is_name(entry) and not entry.isdecimal()]
+    return chosen, f'of "{misread[0]}" CUDA reads the first number only' if misread else ""
 
 
-def _find(entry, uuids) -> list[int | str]:
-    if entry.startswith("GPU-"):
-        # CUDA takes the beginning of a name, too.
-        return [index for index, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
-    return [int(entry)] if entry.isdecimal() and int(entry) < len(uuids) else []
+def _is_name(entry) -> bool:
+    return entry.startswith(("GPU-", "MIG-"))
+
+
+def _find(entry, uuids) -> int | str | None:
+    if entry.startswith("MIG-"):
+        return entry
+    if _is_name(entry):
+        # CUDA takes the beginning of a name, too, in capital letters or small ones.
+        start = entry.removeprefix("GPU-").lower()
+        ends = [(uuid or "").removeprefix("GPU-").lower() for uuid in uuids]
+        found = [index for index, end in enumerate(ends) if start and end.startswith(start)]
+        return found[0] if len(found) == 1 else None
+    number = re.match(r"\+?\d+", entry)
+    return int(number[0]) if number and int(number[0]) < len(uuids) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +157,12 @@ class _Nvml:
         except self.module.NVMLError:
             return None
 
+    def memory(self, handle):
+        """Memory as nvidia-smi shows it: what the driver keeps is not used, where it tells that."""
+        version = getattr(self.module, "nvmlMemory_v2", None)
+        found = version and self.query("nvmlDeviceGetMemoryInfo", handle, version)
+        return found or self.query("nvmlDeviceGetMemoryInfo", handle)
+
     def close(self) -> None:
         """Ends NVML, if it has not ended already."""
         self.query("nvmlShutdown")
@@ -186,7 +210,8 @@ def _describe(host, index) -> Gpu:
     def query(name):
         return host.query(f"nvmlDeviceGet{name}", host.handles[index])
 
-    memory, mode, divided = query("MemoryInfo"), query("ComputeMode"), query("MigMode")
+    memory = host.memory(host.handles[index])
+    mode, divided = query("ComputeMode"), query("MigMode")
     return Gpu(
         index=index,
         name=query("Name") or "GPU",
@@ -278,7 +303,8 @@ class Gpus:
         Returns:
             For GPU 0, as TensorFlow numbers them: `gpu_0_percent`, of the time since NVML's last
             sample (a sixth of a second to a second) in which a kernel ran; `gpu_0_memory_gb` in
-            1e9 bytes and `gpu_0_memory_percent`, of all processes; `gpu_0_watts`.
+            1e9 bytes and `gpu_0_memory_percent`, of all processes without the driver's own;
+            `gpu_0_watts`.
             Source: NVML API reference, nvmlUtilization_t, nvmlDeviceGetPowerUsage.
         """
         found: dict[str, float] = {}
@@ -286,7 +312,7 @@ class Gpus:
             utilization = self._host.query("nvmlDeviceGetUtilizationRates", handle)
             if utilization is not None:
                 found[f"gpu_{number}_percent"] = float(utilization.gpu)
-            memory = self._host.query("nvmlDeviceGetMemoryInfo", handle)
+            memory = self._host.memory(handle)
             if memory is not None:
                 found[f"gpu_{number}_memory_gb"] = memory.used / _GB
                 found[f"gpu_{number}_memory_percent"] = 100.0 * memory.used / memory.total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 import time
@@ -164,6 +165,23 @@ def heartbeats(timeout_s: float):
 _MAX_ROWS, _MAX_COLLECTIVES = 2**18, 2**13 - 2
 # A prime: sizes that differ by some rows differ modulo it, unless it divides the size of a row.
 _MAX_SIZE = 262_139
+
+
+# More than the groups of devices of one strategy.
+_GROUPS = 1000
+_strategies = itertools.count(1)
+
+
+def use_own_groups(strategy: tf.distribute.MirroredStrategy) -> None:
+    """Numbers the groups of devices of a strategy apart from those of all others.
+
+    TensorFlow numbers the groups of each strategy from 1, and the collectives of each group from
+    100, but keeps one table of them for the process: a second strategy cannot reduce on GPUs.
+
+    Args:
+        strategy: A strategy, before its `__init__`.
+    """
+    strategy._collective_key_base = _GROUPS * next(_strategies)
 
 
 def mark_launchers(strategy: tf.distribute.Strategy) -> None:

@@ -159,6 +159,7 @@ ATTRIBUTES = {
     servers_strategy.ParameterServerStrategyV2Extended: ("_variable_count",),
     input_lib.DistributedDataset: ("_strategy",),
     mirrored_strategy.MirroredExtended: ("_devices",),
+    tf.distribute.MirroredStrategy: ("_collective_key_base",),
     mwms.CollectiveAllReduceExtended: ("_collective_keys", "_cross_device_ops"),
     cross_device_ops.CollectiveAllReduce: ("_launchers",),
     cross_device_utils.CollectiveKeys: ("_instance_key_table",),

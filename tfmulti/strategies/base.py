@@ -239,6 +239,10 @@ class OneDeviceStrategy(_KerasRepairs, tf.distribute.OneDeviceStrategy):
 class MirroredStrategy(_KerasRepairs, tf.distribute.MirroredStrategy):
     """One replica on each of several local devices."""
 
+    def __init__(self, devices=None, cross_device_ops=None):
+        keras_compat.use_own_groups(self)
+        super().__init__(devices, cross_device_ops)
+
 
 class MultiWorkerMirroredStrategy(_KerasRepairs, tf.distribute.MultiWorkerMirroredStrategy):
     """One or more replicas on each worker of a cluster."""

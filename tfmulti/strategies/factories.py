@@ -365,11 +365,13 @@ def create_mirrored(devices=None, logical_cpus=0) -> MirroredStrategy:
     else:
         devices_lib.set_logical_cpus(logical_cpus or 2)
         devices = devices_lib.list_cpus()[: logical_cpus or None]
-    cross_device_ops = None
-    if any(name.startswith("CPU") for name in devices):
-        # TensorFlow's collectives on CPU allow only one strategy and one model in a process.
-        cross_device_ops = tf.distribute.ReductionToOneDevice()
-    return MirroredStrategy(devices, cross_device_ops=cross_device_ops)
+    return MirroredStrategy(devices, cross_device_ops=_cross_device_ops(devices))
+
+
+def _cross_device_ops(devices):
+    """How replicas reduce: GPUs by TensorFlow's collectives, CPUs in the memory they share."""
+    on_cpu = any(name.startswith("CPU") for name in devices)
+    return tf.distribute.ReductionToOneDevice() if on_cpu else None
 
 
 def create_tpu() -> TPUStrategy:
