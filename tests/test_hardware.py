@@ -218,6 +218,14 @@ def test_the_gpus_that_cuda_shows_are_read(visible, percents):
     assert [readings.get(f"gpu_{i}_percent") for i in range(len(percents))] == percents
 
 
+def test_gpus_are_listed_by_their_names_for_all_time():
+    shown = {"CUDA_VISIBLE_DEVICES": "GPU-bb,MIG-cccc-3"}
+    assert hardware.list_uuids(two(), shown) == ["GPU-bbbb-2", "MIG-cccc-3"]
+    assert hardware.list_uuids(two(), {}) == ["GPU-aaaa-1", "GPU-bbbb-2"]
+    broken = Nvml(fault=NVMLError_LibraryNotFound("NVML Shared Library Not Found"))
+    assert hardware.list_uuids(broken, {}) == []
+
+
 def test_what_a_gpu_cannot_tell_is_left_out():
     readings = hardware.Gpus(two(), {"CUDA_VISIBLE_DEVICES": "GPU-aa,MIG-cccc-3"}).read()
     assert readings == {

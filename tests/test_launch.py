@@ -648,6 +648,40 @@ def test_threads_that_the_user_has_set_stay(tmp_path, monkeypatch):
     assert [worker[2:] for worker in shown_by_workers(tmp_path, threads=3)] == [["3", "7"]] * 2
 
 
+SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'
+
+
+@pytest.mark.parametrize(
+    ("visible", "flags", "expected", "told"),
+    [
+        ("4,5,6,7", ["--num_workers=2"], ["worker 0] gpus 4,5", "worker 1] gpus 6,7"], ""),
+        ("4,5", ["--num_workers=1"], ["worker 0] gpus 4,5"], ""),
+        ("-1", ["--num_workers=2"], ["worker 0] gpus -1", "worker 1] gpus -1"], ""),
+        (
+            "4",
+            ["--num_workers=2"],
+            ["worker 0] gpus -1", "worker 1] gpus -1"],
+            "2 workers train on the CPU: two cannot share a GPU, and there is 1 GPU.",
+        ),
+        (
+            "4",
+            ["--num_workers=1", "--num_ps=1"],
+            ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4"],
+            "",
+        ),
+    ],
+)
+def test_each_worker_has_gpus_of_its_own(launch, visible, flags, expected, told):
+    command = [sys.executable, "-c", SHOW_GPUS]
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    launched = launch(*flags, "--all_output", "--", *command, env=environ)
+    code, printed, errors = launched.finish()
+    assert code == 0
+    shown = [line.lstrip("[") for line in printed.splitlines() if "gpus" in line]
+    assert sorted(shown) == expected
+    assert told in errors and ("train on the CPU" in errors) == bool(told)
+
+
 def test_mpi_goes_with_workers_of_this_machine():
     with pytest.raises(ValueError, match="Received: mpi=True, hosts=hosts.txt"):
         LaunchConfig(hosts="hosts.txt", mpi=True)

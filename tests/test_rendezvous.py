@@ -38,7 +38,7 @@ def address_of(cluster, index=0):
     return name, int(port)
 
 
-def serve(workers, notes=None, timeout_s=20.0, tokens=None):
+def serve(workers, notes=None, timeout_s=20.0, tokens=None, gpus=None):
     """Has each worker join in a thread of its own; returns what it got, or its error."""
 
     def join(position):
@@ -48,6 +48,7 @@ def serve(workers, notes=None, timeout_s=20.0, tokens=None):
                 (notes or [{}] * len(workers))[position],
                 timeout_s=timeout_s,
                 token=(tokens or [TOKEN] * len(workers))[position],
+                gpus=(gpus or [()] * len(workers))[position],
             )
         except rendezvous.RendezvousError as error:
             return error
@@ -123,6 +124,18 @@ def test_the_port_is_free_at_once_fifty_times(name):
         rendezvous.join(workers[1], token=TOKEN, timeout_s=20)
         thread.join()
         assert bound.is_set()
+
+
+def test_workers_may_have_gpus_of_their_own():
+    said = serve(clusters(2), gpus=[["GPU-a", "GPU-b"], ["GPU-c"]])
+    assert [said[0][index]["gpus"] for index in range(2)] == [["GPU-a", "GPU-b"], ["GPU-c"]]
+
+
+def test_workers_that_share_a_gpu_are_named():
+    said = serve(clusters(3), gpus=[["GPU-a"], ["GPU-b", "GPU-c"], ["GPU-c"]])
+    for error in map(str, said):
+        assert "Received: worker 1, worker 2 use GPU-c." in error
+        assert 'tfmulti.launch does, or use communication="ring"' in error
 
 
 def test_the_port_is_free_after_an_error():

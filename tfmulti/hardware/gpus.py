@@ -193,6 +193,24 @@ def read_driver(nvml=None, root: Path = Path("/")) -> Driver:
         )
 
 
+def list_uuids(nvml=None, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the names for all time of the GPUs that this process may use; `[]` without NVML.
+
+    Args:
+        nvml: The module `pynvml`, or something like it.
+        environ: The variables of the environment.
+    """
+    nvml = nvml or load_nvml()
+    try:
+        host = _Nvml(nvml)
+    except nvml.NVMLError:
+        return []
+    with contextlib.closing(host):
+        visible, _ = find_visible(environ.get("CUDA_VISIBLE_DEVICES"), host.uuids)
+        found = [each if isinstance(each, str) else host.uuids[each] for each in visible]
+    return [uuid for uuid in found if uuid]
+
+
 def count_on_bus(root: Path = Path("/")) -> int:
     """Returns the number of NVIDIA's display and compute controllers on the PCI bus."""
     count = 0

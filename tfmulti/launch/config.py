@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfmulti.cluster import schedulers
+from tfmulti.cluster import gpus, schedulers
 from tfmulti.cluster.network import address_fault, split_address
-from tfmulti.runtime import processes
+from tfmulti.runtime import console, processes
 from tfmulti.settings import check_settings, setting
 
 ALLOCATORS = ("keep", "default")
@@ -242,6 +242,35 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
     if config.allocator == "keep":
         chosen |= _KEEP
     return chosen
+
+
+def gpus_of(names: Mapping[int, str], visible: list[str]) -> tuple[dict[int, str], str]:
+    """Returns the CUDA_VISIBLE_DEVICES of each task, and what the user should know.
+
+    NCCL does not allow two workers on one GPU, so all train on the CPU if there are fewer GPUs than
+    workers. Servers and their chief compute no steps.
+
+    Args:
+        names: The tasks of this machine, such as `{0: "worker 0"}`.
+        visible: The GPUs, as CUDA_VISIBLE_DEVICES names them.
+
+    >>> gpus_of({0: "worker 0", 1: "worker 1"}, ["0", "1", "2", "3"])
+    ({0: '0,1', 1: '2,3'}, '')
+    >>> gpus_of({0: "worker 0"}, ["0", "1"]), gpus_of({0: "worker 0", 1: "worker 1"}, [])
+    (({}, ''), ({}, ''))
+    """
+    if len(names) == 1 or not visible:
+        return {}, ""
+    workers = [index for index, name in names.items() if name.startswith("worker")]
+    given = dict.fromkeys(names, gpus.NO_GPU)
+    if len(visible) < len(workers):
+        count = console.count(len(visible), "GPU")
+        return given, (
+            f"{len(workers)} workers train on the CPU: two cannot share a GPU, and there "
+            f"{'is' if len(visible) == 1 else 'are'} {count}. --num_workers 1 uses every GPU."
+        )
+    # The same number for each: every worker of a strategy has as many replicas.
+    return given | dict(zip(workers, gpus.divide(visible, len(workers)))), ""
 
 
 def part_of(cores: list[int], local_index: int, num_here: int) -> list[int]:

@@ -17,12 +17,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from tfmulti.cluster import environment
+from tfmulti.cluster import environment, gpus
 from tfmulti.launch import logs
-from tfmulti.launch.config import LaunchConfig, task_name, tf_configs_here, variables_of
+from tfmulti.launch.config import (
+    LaunchConfig,
+    gpus_of,
+    task_name,
+    tf_configs_here,
+    variables_of,
+)
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Log, WorkerExit, open_logs
 from tfmulti.launch.pmi import ProcessManager
@@ -67,7 +73,6 @@ class Job:
         config: The settings.
         command: The program and its arguments.
         print_fn: Function that takes a line of text for the user.
-        variables: For each worker's index, variables to set besides the launcher's own.
         create_log: Function that creates the log of a worker, such as `logs.Log`.
 
     Attributes:
@@ -82,12 +87,11 @@ class Job:
         command: Sequence[str],
         print_fn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         *,
-        variables: Mapping[int, Mapping[str, str]] | None = None,
         create_log: Callable[..., Log] = Log,
     ):
         self.config, self.command, self.print_fn = config, command, print_fn
         self.outcome: Outcome | None = None
-        self._variables, self._create_log = variables or {}, create_log
+        self._create_log = create_log
         self.names: dict[int, str] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self.restarts = self._counted = 0
@@ -105,6 +109,9 @@ class Job:
         """
         first_start = tf_configs_here(self.config)
         self.names = names = {index: task_name(config) for index, config in first_start.items()}
+        self._gpus, note = gpus_of(names, gpus.list_visible())
+        if note:
+            self.print_fn(note)
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
         code = None
@@ -154,7 +161,7 @@ class Job:
             index: {
                 **common,
                 **variables_of(self.config, local_index, len(configs)),
-                **self._variables.get(index, {}),
+                **({gpus.VISIBLE: self._gpus[index]} if index in self._gpus else {}),
                 "TF_CONFIG": tf_config,
                 environment.PROGRESS: str(progress / f"worker_{index}"),
             }

@@ -21,37 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tfmulti.cluster import gpus
 from tfmulti.launch import logs
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
 from tfmulti.launch.logs import Log
 from tfmulti.notebook import serialization, worker
-
-
-def variables(num_workers: int, visible: list[str]) -> list[Mapping[str, str]]:
-    """Returns the environment variables that give each worker its GPUs.
-
-    NCCL does not allow two workers on one GPU, so all train on the CPU if there are fewer GPUs than
-    workers.
-
-    Args:
-        num_workers: Number of workers on this host.
-        visible: The GPUs, as CUDA_VISIBLE_DEVICES names them.
-
-    Example:
-    >>> [each["CUDA_VISIBLE_DEVICES"] for each in variables(2, ["0", "1", "2", "3"])]
-    ['0,1', '2,3']
-    >>> variables(2, ["0"]), variables(2, []), variables(1, ["0"])
-    ([{'CUDA_VISIBLE_DEVICES': '-1'}, {'CUDA_VISIBLE_DEVICES': '-1'}], [{}, {}], [{}])
-    """
-    if num_workers == 1 or not visible:
-        return [{} for _ in range(num_workers)]
-    if len(visible) < num_workers:
-        return [{gpus.VISIBLE: gpus.NO_GPU} for _ in range(num_workers)]
-    # The same number for each: every worker of a strategy has as many replicas.
-    return [{gpus.VISIBLE: names} for names in gpus.divide(visible, num_workers)]
-
 
 GRACE_S = 5.0
 """Seconds for the workers to end after the cell was interrupted."""
@@ -227,7 +201,6 @@ class CellLog(Log):
 
 
 def _create_job(folder, config) -> Job:
-    visible = dict(enumerate(variables(config.num_workers, gpus.list_visible())))
     kind = Log if config.all_output else CellLog
     if config.log_dir is None:
         # This folder is kept until the error has been explained.
@@ -238,7 +211,6 @@ def _create_job(folder, config) -> Job:
         [sys.executable, "-c", worker.PROGRAM, str(folder)],
         # The raised error has that text.
         print_fn=lambda line: None,
-        variables=visible,
         create_log=partial(kind, terminal=CellTerminal()),
     )
 

@@ -23,11 +23,18 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tfmulti.cluster import Cluster, environment
 from tfmulti.rendezvous.client import Client
-from tfmulti.rendezvous.errors import RendezvousError, check_equal, missing_error, twice_error
+from tfmulti.rendezvous.errors import (
+    GPUS,
+    RendezvousError,
+    check_equal,
+    check_gpus,
+    missing_error,
+    twice_error,
+)
 from tfmulti.rendezvous.messages import MAX_BYTES, find_token
 from tfmulti.rendezvous.server import Server
 from tfmulti.runtime import processes
@@ -44,6 +51,7 @@ def join(
     *,
     timeout_s: float | None = None,
     token: str | None = None,
+    gpus: Sequence[str] = (),
 ) -> dict[int, dict]:
     """Waits until all workers of a cluster have connected, and checks that their settings agree.
 
@@ -58,13 +66,14 @@ def join(
             rendezvous for all. None uses the environment's `TFMULTI_START_TIMEOUT`, else 60.
         token: A secret that all workers have. None uses the environment's `TFMULTI_TOKEN`, else
             a token derived from the cluster's addresses, with a warning.
+        gpus: The UUIDs of this worker's GPUs, where no other worker may use them.
 
     Returns:
         The settings of each worker, by its position in `cluster.tasks`.
 
     Raises:
-        RendezvousError: If workers are missing, two have the same task, a setting or the token
-            differs, or the first worker cannot listen.
+        RendezvousError: If workers are missing, two have the same task or GPU, a setting or the
+            token differs, or the first worker cannot listen.
         ValueError: For settings that JSON cannot hold, or longer than 64 KiB; for a timeout that
             is not a number of seconds above 0.
 
@@ -72,7 +81,7 @@ def join(
         >>> join(Cluster({"worker": ["127.0.0.1:12345"]}, "worker", 0), {"epochs": 3})[0]["epochs"]
         3
     """
-    own = _complete(cluster, settings or {})
+    own = _complete(cluster, {**(settings or {}), GPUS: list(gpus)})
     timeout_s = find_timeout(timeout_s)
     if cluster.num_workers == 1:
         return {0: own}
@@ -90,6 +99,7 @@ def join(
     # JSON turns the positions into strings, except on the first worker.
     settings_of = {int(index): dict(theirs) for index, theirs in outcome["settings"].items()}
     check_equal(cluster, settings_of)
+    check_gpus(cluster, settings_of)
     return settings_of
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
 
+GPUS = "gpus"
+"""The setting that must differ: the GPUs that a worker has for itself."""
+
 _MAX_NAMED = 3
 
 
@@ -89,6 +92,7 @@ def check_equal(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) 
         RendezvousError: If a value differs; it names each difference with the values of all.
     """
     names = dict.fromkeys(name for index in sorted(settings) for name in settings[index])
+    names.pop(GPUS, None)
     differences = []
     for name in names:
         said: dict[str, list[int]] = {}
@@ -103,6 +107,30 @@ def check_equal(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) 
             "All workers must run the same program with the same settings and versions. "
             f"Received: {'; '.join(differences)}. "
             "Start every worker with the same command line, environment and cluster."
+        )
+
+
+def check_gpus(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) -> None:
+    """Checks that no two workers use the same GPU.
+
+    Args:
+        cluster: The cluster.
+        settings: For each worker's position in `cluster.tasks`, its settings: name -> value.
+
+    Raises:
+        RendezvousError: If two do; it names them and the GPU.
+    """
+    users: dict[str, list[int]] = {}
+    for index in sorted(settings):
+        for gpu in settings[index].get(GPUS, ()):
+            users.setdefault(gpu, []).append(index)
+    shared = {gpu: who for gpu, who in users.items() if len(who) > 1}
+    if shared:
+        gpu, who = next(iter(shared.items()))
+        raise RendezvousError(
+            "Every worker must have GPUs of its own, because NCCL does not add within one. "
+            f"Received: {_few(cluster, who)} use {gpu}. Give each its own CUDA_VISIBLE_DEVICES, as "
+            'python -m tfmulti.launch does, or use communication="ring".'
         )
 
 

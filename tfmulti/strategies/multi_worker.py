@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfmulti import keras_compat, rendezvous
+from tfmulti import hardware, keras_compat, rendezvous
 from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
@@ -46,7 +46,8 @@ def create_multi_worker(
         )
     communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
     if cluster.num_workers > 1:
-        _join_rendezvous(cluster, start_timeout, must_agree)
+        gpus = hardware.list_uuids() if communication == "nccl" else ()
+        _join_rendezvous(cluster, start_timeout, must_agree, gpus)
         watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
@@ -137,7 +138,7 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     return "ring", "there is no GPU, and MPI has not started the job"
 
 
-def _join_rendezvous(cluster, start_timeout, must_agree):
+def _join_rendezvous(cluster, start_timeout, must_agree, gpus):
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         # Raises if TensorFlow is already in use: fail now, before waiting for other workers.
@@ -147,7 +148,7 @@ def _join_rendezvous(cluster, start_timeout, must_agree):
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     network.warn_of_public_addresses(cluster)
     settings = {**keras_compat.installed_versions(), **must_agree}
-    rendezvous.join(cluster, settings, timeout_s=start_timeout)
+    rendezvous.join(cluster, settings, timeout_s=start_timeout, gpus=gpus)
 
 
 def _end_after_sigterm():
