@@ -5,6 +5,7 @@ import json
 import pickle
 import socket
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -368,6 +369,13 @@ def test_servers_that_a_job_cannot_have_are_told(environ, settings, words):
         assert resolve(environ, **settings) is None
     else:
         assert words in message_of(environ, **settings)
+
+
+def test_an_mpi_that_the_launcher_cannot_start_is_named(monkeypatch):
+    monkeypatch.setattr(mpi, "world", lambda: types.SimpleNamespace(size=1))
+    monkeypatch.setattr(mpi, "_library", lambda: "Open MPI v4.1.6")
+    with pytest.raises(RuntimeError, match="1 MPI processes, 2 workers, Open MPI v4.1.6. Start"):
+        mpi.communicator(2, 0)
 
 
 def test_the_processes_of_mpi_have_no_roles():

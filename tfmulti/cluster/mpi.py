@@ -91,10 +91,18 @@ def communicator(num_workers: int, index: int):
     if comm.size != num_workers:
         raise RuntimeError(
             "`communication` 'mpi' needs as many MPI processes as the cluster has workers. "
-            f"Received: {comm.size} MPI processes, {num_workers} workers. "
-            f"Start the job with mpiexec -n {num_workers}, or python -m tfmulti.launch --mpi."
+            f"Received: {comm.size} MPI processes, {num_workers} workers, {_library()}. "
+            f"Start the job with its own mpiexec -n {num_workers}; python -m tfmulti.launch --mpi "
+            "starts MPICH and Intel MPI, which pip install 'tfmulti[mpi]' brings."
         )
     return comm.Split(0, index)
+
+
+def _library() -> str:
+    """Returns the name and the version of the MPI library."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().splitlines()[0].split(",")[0].strip()
 
 
 def on_one_host(communicator) -> bool:
