@@ -23,7 +23,7 @@ from tensorflow.python.framework import ops
 
 import tfmulti
 from tfmulti import keras_compat, marks
-from tfmulti.keras_compat import TABLE, table, without_tuning
+from tfmulti.keras_compat import TABLE, coordination, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
 from tfmulti.step import local_steps
 
@@ -771,6 +771,20 @@ def test_canary_a_second_strategy_finds_the_groups_of_the_first(taken_out):
         assert (done.returncode, done.stdout.split()) == (0, ["2", "3", "2", "2"]), done.stderr
     else:
         assert "joining a group with size3, but that group has size 2" in done.stderr
+
+
+def test_bfloat16_is_added_over_gpus_in_float32():
+    sent = []
+
+    def original(launcher, value, control_input, options):
+        sent.append(value.dtype)
+        return value + value
+
+    add = coordination.reduce_by_size(original)
+    for device, dtype in (("/device:GPU:1", tf.float32), ("/device:CPU:0", tf.bfloat16)):
+        value = tf.constant([1.5, 2.0], tf.bfloat16)
+        total = add(types.SimpleNamespace(_device=device), value, None, None)
+        assert (sent.pop(), total.dtype, total.numpy().tolist()) == (dtype, tf.bfloat16, [3.0, 4.0])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti import keras_compat, marks, verification
+from tfmulti import keras_compat, marks, topology, verification
 from tfmulti.step.samples import Samples, fibonacci
 from tfmulti.strategies import spot_checks
 
@@ -241,6 +241,28 @@ def test_replicas_that_have_come_apart_are_made_alike_with_a_warning():
     assert rates[0] == rates[1]
     with pytest.raises(ValueError, match="All 2 replicas must hold the same weights"):
         fit(2, Decides, callbacks=[Limit()])
+
+
+class Drifts(keras.callbacks.Callback):
+    """Moves the second replica's weights, as GPUs do that add in another order."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def on_train_batch_end(self, batch, logs=None):
+        for variable in self.model.trainable_variables:
+            part = self.model.distribute_strategy.experimental_local_results(variable.value)[1]
+            part.assign(part * (1 + self.size))
+
+
+def test_gpus_may_come_apart_by_rounding(monkeypatch):
+    with pytest.raises(ValueError, match="All 2 replicas must hold the same weights"):
+        fit(2, callbacks=[Drifts(1e-6)])
+    monkeypatch.setattr(topology, "on_gpus", lambda strategy: True)
+    fit(2, callbacks=[Drifts(1e-6)])
+    with pytest.raises(ValueError, match="All 2 replicas must hold the same weights"):
+        fit(2, callbacks=[Drifts(1e-2)])
 
 
 def relu():

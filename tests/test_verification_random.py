@@ -9,6 +9,8 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import topology
+from tfmulti.verification import fingerprints
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 6)).astype("float32")
@@ -82,6 +84,35 @@ def test_replicas_that_would_drift_apart_are_reported(changes, num_replicas):
         ValueError, match="must hold the same weights.*differs.*train_step.*stateless"
     ):
         fit(num_replicas, **changes)
+
+
+def moved(scale=1.0, rounding=0.0, sign=1.0):
+    """Fingerprints of the same two variables after a step."""
+    random, found = np.random.default_rng(1), (fingerprints.Bits(), fingerprints.Direction())
+    for shape in ((300, 40), (40,)):
+        before, change, noise = random.standard_normal((3, *shape))
+        after = before + 1e-3 * scale * (change + rounding * noise) * np.sign(change + sign)
+        for each in found:
+            each.add(before.astype("float32"), after.astype("float32"))
+    return found
+
+
+def test_on_gpus_rounding_is_no_other_change_of_the_weights():
+    bits, direction = moved()
+    rounded_bits, rounded = moved(rounding=1e-5)
+    _, other = moved(sign=0.0)
+    assert bits.number != rounded_bits.number and bits.tolerance == 0
+    assert abs(direction.number - rounded.number) <= direction.tolerance
+    assert abs(direction.number - other.number) > direction.tolerance
+    assert 0 <= direction.number < 2**24
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_replicas_of_gpus_that_would_drift_apart_are_reported(on_gpus, num_replicas, monkeypatch):
+    monkeypatch.setattr(topology, "on_gpus", lambda strategy: on_gpus)
+    with pytest.raises(ValueError, match="must hold the same weights.*differs"):
+        fit(num_replicas, change_gradient=lambda shape, step: tf.random.normal(shape))
 
 
 @pytest.mark.slow

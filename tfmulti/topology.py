@@ -82,6 +82,11 @@ def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
     return max(len(strategy.extended.worker_devices), 1)
 
 
+def on_gpus(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas compute on GPUs, which add numbers in any order, unless told otherwise."""
+    return any("GPU" in device.upper() for device in strategy.extended.worker_devices)
+
+
 def first_local_replica(strategy: tf.distribute.Strategy) -> int:
     """Returns the job-wide number of this worker's first replica."""
     return worker_index(strategy) * num_local_replicas(strategy)

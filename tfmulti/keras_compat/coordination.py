@@ -270,9 +270,15 @@ def gather_by_shape(original):
 
 
 def reduce_by_size(original):
-    """Gives sums a key for each number of elements, if the graph does not know the number."""
+    """Gives sums a key for each number of elements, if the graph does not know the number.
+
+    Numbers of bfloat16, which TensorFlow cannot add over GPUs, are added in float32.
+    """
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
+        if input_tensor.dtype == tf.bfloat16 and "GPU" in self._device:
+            wide = tf.cast(input_tensor, tf.float32)
+            return tf.cast(all_reduce(self, wide, control_input, options), tf.bfloat16)
         if input_tensor.shape.is_fully_defined():
             return original(self, input_tensor, control_input, options)
         with tf.device("CPU:0"):

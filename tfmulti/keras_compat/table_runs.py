@@ -200,7 +200,8 @@ _DATA = (
             (
                 "all_reduce",
                 coordination.reduce_by_size,
-                f"{SHAPES} if sums have different numbers of rows in different steps",
+                f"{SHAPES} if sums have different numbers of rows in different steps; and no sum "
+                "of bfloat16 over GPUs",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "control_input", "options"),
             ),

@@ -50,6 +50,27 @@ class Difference:
     step: int = 1
 
 
+def are_apart(value: np.ndarray, first: np.ndarray, close: float) -> bool:
+    """Whether two copies of a variable differ.
+
+    Args:
+        value: One.
+        first: Another.
+        close: The fraction of the largest number that is rounding; 0.0 compares bits.
+
+    Example:
+    >>> are_apart(np.float32([1.0, 2.0]), np.float32([1.0, 2.0000002]), 1e-4)
+    False
+    """
+    if same_bits(value, first):
+        return False
+    if not close or not _is_float(first):
+        return True
+    apart = np.abs(value.astype(float) - first.astype(float))
+    # Not a number is apart, too.
+    return not np.max(apart, initial=0.0) <= close * np.max(np.abs(first), initial=0.0)
+
+
 def compare(value, reference, change=None, noise: float = 0.0, close: float = CLOSE["float32"]):
     """Compares two arrays number by number.
 

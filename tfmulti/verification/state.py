@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
-from tfmulti.verification.differences import compare, largest_change, same_bits
+from tfmulti.verification.differences import are_apart, compare, largest_change, same_bits
 from tfmulti.verification.python_values import walk
 
 TRAINABLE, WEIGHT, OPTIMIZER, OWN, METRIC, OTHER = (
@@ -205,14 +205,14 @@ class State:
         ]
 
     def find_drift(
-        self, begin: list[np.ndarray], end: list[np.ndarray], digest, close: float
+        self, begin: list[np.ndarray], end: list[np.ndarray], fingerprint, close: float
     ) -> str:
         """Returns the name of a variable that replicas hold differently after a step, or "".
 
         Args:
             begin: The values before the step.
             end: The values after it.
-            digest: A hash; the first replica's values are added to it.
+            fingerprint: Of `fingerprints`; the first replica's variables are added to it.
             close: The relative difference that is rounding.
         """
         drifted = ""
@@ -226,7 +226,7 @@ class State:
             if compare(end[first], value, change, 0.0, close) is not None:
                 drifted = drifted or part.name
             if part.replica == 0 and not part.is_owned:
-                digest.update(value.tobytes())
+                fingerprint.add(before, value)
         return drifted
 
     def _add(self, variables, kind, paths=()):
@@ -285,11 +285,12 @@ def used_by(functions: list) -> set[int]:
     return {keras_compat.handle_key(h) for f in functions for h in keras_compat.handles_of(f)}
 
 
-def make_alike(model) -> str:
+def make_alike(model, close: float = 0.0) -> str:
     """Makes trained weights and slots the same on all local replicas: those of the first one.
 
     Args:
         model: The model.
+        close: The fraction of a variable's largest number that is rounding; 0.0 compares bits.
 
     Returns:
         The name of one that they held differently, or "".
@@ -300,7 +301,7 @@ def make_alike(model) -> str:
         handles = part.handle, state.parts[part.first].handle
         value, first = map(keras_compat.read_handle, handles)
         if not same_bits(value, first):
-            name = name or part.name
+            name = name or (part.name if are_apart(value, first, close) else "")
             keras_compat.write_handle(part.handle, first)
     return name
 

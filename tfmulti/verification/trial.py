@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import time
 
 import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.verification import messages, views
+from tfmulti.verification import fingerprints, messages, views
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.compared_numbers import find_compared_numbers
 from tfmulti.verification.comparison import (
@@ -203,15 +202,18 @@ class Trial:
         """Whether something was found; where workers have values of their own, on any of them."""
         return not self._agree(not found) if self._state.is_sharded else bool(found)
 
-    def drifting(self) -> tuple[str, int]:
+    def drifting(self) -> tuple[str, int, int]:
         """Runs a step in which each replica draws random numbers of its own.
 
         Returns:
-            The name of a trained variable that replicas then hold differently, or "", and a
-            number made of those of the first local replica, to compare with other workers'.
+            The name of a trained variable that replicas then hold differently, or "", a number
+            made of those of the first local replica, to compare with other workers', and how far
+            apart such numbers may be.
         """
         original = self._originally()
-        digest, drifted, step = hashlib.sha256(), "", self.distributed
+        rounds_freely = topology.on_gpus(self._case.strategy)
+        fingerprint = fingerprints.Direction() if rounds_freely else fingerprints.Bits()
+        drifted, step = "", self.distributed
         if self._case.is_replicated:
             # Keras draws the same numbers on every replica there, and TensorFlow does not.
             step = Distributed(self._case, self._examples[0], draws_freely=True)
@@ -220,11 +222,11 @@ class Trial:
             for salt in step.salts():
                 with step.drawing_apart(salt):
                     values = self._steps(step, begin, self._examples[:1])[0][1]
-                name = self._state.find_drift(begin, values, digest, self._close)
+                name = self._state.find_drift(begin, values, fingerprint, self._close)
                 drifted = drifted or name
         finally:
             self._state.write(original)
-        return drifted, int.from_bytes(digest.digest()[:3], "little")
+        return drifted, fingerprint.number, fingerprint.tolerance
 
     @property
     def tests_numbers(self) -> bool:
