@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test test-all test-keras conformance faults bench slurm docs figures lint install clean
+.PHONY: train test test-all test-gpu test-keras conformance faults bench slurm docs figures lint install clean
 
 train: install
 	$(BIN)/python -m tfmulti.train --strategy mirrored --workdir runs/default
@@ -48,6 +48,15 @@ figures: install
 # munge of Debian or Ubuntu.
 slurm: install
 	$(BIN)/python experiments/slurm/one_host.py
+
+# On a machine with a GPU: what only a GPU shows, and the tests that create their own strategies, on
+# four parts of one GPU. Elsewhere TFMULTI_TESTS_ON=collectives makes CPUs reduce as GPUs do.
+TFMULTI_TESTS_ON ?= GPU
+
+test-gpu: install
+	$(BIN)/python -m pytest tests/test_real_gpu.py
+	TFMULTI_TESTS_ON=$(TFMULTI_TESTS_ON) $(BIN)/python -m pytest --numprocesses=4 \
+		$$(grep -l "replicas import" tests/test_*.py)
 
 # Another version of Keras, in an environment of its own: make test-keras KERAS=3.12.0. The whole
 # matrix, each row on three replicas and on one cluster.

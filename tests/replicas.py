@@ -6,6 +6,8 @@ parts of one GPU, `collectives` for CPUs that reduce as GPUs do; else CPUs.
 
 import os
 
+import pytest
+
 import tfmulti
 
 ON = os.environ.get("TFMULTI_TESTS_ON", "CPU")
@@ -23,6 +25,11 @@ def create_strategy(num_replicas, **settings):
     devices = [f"{_DEVICE}:{index}" for index in range(num_replicas)]
     kind = "mirrored" if num_replicas > 1 else "one_device"
     return tfmulti.create_strategy(kind, devices=devices, **settings)
+
+
+def not_on_gpu(reason):
+    """Skips a test there."""
+    return pytest.mark.skipif(ON == "GPU", reason=reason)
 
 
 def split_gpu(count):

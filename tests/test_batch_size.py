@@ -5,7 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
-from replicas import create_strategy
+from replicas import create_strategy, not_on_gpu
 
 import tfmulti
 from tfmulti.runtime import memory
@@ -101,6 +101,7 @@ def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path):
     assert lines == ["per_replica_batch_size=auto: global batch size 100, as in the checkpoint"]
 
 
+@not_on_gpu("a GPU has memory of its own")
 def test_the_limit_is_given_or_half_of_what_there_is():
     strategy = create_strategy(1)
     limited = dataclasses.replace(AUTO, memory_limit="2GB")

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replicas import create_strategy
+from replicas import create_strategy, not_on_gpu
 
 import tfmulti
 from tfmulti.checkpoint import generations, saved_in, state
@@ -149,6 +149,7 @@ def whole_fixture(tmp_path_factory):
     return whole
 
 
+@not_on_gpu("compares bits")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_replicas", "steps", "every_steps", "resumed_at"),

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from replicas import create_strategy
+from replicas import create_strategy, not_on_gpu
 
 import tfmulti
 from tfmulti.sharding import epoch_order
@@ -39,6 +39,7 @@ def train(num_replicas, callback, data, optimizer=None, **compiled):
     return model.get_weights()
 
 
+@not_on_gpu("numbers of a GPU are looked at rarely")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_replicas", [3, 1, 2])
 def test_training_stops_at_the_step(num_replicas):

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replicas import create_strategy
+from replicas import create_strategy, not_on_gpu
 
 import tfmulti
 from tfmulti import keras_compat, marks, topology, verification
@@ -228,6 +228,7 @@ class Decides(Step):
         return 0.0
 
 
+@not_on_gpu("compares bits")
 def test_replicas_that_have_come_apart_are_made_alike_with_a_warning():
     class Limit(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
