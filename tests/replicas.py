@@ -11,6 +11,7 @@ import pytest
 import tfmulti
 
 ON = os.environ.get("TFMULTI_TESTS_ON", "CPU")
+assert ON in ("CPU", "GPU", "collectives"), ON
 _DEVICE = "GPU" if ON == "GPU" else "CPU"
 _MEMORY_OF_PART_MIB = 1024
 

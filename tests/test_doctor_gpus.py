@@ -87,8 +87,10 @@ def test_an_environment_without_nvidias_module_is_examined_all_the_same(monkeypa
         ("-1", [], '"-1" names no GPU'),
         ("1,7,0", [1], '"7" names no GPU'),
         ("1,1", [], "comes twice"),
+        ("GPU-bb,0", [2], '"0" is a number among names'),
+        ("+0", [0], ""),
         ("0 2", [0], 'of "0 2" CUDA reads the first number only'),
-        ("0,GPU-bb", [0], '"GPU-bb" mixes numbers and names'),
+        ("0,GPU-bb", [0], '"GPU-bb" is a name among numbers'),
         ("MIG-1", [], "MIG"),
     ],
 )

@@ -773,7 +773,8 @@ def test_canary_a_second_strategy_finds_the_groups_of_the_first(taken_out):
         assert "joining a group with size3, but that group has size 2" in done.stderr
 
 
-def test_bfloat16_is_added_over_gpus_in_float32():
+@pytest.mark.parametrize(("given", "sent_as"), [("bfloat16", "float32"), ("int32", "int64")])
+def test_numbers_that_gpus_cannot_add_are_added_in_a_wider_dtype(given, sent_as):
     sent = []
 
     def original(launcher, value, control_input, options):
@@ -781,10 +782,10 @@ def test_bfloat16_is_added_over_gpus_in_float32():
         return value + value
 
     add = coordination.reduce_by_size(original)
-    for device, dtype in (("/device:GPU:1", tf.float32), ("/device:CPU:0", tf.bfloat16)):
-        value = tf.constant([1.5, 2.0], tf.bfloat16)
+    for device, dtype in (("/device:GPU:1", sent_as), ("/device:CPU:0", given)):
+        value = tf.constant([3, 2], given)
         total = add(types.SimpleNamespace(_device=device), value, None, None)
-        assert (sent.pop(), total.dtype, total.numpy().tolist()) == (dtype, tf.bfloat16, [3.0, 4.0])
+        assert (sent.pop(), total.dtype, total.numpy().tolist()) == (dtype, given, [6, 4])
 
 
 @pytest.mark.slow

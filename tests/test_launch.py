@@ -661,7 +661,7 @@ SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'
             "4",
             ["--num_workers=2"],
             ["worker 0] gpus -1", "worker 1] gpus -1"],
-            "2 workers train on the CPU: two cannot share a GPU, and there is 1 GPU.",
+            "2 workers train on the CPU: two cannot share a GPU, and this host has 1 GPU.",
         ),
         (
             "4",
@@ -669,6 +669,13 @@ SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'
             ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4"],
             "",
         ),
+        (
+            "4",
+            ["--num_workers=2", "--num_ps=1"],
+            ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4", "worker 1] gpus 4"],
+            "",
+        ),
+        ("4,4", ["--num_workers=2"], ["worker 0] gpus 4,4", "worker 1] gpus 4,4"], ""),
     ],
 )
 def test_each_worker_has_gpus_of_its_own(launch, visible, flags, expected, told):

@@ -39,7 +39,7 @@ def run(*command, visible=None, timeout_s=300):
 
 @pytest.mark.skipif(len(GPUS) != 1, reason="is written for one GPU")
 @pytest.mark.parametrize("value", NUMBERS + BETWEEN + NAMES + MIXED)
-def test_cuda_shows_the_gpus_that_are_foretold(value):
+def test_cuda_shows_the_gpus_that_are_predicted(value):
     code, printed, errors = run(sys.executable, "-c", COUNT, visible=value)
     assert code == 0, errors
     assert len(find_visible(value, [UUID])[0]) == int(printed)

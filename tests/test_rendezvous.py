@@ -128,14 +128,17 @@ def test_the_port_is_free_at_once_fifty_times(name):
 
 def test_workers_may_have_gpus_of_their_own():
     said = serve(clusters(2), gpus=[["GPU-a", "GPU-b"], ["GPU-c"]])
-    assert [said[0][index]["gpus"] for index in range(2)] == [["GPU-a", "GPU-b"], ["GPU-c"]]
+    assert [said[0][index][rendezvous.GPUS] for index in range(2)] == [
+        ["GPU-a", "GPU-b"],
+        ["GPU-c"],
+    ]
 
 
 def test_workers_that_share_a_gpu_are_named():
     said = serve(clusters(3), gpus=[["GPU-a"], ["GPU-b", "GPU-c"], ["GPU-c"]])
     for error in map(str, said):
-        assert "Received: worker 1, worker 2 use GPU-c." in error
-        assert 'tfmulti.launch does, or use communication="ring"' in error
+        assert "Received: GPU-c is used by worker 1, worker 2." in error
+        assert 'share the GPU with communication="ring"' in error
 
 
 def test_the_port_is_free_after_an_error():

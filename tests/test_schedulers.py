@@ -374,7 +374,7 @@ def test_servers_that_a_job_cannot_have_are_told(environ, settings, words):
 def test_an_mpi_that_the_launcher_cannot_start_is_named(monkeypatch):
     monkeypatch.setattr(mpi, "world", lambda: types.SimpleNamespace(size=1))
     monkeypatch.setattr(mpi, "_library", lambda: "Open MPI v4.1.6")
-    with pytest.raises(RuntimeError, match="1 MPI processes, 2 workers, Open MPI v4.1.6. Start"):
+    with pytest.raises(RuntimeError, match="job of size 1, 2 workers, Open MPI v4.1.6. Start"):
         mpi.communicator(2, 0)
 
 

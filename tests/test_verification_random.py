@@ -1,5 +1,6 @@
 """Random numbers that verification must not take for noise alone."""
 
+import types
 import warnings
 
 import keras
@@ -9,8 +10,10 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti import topology
-from tfmulti.verification import fingerprints
+from tfmulti.verification import verdict
+from tfmulti.verification.differences import CLOSE_ON_GPUS, are_apart
+from tfmulti.verification.state import End
+from tfmulti.verification.verdict import Workers
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 6)).astype("float32")
@@ -86,33 +89,42 @@ def test_replicas_that_would_drift_apart_are_reported(changes, num_replicas):
         fit(num_replicas, **changes)
 
 
-def moved(scale=1.0, rounding=0.0, sign=1.0):
-    """Fingerprints of the same two variables after a step."""
-    random, found = np.random.default_rng(1), (fingerprints.Bits(), fingerprints.Direction())
-    for shape in ((300, 40), (40,)):
-        before, change, noise = random.standard_normal((3, *shape))
-        after = before + 1e-3 * scale * (change + rounding * noise) * np.sign(change + sign)
-        for each in found:
-            each.add(before.astype("float32"), after.astype("float32"))
-    return found
+def drift_between(values):
+    """What this worker is told where the chief ends the same step with other values."""
+    ends = [End("dense/kernel", np.float32([[0.5, 0.25]]), 0.01), End("count", np.array([7]), 0.0)]
+    sent = b"".join(np.asarray(value).tobytes() for value in values)
+    workers = Workers(lambda strategy, number: (number, number), lambda strategy, own: sent, *"__")
+    trial = types.SimpleNamespace(
+        distributed=types.SimpleNamespace(draws=True), drifting=lambda: ("", ends, 1e-4)
+    )
+    case = types.SimpleNamespace(kind="train", strategy=create_strategy(1), num_later=0)
+    case.model, case.method = keras.Sequential([keras.layers.Dense(1)]), "train_step"
+    return verdict._find_drift(trial, case, workers)
 
 
-def test_on_gpus_rounding_is_no_other_change_of_the_weights():
-    bits, direction = moved()
-    rounded_bits, rounded = moved(rounding=1e-5)
-    _, other = moved(sign=0.0)
-    assert bits.number != rounded_bits.number and bits.tolerance == 0
-    assert abs(direction.number - rounded.number) <= direction.tolerance
-    assert abs(direction.number - other.number) > direction.tolerance
-    assert 0 <= direction.number < 2**24
+def test_workers_that_would_drift_apart_are_reported(monkeypatch):
+    monkeypatch.setattr(verdict, "_try", lambda function, case: (function(), ""))
+    assert drift_between([np.float32([[0.5, 0.2500001]]), np.array([7])]) is None
+    told = str(drift_between([np.float32([[0.5, 0.2501]]), np.array([7])]))
+    assert "must hold the same weights" in told and "dense/kernel, which differs" in told
+    assert "count, which differs" in str(drift_between([np.float32([[0.5, 0.25]]), np.array([8])]))
 
 
-@pytest.mark.parametrize("on_gpus", [False, True])
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_replicas_of_gpus_that_would_drift_apart_are_reported(on_gpus, num_replicas, monkeypatch):
-    monkeypatch.setattr(topology, "on_gpus", lambda strategy: on_gpus)
-    with pytest.raises(ValueError, match="must hold the same weights.*differs"):
-        fit(num_replicas, change_gradient=lambda shape, step: tf.random.normal(shape))
+def test_copies_are_apart_by_more_than_rounding():
+    one = np.float32([2.0, -1.0, 0.0])
+    for other, close, expected in (
+        (one, 0.0, False),
+        (one * np.float32(1 + 1e-6), 0.0, True),
+        (one * np.float32(1 + 1e-6), CLOSE_ON_GPUS, False),
+        (one * np.float32(1.01), CLOSE_ON_GPUS, True),
+        (np.float32([np.inf, -1.0, 0.0]), CLOSE_ON_GPUS, True),
+        (np.float32([np.nan, -1.0, 0.0]), CLOSE_ON_GPUS, True),
+    ):
+        assert are_apart(other, one, close) == are_apart(one, other, close) == expected
+    half = tf.constant([1.5, 2.0], tf.bfloat16).numpy()
+    near = tf.constant([1.5078125, 2.0], tf.bfloat16).numpy()
+    assert are_apart(half, near, 0.0) and not are_apart(half, near, CLOSE_ON_GPUS)
+    assert are_apart(np.array([10**6]), np.array([10**6 + 1]), CLOSE_ON_GPUS)
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
 
 
 def on_gpus(strategy: tf.distribute.Strategy) -> bool:
-    """Whether replicas compute on GPUs, which add numbers in any order, unless told otherwise."""
+    """Whether replicas compute on GPUs, some of whose kernels add in another order each time."""
     return any("GPU" in device.upper() for device in strategy.extended.worker_devices)
 
 

@@ -12,8 +12,8 @@ from tfmulti.cluster.errors import setting_error
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_GPU = "-1"
 
-_NO_DEVICES = ("", NO_GPU, "NoDevFiles")
 _DEVICE = re.compile(r"nvidia[0-9]+")
+_NUMBER = re.compile(r"\+?\d+")
 
 
 def count_gpus(devices: str = "/dev") -> int:
@@ -37,10 +37,49 @@ def list_visible(
     given = environ.get(VISIBLE)
     if given is None:
         return [str(number) for number in range(count())]
-    names = [name.strip() for name in given.split(",")]
-    # CUDA uses the entries before the first unknown one.
-    bad = next((i for i, name in enumerate(names) if name in _NO_DEVICES), len(names))
-    return names[:bad]
+    return read_list(given)[0]
+
+
+def read_list(value: str) -> tuple[list[str], str]:
+    """Reads CUDA_VISIBLE_DEVICES as CUDA does, which says nothing of errors.
+
+    CUDA reads the list up to the first entry that names no GPU, and ignores the rest; see
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
+    The first entry decides whether all are numbers or names, and of a number CUDA reads the
+    digits it begins with: "0;1" is GPU 0 alone. `tests/test_real_gpu.py` compares with CUDA.
+
+    Args:
+        value: The variable's value.
+
+    Returns:
+        Numbers, or names such as `GPU-...` and `MIG-...`, whether such GPUs exist or not; and the
+        fault, empty where there is none.
+
+    >>> read_list("1,2"), read_list("GPU-a"), read_list("0;1")
+    ((['1', '2'], ''), (['GPU-a'], ''), (['0'], 'of "0;1" CUDA reads the first number only'))
+    """
+    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
+    found, misread = [], ""
+    for entry in entries:
+        name = entry if is_name(entry) else ""
+        number = None if name else _NUMBER.match(entry)
+        if found and bool(name) != is_name(found[0]) and (name or number):
+            kind = "name among numbers" if name else "number among names"
+            return found, f'"{entry}" is a {kind}, so it and all after it are ignored'
+        if not (name or number):
+            return found, f'"{entry}" names no GPU, so it and all after it are ignored'
+        if number and number[0] != entry:
+            misread = misread or f'of "{entry}" CUDA reads the first number only'
+        entry = name or str(int(number[0]))
+        if entry in found:
+            return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
+        found.append(entry)
+    return found, misread
+
+
+def is_name(entry: str) -> bool:
+    """Whether an entry names a GPU, or a part of one, instead of counting."""
+    return entry.startswith(("GPU-", "MIG-"))
 
 
 def divide(visible: list[str], num_processes: int) -> list[str]:

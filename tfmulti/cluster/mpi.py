@@ -91,9 +91,9 @@ def communicator(num_workers: int, index: int):
     if comm.size != num_workers:
         raise RuntimeError(
             "`communication` 'mpi' needs as many MPI processes as the cluster has workers. "
-            f"Received: {comm.size} MPI processes, {num_workers} workers, {_library()}. "
-            f"Start the job with its own mpiexec -n {num_workers}; python -m tfmulti.launch --mpi "
-            "starts MPICH and Intel MPI, which pip install 'tfmulti[mpi]' brings."
+            f"Received: an MPI job of size {comm.size}, {num_workers} workers, {_library()}. "
+            f"Start the job with that library's mpiexec -n {num_workers}; the MPI that "
+            "python -m tfmulti.launch --mpi starts comes with pip install 'tfmulti[mpi]'."
         )
     return comm.Split(0, index)
 

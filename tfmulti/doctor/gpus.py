@@ -109,7 +109,7 @@ def check_visible(value: str | None, indices: list[int], fault: str, count: int)
     if not count:
         return Check(VISIBLE, UNKNOWN, f'"{value}", and {NO_GPU}')
     if fault:
-        numbers = f"numbers from 0 to {count - 1}, with commas" if count > 1 else "0"
+        numbers = f"numbers from 0 to {count - 1}, separated by commas" if count > 1 else "0"
         hint = f"Write {numbers}, or unset {VISIBLE}."
         return Check(VISIBLE, WARNING if indices or "MIG" in fault else FAILURE, fault, hint)
     if not indices:

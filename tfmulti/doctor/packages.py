@@ -271,7 +271,7 @@ def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, 
     mine = hosts.count(split_address(cluster.address)[0])
     if mine > 1 and environ.get("CUDA_VISIBLE_DEVICES") is None:
         text = f"{console.count(mine, 'worker')} of this host would each take all {num_gpus} GPUs"
-        hint = "Give each its own CUDA_VISIBLE_DEVICES, or start one worker for each host."
+        hint = "Start them with python -m tfmulti.launch, which gives each its own, or only one."
         return Check(name, FAILURE, text, hint)
     return Check(name, OK, f"{console.count(mine, 'worker')} on this host")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tfmulti.cluster import gpus
 
 _GB, _MIB, _MILLI = 1e9, 1 << 20, 1e-3
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -31,12 +32,8 @@ def load_nvml():
 def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[int | str], str]:
     """Returns which GPUs CUDA shows a program, in its order, and an error in the list.
 
-    CUDA reads the list up to the first entry that names no GPU, and silently ignores the rest;
-    see https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
-    The first entry decides whether all are numbers or names, and of a number CUDA reads the
-    digits it begins with: "0;1" is GPU 0 alone. `tests/test_real_gpu.py` compares with CUDA.
-    It numbers by speed, and NVML by PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: with unlike GPUs
-    set that.
+    CUDA numbers by speed, and NVML by PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID: with unlike
+    GPUs set that.
 
     Args:
         value: `CUDA_VISIBLE_DEVICES`, or None where it is not set.
@@ -53,36 +50,28 @@ def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[i
     """
     if value is None:
         return list(range(len(uuids))), ""
+    entries, fault = gpus.read_list(value)
     chosen: list[int | str] = []
-    entries = [entry.strip() for entry in value.split(",")] if value.strip() else []
     for entry in entries:
-        if _is_name(entry) != _is_name(entries[0]):
-            return chosen, f'"{entry}" mixes numbers and names, so it and all after it are ignored'
         found = _find(entry, uuids)
         if found is None:
             return chosen, f'"{entry}" names no GPU, so it and all after it are ignored'
         if found in chosen:
             return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
         chosen.append(found)
-    misread = [entry for entry in entries if not _is_name(entry) and not entry.isdecimal()]
-    return chosen, f'of "{misread[0]}" CUDA reads the first number only' if misread else ""
-
-
-def _is_name(entry) -> bool:
-    return entry.startswith(("GPU-", "MIG-"))
+    return chosen, fault
 
 
 def _find(entry, uuids) -> int | str | None:
     if entry.startswith("MIG-"):
         return entry
-    if _is_name(entry):
-        # CUDA takes the beginning of a name, too, in capital letters or small ones.
-        start = entry.removeprefix("GPU-").lower()
-        ends = [(uuid or "").removeprefix("GPU-").lower() for uuid in uuids]
-        found = [index for index, end in enumerate(ends) if start and end.startswith(start)]
-        return found[0] if len(found) == 1 else None
-    number = re.match(r"\+?\d+", entry)
-    return int(number[0]) if number and int(number[0]) < len(uuids) else None
+    if not gpus.is_name(entry):
+        return int(entry) if int(entry) < len(uuids) else None
+    # CUDA takes the beginning of a name, too, in capital letters or small ones.
+    start = entry.removeprefix("GPU-").lower()
+    ends = [(uuid or "").removeprefix("GPU-").lower() for uuid in uuids]
+    found = [index for index, end in enumerate(ends) if start and end.startswith(start)]
+    return found[0] if len(found) == 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +183,9 @@ def read_driver(nvml=None, root: Path = Path("/")) -> Driver:
 
 
 def list_uuids(nvml=None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the names for all time of the GPUs that this process may use; `[]` without NVML.
+    """Returns the UUIDs of the GPUs that this process may use; `[]` without NVML.
+
+    Parts of one GPU (MIG) have UUIDs of their own.
 
     Args:
         nvml: The module `pynvml`, or something like it.

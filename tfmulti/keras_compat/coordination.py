@@ -245,6 +245,7 @@ SENT_AS = {
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),
 }
 """For dtypes of integers that collectives cannot send, the dtypes in which they are sent."""
+_ADDED_OVER_GPUS_AS = {tf.bfloat16: tf.float32, tf.int32: tf.int64}
 _GATHERED_AS = {**SENT_AS, tf.bfloat16: tf.float32}
 
 
@@ -272,13 +273,14 @@ def gather_by_shape(original):
 def reduce_by_size(original):
     """Gives sums a key for each number of elements, if the graph does not know the number.
 
-    Numbers of bfloat16, which TensorFlow cannot add over GPUs, are added in float32.
+    Numbers that TensorFlow cannot add over GPUs are added in a dtype with all their values.
     """
 
     def all_reduce(self, input_tensor, control_input=None, options=None):
-        if input_tensor.dtype == tf.bfloat16 and "GPU" in self._device:
-            wide = tf.cast(input_tensor, tf.float32)
-            return tf.cast(all_reduce(self, wide, control_input, options), tf.bfloat16)
+        wider = _ADDED_OVER_GPUS_AS.get(input_tensor.dtype) if "GPU" in self._device else None
+        if wider is not None:
+            added = all_reduce(self, tf.cast(input_tensor, wider), control_input, options)
+            return tf.cast(added, input_tensor.dtype)
         if input_tensor.shape.is_fully_defined():
             return original(self, input_tensor, control_input, options)
         with tf.device("CPU:0"):

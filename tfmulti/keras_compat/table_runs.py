@@ -200,8 +200,9 @@ _DATA = (
             (
                 "all_reduce",
                 coordination.reduce_by_size,
-                f"{SHAPES} if sums have different numbers of rows in different steps; and no sum "
-                "of bfloat16 over GPUs",
+                f"{SHAPES} if sums have different numbers of rows in different steps; and "
+                "`Collective all-reduce does not support datatype DT_INT32 on DEVICE_GPU`, or "
+                "DT_BFLOAT16",
                 "test_canary_a_key_stands_for_one_shape",
                 ("input_tensor", "control_input", "options"),
             ),

@@ -247,8 +247,9 @@ def variables_of(config: LaunchConfig, local_index: int, num_here: int) -> Mappi
 def gpus_of(names: Mapping[int, str], visible: list[str]) -> tuple[dict[int, str], str]:
     """Returns the CUDA_VISIBLE_DEVICES of each task, and what the user should know.
 
-    NCCL does not allow two workers on one GPU, so all train on the CPU if there are fewer GPUs than
-    workers. Servers and their chief compute no steps.
+    NCCL allows only one worker on a GPU, so all train on the CPU if there are fewer GPUs than
+    workers. With servers they do not use NCCL, and share the GPUs; servers and their chief compute
+    no steps.
 
     Args:
         names: The tasks of this machine, such as `{0: "worker 0"}`.
@@ -263,13 +264,15 @@ def gpus_of(names: Mapping[int, str], visible: list[str]) -> tuple[dict[int, str
         return {}, ""
     workers = [index for index, name in names.items() if name.startswith("worker")]
     given = dict.fromkeys(names, gpus.NO_GPU)
+    if len(visible) < len(workers) < len(names):
+        return given | dict.fromkeys(workers, ",".join(visible)), ""
     if len(visible) < len(workers):
         count = console.count(len(visible), "GPU")
         return given, (
-            f"{len(workers)} workers train on the CPU: two cannot share a GPU, and there "
-            f"{'is' if len(visible) == 1 else 'are'} {count}. --num_workers 1 uses every GPU."
+            f"{len(workers)} workers train on the CPU: two cannot share a GPU, and this host has "
+            f"{count}. One worker alone uses every GPU."
         )
-    # The same number for each: every worker of a strategy has as many replicas.
+    # The same number for each, as a strategy requires.
     return given | dict(zip(workers, gpus.divide(visible, len(workers)))), ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.errors import show
 
-GPUS = "gpus"
+GPUS = "UUIDs of GPUs"
 """The setting that must differ: the GPUs that a worker has for itself."""
 
 _MAX_NAMED = 3
@@ -128,9 +128,10 @@ def check_gpus(cluster: Cluster, settings: Mapping[int, Mapping[str, object]]) -
     if shared:
         gpu, who = next(iter(shared.items()))
         raise RendezvousError(
-            "Every worker must have GPUs of its own, because NCCL does not add within one. "
-            f"Received: {_few(cluster, who)} use {gpu}. Give each its own CUDA_VISIBLE_DEVICES, as "
-            'python -m tfmulti.launch does, or use communication="ring".'
+            "Every worker must have GPUs of its own: NCCL allows only one worker on a GPU. "
+            f"Received: {gpu} is used by {_few(cluster, who)}. Give each its own "
+            "CUDA_VISIBLE_DEVICES, as python -m tfmulti.launch does, or share the GPU with "
+            'communication="ring".'
         )
 
 

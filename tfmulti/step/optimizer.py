@@ -42,8 +42,8 @@ def DistributedOptimizer(
             a name (`"adam"`) or a configuration. Under the policy `mixed_float16` you may wrap the
             inner optimizer or the `LossScaleOptimizer`, also the one that `compile` adds.
         compression: `"bfloat16"` or `"float16"` to send dense gradients in half the bytes: each
-            replica's gradient is rounded to 8 or 11 bits, and so is their sum. None sends full
-            precision.
+            replica's gradient is rounded to 8 or 11 bits, and so is their sum. Over GPUs
+            TensorFlow cannot add bfloat16, so that it saves nothing. None sends full precision.
         shard: `"state"` to keep the optimizer's slots, such as Adam's two for each weight, on one
             worker each (ZeRO stages 1 and 2, Rajbhandari et al., 2020,
             https://arxiv.org/abs/1910.02054): of N workers each holds 1/N of them.

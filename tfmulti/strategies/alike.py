@@ -22,6 +22,8 @@ import tensorflow as tf
 from tfmulti import keras_compat, topology
 from tfmulti.step import local_steps, model_contents
 from tfmulti.strategies import coordination, program_order
+from tfmulti.verification.chiefs_values import receive_from_chief
+from tfmulti.verification.differences import CLOSE_ON_GPUS, are_apart
 
 _numbers = itertools.count()
 # What may differ: the seeds of layers, which are drawn; and names, in which Keras counts.
@@ -196,7 +198,7 @@ class SameOnAllWorkers(keras.callbacks.Callback):
         program_order.compare_with_chief(strategy, place)
         numbers = {
             f"learning rates ({rates} here)": _crc(np.array(rates)),
-            "weights": _number_of_weights(self.model),
+            "weights": _number_of_weights(self.model, strategy),
         }
         for what, number in numbers.items():
             least, most = coordination.min_and_max(strategy, number)
@@ -214,17 +216,28 @@ def _rates(model) -> list[float]:
     return [float(x.learning_rate) for x in optimizers if hasattr(x, "learning_rate")]
 
 
-def _number_of_weights(model) -> int:
-    """Returns a number made of the weights, where all workers hold all of them."""
+def _number_of_weights(model, strategy) -> int:
+    """Returns a number made of the weights, where all workers hold all of them.
+
+    On GPUs, which round freely, it tells whether they are the chief's.
+    """
     variables = model.trainable_variables
     if local_steps.steps_of(model) > 1 or any(hasattr(v, "is_here") for v in variables):
         return 0
+    flat = (tf.reshape(tf.convert_to_tensor(variable), [-1]) for variable in variables)
+    values = [each[:_MOST_ENTRIES].numpy() for each in flat]
+    if topology.on_gpus(strategy):
+        theirs = receive_from_chief(strategy, values, coordination.broadcast)
+        return int(theirs is None or any(map(_are_apart_on_gpus, values, theirs)))
     number = 0
-    for variable in variables:
-        some = tf.reshape(tf.convert_to_tensor(variable), [-1])[:_MOST_ENTRIES].numpy()
+    for some in values:
         # There are several kinds of NaN.
         number = _crc(np.where(some == some, some, 0), number)
     return number
+
+
+def _are_apart_on_gpus(value, first) -> bool:
+    return are_apart(value, first, CLOSE_ON_GPUS)
 
 
 def _crc(values: np.ndarray, start: int = 0) -> int:

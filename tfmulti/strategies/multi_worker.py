@@ -46,8 +46,9 @@ def create_multi_worker(
         )
     communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
     if cluster.num_workers > 1:
-        gpus = hardware.list_uuids() if communication == "nccl" else ()
-        _join_rendezvous(cluster, start_timeout, must_agree, gpus)
+        replicas = max(_count_gpus(), logical_cpus, 1)
+        agreed = {**must_agree, "communication": communication, "replicas of a worker": replicas}
+        _join_rendezvous(cluster, start_timeout, agreed)
         watch_uncaught(cluster)
     communicator = None
     if communication == "mpi":
@@ -59,7 +60,7 @@ def create_multi_worker(
         task_type=cluster.task_type,
         task_id=cluster.task_index,
         rpc_layer=_RPC_LAYER,
-        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+        num_accelerators={"GPU": _count_gpus()},
     )
     try:
         with keras_compat.heartbeats(heartbeat_timeout):
@@ -121,7 +122,7 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     Raises:
         ValueError: For MPI with several replicas in a worker.
     """
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    num_gpus = _count_gpus()
     several = logical_cpus > 1 or num_gpus > 1
     if asked == "mpi" and several:
         raise ValueError(
@@ -138,7 +139,12 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     return "ring", "there is no GPU, and MPI has not started the job"
 
 
-def _join_rendezvous(cluster, start_timeout, must_agree, gpus):
+def _count_gpus() -> int:
+    """Returns how many GPUs TensorFlow may use: `tf.config.set_visible_devices` can hide some."""
+    return len(tf.config.get_visible_devices("GPU"))
+
+
+def _join_rendezvous(cluster, start_timeout, must_agree):
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         # Raises if TensorFlow is already in use: fail now, before waiting for other workers.
@@ -148,6 +154,7 @@ def _join_rendezvous(cluster, start_timeout, must_agree, gpus):
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     network.warn_of_public_addresses(cluster)
     settings = {**keras_compat.installed_versions(), **must_agree}
+    gpus = hardware.list_uuids() if must_agree["communication"] == "nccl" else ()
     rendezvous.join(cluster, settings, timeout_s=start_timeout, gpus=gpus)
 
 

@@ -6,6 +6,7 @@ It also finds those that a step changes outside the scope, only reads, or leaves
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.step import model_contents
+from tfmulti.verification.chiefs_values import some_of
 from tfmulti.verification.differences import are_apart, compare, largest_change, same_bits
 from tfmulti.verification.python_values import walk
 
@@ -205,14 +207,14 @@ class State:
         ]
 
     def find_drift(
-        self, begin: list[np.ndarray], end: list[np.ndarray], fingerprint, close: float
+        self, begin: list[np.ndarray], end: list[np.ndarray], ends: list, close: float
     ) -> str:
         """Returns the name of a variable that replicas hold differently after a step, or "".
 
         Args:
             begin: The values before the step.
             end: The values after it.
-            fingerprint: Of `fingerprints`; the first replica's variables are added to it.
+            ends: To which an `End` is added for each variable of the first replica.
             close: The relative difference that is rounding.
         """
         drifted = ""
@@ -226,7 +228,7 @@ class State:
             if compare(end[first], value, change, 0.0, close) is not None:
                 drifted = drifted or part.name
             if part.replica == 0 and not part.is_owned:
-                fingerprint.add(before, value)
+                ends.append(End(part.name, some_of(value), change))
         return drifted
 
     def _add(self, variables, kind, paths=()):
@@ -274,6 +276,20 @@ class State:
             self._known.add(key)
             first = len(self.parts) if first is None else first
             self.parts.append(Part(handle, name, kind, replica, first, is_owned, added))
+
+
+class End(NamedTuple):
+    """A variable after a step, to be compared between workers.
+
+    Attributes:
+        name: Its name.
+        values: Some of its numbers.
+        change: Its largest change.
+    """
+
+    name: str
+    values: np.ndarray
+    change: float
 
 
 def used_by(functions: list) -> set[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
-from tfmulti.verification import fingerprints, messages, views
+from tfmulti.verification import messages, views
 from tfmulti.verification.case import TRAIN, Case
 from tfmulti.verification.compared_numbers import find_compared_numbers
 from tfmulti.verification.comparison import (
@@ -31,7 +31,7 @@ from tfmulti.verification.later_state import reads_scalar, vary_state
 from tfmulti.verification.origin import find_origin
 from tfmulti.verification.python_values import Containers, Numbers, restored
 from tfmulti.verification.runs import Distributed, trace_both
-from tfmulti.verification.state import OPTIMIZER, TRAINABLE, State
+from tfmulti.verification.state import OPTIMIZER, TRAINABLE, End, State
 from tfmulti.verification.views import PLAIN, View
 
 # How long one step on many rows may take; it also bounds the memory that they need.
@@ -202,18 +202,16 @@ class Trial:
         """Whether something was found; where workers have values of their own, on any of them."""
         return not self._agree(not found) if self._state.is_sharded else bool(found)
 
-    def drifting(self) -> tuple[str, int, int]:
+    def drifting(self) -> tuple[str, list[End], float]:
         """Runs a step in which each replica draws random numbers of its own.
 
         Returns:
-            The name of a trained variable that replicas then hold differently, or "", a number
-            made of those of the first local replica, to compare with other workers', and how far
-            apart such numbers may be.
+            The name of a trained variable that replicas then hold differently, or "", those of
+            the first local replica, to compare with other workers', and the fraction of a change
+            that is rounding.
         """
         original = self._originally()
-        rounds_freely = topology.on_gpus(self._case.strategy)
-        fingerprint = fingerprints.Direction() if rounds_freely else fingerprints.Bits()
-        drifted, step = "", self.distributed
+        ends, drifted, step = [], "", self.distributed
         if self._case.is_replicated:
             # Keras draws the same numbers on every replica there, and TensorFlow does not.
             step = Distributed(self._case, self._examples[0], draws_freely=True)
@@ -222,11 +220,11 @@ class Trial:
             for salt in step.salts():
                 with step.drawing_apart(salt):
                     values = self._steps(step, begin, self._examples[:1])[0][1]
-                name = self._state.find_drift(begin, values, fingerprint, self._close)
+                name = self._state.find_drift(begin, values, ends, self._close)
                 drifted = drifted or name
         finally:
             self._state.write(original)
-        return drifted, fingerprint.number, fingerprint.tolerance
+        return drifted, ends, self._close
 
     @property
     def tests_numbers(self) -> bool:

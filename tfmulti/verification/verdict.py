@@ -13,8 +13,10 @@ from absl import logging
 from tfmulti import topology
 from tfmulti.verification import hidden_differences, messages
 from tfmulti.verification.case import TRAIN, Case
+from tfmulti.verification.chiefs_values import receive_from_chief
 from tfmulti.verification.comparison import FailsHere, NothingChanges, NotVerified
 from tfmulti.verification.custom_parts import neutral_layers
+from tfmulti.verification.differences import CLOSE_ON_GPUS, compare
 from tfmulti.verification.runs import Reference, same_random_numbers
 from tfmulti.verification.state import make_alike
 from tfmulti.verification.trial import Trial
@@ -35,9 +37,6 @@ from tfmulti.verification.views import (
 # Data have two sizes of batches, or as many as there are files.
 _MOST_SIZES = 4
 ELSEWHERE = "another worker could not run it"
-# How far GPUs' copies of a weight come apart by rounding alone, where a sparse gradient has equal
-# rows: each GPU adds them in another order.
-_CLOSE_ON_GPUS = 1e-3
 # Results of one comparison; workers reduce them by minimum and maximum.
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
 
@@ -179,7 +178,7 @@ def look_again(case: Case, workers: Workers) -> tuple[bool, Verdict]:
     Returns:
         Whether it differs on any worker, and the verdict of this worker.
     """
-    name = make_alike(case.model, _CLOSE_ON_GPUS if topology.on_gpus(case.strategy) else 0.0)
+    name = make_alike(case.model, CLOSE_ON_GPUS if topology.on_gpus(case.strategy) else 0.0)
     if not workers.agree(case.strategy, not name):
         drift = messages.describe_drift(case, name)
         if topology.num_workers(case.strategy) > 1:
@@ -200,13 +199,25 @@ def _find_drift(trial, case, workers) -> ValueError | None:
     if case.kind != TRAIN or not trial.distributed.draws:
         return None
     found, _ = _try(trial.drifting, case)
-    name, number, tolerance = found or ("", 0, 0)
+    name, ends, close = found or ("", [], 0.0)
     # If a worker could not run the step, the other workers have nothing to compare with.
     ran = workers.agree(case.strategy, found is not None)
-    least, most = workers.min_and_max(case.strategy, number)
-    named = workers.any(case.strategy, bool(name))
-    drifts = ran and (named or most - least > tolerance)
-    return messages.describe_drift(case, name) if drifts else None
+    if not ran:
+        return None
+    # Every worker takes part, whatever it has found itself.
+    unlike = _find_unlike_chief(case, ends, close, workers)
+    name = name or unlike
+    return messages.describe_drift(case, name) if workers.any(case.strategy, bool(name)) else None
+
+
+def _find_unlike_chief(case, ends, close, workers) -> str:
+    """Returns the name of a variable that the chief holds differently after the same step."""
+    values = [end.values for end in ends]
+    theirs = receive_from_chief(case.strategy, values, workers.broadcast) or values
+    for end, value in zip(ends, theirs):
+        if compare(end.values, value, end.change, 0.0, close) is not None:
+            return end.name
+    return ""
 
 
 def _found_in_graph(trial, case) -> list[str]:
