@@ -670,6 +670,12 @@ SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'
             "",
         ),
         (
+            "4,5,6",
+            ["--num_workers=2", "--num_ps=1"],
+            ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4", "worker 1] gpus 5"],
+            "",
+        ),
+        (
             "4",
             ["--num_workers=2", "--num_ps=1"],
             ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4", "worker 1] gpus 4"],

@@ -19,7 +19,12 @@ def list_cpus() -> list[str]:
 
 def has_gpu() -> bool:
     """Whether there is a GPU. Does not start TensorFlow's runtime."""
-    return bool(tf.config.list_physical_devices("GPU"))
+    return count_gpus() > 0
+
+
+def count_gpus() -> int:
+    """Returns how many GPUs TensorFlow may use: `tf.config.set_visible_devices` can hide some."""
+    return len(tf.config.get_visible_devices("GPU"))
 
 
 def has_tpu() -> bool:
@@ -32,6 +37,8 @@ def grow_gpu_memory() -> None:
 
     Except GPUs that the program has divided into logical ones: those have limits of their own.
     """
+    # TensorFlow's servers know the variable alone, and so does a process with logical CPUs.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
     for gpu in tf.config.list_physical_devices("GPU"):
         if tf.config.get_logical_device_configuration(gpu):
             continue

@@ -92,8 +92,9 @@ def write(
 
 def _write_files(path, tensors, state):
     names = sorted(tensors)
-    values = [tf.convert_to_tensor(tensors[name]) for name in names]
     with tf.device("CPU:0"):
+        # Elsewhere they would be copied to the first GPU.
+        values = [tf.convert_to_tensor(tensors[name]) for name in names]
         tf.raw_ops.SaveV2(
             prefix=str(path / _VALUES),
             tensor_names=names,

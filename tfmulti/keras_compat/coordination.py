@@ -262,8 +262,10 @@ def gather_by_shape(original):
             return tf.cast(gathered, input_tensor.dtype)
         if input_tensor.shape.is_fully_defined():
             return original(self, input_tensor, options)
+        # The shape is taken where the tensor is, which would else be copied to the host.
+        rows = tf.shape(input_tensor)[0]
         with tf.device("CPU:0"):
-            rows = tf.shape(input_tensor)[0] % _MAX_ROWS
+            rows %= _MAX_ROWS
         with _key_of(self, rows):
             return original(self, input_tensor, options)
 
@@ -283,8 +285,9 @@ def reduce_by_size(original):
             return tf.cast(added, input_tensor.dtype)
         if input_tensor.shape.is_fully_defined():
             return original(self, input_tensor, control_input, options)
+        size = tf.size(input_tensor)
         with tf.device("CPU:0"):
-            size = tf.size(input_tensor) % _MAX_SIZE
+            size %= _MAX_SIZE
         with _key_of(self, size):
             return original(self, input_tensor, control_input, options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -248,8 +249,8 @@ def gpus_of(names: Mapping[int, str], visible: list[str]) -> tuple[dict[int, str
     """Returns the CUDA_VISIBLE_DEVICES of each task, and what the user should know.
 
     NCCL allows only one worker on a GPU, so all train on the CPU if there are fewer GPUs than
-    workers. With servers they do not use NCCL, and share the GPUs; servers and their chief compute
-    no steps.
+    workers. With servers they do not use NCCL, and each takes one, which may be another's too;
+    servers and their chief compute no steps.
 
     Args:
         names: The tasks of this machine, such as `{0: "worker 0"}`.
@@ -264,8 +265,9 @@ def gpus_of(names: Mapping[int, str], visible: list[str]) -> tuple[dict[int, str
         return {}, ""
     workers = [index for index, name in names.items() if name.startswith("worker")]
     given = dict.fromkeys(names, gpus.NO_GPU)
-    if len(visible) < len(workers) < len(names):
-        return given | dict.fromkeys(workers, ",".join(visible)), ""
+    if len(workers) < len(names):
+        # Such a worker uses one GPU.
+        return given | dict(zip(workers, itertools.cycle(visible))), ""
     if len(visible) < len(workers):
         count = console.count(len(visible), "GPU")
         return given, (

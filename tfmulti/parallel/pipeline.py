@@ -231,5 +231,6 @@ def _refuse_workers(strategy, number):
         raise ValueError(
             "`pipeline` needs MPI, with which one worker sends to another. Received: "
             f"communication {strategy.communication}. Start the workers with python -m "
-            "tfmulti.launch --mpi, after pip install tfmulti[mpi]."
+            "tfmulti.launch --mpi, after pip install tfmulti[mpi]; on GPUs also set communication "
+            'to "mpi" (--communication mpi).'
         )

@@ -87,10 +87,19 @@ def without_padding(data):
     return _map(lambda part: part[:num_real], data)
 
 
-def fill_if_empty(data):
-    """Adds one dummy row, of zeros or empty, to a batch without rows."""
+def fill_if_empty(data, *, of_ones: bool = False):
+    """Adds one dummy row, of zeros or empty, to a batch without rows.
+
+    Args:
+        data: The batch.
+        of_ones: Whether the inputs of a batch `(x, y)` get ones instead, which a mask does not
+            hide: cuDNN's recurrent layers raise an error for a row that is hidden as a whole.
+    """
     if parts_of(data) is None:
         return data
+    if of_ones and isinstance(data, tuple) and data:
+        inputs = _map(lambda part: _fill_part(part, tf.ones), data[0])
+        return (inputs, *_map(_fill_part, data[1:]))
     return _map(_fill_part, data)
 
 
@@ -142,7 +151,7 @@ def _map(function, data):
     return tf.nest.map_structure(apply, data, expand_composites=False)
 
 
-def _fill_part(part):
+def _fill_part(part, create=tf.zeros):
     empty = count_rows(part) == 0
     if isinstance(part, tf.RaggedTensor):
         last = tf.repeat(part.row_splits[-1:], tf.cast(empty, tf.int32))
@@ -152,7 +161,7 @@ def _fill_part(part):
         rows = tf.maximum(part.dense_shape[:1], 1)
         shape = tf.concat([rows, part.dense_shape[1:]], axis=0)
         return _keep_shape(tf.SparseTensor(part.indices, part.values, shape), part)
-    filled = tf.cond(empty, lambda: _dummy_row(part), lambda: tf.identity(part))
+    filled = tf.cond(empty, lambda: _dummy_row(part, create), lambda: tf.identity(part))
     if not tf.executing_eagerly():
         filled.set_shape([None, *part.shape[1:]])
     return filled
@@ -164,8 +173,9 @@ def zeros_of(specs, num_rows: int):
     return tf.nest.map_structure(lambda spec: tf.zeros(shape_of(spec), spec.dtype), specs)
 
 
-def _dummy_row(tensor):
-    row = tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
+def _dummy_row(tensor, create):
+    create = tf.zeros if tensor.dtype == tf.string else create
+    row = create(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
     return tf.ensure_shape(row, [None, *tensor.shape[1:]])
 
 

@@ -42,7 +42,8 @@ def wrap_step(fn, kind: str, model: keras.Model | None, *, padded: bool):
             # Count here: a collective is not allowed in a branch of the step.
             replica_batch.count_globally()
         if replica_batch.may_be_empty:
-            data = rows_lib.fill_if_empty(data)
+            on_gpus = topology.on_gpus(tf.distribute.get_strategy())
+            data = rows_lib.fill_if_empty(data, of_ones=on_gpus)
         with as_current(replica_batch):
             return (
                 _predict(fn, data, replica_batch)

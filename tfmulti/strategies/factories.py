@@ -26,6 +26,7 @@ from tfmulti.cluster import schedulers
 from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import activations, partitioned
+from tfmulti.rendezvous import find_timeout
 from tfmulti.settings import check_choice, check_used
 from tfmulti.step import (
     accumulation,
@@ -56,7 +57,7 @@ from tfmulti.strategies.base import (
     first_local_value,
 )
 from tfmulti.strategies.coordination import CoordinationRequests
-from tfmulti.strategies.multi_worker import create_multi_worker
+from tfmulti.strategies.multi_worker import create_multi_worker, try_nccl
 from tfmulti.strategies.parameter_server import create_parameter_server
 
 
@@ -170,6 +171,8 @@ def create_strategy(
         strategy.why += f", over {strategy.communication}"
     keras_compat.mark_launchers(strategy)
     checks.note_strategy(strategy)
+    if name == "multi_worker":
+        try_nccl(strategy, find_timeout(start_timeout))
     return _registered(strategy)
 
 
@@ -324,7 +327,7 @@ def _check_heartbeats(timeout_s):
 
 
 def _choose(cluster, devices, logical_cpus) -> tuple[str, str]:
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    num_gpus = devices_lib.count_gpus()
     if devices is not None:
         name, why = ("mirrored" if len(devices) > 1 else "one_device"), f"devices={devices}"
     elif devices_lib.has_tpu() or cluster_lib.tpu_in_environment():

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfmulti import hardware, keras_compat, rendezvous
+from tfmulti import devices, hardware, keras_compat, rendezvous, topology
 from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line, errors, processes
-from tfmulti.strategies import failed_calls
+from tfmulti.strategies import coordination, failed_calls
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
 _RPC_LAYER = "grpc"
@@ -46,7 +46,7 @@ def create_multi_worker(
         )
     communication, reason = choose_communication(communication, cluster.num_workers, logical_cpus)
     if cluster.num_workers > 1:
-        replicas = max(_count_gpus(), logical_cpus, 1)
+        replicas = max(devices.count_gpus(), logical_cpus, 1)
         agreed = {**must_agree, "communication": communication, "replicas of a worker": replicas}
         _join_rendezvous(cluster, start_timeout, agreed)
         watch_uncaught(cluster)
@@ -60,7 +60,7 @@ def create_multi_worker(
         task_type=cluster.task_type,
         task_id=cluster.task_index,
         rpc_layer=_RPC_LAYER,
-        num_accelerators={"GPU": _count_gpus()},
+        num_accelerators={"GPU": devices.count_gpus()},
     )
     try:
         with keras_compat.heartbeats(heartbeat_timeout):
@@ -122,7 +122,7 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     Raises:
         ValueError: For MPI with several replicas in a worker.
     """
-    num_gpus = _count_gpus()
+    num_gpus = devices.count_gpus()
     several = logical_cpus > 1 or num_gpus > 1
     if asked == "mpi" and several:
         raise ValueError(
@@ -139,9 +139,36 @@ def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) ->
     return "ring", "there is no GPU, and MPI has not started the job"
 
 
-def _count_gpus() -> int:
-    """Returns how many GPUs TensorFlow may use: `tf.config.set_visible_devices` can hide some."""
-    return len(tf.config.get_visible_devices("GPU"))
+def try_nccl(strategy: tf.distribute.Strategy, timeout_s: float) -> None:
+    """Sends a first number between workers over NCCL, whose own waiting for a worker never ends.
+
+    Args:
+        strategy: The strategy; if it does not use NCCL, nothing happens.
+        timeout_s: Seconds to wait.
+
+    Raises:
+        RuntimeError: If the number does not arrive in time.
+    """
+    if topology.num_workers(strategy) == 1 or not strategy.communication.startswith("nccl"):
+        return
+    try:
+        processes.in_thread(lambda: coordination.min_and_max(strategy, 0), timeout_s)
+    except TimeoutError as error:
+        raise RuntimeError(
+            "Workers must reach one another over NCCL, which opens ports of its own, within "
+            f"`start_timeout`. Received: {error}. Open all ports between the hosts, choose the "
+            "network with NCCL_SOCKET_IFNAME, see what NCCL says with NCCL_DEBUG=INFO, or use "
+            'communication="ring".'
+        ) from error
+
+
+def _list_uuids() -> list[str]:
+    """Returns the UUIDs of the GPUs that TensorFlow may use."""
+    found, every = hardware.list_uuids(), tf.config.list_physical_devices("GPU")
+    if len(found) != len(every):
+        return []
+    visible = tf.config.get_visible_devices("GPU")
+    return [uuid for uuid, device in zip(found, every) if device in visible]
 
 
 def _join_rendezvous(cluster, start_timeout, must_agree):
@@ -154,7 +181,7 @@ def _join_rendezvous(cluster, start_timeout, must_agree):
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     network.warn_of_public_addresses(cluster)
     settings = {**keras_compat.installed_versions(), **must_agree}
-    gpus = hardware.list_uuids() if must_agree["communication"] == "nccl" else ()
+    gpus = _list_uuids() if must_agree["communication"] == "nccl" else ()
     rendezvous.join(cluster, settings, timeout_s=start_timeout, gpus=gpus)
 
 

@@ -19,9 +19,9 @@ from typing import NoReturn
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import devices, keras_compat
 from tfmulti.choices import DEFAULT_HEARTBEAT_TIMEOUT_S
-from tfmulti.cluster import Cluster, environment, network, schedulers
+from tfmulti.cluster import Cluster, environment, gpus, network, schedulers
 from tfmulti.cluster.peers import Presence, is_reachable
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import partitioned
@@ -191,6 +191,7 @@ def serve(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: float) -> NoR
         timeout_s: Seconds to wait for the chief.
         heartbeat_timeout_s: Seconds without an answer after which the chief counts as lost.
     """
+    _take_one_gpu(cluster.task_type)
     told, preempted = threading.Event(), threading.Event()
     code = [0]
 
@@ -222,6 +223,17 @@ def serve(cluster: Cluster, timeout_s: float, heartbeat_timeout_s: float) -> NoR
     # The chief still waits for the answer to its goodbye.
     time.sleep(0.2)
     processes.end_process(environment.PREEMPTED if preempted.is_set() else code[0])
+
+
+def _take_one_gpu(task_type) -> None:
+    """Leaves a worker its first GPU, and a server none.
+
+    With several TensorFlow would count each as a replica, divide the losses by their number, and
+    compute on the first.
+    """
+    visible = gpus.list_visible()
+    if visible:
+        devices.see_gpus(visible[0] if task_type == "worker" else gpus.NO_GPU)
 
 
 def _wait_for_end(cluster, presence, told, preempted, timeout_s) -> str | None:

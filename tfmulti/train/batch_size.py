@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfmulti import checkpoint, devices, topology
+from tfmulti import checkpoint, devices, hardware, topology
 from tfmulti.checkpoint import generations
 from tfmulti.choices import AUTO
 from tfmulti.cluster import environment
@@ -152,12 +152,19 @@ def _replace(config, global_batch_size):
     return dataclasses.replace(config, memory_limit=None, **numbers)
 
 
+def _smallest_gpu() -> int | None:
+    """Returns the memory in bytes of the GPU that has the least, or None where it is unknown."""
+    known = [gpu.memory_mib for gpu in hardware.read_driver().gpus if gpu.memory_mib]
+    return min(known) << 20 if known else None
+
+
 def _find(config, strategy, print_fn) -> tuple[SizeTrial, int | None]:
     limit = find_limit(config, strategy)
     room = "a GPU's memory" if limit is None else memory.show_size(limit)
     print_fn(f"per_replica_batch_size=auto: running real steps; the limit of a worker is {room}")
     num_local = topology.num_local_replicas(strategy)
-    allowed = None if limit is None else int(limit * _HEADROOM)
+    most = _smallest_gpu() if limit is None else limit
+    allowed = None if most is None else int(most * _HEADROOM)
 
     def attempt(sizes):
         num_replicas = strategy.num_replicas_in_sync

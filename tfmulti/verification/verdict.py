@@ -41,6 +41,21 @@ ELSEWHERE = "another worker could not run it"
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
 
 
+def without_tf32(function):
+    """Makes a function compute without TF32, whose rounding would be taken for a difference."""
+
+    @functools.wraps(function)
+    def call(*args):
+        was_enabled = tf.config.experimental.tensor_float_32_execution_enabled()
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        try:
+            return function(*args)
+        finally:
+            tf.config.experimental.enable_tensor_float_32_execution(was_enabled)
+
+    return call
+
+
 class Workers(NamedTuple):
     """Collective functions of the workers.
 
@@ -95,6 +110,7 @@ class Verdict(NamedTuple):
     warnings: Sequence[str] = ()
 
 
+@without_tf32
 def find_out(case: Case, workers: Workers) -> Verdict:
     """Compares a step on several replicas with one device.
 
@@ -168,6 +184,7 @@ def _compare_sizes(case, workers) -> Verdict | None:
     return None
 
 
+@without_tf32
 def look_again(case: Case, workers: Workers) -> tuple[bool, Verdict]:
     """Compares a verified step once more, with the rows that its case now has.
 
