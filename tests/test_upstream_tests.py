@@ -192,25 +192,3 @@ def test_networks_do_as_without_a_strategy(strategy, name):
         actual = work(tfmulti.DistributedOptimizer)
     for one, other in zip(expected, actual, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_stateful_network_keeps_its_state_between_batches(strategy):
-    """Each replica carries on its own rows."""
-    x = np.random.default_rng(6).normal(size=(32, 4, 2)).astype("float32")
-    y = np.random.default_rng(7).normal(size=(32, 1)).astype("float32")
-
-    def work(rows, wrap):
-        keras.utils.set_random_seed(5)
-        layers = [keras.layers.GRU(3, stateful=True), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input(batch_shape=(rows, 4, 2)), *layers])
-        model.compile(wrap(keras.optimizers.SGD(0.1)), "mse")
-        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
-        model.fit(data, epochs=2, verbose=0)
-        return [weight for weight in model.get_weights() if weight.shape != (rows, 3)]
-
-    expected = work(8, lambda optimizer: optimizer)
-    with strategy.scope():
-        actual = work(8 // NUM_REPLICAS, tfmulti.DistributedOptimizer)
-    for one, other in zip(expected, actual, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
