@@ -448,6 +448,20 @@ def test_a_second_derivative_is_refused(kind):
         fit(create(case, DEVICES), case)
 
 
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(make, devices, optimizer, loss):
+    """A model on one device, or in stages on several."""
+    keras.utils.set_random_seed(1)
+    with replicas.create_strategy(1).scope():
+        model = make()
+        if devices:
+            model = tfmulti.pipeline(model, devices=devices, micro_batches=3)
+        model.compile(optimizer, loss, jit_compile=False)
+    return model
+
+
 def test_inputs_are_found_by_their_names():
     def two_inputs():
         # Their order is not that of their names.
@@ -460,13 +474,7 @@ def test_inputs_are_found_by_their_names():
     x["a"] = tf.constant(["text"] * len(worker.NUMBERS))
     models = []
     for devices in (None, DEVICES):
-        keras.utils.set_random_seed(1)
-        with replicas.create_strategy(1).scope():
-            model = two_inputs()
-            if devices:
-                model = tfmulti.pipeline(model, devices=devices, micro_batches=3)
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile("sgd", loss, jit_compile=False)
+        model = compiled(two_inputs, devices, "sgd", CROSS_ENTROPY)
         model.fit(x, worker.CLASSES, batch_size=16, shuffle=False, verbose=0)
         models.append(model)
     assert worker.apart(*models) <= 1e-12
@@ -506,14 +514,8 @@ def test_a_weight_that_no_loss_depends_on_is_not_updated():
 
     models, rows = [], worker.NUMBERS[:, :8]
     for devices in (None, DEVICES):
-        keras.utils.set_random_seed(1)
-        with replicas.create_strategy(1).scope():
-            model = two_heads()
-            if devices:
-                model = tfmulti.pipeline(model, devices=devices, micro_batches=3)
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            optimizer = keras.optimizers.AdamW(weight_decay=0.1)
-            model.compile(optimizer, [loss, None], jit_compile=False)
+        optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+        model = compiled(two_heads, devices, optimizer, [CROSS_ENTROPY, None])
         before = model.get_layer("b").kernel.numpy()
         with pytest.warns(UserWarning, match="Gradients do not exist for variables .*b/kernel"):
             model.fit(rows, [worker.CLASSES] * 2, batch_size=16, shuffle=False, verbose=0)
