@@ -33,6 +33,14 @@ def assert_ends(number):
         time.sleep(0.05)
 
 
+def test_no_connection_takes_a_port_between_its_choice_and_its_use():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first, last = map(int, file.read().split())
+    ports = processes.free_ports(100)
+    assert len(set(ports)) == 100
+    assert not [port for port in ports if first <= port <= last]
+
+
 def test_each_worker_has_its_tf_config_and_its_output():
     code = """
         import json, os, sys

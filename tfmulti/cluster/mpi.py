@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
+from tfmulti.runtime import processes
 
 SOURCE = "MPI"
 # Intel MPI's: a process that waits lets others have its core. With more processes than cores each
@@ -71,8 +72,8 @@ def find_in_mpi() -> Cluster:
         RuntimeError: Where MPI cannot be started.
     """
     comm = world()
-    with socket.create_server(("", 0)) as server:
-        address = (socket.gethostname(), server.getsockname()[1])
+    with processes.hold_ports(1, address="") as [port]:
+        address = (socket.gethostname(), port)
         # Held until all have theirs, so that no two processes of a host get the same.
         addresses = comm.allgather(address)
     one_host = len({host for host, _ in addresses}) == 1

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from typing import NoReturn, TypeVar
 _Result = TypeVar("_Result")
 DONE, FAILED, ENDED, TIMED_OUT = "done", "failed", "ended", "timed out"
 _POLL_S = 0.05
+_LISTENING_PORTS = range(15_000, 32_768)  # Linux gives outgoing connections those from 32768 on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +44,36 @@ class Finished:
     how: str
 
 
+@contextlib.contextmanager
+def hold_ports(count: int, address: str = "127.0.0.1") -> Iterator[list[int]]:
+    """Yields ports that nothing listened on, and holds them until the block ends.
+
+    They lie below the ports that the system gives to outgoing connections, one of which could take
+    a port between this choice and its use.
+
+    >>> with hold_ports(2) as ports:
+    ...     len(ports)
+    2
+    """
+    ports: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in random.SystemRandom().sample(_LISTENING_PORTS, len(_LISTENING_PORTS)):
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server((address, port)))
+                ports.append(port)
+            if len(ports) == count:
+                break
+        yield ports
+
+
 def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that nothing listens on; all are held until all are known.
 
     >>> len(set(free_ports(3)))
     3
     """
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    with hold_ports(count) as ports:
+        return ports
 
 
 def tf_configs(num_workers: int, num_ps: int = 0) -> list[str]:
