@@ -12,7 +12,7 @@ import tfmulti
 
 ON = os.environ.get("TFMULTI_TESTS_ON", "CPU")
 assert ON in ("CPU", "GPU", "collectives"), ON
-_DEVICE = "GPU" if ON == "GPU" else "CPU"
+DEVICE = "GPU" if ON == "GPU" else "CPU"
 _MEMORY_OF_PART_MIB = 1024
 
 
@@ -23,7 +23,7 @@ def create_strategy(num_replicas, **settings):
     not hide it.
     """
     settings.setdefault("on_difference", "error")
-    devices = [f"{_DEVICE}:{index}" for index in range(num_replicas)]
+    devices = [f"{DEVICE}:{index}" for index in range(num_replicas)]
     kind = "mirrored" if num_replicas > 1 else "one_device"
     return tfmulti.create_strategy(kind, devices=devices, **settings)
 

@@ -56,6 +56,7 @@ AUTO = TrainConfig(strategy="one_device", model="mlp", per_replica_batch_size="a
 
 
 @pytest.mark.slow
+@not_on_gpu("is about the memory of the host")
 def test_a_process_of_its_own_trains_and_tells_its_memory():
     tried = search.try_in_child_process(AUTO, [8, 16, 8192], 1, 1, None)
     # 1,437 digits, of which an epoch keeps eight steps.
@@ -64,6 +65,7 @@ def test_a_process_of_its_own_trains_and_tells_its_memory():
 
 
 @pytest.mark.slow
+@not_on_gpu("is about the memory of the host")
 def test_a_limit_ends_the_process_and_another_error_is_told():
     tried = search.try_in_child_process(AUTO, [8], 1, 1, int(60e6))
     assert (tried.size, tried.too_large) == (0, 8)

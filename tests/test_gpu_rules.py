@@ -94,8 +94,9 @@ def test_a_dummy_row_of_ones_is_for_inputs_alone():
 def hidden_rows(num_replicas):
     """A recurrent model, of which each batch of 8 leaves nothing to the last replica at the end."""
     random = np.random.RandomState(0)
-    x, y = random.randint(0, 9, (17, 5)), random.randn(17, 1)
-    x[:, 0] = 1
+    x, y = random.randint(1, 9, (17, 5)), random.randn(17, 1)
+    # cuDNN takes masked steps at the end of a row alone, and not the whole row.
+    x *= np.arange(5) < random.randint(1, 6, (17, 1))
     masks = []
 
     class Seen(keras.layers.Layer):

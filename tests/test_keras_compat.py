@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gc
+import importlib
 import inspect
 import subprocess
 import sys
@@ -216,6 +217,47 @@ def test_canary_masked_batch_statistics_are_each_replicas_own():
     check_needed(
         lambda strategy: trained(strategy, create, x, x[..., :2]), "BatchNormalization._moments"
     )
+
+
+def cudnn_stand_in(input, input_h, sequence_lengths, **_):
+    """Returns its inputs; leaves the gradient of masked steps as large as memory may be."""
+    is_kept = tf.sequence_mask(sequence_lengths, tf.shape(input)[1])[..., None]
+
+    @tf.custom_gradient
+    def copy(inputs):
+        outputs = tf.where(is_kept, inputs, 0.0)
+        return outputs, lambda upstream: tf.where(is_kept, upstream, 1e9)
+
+    outputs = copy(input)
+    last = tf.gather(outputs, sequence_lengths - 1, axis=1, batch_dims=1)
+    last = tf.reshape(last, tf.shape(input_h))
+    return outputs, last, last, None, None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_canary_cudnn_leaves_gradients_of_masked_steps_as_they_were(monkeypatch, kind):
+    # Its package has a function of this name.
+    rnn = importlib.import_module("keras.src.backend.tensorflow.rnn")
+    monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
+    monkeypatch.setattr(tf.raw_ops, "CudnnRNNV3", cudnn_stand_in)
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(layer(x, mask=mask) ** 2)
+        return tape.gradient(loss, x).numpy()
+
+    x, mask = tf.random.normal([2, 3, 4], seed=1), tf.constant([[True] * 3, [True, False, False]])
+    with ours(1).scope():
+        layer = getattr(keras.layers, kind)(4, use_cudnn=True)
+        layer.build(x.shape)
+        found = gradient()
+        with without(f"rnn._cudnn_{kind.lower()}"):
+            upstream = gradient()
+    assert found[0].any() and found[1, 0].any() and not found[1, 1:].any()
+    np.testing.assert_array_equal(upstream[1, 1:], 1e9)
+    np.testing.assert_array_equal(upstream[mask], found[mask])
 
 
 class Custom(keras.Model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 
 import keras
 import numpy as np
@@ -298,6 +299,24 @@ def count_masks_of_all_replicas(original, current_replica_batch):
         return tf.squeeze(mean), tf.squeeze(variance)
 
     return moments
+
+
+def clear_gradients_of_masked_steps(original):
+    """Gives the masked time steps of a recurrent layer on a GPU a gradient of zero.
+
+    cuDNN skips these steps, and TensorFlow returns whatever the memory of their gradient held.
+    """
+    signature = inspect.signature(original)
+
+    def call(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        inputs, mask = given.arguments["inputs"], given.arguments["mask"]
+        if mask is not None:
+            is_kept = tf.cast(mask, tf.bool)[..., None]
+            given.arguments["inputs"] = tf.where(is_kept, inputs, tf.zeros_like(inputs))
+        return original(*given.args, **given.kwargs)
+
+    return call
 
 
 def keep_means(original, keeps_means):

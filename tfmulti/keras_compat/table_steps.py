@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
@@ -22,6 +24,8 @@ from tfmulti.keras_compat import (
 )
 from tfmulti.keras_compat.replacement import Replacement, model_entry, scope_entry
 
+# Its package has a function of this name.
+_RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")
 _MERGE_CALL = '"RuntimeError: `merge_call` called while defining a new graph"'
 SHAPES = '"Shape mismatch in the collective instance"'
 
@@ -236,6 +240,17 @@ _LAYERS = (
         "test_canary_masked_batch_statistics_are_each_replicas_own",
         needs=("current_replica_batch",),
         arguments=("inputs", "mask"),
+    ),
+    *(
+        scope_entry(
+            _RNN,
+            name,
+            replaced_models.clear_gradients_of_masked_steps,
+            "gradients of masked time steps that hold whatever the GPU's memory held",
+            "test_canary_cudnn_leaves_gradients_of_masked_steps_as_they_were",
+            arguments=("inputs", "mask"),
+        )
+        for name in ("_cudnn_lstm", "_cudnn_gru")
     ),
     scope_entry(
         seed_generator,
