@@ -40,7 +40,7 @@ def list_visible(
     return read_list(given)[0]
 
 
-def read_list(value: str) -> tuple[list[str], str]:
+def read_list(value: str, find: Callable[[str], object] = str) -> tuple[list, str]:
     """Reads CUDA_VISIBLE_DEVICES as CUDA does, which says nothing of errors.
 
     CUDA reads the list up to the first entry that names no GPU, and ignores the rest; see
@@ -50,10 +50,11 @@ def read_list(value: str) -> tuple[list[str], str]:
 
     Args:
         value: The variable's value.
+        find: Function of a number or name that returns the GPU, or None where there is none.
 
     Returns:
-        Numbers, or names such as `GPU-...` and `MIG-...`, whether such GPUs exist or not; and the
-        fault, empty where there is none.
+        What `find` has returned, by itself the numbers, or names such as `GPU-...` and `MIG-...`,
+        whether such GPUs exist or not; and the fault, empty where there is none.
 
     >>> read_list("1,2"), read_list("GPU-a"), read_list("0;1")
     ((['1', '2'], ''), (['GPU-a'], ''), (['0'], 'of "0;1" CUDA reads the first number only'))
@@ -63,17 +64,17 @@ def read_list(value: str) -> tuple[list[str], str]:
     for entry in entries:
         name = entry if is_name(entry) else ""
         number = None if name else _NUMBER.match(entry)
-        if found and bool(name) != is_name(found[0]) and (name or number):
+        if found and bool(name) != is_name(entries[0]) and (name or number):
             kind = "name among numbers" if name else "number among names"
             return found, f'"{entry}" is a {kind}, so it and all after it are ignored'
-        if not (name or number):
+        gpu = find(name or str(int(number[0]))) if name or number else None
+        if gpu is None:
             return found, f'"{entry}" names no GPU, so it and all after it are ignored'
+        if gpu in found:
+            return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
         if number and number[0] != entry:
             misread = misread or f'of "{entry}" CUDA reads the first number only'
-        entry = name or str(int(number[0]))
-        if entry in found:
-            return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
-        found.append(entry)
+        found.append(gpu)
     return found, misread
 
 

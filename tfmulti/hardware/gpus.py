@@ -50,16 +50,7 @@ def find_visible(value: str | None, uuids: Sequence[str | None]) -> tuple[list[i
     """
     if value is None:
         return list(range(len(uuids))), ""
-    entries, fault = gpus.read_list(value)
-    chosen: list[int | str] = []
-    for entry in entries:
-        found = _find(entry, uuids)
-        if found is None:
-            return chosen, f'"{entry}" names no GPU, so it and all after it are ignored'
-        if found in chosen:
-            return [], f'"{entry}" comes twice, so CUDA gives no GPU at all'
-        chosen.append(found)
-    return chosen, fault
+    return gpus.read_list(value, lambda entry: _find(entry, uuids))
 
 
 def _find(entry, uuids) -> int | str | None:
