@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 
 import tfmulti
+from tfmulti import notebook
+from tfmulti.launch.config import LaunchConfig
 from tfmulti.runtime import processes
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +47,14 @@ def run_notebook(notebook, **options):
         parts += [str(out["data"].get("text/plain")) for out in cell.outputs if "data" in out]
         texts.append("\n".join(parts))
     return texts
+
+
+def test_a_cell_shows_that_there_are_too_few_gpus(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    job = notebook._create_job(tmp_path, LaunchConfig(num_workers=2))
+    job.command = ["true"]
+    assert job.run() == 0
+    assert "2 workers train on the CPU" in capsys.readouterr().out
 
 
 @pytest.mark.slow

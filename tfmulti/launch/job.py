@@ -73,6 +73,7 @@ class Job:
         config: The settings.
         command: The program and its arguments.
         print_fn: Function that takes a line of text for the user.
+        print_note: The same for what is no failure; `print_fn` by itself.
         create_log: Function that creates the log of a worker, such as `logs.Log`.
 
     Attributes:
@@ -87,9 +88,11 @@ class Job:
         command: Sequence[str],
         print_fn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
         *,
+        print_note: Callable[[str], None] | None = None,
         create_log: Callable[..., Log] = Log,
     ):
         self.config, self.command, self.print_fn = config, command, print_fn
+        self._print_note = print_note or print_fn
         self.outcome: Outcome | None = None
         self._create_log = create_log
         self.names: dict[int, str] = {}
@@ -111,7 +114,7 @@ class Job:
         self.names = names = {index: task_name(config) for index, config in first_start.items()}
         self._gpus, note = gpus_of(names, gpus.list_visible())
         if note:
-            self.print_fn(note)
+            self._print_note(note)
         kept = self.config.log_dir is not None
         folder = Path(self.config.log_dir or tempfile.mkdtemp(prefix="tfmulti_launch_"))
         code = None

@@ -211,6 +211,7 @@ def _create_job(folder, config) -> Job:
         [sys.executable, "-c", worker.PROGRAM, str(folder)],
         # The raised error has that text.
         print_fn=lambda line: None,
+        print_note=print,
         create_log=partial(kind, terminal=CellTerminal()),
     )
 
