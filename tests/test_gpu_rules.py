@@ -125,6 +125,41 @@ def test_no_mask_hides_a_dummy_row_from_cudnn(monkeypatch):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+class Deciding(keras.Model):
+    """Its step decides by the mean loss of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+            loss = tf.where(loss > 0.1, loss, 0.0) ** 2
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_no_eager_step_is_replicated_on_several_gpus(monkeypatch):
+    def fit():
+        with create_strategy(2, on_difference="replicate").scope():
+            model = Deciding()
+            model.compile("sgd", run_eagerly=True)
+        random = np.random.RandomState(0)
+        model.fit(random.randn(16, 4), random.randn(16, 1), batch_size=8, verbose=0)
+
+    with pytest.warns(UserWarning, match="Every replica computes `train_step`"):
+        fit()
+    monkeypatch.setattr(topology, "on_gpus", lambda strategy: True)
+    with pytest.raises(ValueError, match="not replicated either: with run_eagerly=True.*compile"):
+        fit()
+
+
 def test_verification_computes_without_tf32():
     enabled = tf.config.experimental.tensor_float_32_execution_enabled
     seen = []

@@ -21,6 +21,14 @@ from tfmulti.step.rows import ReplicaBatch, as_current
 from tfmulti.step.sums import add_by_dtype
 
 
+_NEEDS_PARTS = (
+    "sharded state or weights, stages, tensor parallelism and synchronize_every need the part of "
+    "each replica"
+)
+# Seen on three parts of an H200; on CPUs that reduce with the same code the weights are right.
+_EAGER_ON_GPUS = "with run_eagerly=True several GPUs came to other weights; compile without it"
+
+
 def replicate(model, kind: str) -> None:
     """Makes every replica compute a kind of step from the whole batch, until the next `compile`.
 
@@ -43,15 +51,19 @@ def is_replicated(model, kind: str | None) -> bool:
     return model is not None and kind in _kinds(model)
 
 
-def can_be_replicated(model) -> bool:
-    """Whether all replicas hold all weights and slots, and update them alike."""
+def why_not_replicated(model) -> str:
+    """Returns why no replica can compute a model's step from the whole batch, or ""."""
     optimizers = model_contents.optimizers_of(model, nested=True)
     variables = [*model.variables, *(v for optimizer in optimizers for v in optimizer.variables)]
-    return (
-        marks.MICRO_BATCHES_ON_DEVICES.get(model) == 1
-        and local_steps.steps_of(model) == 1
-        and not any(hasattr(variable, "is_here") for variable in variables)
-    )
+    if (
+        marks.MICRO_BATCHES_ON_DEVICES.get(model) > 1
+        or local_steps.steps_of(model) > 1
+        or any(hasattr(variable, "is_here") for variable in variables)
+    ):
+        return _NEEDS_PARTS
+    strategy = model.distribute_strategy
+    several = topology.on_gpus(strategy) and topology.num_local_replicas(strategy) > 1
+    return _EAGER_ON_GPUS if several and model.run_eagerly else ""
 
 
 def _kinds(model) -> frozenset:

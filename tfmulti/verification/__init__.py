@@ -256,9 +256,8 @@ def _replicate(case, found, workers, early) -> tuple[Verdict | None, ValueError 
     strategy, wanted = case.strategy, _replicates(case.strategy)
     # Only these may come from the division of the rows.
     may = hasattr(found.error, "finding") or not found.runs
-    can = replicated.can_be_replicated(case.model)
-    why = messages.NEEDS_PARTS if wanted and may and not can else ""
-    may = may and wanted and can
+    why = replicated.why_not_replicated(case.model) if wanted and may else ""
+    may = may and wanted and not why
     cannot = found.error is not None and not may
     if workers.any(strategy, may) and not workers.any(strategy, cannot):
         replicated.replicate(case.model, case.kind)

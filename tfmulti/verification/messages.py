@@ -106,12 +106,6 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
     )
 
 
-NEEDS_PARTS = (
-    "sharded state or weights, stages, tensor parallelism and synchronize_every need the part of "
-    "each replica"
-)
-
-
 def why_not_exact(error: ValueError | None, reason: str) -> str:
     """Returns why a step is not exact where every replica computes the whole batch.
 
