@@ -20,7 +20,6 @@ from tfmulti.step.gathering import gather_batch, row_positions
 from tfmulti.step.rows import ReplicaBatch, as_current
 from tfmulti.step.sums import add_by_dtype
 
-
 _NEEDS_PARTS = (
     "sharded state or weights, stages, tensor parallelism and synchronize_every need the part of "
     "each replica"
