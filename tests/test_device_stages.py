@@ -21,8 +21,8 @@ sys.path.append(str(Path(__file__).parent / "multi_worker"))
 
 import pipeline_worker as worker
 
-ON = replicas.DEVICE
-DEVICES = [f"{ON}:1", f"{ON}:2"]
+KIND = replicas.DEVICE
+DEVICES = [f"{KIND}:1", f"{KIND}:2"]
 FAST = ("dense",)
 SLOW = tuple(name for name in worker.TRAINED if name not in FAST)
 
@@ -74,14 +74,14 @@ def assert_exact(case, tolerance=1e-12, **settings):
 
 
 def device_of(variable):
-    return variable.value.device[-len(f"{ON}:0") :]
+    return variable.value.device[-len(f"{KIND}:0") :]
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_stages_give_the_result_of_one_device(name):
     _, stages = assert_exact(worker.TRAINED[name])
     held = collections.Counter(map(device_of, stages.trainable_variables))
-    assert held == {f"{ON}:1": 4, f"{ON}:2": 4}
+    assert held == {f"{KIND}:1": 4, f"{KIND}:2": 4}
     for weight in stages.trainable_variables:
         start = weight.path.replace("/", "_")
         slots = [v for v in stages.optimizer.variables if v.name.startswith(start)]
@@ -123,7 +123,10 @@ def test_weights_stay_on_their_devices_and_are_computed_with_there():
     fit(model, worker.TRAINED["dense"], epochs=1)
     with running_graphs() as nodes:
         model.train_on_batch(worker.NUMBERS, worker.CLASSES)
-    for kind, places in {"MatMul": set(DEVICES), "AssignVariableOp": {f"{ON}:0", *DEVICES}}.items():
+    for kind, places in {
+        "MatMul": set(DEVICES),
+        "AssignVariableOp": {f"{KIND}:0", *DEVICES},
+    }.items():
         assert {node.device[-5:] for node in nodes if node.op == kind} == places
     sent = [node.attr for node in nodes if node.op == "_Send"]
     sent = [each for each in sent if each["send_device"].s != each["recv_device"].s]
@@ -306,13 +309,15 @@ def test_what_cannot_be_is_told():
             tfmulti.pipeline(worker.dense(), **settings)
         return str(caught.value)
 
-    assert f"Received: devices=['{ON}:1', '{ON}:2'], 3 stages" in told(devices=DEVICES, stages=3)
-    assert f"Received: devices=['{ON}:1', '{ON}:9']" in told(devices=[f"{ON}:1", f"{ON}:9"])
-    assert f"Received: devices=['{ON}:1', '{ON}:1']" in told(devices=[f"{ON}:1", f"{ON}:1"])
-    assert f"two devices or more, one for each stage. Received: devices=['{ON}:1']" in told(
-        devices=[f"{ON}:1"]
+    assert f"Received: devices=['{KIND}:1', '{KIND}:2'], 3 stages" in told(
+        devices=DEVICES, stages=3
     )
-    assert f"devices='{ON}:1'. Write devices=['{ON}:1']" in told(devices=f"{ON}:1")
+    assert f"Received: devices=['{KIND}:1', '{KIND}:9']" in told(devices=[f"{KIND}:1", f"{KIND}:9"])
+    assert f"Received: devices=['{KIND}:1', '{KIND}:1']" in told(devices=[f"{KIND}:1", f"{KIND}:1"])
+    assert f"two devices or more, one for each stage. Received: devices=['{KIND}:1']" in told(
+        devices=[f"{KIND}:1"]
+    )
+    assert f"devices='{KIND}:1'. Write devices=['{KIND}:1']" in told(devices=f"{KIND}:1")
     assert "Received: stages=1, 2 devices." in told(devices=DEVICES, stages=1)
     with replicas.create_strategy(1).scope():
         small = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
@@ -327,7 +332,7 @@ def test_devices_have_the_names_that_tensorflow_gives_them():
     with replicas.create_strategy(1).scope():
         model = tfmulti.pipeline(worker.dense(), devices=full)
     assert set(map(device_of, model.trainable_variables)) == set(DEVICES)
-    for strange in ([f"/job:worker/replica:0/task:1/device:{ON}:1", f"{ON}:2"], [1, 2], 2, []):
+    for strange in ([f"/job:worker/replica:0/task:1/device:{KIND}:1", f"{KIND}:2"], [1, 2], 2, []):
         with replicas.create_strategy(1).scope(), pytest.raises(ValueError, match="`devices` must"):
             tfmulti.pipeline(worker.dense(), devices=strange)
 
@@ -349,7 +354,7 @@ def test_state_that_two_stages_change_is_told_at_once(layer, state):
             tfmulti.pipeline(model, devices=DEVICES)
     # The model is as it was.
     assert model.call == own
-    assert {device_of(variable) for variable in model.variables} == {f"{ON}:0"}
+    assert {device_of(variable) for variable in model.variables} == {f"{KIND}:0"}
 
 
 @pytest.mark.slow
@@ -374,17 +379,17 @@ def test_state_that_two_stages_come_to_change_is_told():
 
 @pytest.mark.slow
 def test_no_device_has_the_whole_model_while_it_is_created():
-    strategy, large = tfmulti.create_strategy("one_device", devices=[f"{ON}:3"]), 64
+    strategy, large = tfmulti.create_strategy("one_device", devices=[f"{KIND}:3"]), 64
     with strategy.scope(), tfmulti.sharded_parameters():
         keras.utils.set_random_seed(1)
         hidden = [layers.Dense(large, name=f"layer_{i}") for i in range(3)]
         model = keras.Sequential([keras.Input((large,)), *hidden])
-        assert {device_of(layer.kernel) for layer in hidden} == {f"{ON}:0"}
+        assert {device_of(layer.kernel) for layer in hidden} == {f"{KIND}:0"}
         tfmulti.pipeline(model, stages="layer_2", devices=DEVICES)
         other = keras.Sequential([keras.Input((large,)), layers.Dense(large)])
     places = [device_of(layer.kernel) for layer in hidden]
-    assert places == [f"{ON}:1", f"{ON}:1", f"{ON}:2"]
-    assert device_of(other.layers[0].kernel) == f"{ON}:3"
+    assert places == [f"{KIND}:1", f"{KIND}:1", f"{KIND}:2"]
+    assert device_of(other.layers[0].kernel) == f"{KIND}:3"
     keras.utils.set_random_seed(1)
     expected = keras.Sequential([keras.Input((large,)), *(layers.Dense(large) for _ in range(3))])
     assert worker.apart(model, expected) == 0
@@ -392,7 +397,7 @@ def test_no_device_has_the_whole_model_while_it_is_created():
 
 def test_what_is_no_model_is_refused():
     with pytest.raises(ValueError, match="must be a Keras model. Received: model='x'"):
-        tfmulti.pipeline("x", devices=[f"{ON}:0"])
+        tfmulti.pipeline("x", devices=[f"{KIND}:0"])
 
 
 def test_a_layer_that_assigns_a_weight_in_its_call_is_refused():
@@ -402,7 +407,7 @@ def test_a_layer_that_assigns_a_weight_in_its_call_is_refused():
         with pytest.raises(
             ValueError, match="cannot assign to a weight .* Received: .*dense/kernel"
         ):
-            tfmulti.pipeline(model, devices=[f"{ON}:0", f"{ON}:1"])
+            tfmulti.pipeline(model, devices=[f"{KIND}:0", f"{KIND}:1"])
 
 
 class Halving(layers.Layer):
@@ -419,7 +424,7 @@ class Halving(layers.Layer):
 def test_a_layer_of_the_users_own_that_does_so_is_refused_before_it_trains():
     with replicas.create_strategy(1).scope():
         model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Halving(), layers.Dense(1)])
-        tfmulti.pipeline(model, devices=[f"{ON}:0", f"{ON}:1"])
+        tfmulti.pipeline(model, devices=[f"{KIND}:0", f"{KIND}:1"])
         model.compile("sgd", "mse")
     before = model.get_weights()
     with pytest.raises(ValueError, match="cannot assign to a weight"):
@@ -432,13 +437,15 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
     with replicas.create_strategy(1).scope():
         dense = [layers.Dense(4) for _ in range(4)]
         model = keras.Sequential([keras.Input((4,)), *dense])
-        staged = tfmulti.pipeline(keras.models.clone_model(model), devices=[f"{ON}:0", f"{ON}:1"])
+        staged = tfmulti.pipeline(
+            keras.models.clone_model(model), devices=[f"{KIND}:0", f"{KIND}:1"]
+        )
         with pytest.raises(ValueError, match="which tfmulti.pipeline has cut"):
             tfmulti.checkpoint_activations(staged)
         for name in ("dense*", None):
             again = tfmulti.checkpoint_activations(keras.models.clone_model(model), name)
             with pytest.raises(ValueError, match="whose activations are checkpointed"):
-                tfmulti.pipeline(again, devices=[f"{ON}:0", f"{ON}:1"])
+                tfmulti.pipeline(again, devices=[f"{KIND}:0", f"{KIND}:1"])
 
 
 @pytest.mark.sampled(1)

@@ -34,11 +34,10 @@ def assert_ends(number):
 
 
 def test_no_connection_takes_a_port_between_its_choice_and_its_use():
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        first, last = map(int, file.read().split())
     ports = processes.free_ports(100)
     assert len(set(ports)) == 100
-    assert not [port for port in ports if first <= port <= last]
+    # Linux gives outgoing connections those from 32768 on, unless it is told otherwise.
+    assert max(ports) < 32768
 
 
 def test_each_worker_has_its_tf_config_and_its_output():
