@@ -106,6 +106,21 @@ def test_optimizers_update_weights_on_their_devices(kind):
     assert_exact({"model": worker.dense, "optimizer": lambda: getattr(keras.optimizers, kind)()})
 
 
+@pytest.mark.parametrize("devices", [None, DEVICES])
+def test_weights_excluded_from_decay_before_the_cut_stay_so(devices):
+    with replicas.create_strategy(1).scope():
+        model = worker.dense()
+        optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.5)
+        biases = [v for v in model.trainable_variables if "bias" in v.path]
+        optimizer.exclude_from_weight_decay(var_list=biases)
+        if devices:
+            model = tfmulti.pipeline(model, devices=devices)
+        model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)
+    decayed = [v.path for v in model.trainable_variables if optimizer._use_weight_decay(v)]
+    assert decayed == [v.path for v in model.trainable_variables if "kernel" in v.path]
+
+
 @contextlib.contextmanager
 def running_graphs():
     """Yields the nodes of the graphs that devices run within the context, once it has ended."""

@@ -77,6 +77,13 @@ def test_slots_of_a_large_variable_are_halved_by_rows_if_the_optimizer_allows_it
     assert found["parameters"].slots > 0.9 * found["copies"].slots
 
 
+def test_sums_of_gradients_are_not_divided_with_sharded_state():
+    found = memory_estimate.estimate(config(gradient_accumulation_steps=2, estimate_memory=4))
+    # Of Adam's three numbers for each weight, two are divided.
+    share = found["state"].slots / found["copies"].slots
+    assert share == pytest.approx((2 / 4 + 1) / 3, abs=0.05)
+
+
 @pytest.mark.slow
 def test_sharded_state_halves_slots_and_the_rest_is_the_same():
     found = memory_estimate.estimate(config())

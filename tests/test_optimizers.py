@@ -214,6 +214,23 @@ def test_what_compile_takes_is_taken():
     assert by_settings.clipnorm == 1.0 and float(by_settings.learning_rate) == 0.25
 
 
+def test_a_later_call_adds_settings_and_changes_none():
+    optimizer = tfmulti.DistributedOptimizer("sgd", compression="bfloat16")
+    assert tfmulti.DistributedOptimizer(optimizer) is optimizer
+    assert tfmulti.DistributedOptimizer(optimizer, synchronize_every=1) is optimizer
+    with pytest.raises(ValueError, match="no effect with .*compression='bfloat16'"):
+        tfmulti.DistributedOptimizer(optimizer, synchronize_every=4)
+    with pytest.raises(ValueError, match="cannot be changed. Received: compression='float16'"):
+        tfmulti.DistributedOptimizer(optimizer, compression="float16")
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="in a later Keras")
+def test_an_optimizer_of_several_is_not_sharded():
+    several = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Adam())
+    with pytest.raises(ValueError, match="shard='state' for a MultiOptimizer"):
+        tfmulti.DistributedOptimizer(several, shard="state")
+
+
 def test_something_else_is_refused():
     with pytest.raises(ValueError, match="must be a Keras 3 optimizer, or.* Received: .*'sdg'"):
         tfmulti.DistributedOptimizer("sdg")

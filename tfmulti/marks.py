@@ -97,6 +97,8 @@ OF_GROUP = Mark("of_group", False)
 """Whether the gradient of a bias is that of the rows of a group of workers."""
 DEVICE = Mark("device")
 """The device of a weight whose stage of a pipeline is on a device of this process."""
+AVERAGES = Mark("averages", ())
+"""What averages a variable over workers: an `Average` for each model that takes local steps."""
 IN_STAGE = Mark("in_stage", False)
 """Whether a weight belongs to such a stage."""
 MICRO_BATCHES_ON_DEVICES = Mark("micro_batches_on_devices", 1)

@@ -478,7 +478,14 @@ def refusals(strategy, folder, name):
         data = tfmulti.distribute_train(numbers(), strategy, BATCH, seed=SEED)
         model.fit(data, verbose=0)
 
+    def later(**settings):
+        with strategy.scope():
+            optimizer = tfmulti.DistributedOptimizer("adam", synchronize_every=4)
+        return lambda: tfmulti.DistributedOptimizer(optimizer, **settings)
+
     programs = {
+        "later": later(shard="state"),
+        "changed": later(synchronize_every=1),
         "shard": wrap(shard="state"),
         "compression": wrap(compression="bfloat16"),
         "unlike": unlike,
@@ -487,7 +494,95 @@ def refusals(strategy, folder, name):
     return {name: cases.message_of(program) for name, program in programs.items()}
 
 
+class Largest(keras.metrics.Metric):
+    """The largest label so far."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.value = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.cast(y_true, tf.float32))))
+
+    def result(self):
+        return self.value
+
+
+def span(y_true, y_pred):
+    return tf.reduce_max(y_true) - tf.reduce_min(y_true)
+
+
+def halves(y_true, y_pred):
+    """How far each label is from the mean of the labels."""
+    return tf.abs(y_true - tf.reduce_mean(y_true))[:, 0]
+
+
+def metrics(strategy, folder, name):
+    """Each batch's logs of metrics that depend on labels alone, without and with local steps."""
+    strategy.verify = "never"
+    x, y = np.ones((ROWS, 2), "float32"), np.arange(1.0, ROWS + 1, dtype="float32")[:, None] ** 2
+    seen = []
+    for every in (1, 4):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            optimizer = tfmulti.DistributedOptimizer(optimizers.SGD(1e-9), synchronize_every=every)
+            own = [Largest(), span, halves, tfmulti.WholeBatchMetric(span, name="whole")]
+            model.compile(optimizer, "mse", metrics=[*own, "mae"])
+        found = []
+        look = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs, found=found: found.append(dict(logs))
+        )
+        data = tfmulti.distribute_train((x, y), strategy, BATCH, seed=SEED)
+        model.fit(data, verbose=0, callbacks=[look])
+        seen.append([[each[n] for n in ("largest", "span", "halves", "whole")] for each in found])
+    return seen
+
+
+def shared(strategy, folder, name):
+    """The weights of a model whose layers another one trains, after whatever reads or freezes them.
+
+    Each number would differ between the workers if these had not averaged before.
+    """
+    strategy.verify = "never"
+    x = np.random.RandomState(topology.worker_index(strategy)).rand(6, 4, 5).astype("float32")
+
+    def compile_with(every):
+        with strategy.scope():
+            optimizer = tfmulti.DistributedOptimizer(optimizers.SGD(0.1), synchronize_every=every)
+            whole.compile(optimizer, "mse")
+
+    def digest():
+        return [float(np.abs(np.asarray(v)).sum()) for v in encoder.weights]
+
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        encoder = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+        whole = keras.Sequential([encoder, keras.layers.Dense(5)])
+    compile_with(8)
+    for each in x[:3]:
+        whole.train_on_batch(each, each)
+    apart = digest()
+    encoder.predict(np.ones((4, 5), "float32"), verbose=0)
+    seen = [digest()]
+    for each in x[3:]:
+        whole.train_on_batch(each, each)
+    encoder.trainable = False
+    compile_with(8)
+    whole.evaluate(*[np.ones((4, 5), "float32")] * 2, verbose=0)
+    seen.append(digest())
+    encoder.trainable = True
+    compile_with(8)
+    whole.train_on_batch(x[0], x[0])
+    # Its steps add gradients.
+    compile_with(1)
+    whole.train_on_batch(x[0], x[0])
+    seen.append(digest())
+    return {"apart": apart, "alike": seen}
+
+
 CASES = {
+    "metrics": metrics,
+    "shared": shared,
     "life": life,
     "own steps": own_steps,
     "dice": dice,

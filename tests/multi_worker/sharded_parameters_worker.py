@@ -18,7 +18,7 @@ import tensorflow as tf
 from comparison import apart, usual_loss
 
 import tfmulti
-from tfmulti import topology
+from tfmulti import marks, topology
 from tfmulti.step.parameters import ShardedParameter
 
 layers, optimizers, ops = keras.layers, keras.optimizers, keras.ops
@@ -137,6 +137,29 @@ def sparse():
     return chain(ToSparse(), layers.Dense(WIDE, activation="tanh"), layers.Dense(WIDE))
 
 
+class Deciding(layers.Layer):
+    """A loop and a branch that workers run more or less often, by their rows."""
+
+    def build(self, shape):
+        self.often, self.seldom = (layers.Dense(WIDE, activation="tanh") for _ in range(2))
+        self.often.build(shape)
+        self.seldom.build(shape)
+
+    def call(self, x):
+        counts = tf.cast(tf.abs(x[:, :1]) * 1000, tf.int32) % 5
+
+        def again(i, x):
+            return i + 1, tf.where(i < counts, self.often(x), x)
+
+        _, x = tf.while_loop(lambda i, _: tf.reduce_any(i < counts), again, (0, x))
+        few = counts > 3
+        return tf.cond(tf.reduce_any(few), lambda: tf.where(few, self.seldom(x), x), lambda: x)
+
+
+def deciding():
+    return chain(layers.Dense(WIDE, activation="tanh"), Deciding())
+
+
 def frozen():
     model = plain()
     model.layers[0].trainable = False
@@ -190,6 +213,7 @@ MODELS = {
     "penalized": penalized,
     "spectral": spectral,
     "sparse": sparse,
+    "deciding": deciding,
     "frozen": frozen,
     "adapted": adapted,
     "checkpointed": checkpointed,
@@ -359,6 +383,15 @@ def skips(strategy, folder, name):
     return {"apart": apart(*models), "skipped": skipped}
 
 
+class Kept(keras.callbacks.Callback):
+    """The number of slots whose values this worker keeps as an epoch begins."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        shards = marks.SHARDS.get(self.model.optimizer)
+        known = [] if shards is None else [shards.values._is_kept(slot) for slot in shards.slots]
+        self.number = sum(known)
+
+
 def life(strategy, folder, name):
     """Checkpoints, files, callbacks and resuming with another kind of sharding."""
     strategy.verify = "never"
@@ -369,9 +402,10 @@ def life(strategy, folder, name):
     for source, target in [*pairs, ("parameters", "parameters")]:
         place = folder / f"{source}_{target}"
         fit(build(strategy, shard=source), epochs=2, checkpoint=place)
-        model = build(strategy, shard=target)
-        fit(model, checkpoint=place)
+        model, look = build(strategy, shard=target), Kept()
+        fit(model, checkpoint=place, callbacks=[look])
         seen[f"{source} to {target}"] = apart(model, whole)
+        seen[f"{source} to {target}, values kept"] = look.number
     model = build(strategy)
     saving = keras.callbacks.ModelCheckpoint(folder / "each.weights.h5", save_weights_only=True)
     fit(model, callbacks=[saving])

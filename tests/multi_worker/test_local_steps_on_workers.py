@@ -43,7 +43,7 @@ def slow_fixture(run_cases, tmp_path_factory):
 @pytest.fixture(scope="module", name="own")
 def own_fixture(run_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    parts = (["own steps"], ["dice", "skips", "overflows"], ["alike"])
+    parts = (["own steps"], ["dice", "skips", "overflows", "metrics", "shared"], ["alike"])
     runs = [run_cases(folder, names) for names in parts]
     return [dict(collections.ChainMap(*found)) for found in zip(*runs)]
 
@@ -99,6 +99,8 @@ def test_what_does_not_go_together_is_told(fast):
         assert "which sends no gradients" in told["compression"]
         assert "SGD with 4, SGD with 1" in told["unlike"]
         assert "in a custom training loop" in told["own loop"]
+        assert "synchronize_every=4, shard='state'" in told["later"]
+        assert "`synchronize_every` of an optimizer cannot be changed" in told["changed"]
         assert all("Received: " in each for each in told.values())
 
 
@@ -122,6 +124,19 @@ def test_a_loss_of_the_whole_batch_is_that_of_the_workers_rows(own):
     for each in own:
         for mine, theirs in zip(each["dice"], worker.dice_reference(), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_metrics_of_the_users_own_see_the_rows_of_all_workers(own):
+    one, other = (each["metrics"] for each in own)
+    assert one == other
+    np.testing.assert_allclose(one[1], one[0], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_layers_that_another_model_trains_are_averaged_before_they_are_used(own):
+    one, other = (each["shared"] for each in own)
+    assert one["apart"] != other["apart"] and one["alike"] == other["alike"]
 
 
 @pytest.mark.slow

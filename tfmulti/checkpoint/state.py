@@ -202,6 +202,8 @@ def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequenc
     for name, variable in named_variables(model).items():
         if _is_here(variable):
             variable.assign(tensors[name])
+        # Assigned on its owner alone; workers must agree on which values they have kept.
+        slots.forget_kept(variable)
     _restore_callbacks(state["callbacks"], tensors, callbacks)
     states = state["random"]
     version, words, gauss = states["python"]

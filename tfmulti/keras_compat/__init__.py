@@ -9,8 +9,8 @@ Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `
 # Several names on a line: ruff would make it 140 lines.
 # fmt: off
 from tfmulti.keras_compat.accessors import (
-    WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics, axes_of,
-    build_model, call_counter,
+    WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
+    averages_and_sums, axes_of, build_model, call_counter,
     compiled_losses, inner_optimizer, is_batched, is_from_python, is_stock, keep_on_each_replica,
     reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
@@ -50,10 +50,11 @@ from tfmulti.keras_compat.randomness import (
     Draws, draws_of, fixed_random_numbers, same_draws_along,
 )
 from tfmulti.keras_compat.reference import (
-    as_first_replica, as_one_device, compiled_state, computes_like_one_device, container_of,
-    handle_key, handles_of, in_separate_traces, on_first_replica, operations_of,
-    predict_step_of, read_handle, reduce_outputs, reducing_as_usual, reducing_over_replicas,
-    same_eager_numbers, separate_traces, without_optimized_graphs, write_handle,
+    among_all_replicas, as_first_replica, as_one_device, compiled_state,
+    computes_like_one_device, container_of, handle_key, handles_of, in_separate_traces,
+    on_first_replica, operations_of, predict_step_of, read_handle, reduce_outputs,
+    reducing_as_usual, reducing_over_replicas, same_eager_numbers, separate_traces,
+    without_optimized_graphs, write_handle,
 )
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy
 from tfmulti.keras_compat.seeds import (

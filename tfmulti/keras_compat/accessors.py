@@ -356,6 +356,12 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return [v for v in optimizer.variables if not any(v is each for each in apart)]
 
 
+def averages_and_sums(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns an optimizer's moving averages of weights, and its accumulated gradients."""
+    names = "_model_variables_moving_average", "_accumulated_gradients"
+    return [variable for name in names for variable in getattr(optimizer, name, None) or ()]
+
+
 def updated_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the variables for which an optimizer was built."""
     return list(optimizer._trainable_variables)

@@ -174,8 +174,17 @@ def _set_value(variable, strategy, value):
             return tf.Variable(value, trainable=old.trainable, name=variable.name)
 
     # In a strategy's scope, creating a variable is a collective.
-    new = call_outside_scope(create)
+    new = _with_key_of(old, call_outside_scope(create))
     variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
+
+
+def _with_key_of(old, new: tf.Variable) -> tf.Variable:
+    """Returns a new variable, which optimizers take for the old one whose place it takes.
+
+    An optimizer keeps the keys of variables that it was told to exclude from weight decay.
+    """
+    new._unique_id = old._unique_id
+    return new
 
 
 def call_outside_scope(function: Callable):
@@ -204,7 +213,7 @@ def put_on(variable: keras.Variable, device: str) -> None:
             )
 
     # In a strategy's scope, variables are created on its device.
-    new = call_outside_scope(create)
+    new = _with_key_of(old, call_outside_scope(create))
     # Optimizers ask the variable's strategy to create slots on the same device.
     new._distribute_strategy = old._distribute_strategy
     variable._value = new

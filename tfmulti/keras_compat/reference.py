@@ -68,6 +68,13 @@ def reducing_as_usual(strategy: tf.distribute.Strategy):
 
 
 @contextlib.contextmanager
+def among_all_replicas(strategy: tf.distribute.Strategy):
+    """Suspends `as_one_device`, for what all replicas compute together."""
+    with _reduces.set_to(True), reducing_as_usual(strategy):
+        yield
+
+
+@contextlib.contextmanager
 def as_first_replica():
     """Gives the replica that is being traced the number of the first.
 
@@ -94,7 +101,7 @@ def reducing_over_replicas(number):
         return
     replica = tf.distribute.get_replica_context()
     # While this replica waits in the reduction, another one may still trace what comes before.
-    with _reduces.set_to(True), reducing_as_usual(replica.strategy):
+    with among_all_replicas(replica.strategy):
         replica._replica_id_in_sync_group = number
         try:
             yield

@@ -162,22 +162,21 @@ def before_saving(original, before):
     """Calls a function before a model is saved, and explains a file that another worker writes.
 
     Args:
-        original: `Model.save` or `Model.save_weights`.
+        original: Function of a model and a path.
         before: Function of the model.
     """
 
-    def save(self, *args, **kwargs):
-        before(self)
+    def save(model, filepath, *args, **kwargs):
+        before(model)
         try:
             if not tf.distribute.has_strategy():
-                return original(self, *args, **kwargs)
+                return original(model, filepath, *args, **kwargs)
             # Saving creates variables. In the scope all workers must do so; often only one saves.
-            return held.call_outside_scope(lambda: original(self, *args, **kwargs))
+            return held.call_outside_scope(lambda: original(model, filepath, *args, **kwargs))
         except BlockingIOError as error:
-            path = kwargs.get("filepath", *args[:1])
             raise BlockingIOError(
-                f"Only one process may write a file. Received: `{original.__name__}` to {path}, "
-                "which another process is writing. With several workers, let only the chief save "
+                f"Only one process may write a file. Received: a save to {filepath}, which another "
+                "process is writing. With several workers, let only the chief save "
                 "(`tfmulti.resolve_cluster(check_network=False).is_chief`), or pass "
                 "keras.callbacks.ModelCheckpoint to `fit` on every worker."
             ) from error

@@ -169,6 +169,7 @@ ATTRIBUTES = {
     distributed_values.DistributedVariable: (
         *("_aggregation", "_distribute_strategy", "_distributed_container"),
     ),
+    resource_variable_ops.BaseResourceVariable: ("_unique_id",),
     resource_variable_ops.get_eager_safe_handle_data: ("_handle_data",),
     polymorphic_function.Function: ("_autograph", "_jit_compile", "_python_function"),
     context.Context: ("_thread_local_data", "_rng"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import keras
 from keras.src.backend.tensorflow import core as keras_core
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops import multi_device_iterator_ops
@@ -81,15 +83,23 @@ _CALLS = (
         for name in ("train_on_batch", "test_on_batch")
     ),
     *(
-        model_entry(
+        Replacement(
+            owner,
             name,
             replaced_calls.before_saving,
+            replacement.of_model,
             "a file with one worker's own weights, between two averages of local steps",
             "test_canary_a_model_is_saved_between_averages",
-            needs=("before_saving",),
-            arguments=("filepath",),
+            ("before_saving",),
+            ("filepath",),
         )
-        for name in ("save", "save_weights")
+        # `model.save`, `keras.saving.save_model` and their like call these.
+        for owner, name in (
+            (saving_lib, "save_model"),
+            (saving_lib, "save_weights_only"),
+            (legacy_h5_format, "save_model_to_hdf5"),
+            (keras.Model, "export"),
+        )
     ),
     Replacement(
         keras.callbacks.CallbackList,

@@ -24,6 +24,7 @@ from tfmulti.step.parameters import (
     note_read,
     receive,
 )
+from tfmulti.step.rows import in_branch
 
 
 def checkpoint_activations(
@@ -158,7 +159,7 @@ def recomputed(
         if unbuilt or keras_compat.is_symbolic((args, kwargs)) or is_stage():
             return call(*args, **kwargs)
         sharded = gathered()
-        if sharded and not in_replica():
+        if sharded and (in_branch() or not in_replica()):
             return call(*args, **kwargs)
         return _RepeatedCall(layer, call, args, kwargs, model or layer, sharded).outputs()
 

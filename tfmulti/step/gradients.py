@@ -29,7 +29,7 @@ from tfmulti.step import (
     weighting,
 )
 from tfmulti.step.first_replica import gradients_of_first_replica, in_replicated_step
-from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.rows import current_replica_batch, in_this_graph
 from tfmulti.step.sums import add_by_dtype, values_of_gradient, with_values
 
 _state_of_thread = Scoped(None)
@@ -156,7 +156,7 @@ def with_step_state(fn, reduced: bool = False):
     def step(*args, **kwargs):
         state = _StepState(reduced=reduced, in_step=True)
         try:
-            with _state_of_thread.set_to(state), _unreduced.set_to(False):
+            with _state_of_thread.set_to(state), _unreduced.set_to(False), in_this_graph():
                 return fn(*args, **kwargs)
         except RuntimeError as error:
             if "merge_call` called while defining" not in str(error):

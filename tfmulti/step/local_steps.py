@@ -15,7 +15,11 @@ the step and halve the scale, so that the scale and the counts of steps are the 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import itertools
+import weakref
 from collections.abc import Iterator
 
 import keras
@@ -23,11 +27,14 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import model_contents, owners
-from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.rows import as_current, current_replica_batch
 
 # How much is averaged at once, which needs as much additional memory.
 _ROUND_BYTES = 64 * 2**20
 _FLOATS = ("float32", "float64")
+_numbers = itertools.count()
+# A model's variables are not looked through where nobody takes local steps.
+_all_averages: weakref.WeakSet[Average] = weakref.WeakSet()
 
 
 def take_local_steps(optimizer: keras.optimizers.Optimizer, synchronize_every: int) -> None:
@@ -96,6 +103,19 @@ def on_local_rows(fn, strategy):
                 strategy.takes_local_step = False
 
     return step
+
+
+@contextlib.contextmanager
+def over_all_workers():
+    """Suspends a local step for a metric, which sees the rows of all workers, as the logs do."""
+    batch, strategy = current_replica_batch(), tf.distribute.get_strategy()
+    if batch is None or not in_local_step():
+        yield
+        return
+    # The local step may have counted its own rows.
+    batch = dataclasses.replace(batch, num_global=None)
+    with keras_compat.among_all_replicas(strategy), as_current(batch):
+        yield
 
 
 def in_local_step() -> bool:
@@ -186,15 +206,21 @@ def average_weights(model: keras.Model) -> None:
     >>> model = keras.Sequential([keras.layers.Dense(1)])
     >>> average_weights(model)
     """
-    average = marks.AVERAGE.get(model)
-    if average is not None:
+    for average in _averages_of(model):
         average.settle()
 
 
 def num_pending(model: keras.Model) -> int:
     """Returns the local steps since the last average; 0 if all workers hold the same weights."""
-    average = marks.AVERAGE.get(model)
-    return 0 if average is None else int(average.pending.numpy())
+    return max((int(average.pending.numpy()) for average in _averages_of(model)), default=0)
+
+
+def _averages_of(model) -> list[Average]:
+    """Returns the averages of all models that share weights with a model, in their order."""
+    if not len(_all_averages):
+        return []
+    averages = {each for variable in model.variables for each in marks.AVERAGES.get(variable)}
+    return sorted(averages, key=lambda average: average.number)
 
 
 class Average:
@@ -204,31 +230,51 @@ class Average:
         model: The model.
 
     Attributes:
+        number: How many were created before, the same on all workers.
         pending: The local steps since the last average, the same on all workers.
     """
 
     def __init__(self, model: keras.Model):
         self._model, self._strategy = model, model.distribute_strategy
         self._settle, self._known = None, []
+        # What steps change; a later `compile` may freeze some of it.
+        self._changed: list[keras.Variable] = []
+        self.number = next(_numbers)
+        _all_averages.add(self)
         # It is created while the first step is traced, and must outlive that graph.
         with tf.init_scope(), tf.device("CPU:0"):
             self.pending = tf.Variable(0, trainable=False, dtype=tf.int32, name="tfmulti_pending")
 
     def count_step(self, every: int) -> None:
         """Counts a step, and averages after every `every` steps; in cross-replica context."""
+        self._note_changed()
         pending = self.pending.assign_add(1)
         # All workers have the same count, so either all of them reduce or none.
         tf.cond(pending >= every, self._average, lambda: tf.constant(False))
 
     def settle(self) -> None:
         """Averages if steps are pending on any worker; a collective outside of steps."""
-        variables = averaged_variables(self._model)
+        variables = self._variables()
         # Traced again for other variables, on all workers alike. The list keeps the variables
         # alive, because a new one could get the id of a deleted one.
         if self._settle is None or list(map(id, variables)) != list(map(id, self._known)):
             self._settle = tf.function(self._settle_pending, autograph=False)
             self._known = variables
         self._settle()
+        self._changed = averaged_variables(self._model)
+
+    def _variables(self):
+        """Returns what is averaged now, and what steps since the last average may have changed."""
+        some = [*self._changed, *averaged_variables(self._model)]
+        return list({id(variable): variable for variable in some}.values())
+
+    def _note_changed(self):
+        """Notes what the step that is being traced changes, on the variables too."""
+        self._changed = self._variables()
+        for variable in self._changed:
+            known = marks.AVERAGES.get(variable)
+            if self not in known:
+                marks.AVERAGES.set(variable, (*known, self))
 
     def _settle_pending(self):
         def count():
@@ -241,7 +287,7 @@ class Average:
 
     def _average(self):
         exact = {id(state) for state in _states_of(self._model)}
-        some = [(v, _sent_as(v, id(v) in exact)) for v in averaged_variables(self._model)]
+        some = [(v, _sent_as(v, id(v) in exact)) for v in self._variables()]
         self._strategy.run(functools.partial(_average_here, some, self._strategy))
         self.pending.assign(0)
         return tf.constant(True)

@@ -25,7 +25,7 @@ def DistributedOptimizer(
     *,
     compression: str | None = None,
     shard: str | None = None,
-    synchronize_every: int = 1,
+    synchronize_every: int | None = None,
 ) -> keras.optimizers.Optimizer:
     """Makes a Keras optimizer distributed, with options for how gradients are sent and state kept.
 
@@ -51,15 +51,18 @@ def DistributedOptimizer(
             Workers need one replica each. None keeps everything everywhere.
         synchronize_every: How many steps each worker takes by itself before all workers average
             weights and slots (local SGD, Stich, 2019, https://arxiv.org/abs/1805.09767), for slow
-            networks; the result differs from that of one device. 1 adds gradients in every step.
-            Workers need one replica each.
+            networks; the result differs from that of one device. 1, the default, adds gradients in
+            every step. Workers need one replica each.
+
+    A later call for the same optimizer may add settings, and keeps those that it does not give.
 
     Returns:
         The same optimizer; for a name or a configuration, a new one.
 
     Raises:
         ValueError: If it is not a Keras 3 optimizer, an argument is invalid or incompatible with
-            another, the state cannot be sharded, or workers cannot take local steps.
+            another or with an earlier call's, the state cannot be sharded, or workers cannot take
+            local steps.
 
     Example:
     >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
@@ -70,21 +73,10 @@ def DistributedOptimizer(
     advice = "Use 'bfloat16' for half the bytes."
     check_choice("compression", compression, (None, *COMPRESSIONS), advice)
     check_choice("shard", shard, (None, *SHARDS), "Use 'state' for the optimizer's slots.")
-    if compression is not None and shard == "parameters":
-        raise ValueError(
-            "Gradients of sharded parameters are sent in full precision. Received: "
-            f"shard='parameters', compression={compression!r}. Leave compression out."
-        )
-    _check_local_steps(synchronize_every, compression, shard)
     inner = keras_compat.inner_optimizer(optimizer)
-    strategy = keras_compat.strategy_of(inner)
-    for name, value, default in (
-        ("compression", compression, None),
-        ("shard", shard, None),
-        ("synchronize_every", synchronize_every, 1),
-    ):
-        if value != default:
-            topology.refuse_servers(strategy, f"{name}={value!r}", "Leave it out.")
+    compression, shard, synchronize_every = _settings(
+        optimizer, inner, compression, shard, synchronize_every
+    )
     if synchronize_every > 1:
         local_steps.take_local_steps(inner, synchronize_every)
     if inner is not optimizer and marks.SYNCHRONIZE_EVERY.get(inner) > 1:
@@ -104,12 +96,66 @@ def DistributedOptimizer(
     return optimizer
 
 
+def _settings(optimizer, inner, compression, shard, synchronize_every):
+    """Returns the settings with those of earlier calls, if they can be combined."""
+    before = marks.COMPRESSION.get(optimizer) or marks.COMPRESSION.get(inner)
+    compression = _kept("compression", compression, before)
+    shard = _kept("shard", shard, _what_is_sharded(inner))
+    before = marks.SYNCHRONIZE_EVERY.get(inner)
+    synchronize_every = _kept("synchronize_every", synchronize_every, before, 1)
+    _check_shard(inner, compression, shard)
+    _check_local_steps(synchronize_every, compression, shard)
+    strategy = keras_compat.strategy_of(inner)
+    for name, value, default in (
+        ("compression", compression, None),
+        ("shard", shard, None),
+        ("synchronize_every", synchronize_every, 1),
+    ):
+        if value != default:
+            topology.refuse_servers(strategy, f"{name}={value!r}", "Leave it out.")
+    return compression, shard, synchronize_every
+
+
+def _kept(name, given, before, default=None):
+    """Returns a setting: what is given, or what an earlier call has set."""
+    if given is None:
+        return before
+    if before not in (default, given):
+        raise ValueError(
+            f"`{name}` of an optimizer cannot be changed. Received: {name}={given!r}, for an "
+            f"optimizer with {name}={before!r}. Create a new optimizer: "
+            "type(optimizer).from_config(optimizer.get_config())."
+        )
+    return given
+
+
+def _what_is_sharded(optimizer):
+    shards = marks.SHARDS.get(optimizer)
+    if shards is None:
+        return None
+    return "parameters" if shards.shards_parameters else "state"
+
+
 def _distribute(optimizer) -> None:
     if not marks.DISTRIBUTED.get(optimizer):
         inner = keras_compat.inner_optimizer(optimizer)
         marks.UPDATES_ALIKE.set(inner, True)
         object.__setattr__(optimizer, "apply", types.MethodType(_apply, optimizer))
         marks.DISTRIBUTED.set(optimizer, True)
+
+
+def _check_shard(inner, compression, shard) -> None:
+    if compression is not None and shard == "parameters":
+        raise ValueError(
+            "Gradients of sharded parameters are sent in full precision. Received: "
+            f"shard='parameters', compression={compression!r}. Leave compression out."
+        )
+    if shard is not None and hasattr(inner, "optimizers"):
+        raise ValueError(
+            "`shard` needs an optimizer that updates all weights itself. Received: "
+            f"shard={shard!r} for a {type(inner).__name__}, which holds other optimizers. Leave "
+            "shard out, or use several optimizers in your own `train_step`."
+        )
 
 
 def _check_local_steps(synchronize_every, compression, shard) -> None:
@@ -146,7 +192,7 @@ def distribute_optimizers(
     model: keras.Model,
     compression: str | None = None,
     shard: str | None = None,
-    synchronize_every: int = 1,
+    synchronize_every: int | None = None,
 ) -> None:
     """Makes every optimizer that a model holds distributed, such as the two of a GAN."""
     for optimizer in model_contents.optimizers_of(model):

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfmulti import keras_compat, marks, topology
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import owners, slots
-from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.rows import current_replica_batch, in_graph_of_step
 
 LARGE_BYTES = 2**14
 """Smaller weights stay on every worker: sending them would cost time and save little memory."""
@@ -59,7 +59,8 @@ class ShardedParameter(keras_compat.HeldVariable):
             )
         if in_replica():
             note_read(self)
-            return gather(self, self.held())
+            with in_graph_of_step():
+                return gather(self, self.held())
         if not tf.executing_eagerly():
             raise RuntimeError(
                 "A sharded weight cannot be used in a graph outside a training, evaluation or "

@@ -185,6 +185,26 @@ def _keep_shape(sparse, original):
 
 
 _current = Scoped(None)
+_graph = Scoped(None)
+
+
+def in_this_graph() -> contextlib.AbstractContextManager:
+    """Makes the graph that is being built that of the step, within the context."""
+    is_eager = tf.executing_eagerly()
+    return _graph.set_to(None if is_eager else tf.compat.v1.get_default_graph())
+
+
+def in_branch() -> bool:
+    """Whether a branch, a loop or a function within the step is being traced."""
+    return _graph.value is not None and _graph.value is not tf.compat.v1.get_default_graph()
+
+
+def in_graph_of_step() -> contextlib.AbstractContextManager:
+    """Leaves the branches and loops that are being traced, within the context.
+
+    Workers may run these more or less often than each other, but must communicate alike.
+    """
+    return _graph.value.as_default() if in_branch() else contextlib.nullcontext()
 
 
 @dataclasses.dataclass

@@ -249,6 +249,13 @@ def collective_reads() -> contextlib.AbstractContextManager:
     return _gathers.set_to(True)
 
 
+def forget_kept(variable) -> None:
+    """Forgets the kept value of a weight or slot that one worker holds; of others none is kept."""
+    holder = getattr(variable, "_shards", None) or getattr(variable, "parameters", None)
+    if holder is not None:
+        holder.values.forget(variable)
+
+
 def is_gathering() -> bool:
     """Whether all workers read slots now; see `collective_reads`."""
     return _gathers.value

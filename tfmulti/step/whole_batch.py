@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step import losses, row_axis
+from tfmulti.step import local_steps, losses, row_axis
 from tfmulti.step.gathering import gather_batch, local_rows
 from tfmulti.step.rows import current_replica_batch, distributed_batch
 
@@ -117,6 +117,7 @@ class WholeBatchMetric(keras.metrics.Metric):
         self.metric = metric
         keras_compat.keep_on_each_replica(metric.variables)
 
+    @local_steps.over_all_workers()
     def update_state(self, y_true, y_pred, sample_weight=None):
         """Updates the metric with the rows of all replicas.
 
@@ -219,6 +220,7 @@ def prepare_losses(model: keras.Model) -> None:
             keras_compat.around_call_of(type(loss), call_loss)
 
 
+@local_steps.over_all_workers()
 def update_metric_function(update, metric, function, y_true, y_pred, sample_weight=None):
     """Updates a metric that is a custom function of rows.
 
@@ -263,6 +265,7 @@ def prepare_metrics(model: keras.Model) -> None:
         keras_compat.update_metric_by(metric, functools.partial(_update_own, metric))
 
 
+@local_steps.over_all_workers()
 def _update_own(metric, update, *args, **kwargs):
     if distributed_batch() is None:
         return update(*args, **kwargs)

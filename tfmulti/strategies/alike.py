@@ -222,7 +222,7 @@ def _number_of_weights(model, strategy) -> int:
     On GPUs, which round freely, it tells whether they are the chief's.
     """
     variables = model.trainable_variables
-    if local_steps.steps_of(model) > 1 or any(hasattr(v, "is_here") for v in variables):
+    if local_steps.num_pending(model) or any(hasattr(v, "is_here") for v in variables):
         return 0
     flat = (tf.reshape(tf.convert_to_tensor(variable), [-1]) for variable in variables)
     values = [each[:_MOST_ENTRIES].numpy() for each in flat]

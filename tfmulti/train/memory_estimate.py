@@ -169,7 +169,9 @@ def estimate(config: TrainConfig) -> dict[str, Estimate]:
         most = split_weights.most_updated(
             optimizer, model.trainable_variables, num_workers, by_rows
         )
-        own[shard] = dataclasses.replace(whole, slots=round(slots * most / max(1, trainable)))
+        undivided = _undivided_slots(optimizer, shard)
+        divided = (slots - undivided) * most / max(1, trainable)
+        own[shard] = dataclasses.replace(whole, slots=undivided + round(divided))
     sharded_parameters.recompute_as_if_sharded(model)
     step = _trace(model, strategy, train.element_spec, rows)
     own["parameters"] = _with_sharded_weights(own["parameters"], model, num_workers, step, copies)
@@ -185,6 +187,13 @@ def _compiled_model(config, split, strategy, train) -> keras.Model:
         compile_model(model, dataclasses.replace(config, shard=None), train)
         keras_compat.inner_optimizer(model.optimizer).build(model.trainable_variables)
     return model
+
+
+def _undivided_slots(optimizer, shard) -> int:
+    """Returns the bytes of slots that every worker has for all weights."""
+    if shard == "parameters":
+        return 0
+    return sum(map(owners.bytes_of, keras_compat.averages_and_sums(optimizer)))
 
 
 def _with_sharded_weights(own, model, num_workers, step, copies) -> Estimate:
