@@ -21,8 +21,9 @@ import tfmulti
 from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.parallel import partitioned
-from tfmulti.parallel.remote_step import Answer, add_gradients
+from tfmulti.parallel import partitioned, remote_step
+from tfmulti.parallel.answers import Answer, add_gradients
+from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.runtime import command_line, processes
 from tfmulti.step import clipping
 from tfmulti.strategies import factories
@@ -162,6 +163,236 @@ def test_a_row_beyond_the_table_is_an_error():
     parts = [tf.zeros([2, 1]), tf.zeros([2, 1])]
     with pytest.raises(tf.errors.InvalidArgumentError, match="input_dim"):
         partitioned.look_up(parts, tf.constant([1, 4]))
+
+
+class Here:
+    """Computes in this process, at once, what a worker is sent."""
+
+    @staticmethod
+    def schedule(function, args):
+        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        fetched = tf.nest.map_structure(lambda tensor: tensor.numpy(), function(*args))
+        return types.SimpleNamespace(fetch=lambda: fetched)
+
+
+X = np.random.RandomState(0).randn(12, 3).astype("float32")
+BATCH = (X, X[:, :1] + 2)
+
+
+def steps_of(model, batch=BATCH):
+    """A compiled model's steps, as workers compute them."""
+    batch = tf.nest.map_structure(tf.constant, batch)
+    remote_step.build(model, batch)
+    spec = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype), batch)
+    return RemoteStep(model, spec, spec, lambda: tf.zeros([2], tf.int64))
+
+
+def train(step, *batches):
+    """Takes some steps, as the chief does; returns the answers."""
+    answers = []
+    for number, batch in enumerate(batches):
+        answers.append(step.schedule(Here, batch, number)())
+        step.apply(*add_gradients(answers[-1:]))
+    return answers
+
+
+class Own(keras.Model):
+    """A model with steps of its own, which call a function of the model and the inputs."""
+
+    def __init__(self, within):
+        super().__init__()
+        self.dense, self.within = keras.layers.Dense(1), within
+        self.state = self.add_weight(name="state", initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            logs = self.test_step(data)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(logs["loss"], variables), variables)
+        return logs
+
+    def test_step(self, data):
+        x, y = data
+        return {"loss": keras.ops.mean((self(x) - y) ** 2), **(self.within(self, x) or {})}
+
+
+def own(within, **settings):
+    model = Own(within)
+    model.compile(keras.optimizers.SGD(0.1), "mse", **settings)
+    return model
+
+
+def test_numbers_without_a_seed_differ_from_step_to_step_and_not_where_one_is_repeated():
+    step = steps_of(own(lambda model, x: {"drawn": keras.random.normal(())}))
+    drawn = [float(step.schedule(Here, BATCH, number)().logs["drawn"]) for number in (0, 1, 1)]
+    assert drawn[0] != drawn[1] == drawn[2]
+    parts = [step.schedule(Here, BATCH, 0, part)().logs["drawn"] for part in (0, 1)]
+    assert parts[0] != parts[1]
+
+
+LOST = {
+    "learning_rate": lambda model, x: model.optimizer.learning_rate.assign(0.5),
+    "outside": lambda model, x: model.held[0].assign_add(1.0),
+    "seed_generator_state": lambda model, x: keras.random.normal((), seed=model.held[1]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_step_is_refused_that_assigns_what_the_chief_would_not_see(name):
+    model = own(lambda model, x: (LOST[name](model, x), None)[1])
+    # Keras finds no variables in it.
+    held = (keras.Variable(0.0, name="outside"), keras.random.SeedGenerator(1))
+    object.__setattr__(model, "held", held)
+    step = steps_of(model)
+    with pytest.raises(ValueError, match=f"`train_step` .*a step that assigns .*{name}"):
+        step.check_train()
+    with pytest.raises(ValueError, match=f"`test_step` .*a step that assigns .*{name}"):
+        step.check_test("validation_data")
+
+
+class Clipped(Own):
+    """A step that changes a weight after the update."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.dense.bias.assign(keras.ops.clip(self.dense.bias, -1.0, 1.0))
+        return logs
+
+
+def test_a_step_is_refused_that_assigns_a_trainable_weight():
+    model = Clipped(lambda model, x: None)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="a step that assigns .*dense.*/bias"):
+        steps_of(model).check_train()
+
+
+def write_of(kind):
+    """Returns a function that changes something, and one that tells whether it has changed."""
+    if kind == "queue":
+        queue = tf.queue.FIFOQueue(9, [tf.float32])
+        return lambda: queue.enqueue(1.0), queue.size
+    if kind == "table":
+        table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+        one = tf.constant([1], tf.int64)
+        return lambda: table.insert(one, one), table.size
+    counter = tf.Variable(0.0)
+    if kind == "function":
+        return tf.function(lambda: counter.assign_add(1.0)), counter.numpy
+    return lambda: counter.assign_add(1.0), counter.numpy
+
+
+WRITES = {
+    "variable": r"AssignAddVariableOp at .*test_parameter_servers.py:\d+",
+    "function": r"AssignAddVariableOp\.",
+    "table": r"LookupTableInsertV2 at .*test_parameter_servers.py:\d+",
+    "queue": r"QueueEnqueueV2 at .*test_parameter_servers.py:\d+",
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_step_is_refused_before_it_runs_if_a_worker_would_change_something_itself(kind):
+    write, changes = write_of(kind)
+    step = steps_of(own(lambda model, x: (write(), None)[1]))
+    with pytest.raises(ValueError, match=f"variables of Keras only.*Received: {WRITES[kind]}"):
+        step.check_train()
+    assert int(changes()) == 0
+
+
+class Centered(keras.layers.Layer):
+    """Subtracts a moving mean that it has just updated."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(name="mean", shape=shape[1:], trainable=False)
+
+    def call(self, inputs):
+        self.mean.assign(0.5 * self.mean + 0.5 * keras.ops.mean(inputs, axis=0))
+        return inputs - self.mean
+
+
+def test_a_state_that_is_assigned_and_read_has_no_gradient_as_on_one_device():
+    def build():
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((3,)), keras.layers.Dense(2), Centered(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    mine, alone = build(), build()
+    train(steps_of(mine), BATCH, BATCH)
+    for _ in range(2):
+        alone.train_on_batch(*BATCH)
+    for one, other in zip(mine.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_sent_of_states_that_no_step_changes_so_that_a_mask_stays():
+    def within(model, x):
+        return {"least": keras.ops.min(model.hidden)}
+
+    model = Own(within)
+    model.hidden = model.add_weight(shape=(2,), initializer="zeros", trainable=False, name="hidden")
+    model.hidden.assign([0.0, -np.inf])
+    model.compile("sgd", "mse")
+    step = steps_of(model)
+    step.check_train()
+    answers = train(step, BATCH, BATCH)
+    assert [answer.changes for answer in answers] == [[], []]
+    assert answers[1].logs["least"] == model.hidden.numpy()[1] == -np.inf
+
+
+def test_a_state_that_is_not_finite_is_refused_if_a_step_changes_it():
+    def largest(model, x):
+        model.state.assign(keras.ops.maximum(model.state, keras.ops.max(x)))
+
+    model = own(largest)
+    model.state.assign(-np.inf)
+    with pytest.raises(ValueError, match="Received: .*state, which holds -inf"):
+        steps_of(model).check_train()
+
+
+@pytest.fixture(name="on_servers")
+def on_servers_fixture(monkeypatch):
+    """Embeddings are built as under some servers, in this process."""
+
+    def have(num_servers):
+        strategy, original = tf.distribute.get_strategy(), keras.layers.Embedding.build
+        monkeypatch.setattr(partitioned, "SMALLEST_PART_BYTES", 8)
+        monkeypatch.setattr(strategy, "num_servers", num_servers, raising=False)
+        monkeypatch.setattr(strategy, "pieces", partitioned.Pieces(), raising=False)
+
+        def build(layer, input_shape=None):
+            partitioned.build(original, layer, input_shape)
+
+        monkeypatch.setattr(keras.layers.Embedding, "build", build)
+
+    return have
+
+
+IDS = (np.int32([[1], [5], [5], [30]]), np.ones((4, 1), "float32"))
+
+
+def embedding(**settings):
+    table = keras.layers.Embedding(40, 3, **settings)
+    layers = [keras.Input((1,), dtype="int32"), table, keras.layers.Flatten()]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model, table
+
+
+def test_a_frozen_table_is_looked_up_by_rows(on_servers):
+    on_servers(1)
+    model, table = embedding(trainable=False)
+    step = steps_of(model, IDS)
+    step.check_train()
+    operations = step._train.get_concrete_function().graph.get_operations()
+    whole = [x for x in operations if x.type == "ReadVariableOp" and x.outputs[0].shape == (40, 3)]
+    assert not whole and "ResourceGather" in {each.type for each in operations}
+    before = table.embeddings.numpy()
+    assert train(step, IDS)[0].changes == []
+    np.testing.assert_array_equal(table.embeddings.numpy(), before)
 
 
 def spec(*kinds):

@@ -218,7 +218,7 @@ class CustomStep(keras.Model):
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
         drawn = self.drop(keras.ops.ones((64,)), training=True)
         mask = keras.ops.sum(drawn * keras.ops.sqrt(keras.ops.arange(64.0)))
-        return {"own": loss, "mask": mask}
+        return {"own": loss, "mask": mask, "drawn": keras.random.normal(())}
 
 
 def own_step(strategy, folder):
@@ -232,6 +232,7 @@ def own_step(strategy, folder):
     return {
         "own": history.history["own"],
         "masks": [logs["mask"] for logs in masks],
+        "drawn": [logs["drawn"] for logs in masks],
         "seen": float(model.seen.numpy()),
         "mean": model.normalize.moving_mean.numpy().tolist(),
         "iterations": int(model.optimizer.iterations.numpy()),

@@ -131,7 +131,7 @@ def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
     assert case["iterations"] == len(case["masks"]) == 13 * EPOCHS
     # No change of a state is lost, and each step draws numbers of its own.
     assert case["seen"] == 101.0 * EPOCHS
-    assert len(set(case["masks"])) == len(case["masks"])
+    assert len(set(case["masks"])) == len(set(case["drawn"])) == len(case["masks"])
     assert len(case["own"]) == EPOCHS and all(np.isfinite(case["own"]))
     np.testing.assert_allclose(case["mean"], 3.0, atol=1.0)
 

@@ -22,8 +22,8 @@ from tfmulti.keras_compat.accessors import (
 )
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
-    COMMUNICATION, RecordingScope, arguments_of_nodes, call_context, is_recorded, is_symbolic,
-    layers_of_nodes, next_op, nodes_of, part_of_calls, sources_of, standardized_inputs,
+    COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_recorded,
+    is_symbolic, layers_of_nodes, next_op, nodes_of, part_of_calls, sources_of, standardized_inputs,
     unrepeatable_ops, values_of, variables_read,
 )
 from tfmulti.keras_compat.coordination import (
@@ -58,7 +58,7 @@ from tfmulti.keras_compat.reference import (
 )
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy
 from tfmulti.keras_compat.seeds import (
-    global_seed_state, is_seed_state, prepare_global_seeds, random_stream,
+    global_seed, global_seed_state, is_seed_state, prepare_global_seeds, random_stream,
     set_global_seed_state,
 )
 from tfmulti.keras_compat.replaced_steps import (

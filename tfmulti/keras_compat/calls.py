@@ -163,6 +163,11 @@ def unrepeatable_ops(since: int) -> list[str]:
     return sorted(kind for kind in kinds if _is_unrepeatable(kind))
 
 
+def assigns(kind: str) -> bool:
+    """Whether operations of a type assign to a variable."""
+    return bool(_ASSIGNS.match(kind))
+
+
 def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Variable]:
     """Returns the variables that the graph being built reads; none outside of a graph.
 
@@ -202,7 +207,7 @@ def _is_unrepeatable(kind):
     definition = op_def_registry.get(kind)
     if definition is None or not definition.is_stateful:
         return False
-    return randomness.is_random(kind) or bool(_ASSIGNS.match(kind))
+    return randomness.is_random(kind) or assigns(kind)
 
 
 def sources_of(output: tf.Tensor, tensors) -> frozenset[int]:

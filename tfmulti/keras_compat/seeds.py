@@ -26,9 +26,16 @@ def noting_seeds() -> contextlib.AbstractContextManager[set]:
     return _drawn.set_to(set())
 
 
+def global_seed() -> keras.Variable:
+    """Returns the variable with the state from which random operations without a seed draw."""
+    # Where a step is traced, it must exist before the step draws.
+    with tf.init_scope():
+        return seed_generator.global_seed_generator().state
+
+
 def global_seed_state() -> list[int]:
     """Returns the state from which random operations without a seed draw."""
-    return seed_generator.global_seed_generator().state.numpy().tolist()
+    return global_seed().numpy().tolist()
 
 
 def set_global_seed_state(state: list[int]) -> None:

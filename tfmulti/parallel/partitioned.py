@@ -114,6 +114,14 @@ def prepare_optimizer(model: keras.Model) -> None:
     clipping.clip_together(optimizer, [table.parts for table in cut])
 
 
+def tables_of(model: keras.Model) -> list[keras.Variable]:
+    """Returns the tables of a model's embeddings, of those that are cut the parts."""
+    layers = keras_compat.all_layers(model)
+    layers = [x for x in layers if isinstance(x, keras.layers.Embedding) and x.built]
+    tables = [layer.embeddings for layer in layers if not layer.lora_enabled]
+    return [v for x in tables for v in (x.parts if isinstance(x, PartitionedTable) else [x])]
+
+
 def _refuse_whole_updates(optimizer, table):
     """Raises ValueError for an optimizer of Keras's that reads whole variables; warns of others."""
     if split_weights.updates_elements(optimizer):

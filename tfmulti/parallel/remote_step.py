@@ -9,7 +9,6 @@ is lost between a read and a write, and each counts once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import keras
@@ -17,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.parallel import partitioned
+from tfmulti.parallel import partitioned, step_checks
+from tfmulti.parallel.answers import Answer, plain
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
 from tfmulti.verification import messages
@@ -25,32 +25,6 @@ from tfmulti.verification import messages
 # Distances between the seeds of two steps, and of two parts of a step, so that their random numbers
 # differ.
 _DRAWS_OF_STEP, _DRAWS_OF_PART = 4096, 1_000_003
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """A worker's answer to a training step, as NumPy arrays.
-
-    Attributes:
-        updates: The number of updates that had been made when the worker read the weights.
-        worker: The worker's number.
-        process: The id of its process, which changes with a restart.
-        rows: The number of rows of its batch.
-        gradients: For each variable an array, a pair (values, row numbers) for some rows of a
-            table, or None.
-        changes: By how much each state other than weights has changed.
-        metrics: The metrics' states over these rows only.
-        logs: The logs of `train_step` that are not metrics, by name.
-    """
-
-    updates: int
-    worker: int
-    process: int
-    rows: int
-    gradients: list
-    changes: list[np.ndarray]
-    metrics: list[np.ndarray]
-    logs: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class RemoteStep:
@@ -79,12 +53,16 @@ class RemoteStep:
         ]
         self._seeds, self._metrics = seeds, list(model.metrics_variables)
         self._weights = list(model.trainable_variables)
+        # The following are known once a step is traced.
         self._variables: list[keras.Variable] = []
         self._sparse: list[bool] = []
+        self._changed: dict[str, list[keras.Variable]] = {}
+        self._lost: dict[str, list[keras.Variable]] = {}
         self.first_metrics = self._reset_metrics()
-        number = tf.TensorSpec([], tf.int64)
-        self._train = tf.function(self._train_on, input_signature=[element_spec, number, number])
-        self._test = tf.function(self._test_on, input_signature=[test_spec])
+        number, state = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.int64)
+        numbers = [number, number, state]
+        self._train = tf.function(self._train_on, input_signature=[element_spec, *numbers])
+        self._test = tf.function(self._test_on, input_signature=[test_spec, number, state])
         self._apply = tf.function(self._apply_now, reduce_retracing=True)
         self._results = tf.function(self._results_of)
         self._here = None
@@ -98,9 +76,28 @@ class RemoteStep:
             step: The number of the step since training began, from 0.
             part: The number of this part of the step's batch.
         """
-        numbers = [tf.constant(each, tf.int64) for each in (step, part)]
-        remote = coordinator.schedule(self._train, args=(batch, *numbers))
+        remote = coordinator.schedule(self._train, args=(batch, *_numbers(step, part)))
         return lambda: self._answer(remote.fetch())
+
+    def check_train(self) -> None:
+        """Traces the training step, as it is done anyway before it is first computed.
+
+        Raises:
+            ValueError: If it changes what the chief cannot update by the answers of workers.
+        """
+        with self.model.distribute_strategy.scope():
+            traced = self._train.get_concrete_function()
+            changed = set(map(id, self._changed["train"]))
+            fixed = [v for v in self._states if id(v) not in changed]
+            tables = set(map(id, partitioned.tables_of(self.model)))
+            if any(id(v) in tables for v in fixed):
+                # Only now it is known that they may be read as weights are, row by row.
+                self._weights, self._states = [*self._weights, *fixed], self._changed["train"]
+                signature = self._train.input_signature
+                self._train = tf.function(self._train_on, input_signature=signature)
+                traced = self._train.get_concrete_function()
+        step_checks.refuse_writes("train_step", self._lost["train"], traced)
+        step_checks.refuse_infinite(self._changed["train"])
 
     def check_test(self, name: str) -> None:
         """Traces the evaluation step, as it is done anyway before it is first computed.
@@ -113,18 +110,26 @@ class RemoteStep:
         """
         try:
             with self.model.distribute_strategy.scope():
-                self._test.get_concrete_function()
+                traced = self._test.get_concrete_function()
         except Exception as error:
-            [spec] = self._test.input_signature
+            spec, *_ = self._test.input_signature
             raise ValueError(
                 f"`{name}` must be what the model's `test_step` takes. Received: {spec}, with "
                 f"which it fails: {messages.shorten(error)}. Give inputs and labels as for "
                 "training."
             ) from error
+        step_checks.refuse_writes("test_step", self._lost["test"], traced)
 
-    def schedule_test(self, coordinator, batch) -> Callable[[], list[np.ndarray]]:
-        """Sends an evaluation step; returns a function that waits for the metrics' states."""
-        remote = coordinator.schedule(self._test, args=(batch,))
+    def schedule_test(self, coordinator, batch, step: int) -> Callable[[], list[np.ndarray]]:
+        """Sends an evaluation step; returns a function that waits for the metrics' states.
+
+        Args:
+            coordinator: The strategy's coordinator.
+            batch: The rows.
+            step: The number of the step in this evaluation, from 0.
+        """
+        number, _, state = _numbers(step, 0)
+        remote = coordinator.schedule(self._test, args=(batch, number, state))
         return lambda: remote.fetch()
 
     def compute_here(self, batch, metrics: Sequence[np.ndarray] | None = None) -> Answer:
@@ -138,9 +143,8 @@ class RemoteStep:
         """
         if self._here is None:
             self._here = tf.function(self._compute_alike, reduce_retracing=True)
-        zero = tf.constant(0, tf.int64)
         begin = self.first_metrics if metrics is None else metrics
-        here = self._here(batch, zero, zero, [tf.convert_to_tensor(each) for each in begin])
+        here = self._here(batch, *_numbers(0, 0), [tf.convert_to_tensor(each) for each in begin])
         computed = tf.nest.map_structure(lambda x: x.numpy(), here)
         return self._answer((0, (0, 0), rows_lib.num_rows(batch), *computed))
 
@@ -162,7 +166,7 @@ class RemoteStep:
     def results(self, metrics: Sequence[np.ndarray]) -> dict[str, float]:
         """Returns the metrics by name, from their states."""
         results = self._results([tf.convert_to_tensor(metric) for metric in metrics])
-        return {name: _plain(value) for name, value in results.items()}
+        return {name: plain(value) for name, value in results.items()}
 
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
         """Sets the model's own metrics, which callbacks read after an epoch."""
@@ -177,33 +181,42 @@ class RemoteStep:
             int(updates), int(who[0]), int(who[1]), int(rows), gradients, changes, metrics, logs
         )
 
-    def _train_on(self, batch, step, part):
+    def _train_on(self, batch, step, part, drawn):
         updates = self._updates.read_value()
         with tf.control_dependencies([updates]):
             who = self._who()
-            computed = self._compute(batch, step, part, map(tf.constant, self.first_metrics))
+            begin = map(tf.constant, self.first_metrics)
+            computed = self._compute("train", batch, step, part, drawn, begin)
         return updates, who, rows_lib.num_rows(batch), *computed
 
-    def _compute(self, batch, step, part, metrics):
-        seeds = [_seed_of(v, step, part) for v in self._seeds]
+    def _compute(self, kind, batch, step, part, drawn, metrics):
+        seeds = self._seeds_of(step, part, drawn)
         before = [tf.identity(v.value) for v in self._states]
-        state = [*zip(self._seeds, seeds), *zip(self._states, before)]
-        state += zip(self._metrics, metrics)
-        # Without `collect_losses` what layers add to the loss would be dropped.
-        with keras.StatelessScope(state_mapping=state, collect_losses=True) as scope:
-            weights = _let_read(scope, self._weights)
+        state = [*seeds, *zip(self._states, before), *zip(self._metrics, metrics)]
+        with keras_compat.RecordingScope(state) as scope:
+            _let_read(scope, self._weights)
             gradients, logs = self._run_step(batch)
             after = [_value_in(scope, v) for v in self._states]
             metrics = [_value_in(scope, v) for v in self._metrics]
-        self._refuse_other_writes(scope, weights)
-        changes = [_change(new, old) for new, old in zip(after, before)]
-        return gradients, changes, metrics, logs
+        self._lost["train"] = step_checks.updated_besides(scope, seeds, self._states, self._metrics)
+        # Of the others nothing is sent: they may be large, or not finite.
+        states = zip(self._states, after, before)
+        changed = [(v, _change(*values)) for v, *values in states if id(v) in scope.updated]
+        self._changed[kind] = [v for v, _ in changed]
+        return gradients, [change for _, change in changed], metrics, logs
 
-    def _compute_alike(self, batch, step, part, metrics):
+    def _compute_alike(self, batch, step, part, drawn, metrics):
         with keras_compat.fixed_random_numbers(lambda: (0, 1)) as draws:
-            computed = self._compute(batch, step, part, metrics)
+            computed = self._compute("here", batch, step, part, drawn, metrics)
         self.is_random = bool(draws.not_replaced)
         return computed
+
+    def _seeds_of(self, step, part, drawn) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Returns the generators' states for a step, so that a repeated one draws the same."""
+        states = [(v, v.value.read_value()) for v in self._seeds]
+        states.append((keras_compat.global_seed(), drawn))
+        offset = tf.stack([part * _DRAWS_OF_PART, step * _DRAWS_OF_STEP])
+        return [(v, tf.cast(state, v.dtype) + tf.cast(offset, v.dtype)) for v, state in states]
 
     def _run_step(self, batch) -> tuple[list, dict]:
         """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
@@ -235,22 +248,16 @@ class RemoteStep:
         ]
         return gradients, logs
 
-    def _refuse_other_writes(self, scope, weights):
-        """Raises ValueError if a step assigns weights itself: these changes would be lost."""
-        written = [v for v in self._weights if scope.get_current_value(v) is not weights[id(v)]]
-        if written:
-            raise ValueError(
-                "With parameter servers a `train_step` must change weights by its optimizer only. "
-                f"Received: a step that assigns {written[0].path}. Use the strategy multi_worker, "
-                "or make that weight non-trainable."
-            )
-
-    def _test_on(self, batch):
-        metrics = list(zip(self._metrics, map(tf.constant, self.first_metrics)))
-        with keras.StatelessScope(state_mapping=metrics, collect_losses=True) as scope:
-            _let_read(scope, [*self._weights, *self._states, *self._seeds])
+    def _test_on(self, batch, step, drawn):
+        seeds = self._seeds_of(step, tf.zeros_like(step), drawn)
+        metrics = zip(self._metrics, map(tf.constant, self.first_metrics))
+        with keras_compat.RecordingScope([*seeds, *metrics]) as scope:
+            _let_read(scope, [*self._weights, *self._states])
             self.model.test_step(batch)
-            return [_value_in(scope, v) for v in self._metrics]
+            states = [_value_in(scope, v) for v in self._metrics]
+        known = self._weights, self._states, self._metrics
+        self._lost["test"] = step_checks.updated_besides(scope, seeds, *known)
+        return states
 
     def _apply_now(self, gradients, changes):
         present = iter(gradients)
@@ -261,7 +268,7 @@ class RemoteStep:
             shape = tf.constant(list(variable.shape), tf.int32)
             gradients.append(tf.IndexedSlices(*each, shape) if sparse else each)
         self.model.optimizer.apply(gradients, self._variables)
-        for variable, change in zip(self._states, changes):
+        for variable, change in zip(self._changed["train"], changes):
             if variable.dtype == "bool":
                 variable.value.assign(change)
             else:
@@ -313,62 +320,22 @@ def build(model: keras.Model, batch) -> None:
             model.optimizer.build(model.trainable_variables)
 
 
-def add_gradients(answers: Sequence[Answer]) -> tuple[list, list[np.ndarray]]:
-    """Combines the gradients and changes of a batch's parts into those of the batch.
+def _numbers(step, part) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns what a step draws random numbers by: its numbers, and the state of Keras's seed.
 
-    Those of each part are means over its rows, and are weighted as in `tfmulti.step.weighting`.
+    Keras's seed is a variable of the chief's, which workers do not read.
     """
-    total = sum(answer.rows for answer in answers)
-    weights = [np.float64(answer.rows / total) for answer in answers]
-    gradients = [
-        _add_gradient(parts, weights) for parts in zip(*(answer.gradients for answer in answers))
-    ]
-    changes = [
-        _weighted_sum(parts, weights) for parts in zip(*(answer.changes for answer in answers))
-    ]
-    return gradients, changes
+    numbers = (step, part, keras_compat.global_seed_state())
+    return tuple(tf.constant(each, tf.int64) for each in numbers)
 
 
-def mean_logs(answers: Sequence[Answer]) -> dict[str, float]:
-    """Returns the logs of a step that are not metrics: means over its parts, weighted by rows."""
-    total = sum(answer.rows for answer in answers)
-    return {
-        name: _plain(sum(np.asarray(a.logs[name]) * (a.rows / total) for a in answers))
-        for name in answers[0].logs
-    }
-
-
-def _add_gradient(parts, weights):
-    if parts[0] is None:
-        return None
-    if isinstance(parts[0], tuple):
-        values = [part[0] * part[0].dtype.type(w) for part, w in zip(parts, weights)]
-        return np.concatenate(values), np.concatenate([part[1] for part in parts])
-    return _weighted_sum(parts, weights)
-
-
-def _weighted_sum(parts, weights):
-    if parts[0].dtype.kind not in "fcV":
-        # Counters and flags: the same in each part.
-        return parts[0]
-    return sum(part * part.dtype.type(w) for part, w in zip(parts, weights))
-
-
-def _seed_of(variable, step, part) -> tf.Tensor:
-    """Returns a generator's state for a step, so that a repeated step draws the same numbers."""
-    offset = tf.stack([part * _DRAWS_OF_PART, step * _DRAWS_OF_STEP])
-    return variable.value.read_value() + tf.cast(offset, variable.value.dtype)
-
-
-def _let_read(scope, variables) -> dict[int, tf.Variable]:
-    """Lets Keras read variables directly in a stateless scope; returns TensorFlow's by Keras's id.
+def _let_read(scope, variables) -> None:
+    """Lets Keras read variables directly in a stateless scope.
 
     A tape must see the reads, and a table must not be read whole, so the scope gets the variables
     and not their values.
     """
-    values = {id(variable): variable.value for variable in variables}
-    scope.state_mapping.update(values)
-    return values
+    scope.state_mapping.update({id(variable): variable.value for variable in variables})
 
 
 def _value_in(scope, variable) -> tf.Tensor:
@@ -378,8 +345,3 @@ def _value_in(scope, variable) -> tf.Tensor:
 
 def _change(new, old) -> tf.Tensor:
     return new if new.dtype == tf.bool else new - old
-
-
-def _plain(value):
-    value = np.asarray(value)
-    return float(value) if value.ndim == 0 else value

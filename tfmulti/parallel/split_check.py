@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.parallel.remote_step import Answer, RemoteStep, add_gradients
+from tfmulti.parallel.answers import Answer, add_gradients
+from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.step.rows import num_rows, some_rows
 
 _MOST_ROWS = 48

@@ -92,6 +92,8 @@ def train_async(
         for each in (train, test or train)
     ]
     step = RemoteStep(model, *specs, who_computes)
+    if train.steps_left():
+        step.check_train()
     if test is not None:
         step.check_test("validation_data")
     if strategy.verify != "never" and train.steps_left():

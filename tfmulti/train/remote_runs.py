@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import tensorflow as tf
 
-from tfmulti.parallel import remote_step
-from tfmulti.parallel.remote_step import Answer, RemoteStep
+from tfmulti.parallel import answers as answers_lib
+from tfmulti.parallel.answers import Answer
+from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.sharding import replica_slice
 from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.strategies.coordination import CoordinationRequests
@@ -237,7 +238,7 @@ class RemoteRuns:
             if waiting == self._strategy.num_workers + 1:
                 states = self._add(states, self._next_answer()[1])
                 waiting -= 1
-            self._send(number, self._step.schedule_test, batch)
+            self._send(number, self._step.schedule_test, batch, number)
             waiting += 1
         for _ in range(waiting):
             states = self._add(states, self._next_answer()[1])
@@ -281,10 +282,10 @@ class RemoteRuns:
             if len(answers) == 1:
                 gradients, changes = answers[0].gradients, answers[0].changes
             else:
-                gradients, changes = remote_step.add_gradients(answers)
+                gradients, changes = answers_lib.add_gradients(answers)
             self._step.apply(gradients, changes)
             self._bound.apply(number)
-            self.logs = remote_step.mean_logs(answers)
+            self.logs = answers_lib.mean_logs(answers)
             for answer in answers:
                 self.metrics = self._add(self.metrics, answer.metrics)
                 self._note(answer)

@@ -23,6 +23,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.step.row_axis import OF_ALL_ROWS, OF_SHAPES
 
 # Operations with a kink or a jump.
@@ -334,6 +335,20 @@ def find_shared_objects(graph, num_local_replicas: int) -> list[str]:
     """
     kinds = _CHANGING + (_DRAWING if num_local_replicas > 1 else ())
     return _named(x for x in graph.get_operations() if x.type.startswith(kinds))
+
+
+def find_writes(function) -> list[str]:
+    """Returns where a step changes variables, tables or queues, by operations in its graph.
+
+    Args:
+        function: The traced step.
+
+    Returns:
+        The operations with file and line; in functions that the step calls, without these.
+    """
+    kinds = keras_compat.operations_of(function)
+    kinds = {x for x in kinds if keras_compat.assigns(x) or x.startswith(_CHANGING)}
+    return _named(x for x in function.graph.get_operations() if x.type in kinds) or sorted(kinds)
 
 
 def find_repeated_noise(graph) -> list[str]:
