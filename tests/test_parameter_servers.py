@@ -22,7 +22,7 @@ from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
 from tfmulti.parallel import partitioned, remote_step
-from tfmulti.parallel.answers import Answer, add_gradients
+from tfmulti.parallel.answers import Answer, add_gradients, mean_logs
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.runtime import command_line, processes
 from tfmulti.step import clipping
@@ -227,8 +227,12 @@ def own(within, **settings):
 
 def test_numbers_without_a_seed_differ_from_step_to_step_and_not_where_one_is_repeated():
     step = steps_of(own(lambda model, x: {"drawn": keras.random.normal(())}))
-    drawn = [float(step.schedule(Here, BATCH, number)().logs["drawn"]) for number in (0, 1, 1)]
-    assert drawn[0] != drawn[1] == drawn[2]
+    for schedule in (
+        lambda number: step.schedule(Here, BATCH, number)().logs,
+        lambda number: step.schedule_test(Here, BATCH, number)()[1],
+    ):
+        first, second, again = (float(schedule(number)["drawn"]) for number in (0, 1, 1))
+        assert first != second == again
     parts = [step.schedule(Here, BATCH, 0, part)().logs["drawn"] for part in (0, 1)]
     assert parts[0] != parts[1]
 
@@ -393,6 +397,40 @@ def test_a_frozen_table_is_looked_up_by_rows(on_servers):
     before = table.embeddings.numpy()
     assert train(step, IDS)[0].changes == []
     np.testing.assert_array_equal(table.embeddings.numpy(), before)
+
+
+def loss_of(model):
+    return float(np.mean((model.predict_on_batch(BATCH[0]) - BATCH[1]) ** 2))
+
+
+def test_what_a_step_returns_by_the_name_of_a_metric_that_it_leaves_alone_is_logged():
+    model = own(lambda model, x: {"twice": 2.0})
+    step = steps_of(model)
+    answer = step.schedule(Here, BATCH, 0)()
+    logs = step.results(answer.metrics) | mean_logs([answer])
+    assert logs == pytest.approx({"loss": loss_of(model), "twice": 2.0})
+
+
+def test_what_an_evaluation_returns_is_logged_as_of_the_last_step(cluster):
+    timeouts = {"start_timeout_s": 10.0, "heartbeat_timeout_s": 10.0}
+    strategy = types.SimpleNamespace(cluster=cluster, num_workers=2, coordinator=Here, **timeouts)
+    model = own(lambda model, x: {"largest": keras.ops.max(x)})
+    step = steps_of(model)
+    batches = [(BATCH[0] + number, BATCH[1]) for number in (3.0, 5.0, 0.0)]
+    metrics, logs = RemoteRuns(strategy, step, None, print).evaluate(batches)
+    expected = {"loss": loss_of(model), "largest": X.max()}
+    assert step.results(metrics, "test") | logs == pytest.approx(expected)
+
+
+def test_metrics_that_a_step_updates_are_those_of_all_rows():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    step = steps_of(model)
+    [answer] = train(step, BATCH)
+    assert not answer.logs
+    assert step.results(answer.metrics) == pytest.approx(
+        model.evaluate(*BATCH, verbose=0, return_dict=True)
+    )
 
 
 def spec(*kinds):

@@ -21,7 +21,7 @@ class Answer:
             table, or None.
         changes: By how much each state that the step assigns has changed.
         metrics: The metrics' states over these rows only.
-        logs: The logs of `train_step` that are not metrics, by name.
+        logs: What `train_step` returns besides results of metrics, by name.
     """
 
     updates: int

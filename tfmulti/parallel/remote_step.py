@@ -58,6 +58,7 @@ class RemoteStep:
         self._sparse: list[bool] = []
         self._changed: dict[str, list[keras.Variable]] = {}
         self._lost: dict[str, list[keras.Variable]] = {}
+        self._returned: dict[str, set[str]] = {}
         self.first_metrics = self._reset_metrics()
         number, state = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.int64)
         numbers = [number, number, state]
@@ -120,8 +121,8 @@ class RemoteStep:
             ) from error
         step_checks.refuse_writes("test_step", self._lost["test"], traced)
 
-    def schedule_test(self, coordinator, batch, step: int) -> Callable[[], list[np.ndarray]]:
-        """Sends an evaluation step; returns a function that waits for the metrics' states.
+    def schedule_test(self, coordinator, batch, step: int) -> Callable[[], tuple]:
+        """Sends an evaluation step; returns a function that waits for the metrics' states and logs.
 
         Args:
             coordinator: The strategy's coordinator.
@@ -163,10 +164,16 @@ class RemoteStep:
         ]
         self._apply(given, [tf.convert_to_tensor(change) for change in changes])
 
-    def results(self, metrics: Sequence[np.ndarray]) -> dict[str, float]:
-        """Returns the metrics by name, from their states."""
+    def results(self, metrics: Sequence[np.ndarray], kind: str = "train") -> dict[str, float]:
+        """Returns the metrics by name, from their states, as far as the step returns them.
+
+        Args:
+            metrics: The states.
+            kind: `"train"` or `"test"`, the step.
+        """
         results = self._results([tf.convert_to_tensor(metric) for metric in metrics])
-        return {name: plain(value) for name, value in results.items()}
+        returned = self._returned.get(kind) or set(results)
+        return {name: plain(value) for name, value in results.items() if name in returned}
 
     def put_metrics(self, metrics: Sequence[np.ndarray]) -> None:
         """Sets the model's own metrics, which callbacks read after an epoch."""
@@ -196,6 +203,7 @@ class RemoteStep:
         with keras_compat.RecordingScope(state) as scope:
             _let_read(scope, self._weights)
             gradients, logs = self._run_step(batch)
+            logs = self._own_logs(scope, logs, "train")
             after = [_value_in(scope, v) for v in self._states]
             metrics = [_value_in(scope, v) for v in self._metrics]
         self._lost["train"] = step_checks.updated_besides(scope, seeds, self._states, self._metrics)
@@ -218,6 +226,16 @@ class RemoteStep:
         offset = tf.stack([part * _DRAWS_OF_PART, step * _DRAWS_OF_STEP])
         return [(v, tf.cast(state, v.dtype) + tf.cast(offset, v.dtype)) for v, state in states]
 
+    def _own_logs(self, scope, logs, kind) -> dict[str, tf.Tensor]:
+        """Returns what a step returns besides the results of metrics that it has updated."""
+        logs, known = logs or {}, set()
+        self._returned[kind] = set(logs)
+        for metric in self.model.metrics:
+            if any(id(variable) in scope.updated for variable in metric.variables):
+                result = metric.result()
+                known |= set(result) if isinstance(result, dict) else {metric.name}
+        return {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in known}
+
     def _run_step(self, batch) -> tuple[list, dict]:
         """Runs `train_step`; returns the gradients that it gives to the optimizer, and its logs."""
         applied: list = []
@@ -230,9 +248,7 @@ class RemoteStep:
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
                 stack.enter_context(_with_attribute(optimizer, "apply", take))
-            logs = self.model.train_step(batch) or {}
-        metrics = self.model.get_metrics_result()
-        logs = {name: tf.convert_to_tensor(v) for name, v in logs.items() if name not in metrics}
+            logs = self.model.train_step(batch)
         if len(applied) != 1 or len(optimizers) != 1:
             raise ValueError(
                 "With parameter servers, a `train_step` must have one optimizer and call its "
@@ -253,11 +269,11 @@ class RemoteStep:
         metrics = zip(self._metrics, map(tf.constant, self.first_metrics))
         with keras_compat.RecordingScope([*seeds, *metrics]) as scope:
             _let_read(scope, [*self._weights, *self._states])
-            self.model.test_step(batch)
+            logs = self._own_logs(scope, self.model.test_step(batch), "test")
             states = [_value_in(scope, v) for v in self._metrics]
         known = self._weights, self._states, self._metrics
         self._lost["test"] = step_checks.updated_besides(scope, seeds, *known)
-        return states
+        return states, logs
 
     def _apply_now(self, gradients, changes):
         present = iter(gradients)

@@ -182,7 +182,8 @@ class _Epochs:
 
     def _evaluate(self) -> dict:
         self._callbacks.on_test_begin()
-        logs = self._step.results(self._runs.evaluate(self._test))
+        metrics, others = self._runs.evaluate(self._test)
+        logs = self._step.results(metrics, "test") | others
         self._callbacks.on_test_end(logs)
         return logs
 

@@ -230,19 +230,30 @@ class RemoteRuns:
                     break
         self._finish(around)
 
-    def evaluate(self, batches: Iterable) -> list[np.ndarray]:
-        """Returns the metrics' states over batches, with the present weights."""
-        states = self._step.first_metrics
-        waiting = 0
+    def evaluate(self, batches: Iterable) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Evaluates batches with the present weights.
+
+        Returns:
+            The metrics' states, and what else the last step has logged.
+        """
+        states, logs, last, waiting = self._step.first_metrics, {}, -1, 0
+
+        def take_one():
+            nonlocal states, logs, last
+            number, (more, others) = self._next_answer()
+            states = self._add(states, more)
+            if number > last:
+                last, logs = number, others
+
         for number, batch in enumerate(batches):
             if waiting == self._strategy.num_workers + 1:
-                states = self._add(states, self._next_answer()[1])
+                take_one()
                 waiting -= 1
             self._send(number, self._step.schedule_test, batch, number)
             waiting += 1
         for _ in range(waiting):
-            states = self._add(states, self._next_answer()[1])
-        return states
+            take_one()
+        return states, {name: answers_lib.plain(value) for name, value in logs.items()}
 
     def _train_apart(self, batch, number, around):
         """Sends a whole batch to one worker, once there is room."""
