@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import types
+import warnings
 from unittest import mock
 
 import keras
@@ -21,7 +22,7 @@ import tfmulti
 from tfmulti.cluster import Cluster, ClusterError, network, resolve_cluster
 from tfmulti.cluster.peers import GONE, SILENT, THERE, Presence, probe
 from tfmulti.launch.config import LaunchConfig
-from tfmulti.parallel import partitioned, remote_step
+from tfmulti.parallel import partitioned, remote_step, split_check
 from tfmulti.parallel.answers import Answer, add_gradients, mean_logs
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.runtime import command_line, processes
@@ -330,6 +331,60 @@ def test_a_state_that_is_assigned_and_read_has_no_gradient_as_on_one_device():
         alone.train_on_batch(*BATCH)
     for one, other in zip(mine.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+STATES = {
+    "sum": lambda x: keras.ops.sum(x**2),
+    "rows": lambda x: keras.ops.cast(keras.ops.shape(x)[0], "float32"),
+    "mean": lambda x: keras.ops.mean(x**2),
+    "steps": lambda x: 1.0,
+}
+
+
+def check_split(step, splits=True):
+    split_check.check(step, tf.nest.map_structure(tf.constant, BATCH), splits)
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_state_that_adds_up_rows_is_refused_where_batches_are_split(kind):
+    step = steps_of(own(lambda model, x: (model.state.assign_add(STATES[kind](x)), None)[1]))
+    check_split(step, splits=False)
+    if kind in ("sum", "rows"):
+        with pytest.raises(ValueError, match="state changes by"):
+            check_split(step)
+    else:
+        check_split(step)
+
+
+def normalized(reduction, trainable=True):
+    normalize = keras.layers.BatchNormalization(trainable=trainable)
+    layers = [keras.Input((3,)), keras.layers.Dense(2), normalize, keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction))
+    return steps_of(model)
+
+
+def test_batch_normalization_does_not_hide_a_loss_that_is_a_sum():
+    with pytest.warns(UserWarning, match="Batch normalization uses the statistics of each worker"):
+        with pytest.raises(ValueError, match="must be a mean over rows"):
+            check_split(normalized("sum"))
+
+
+def test_frozen_batch_normalization_uses_no_statistics_of_rows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_split(normalized("sum_over_batch_size", trainable=False))
+
+
+def test_batch_normalization_trains_after_the_check_as_before():
+    step = normalized("sum_over_batch_size")
+    step.check_train()
+    with pytest.warns(UserWarning, match="Batch normalization"):
+        check_split(step)
+    [answer] = train(step, BATCH)
+    moving_mean = step.model.layers[1].moving_mean.numpy()
+    np.testing.assert_allclose(answer.changes[0], moving_mean)
+    assert np.all(moving_mean)
 
 
 def test_nothing_is_sent_of_states_that_no_step_changes_so_that_a_mask_stays():

@@ -153,6 +153,10 @@ class RemoteStep:
         """Returns the path of the weight to which a gradient belongs, by the gradient's place."""
         return self._variables[gradient].path
 
+    def name_of_state(self, change: int) -> str:
+        """Returns the path of the state to which a change belongs, by the change's place."""
+        return self._changed["here"][change].path
+
     def apply(self, gradients: Sequence, changes: Sequence[np.ndarray]) -> None:
         """Updates the weights with gradients, and adds the changes of other state."""
         given = [
@@ -247,7 +251,7 @@ class RemoteStep:
         optimizers = model_contents.optimizers_of(self.model)
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
-                stack.enter_context(_with_attribute(optimizer, "apply", take))
+                stack.enter_context(with_attribute(optimizer, "apply", take))
             logs = self.model.train_step(batch)
         if len(applied) != 1 or len(optimizers) != 1:
             raise ValueError(
@@ -303,7 +307,7 @@ class RemoteStep:
 
 
 @contextlib.contextmanager
-def _with_attribute(owner, name, value):
+def with_attribute(owner, name, value):
     """Gives an object an attribute of its own within the context."""
     before = vars(owner).get(name)
     object.__setattr__(owner, name, value)

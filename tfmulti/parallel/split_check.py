@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
 from tfmulti.parallel.answers import Answer, add_gradients
-from tfmulti.parallel.remote_step import RemoteStep
+from tfmulti.parallel.remote_step import RemoteStep, with_attribute
 from tfmulti.step.rows import num_rows, some_rows
+from tfmulti.verification.custom_parts import local_normalization
 
 _MOST_ROWS = 48
 _TOLERANCE = 1e-3
@@ -25,24 +26,28 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
         splits: Whether batches are split over workers, whose gradients are then added.
 
     Raises:
-        ValueError: If the parts do not add up: for a loss that is not a mean over rows where
-            batches are split, and for metrics whose states cannot be added.
+        ValueError: If the parts do not add up: where batches are split, for a loss or a change of
+            a layer's state that is not a mean over rows; for metrics whose states cannot be added.
     """
-    model = step.model
     batch = some_rows(batch, 0, _MOST_ROWS)
-    rows = int(num_rows(batch))
-    if rows < 2:
+    if int(num_rows(batch)) < 2:
         return
+    layers = local_normalization(step.model)
+    if layers and splits:
+        warnings.warn(
+            "Batch normalization uses the statistics of each worker's rows, so the result "
+            "differs from that of one device. For the same result use layer normalization.",
+            stacklevel=3,
+        )
+    # The rest of the model is compared.
+    with _as_in_inference(layers):
+        _compare(step, batch, splits)
+
+
+def _compare(step, batch, splits):
+    rows = int(num_rows(batch))
     parts = _compute_parts(step, batch, rows)
     if step.is_random:
-        return
-    if keras_compat.local_statistics(model):
-        if splits:
-            warnings.warn(
-                "Batch normalization uses the statistics of each worker's rows, so the result "
-                "differs from that of one device. For the same result use layer normalization.",
-                stacklevel=3,
-            )
         return
     if not splits:
         second = some_rows(batch, _rows_of_first_part(rows), rows)
@@ -55,6 +60,19 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
     _compare_metrics(step, whole, parts, "at once")
     batch = _with_zeros(batch, rows)
     _compare_gradients(step, step.compute_here(batch), _compute_parts(step, batch, rows))
+
+
+@contextlib.contextmanager
+def _as_in_inference(layers):
+    """Has batch normalizations use their moving statistics within the context."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(with_attribute(layer, "call", _call_in_inference(layer.call)))
+        yield
+
+
+def _call_in_inference(call):
+    return lambda inputs, training=None, **mask: call(inputs, training=False, **mask)
 
 
 def _compute_parts(step, batch, rows) -> list[Answer]:
@@ -100,8 +118,9 @@ def _compare_metrics(step, whole, parts, how):
 
 
 def _compare_gradients(step, whole, parts):
-    added, _ = add_gradients(parts)
-    for number, (one, other) in enumerate(zip(whole.gradients, added)):
+    """Compares gradients, and changes of layers' states."""
+    gradients, changes = add_gradients(parts)
+    for number, (one, other) in enumerate(zip(whole.gradients, gradients)):
         if one is None:
             continue
         one, other = _dense_sum(one), _dense_sum(other)
@@ -112,6 +131,15 @@ def _compare_gradients(step, whole, parts):
                 f"{_show(one)} for {whole.rows} rows, but {_show(other)} when they are split in "
                 "two. Use a loss that is a mean over rows (reduction='sum_over_batch_size', "
                 "without a mask), or leave max_staleness out; each batch then goes to one worker."
+            )
+    for number, (one, other) in enumerate(zip(whole.changes, changes)):
+        if not _are_close(one, other):
+            raise ValueError(
+                "With `max_staleness=0` each batch is split over the workers, so what a step adds "
+                "to the state of a layer must be a mean over rows. Received: "
+                f"{step.name_of_state(number)} changes by {_show(one)} for {whole.rows} rows, but "
+                f"by {_show(other)} when they are split in two. Keep a mean, or the sum in a "
+                "metric; or leave max_staleness out; each batch then goes to one worker."
             )
 
 
