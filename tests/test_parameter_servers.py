@@ -454,6 +454,35 @@ def test_a_frozen_table_is_looked_up_by_rows(on_servers):
     np.testing.assert_array_equal(table.embeddings.numpy(), before)
 
 
+def test_gradients_are_divided_by_the_scale_that_they_were_computed_with():
+    keras.utils.set_random_seed(0)
+    model, table = embedding()
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.train_on_batch(*IDS)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    model.compile(optimizer, "mse")
+    step = steps_of(model, IDS)
+    answer = step.schedule(Here, IDS, 0)()
+    # Another step has changed it meanwhile.
+    optimizer.dynamic_scale.assign(4.0)
+    step.apply(*add_gradients([answer]))
+    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_that_overflows_skips_the_update_and_halves_the_scale():
+    model, _ = embedding()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+    model.compile(optimizer, "mse")
+    before = model.get_weights()
+    train(steps_of(model, IDS), (IDS[0], np.full((4, 1), np.inf, "float32")))
+    assert optimizer.dynamic_scale.numpy() == 32
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def loss_of(model):
     return float(np.mean((model.predict_on_batch(BATCH[0]) - BATCH[1]) ** 2))
 

@@ -59,6 +59,8 @@ class RemoteStep:
         self._changed: dict[str, list[keras.Variable]] = {}
         self._lost: dict[str, list[keras.Variable]] = {}
         self._returned: dict[str, set[str]] = {}
+        is_scaling = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        self._scale = model.optimizer.dynamic_scale if is_scaling else None
         self.first_metrics = self._reset_metrics()
         number, state = tf.TensorSpec([], tf.int64), tf.TensorSpec([2], tf.int64)
         numbers = [number, number, state]
@@ -204,6 +206,9 @@ class RemoteStep:
         seeds = self._seeds_of(step, part, drawn)
         before = [tf.identity(v.value) for v in self._states]
         state = [*seeds, *zip(self._states, before), *zip(self._metrics, metrics)]
+        if self._scale is not None:
+            # It is read twice, and an update may come in between.
+            state.append((self._scale, tf.identity(self._scale.value)))
         with keras_compat.RecordingScope(state) as scope:
             _let_read(scope, self._weights)
             gradients, logs = self._run_step(batch)
@@ -245,8 +250,9 @@ class RemoteStep:
         applied: list = []
 
         def take(grads, trainable_variables=None):
-            variables = trainable_variables or self.model.trainable_variables
-            applied.append((list(grads), list(variables)))
+            variables = list(trainable_variables or self.model.trainable_variables)
+            # The chief's optimizer divides by the scale that it has at the update.
+            applied.append((self._scaled(grads, variables, lambda scale: 1 / scale), variables))
 
         optimizers = model_contents.optimizers_of(self.model)
         with contextlib.ExitStack() as stack:
@@ -268,6 +274,17 @@ class RemoteStep:
         ]
         return gradients, logs
 
+    def _scaled(self, gradients, variables, factor: Callable) -> list:
+        """Multiplies gradients by a function of the loss scale, if there is one."""
+        if self._scale is None:
+            return list(gradients)
+        factor = factor(tf.convert_to_tensor(self._scale.value))
+        # Such a gradient is its variable's next value.
+        return [
+            g if g is None or v.overwrite_with_gradient else _times(g, factor)
+            for g, v in zip(gradients, variables)
+        ]
+
     def _test_on(self, batch, step, drawn):
         seeds = self._seeds_of(step, tf.zeros_like(step), drawn)
         metrics = zip(self._metrics, map(tf.constant, self.first_metrics))
@@ -287,6 +304,7 @@ class RemoteStep:
             # `tf.shape` would read the variable: a copy of a whole table in each step.
             shape = tf.constant(list(variable.shape), tf.int32)
             gradients.append(tf.IndexedSlices(*each, shape) if sparse else each)
+        gradients = self._scaled(gradients, self._variables, lambda scale: scale)
         self.model.optimizer.apply(gradients, self._variables)
         for variable, change in zip(self._changed["train"], changes):
             if variable.dtype == "bool":
@@ -356,6 +374,13 @@ def _let_read(scope, variables) -> None:
     and not their values.
     """
     scope.state_mapping.update({id(variable): variable.value for variable in variables})
+
+
+def _times(gradient, factor):
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _value_in(scope, variable) -> tf.Tensor:
