@@ -454,6 +454,47 @@ def test_a_frozen_table_is_looked_up_by_rows(on_servers):
     np.testing.assert_array_equal(table.embeddings.numpy(), before)
 
 
+def test_lora_trains_a_table_that_is_whole(on_servers):
+    on_servers(1)
+    model, table = embedding()
+    table.enable_lora(2, b_initializer="ones")
+    step = steps_of(model, IDS)
+    before = [variable.numpy() for variable in table.trainable_variables]
+    train(step, IDS)
+    for variable, old in zip(table.trainable_variables, before, strict=True):
+        assert "lora" in variable.name and np.any(variable.numpy() != old)
+    rows = table(IDS[0]).numpy()
+    np.testing.assert_allclose(rows, table.embeddings.numpy()[IDS[0]], rtol=1e-6)
+
+
+def test_lora_is_refused_for_a_table_that_is_cut(on_servers):
+    on_servers(2)
+    _, table = embedding()
+    with pytest.raises(ValueError, match="`enable_lora` .* Received: .* partitioned into 2 parts"):
+        table.enable_lora(2)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_table_that_is_cut_takes_the_values_of_the_whole(on_servers, as_list):
+    on_servers(2)
+    values = np.random.RandomState(0).rand(40, 3).astype("float32")
+    _, table = embedding(weights=[values] if as_list else values)
+    assert len(table.embeddings.parts) == 2
+    np.testing.assert_array_equal(table.embeddings.numpy(), values)
+    table.set_weights([values[:20] + 1, values[20:] + 1])
+    np.testing.assert_array_equal(table.embeddings.numpy(), values + 1)
+    with pytest.raises(ValueError, match="expecting 2 weights"):
+        table.set_weights([values[:3]])
+
+
+def test_a_table_that_is_cut_can_be_frozen(on_servers):
+    on_servers(2)
+    _, table = embedding()
+    assert table.embeddings.trainable and len(table.trainable_variables) == 2
+    table.embeddings.trainable = False
+    assert not table.embeddings.trainable and not table.trainable_variables
+
+
 def test_gradients_are_divided_by_the_scale_that_they_were_computed_with():
     keras.utils.set_random_seed(0)
     model, table = embedding()

@@ -57,6 +57,8 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
         keras_compat.replace_table(layer, table)
         object.__setattr__(layer, "save_own_variables", lambda store: _save(table, store))
         object.__setattr__(layer, "load_own_variables", lambda store: _load(table, store))
+        object.__setattr__(layer, "set_weights", lambda weights: _set(layer, table, weights))
+        object.__setattr__(layer, "enable_lora", lambda *_, **__: _refuse_lora(layer, parts))
     object.__setattr__(layer, "call", lambda inputs: _call(layer, tables, inputs))
 
 
@@ -79,6 +81,16 @@ class PartitionedTable:
     def dtype(self) -> str:
         """The dtype of its values."""
         return self.parts[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether optimizers update it."""
+        return self.parts[0].trainable
+
+    @trainable.setter
+    def trainable(self, value: bool) -> None:
+        for part in self.parts:
+            part.trainable = value
 
     @property
     def value(self) -> tf.Tensor:
@@ -253,6 +265,9 @@ def _initializer_of_piece(initializer, part, number):
 
 
 def _call(layer, tables, inputs):
+    if layer.lora_enabled:
+        # Keras adds the product of two matrices to the table.
+        return type(layer).call(layer, inputs)
     if keras.backend.is_keras_tensor(inputs):
         return keras.ops.cast(keras.ops.take(tables[0], inputs, axis=0), layer.compute_dtype)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
@@ -295,3 +310,22 @@ def _save(table, store):
 
 def _load(table, store):
     table.assign(np.asarray(store["0"]))
+
+
+def _set(layer, table, weights):
+    """Sets the whole table by one array, as `Embedding(weights=...)` does, or each part by its own.
+
+    Keras would expect as many arrays as there are parts.
+    """
+    if len(weights) == 1 and tuple(np.shape(weights[0])) == table.shape:
+        table.assign(weights[0])
+    else:
+        type(layer).set_weights(layer, weights)
+
+
+def _refuse_lora(layer, parts):
+    raise ValueError(
+        "`enable_lora` adds to the whole of a table, so the table must not be partitioned over the "
+        f"servers. Received: {layer.name}, which is partitioned into {parts} parts. Use one server "
+        "(--num_ps 1), which does not partition tables, or leave enable_lora out."
+    )
