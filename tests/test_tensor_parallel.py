@@ -196,12 +196,40 @@ def test_features_stay_split_between_a_column_split_and_the_row_split_that_alone
     assert paired(wide("gelu"), back(), layers.Dense(2)) == [["wide", "back"]]
     assert paired(wide(), back()) == [["wide", "back"]]
     assert not paired(wide("softmax"), back())
+    assert not paired(wide(layers.Softmax()), back())
     assert not paired(wide(lambda x: x), back())
     assert not paired(wide(activity_regularizer="l2"), back())
     assert not paired(wide(), layers.Dropout(0.5), back())
     assert not paired(wide(), back(), outputs=["wide", "back"])
     assert not paired(wide(), back(), layout={"wide": "column"})
     assert not paired(wide(), back(), layout={"wide": "row", "back": "row"})
+
+
+def test_features_are_whole_once_another_layer_comes_between_the_two():
+    wide, back = layers.Dense(6, name="wide"), layers.Dense(5, name="back")
+    model = keras.Sequential([keras.Input((4,)), wide, back])
+    [(pair, _)] = tensor_layers.pairs_of(model, [(wide, "column"), (back, "row")])
+    pair.set_calls()
+    with tensor_layers._calling.set_to(model):
+        assert pair.is_open()
+        model.pop()
+        assert not pair.is_open()
+        model.add(layers.Softmax())
+        model.add(back)
+        assert not pair.is_open()
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_whole_numbers_are_multiplied_with_the_fractions_of_weights(policy):
+    rows = tf.constant([[1, 2], [3, 4]])
+    for layer in (
+        layers.Dense(3, dtype=policy),
+        layers.EinsumDense("ab,bc->ac", (3,), dtype=policy),
+    ):
+        expected = layer(rows)
+        found = tensor_layers._product(layer, rows, layer.kernel.value)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(tf.cast(found, "float32"), tf.cast(expected, "float32"))
 
 
 def test_features_are_whole_between_the_parts_of_a_checkpointed_model():

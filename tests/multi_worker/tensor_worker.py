@@ -41,6 +41,14 @@ def mlp(wide=None, **more):
     return chain(wide, layers.Dense(16, "tanh", name="back"))
 
 
+def of_whole_numbers():
+    """Whole numbers that a layer split by columns takes, and one split by rows."""
+    given = keras.Input((TOKENS,), dtype="int32")
+    hidden = layers.Dense(6, "tanh", name="back")(given)
+    hidden = layers.Add()([hidden, layers.Dense(6, name="wide")(given)])
+    return keras.Model(given, layers.Dense(3)(hidden))
+
+
 def table(**more):
     words = layers.Embedding(WORDS_KNOWN, 16, name="table", **more)
     hidden = [layers.GlobalAveragePooling1D(), layers.Dense(3)]
@@ -192,6 +200,7 @@ TRAINED = {
     "column": {"model": mlp, "layout": {"wide/kernel": "column"}},
     "row": {"model": mlp, "layout": {"back": "row"}},
     "both": {"model": mlp, "layout": PAIR, "optimizer": decaying},
+    "whole numbers": {"model": of_whole_numbers, "layout": PAIR, "x": WORDS},
     "vocabulary": {
         "model": table,
         "layout": {"table": "vocabulary"},

@@ -253,8 +253,11 @@ def nodes_of(model: keras.Model) -> list[tuple[list, list]] | None:
 
 
 def layers_of_nodes(model: keras.Model) -> list[keras.Operation]:
-    """Returns the layers and operations that a model's `nodes_of` call, in the same order."""
-    return [node.operation for node in _nodes(model)]
+    """Returns the layers and operations that a model's `nodes_of` call, in the same order.
+
+    A model without `nodes_of` has none.
+    """
+    return [node.operation for node in _nodes(model) or []]
 
 
 def arguments_of_nodes(model: keras.Model) -> list[tuple[keras.Operation, list]] | None:

@@ -108,6 +108,7 @@ class Pair:
 
     def __init__(self, model: keras.Model, column: keras.layers.Layer, row: keras.layers.Layer):
         self._model, self._layers = model, (column, row)
+        self._in_model = keras_compat.layers_of_nodes(model)
         self._calls: tuple = ()
         # The number of rows of each worker, and the inputs, of the latest call of the first layer.
         self._entered: tuple | None = None
@@ -123,8 +124,11 @@ class Pair:
     def is_open(self) -> bool:
         """Whether the model itself is calling both layers, with their calls as recorded."""
         calls = tuple(layer.call for layer in self._layers)
-        is_called = _calling.value is self._model and calls == self._calls
-        return is_called and _is_elementwise(self._layers[0])
+        if _calling.value is not self._model or calls != self._calls:
+            return False
+        # `Sequential.add` and `pop` may have put another layer between the two.
+        is_same = keras_compat.layers_of_nodes(self._model) == self._in_model
+        return is_same and _is_elementwise(self._layers[0])
 
     def column(self, layer, group, inputs):
         """Returns this worker's part of the first layer's outputs, for the rows of its group."""
@@ -215,7 +219,8 @@ def _noting_model(model, call):
 
 def _is_elementwise(layer):
     """Whether a layer's activation is elementwise, and no penalty reads the activations."""
-    name = getattr(layer.activation, "__name__", "linear")
+    # An activation may be a layer, which has no such name.
+    name = "linear" if layer.activation is None else getattr(layer.activation, "__name__", "")
     stock = layer.activation is None or keras_compat.is_stock(layer.activation)
     return stock and name in _ELEMENTWISE and layer.activity_regularizer is None
 
@@ -304,7 +309,8 @@ def _product(layer, rows, part):
     """Returns a layer's outputs for some rows from a part of its weight, without the bias."""
     if isinstance(layer, keras.layers.Embedding):
         return tf.cast(tf.gather(part, rows), layer.compute_dtype)
-    part = tf.cast(part, rows.dtype)
+    # To the dtype of the rows, which may be whole numbers, weights would lose their fractions.
+    part = tf.cast(part, layer.compute_dtype)
     if isinstance(layer, keras.layers.Dense):
         return keras.ops.matmul(rows, part)
     return keras.ops.einsum(layer.equation, rows, part)
