@@ -68,6 +68,15 @@ def half():
     return keras.Sequential([keras.Input((6,)), Half(name="block"), layers.Dense(1)])
 
 
+class Clipped(keras.Sequential):
+    def call(self, inputs, **settings):
+        return keras.ops.clip(super().call(inputs, **settings), -0.1, 0.1)
+
+
+def clipped():
+    return Clipped([keras.Input((6,)), *[layers.Dense(6) for _ in range(5)]])
+
+
 def blocks(synchronized=False):
     return keras.Sequential(
         [
@@ -402,11 +411,43 @@ def test_a_state_is_read_before_it_changes_however_often():
             "needs blocks.*at least four layers besides its inputs",
         ),
         (lambda: keras.Sequential([keras.Input((6,)), layers.Dense(1)]), 3, "Received: 3, which"),
+        (clipped, None, "the call Clipped.call, which would be left out. Name the layers"),
     ],
 )
 def test_what_cannot_be_checkpointed_is_refused(create, patterns, received):
     with pytest.raises(ValueError, match=received):
         tfmulti.checkpoint_activations(create(), patterns)
+
+
+def test_a_call_of_the_models_own_stays_where_layers_are_named():
+    model = clipped()
+    tfmulti.checkpoint_activations(model, "dense*")
+    assert np.abs(model(X)).max() == 0.1
+
+
+def test_a_model_in_parts_keeps_its_layers():
+    hidden = [layers.Dense(6) for _ in range(5)]
+    model = tfmulti.checkpoint_activations(keras.Sequential([keras.Input((6,)), *hidden]))
+    expected = model(X)
+    model.add(layers.Dense(1, name="added"))
+    with pytest.raises(ValueError, match="must keep its layers.*added.*Make a new model"):
+        model(X)
+    model.pop()
+    np.testing.assert_array_equal(model(X), expected)
+
+
+def test_a_block_that_is_a_compiled_model_runs_again():
+    runs = []
+    noting = layers.Lambda(lambda x: runs.append(1) or x)
+    backbone = keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh"), noting])
+    backbone.compile("sgd", "mse")
+    model = keras.Sequential([keras.Input((6,)), backbone, layers.Dense(1)])
+    tfmulti.checkpoint_activations(model)
+    runs.clear()
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(model(X))
+    tape.gradient(total, [weight.value for weight in model.trainable_variables])
+    assert len(runs) == 2
 
 
 def test_parts_are_cut_where_little_is_handed_on():

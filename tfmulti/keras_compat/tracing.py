@@ -96,7 +96,12 @@ def _build_and_note(layer, build, model, noted):
 
 def is_built(model: keras.Model) -> bool:
     """Whether the layers of a model, and its losses and metrics, have all their variables."""
-    return all(layer.built for layer in model._flatten_layers()) and not _unbuilt_parts(model)
+    return has_built_layers(model) and not _unbuilt_parts(model)
+
+
+def has_built_layers(layer: keras.layers.Layer) -> bool:
+    """Whether a layer and those within it have all their variables, whatever `compile` adds."""
+    return all(each.built for each in layer._flatten_layers())
 
 
 def unbuilt_metrics(model: keras.Model) -> list:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.parallel import components, prefetch
-from tfmulti.parallel.cutting import Cut, starts_by_activations
+from tfmulti.parallel.cutting import Cut, refuse_own_call, starts_by_activations
 from tfmulti.settings import check_type
 from tfmulti.step.parameters import (
     ShardedParameter,
@@ -48,7 +48,9 @@ def checkpoint_activations(
         The same model.
 
     Raises:
-        ValueError: If the model has not been built, is in a pipeline, or has no such layers.
+        ValueError: If the model has not been built, is in a pipeline, or has no such layers; if it
+            would be cut, and has a `call` of its own; when it is called, if it was cut and its
+            layers have changed.
         RuntimeError: In training, if the second run of a block would differ from the first.
 
     Example:
@@ -121,6 +123,7 @@ def _checkpoint_parts(model):
             f"{model.name!r} with {[layer.name for layer in model.layers]}. "
             "Name the layers in `layers`."
         )
+    refuse_own_call(model, "checkpoint_activations", "Name the layers in `layers`.")
     cut = Cut(model, starts_by_activations(model))
     # The backward pass uses the last part's activations at once: a second run would save nothing.
     for part in cut.parts[:-1]:
@@ -155,7 +158,7 @@ def recomputed(
 
     @functools.wraps(call)
     def run(*args, **kwargs):
-        unbuilt = layer is not None and not keras_compat.is_built(layer)
+        unbuilt = layer is not None and not keras_compat.has_built_layers(layer)
         if unbuilt or keras_compat.is_symbolic((args, kwargs)) or is_stage():
             return call(*args, **kwargs)
         sharded = gathered()

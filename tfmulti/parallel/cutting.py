@@ -51,17 +51,30 @@ class Cut:
         self._input = model.inputs[0] if is_sequential else model.input
         self._output = model.outputs[0] if is_sequential else model.output
         self.inputs, self.outputs = model.inputs, model.outputs
+        self._layers = keras_compat.layers_of_nodes(model)
         bounds = [0, *starts, len(self._nodes)]
         self.parts = [self._part(a, b) for a, b in zip(bounds[:-1], bounds[1:])]
 
     def call(self, inputs, training=None, mask=None):
         """Runs the parts one after the other; it replaces the model's own `call`."""
+        self.refuse_changed()
         values = self.values_of(inputs, mask)
         for part in self.parts:
             given = [values[each] for each in part.inputs]
             results = part.model(given if len(given) > 1 else given[0], training=training)
             values.update(zip(part.outputs, keras.tree.flatten(results)))
         return self.pack_outputs(values)
+
+    def refuse_changed(self) -> None:
+        """Raises ValueError if the model has other layers than when it was cut."""
+        layers = keras_compat.layers_of_nodes(self._model)
+        if layers != self._layers:
+            before, now = ([layer.name for layer in each] for each in (self._layers, layers))
+            raise ValueError(
+                "A model that `checkpoint_activations` or `pipeline` has cut must keep its layers. "
+                f"Received: {self._model.name!r}, which had the layers {before} and has {now}. "
+                "Make a new model, and call the function after the last `add` or `pop`."
+            )
 
     def values_of(self, inputs, mask=None) -> dict:
         """Returns the values of the model's inputs, with their masks, by the ids of the inputs.
@@ -106,6 +119,22 @@ class Cut:
         # Its layers have set the masks of its outputs; Keras would warn that they are lost.
         part.supports_masking, part.compute_mask = True, lambda inputs, previous_mask: None
         return Part(part, tuple(taken), tuple(returned))
+
+
+def refuse_own_call(model: keras.Model, name: str, advice: str) -> None:
+    """Raises ValueError if a model's `call` is not Keras's: a cut would run the graph without it.
+
+    Args:
+        model: A Functional or Sequential model.
+        name: The function that would cut it.
+        advice: What to do instead.
+    """
+    if not keras_compat.is_stock(model.call):
+        own = getattr(model.call, "__qualname__", repr(model.call))
+        raise ValueError(
+            f"`{name}` cuts the graph of a model whose `call` is Keras's own. Received: "
+            f"{model.name!r}, with the call {own}, which would be left out. {advice}"
+        )
 
 
 def starts_by_activations(model: keras.Model, num_parts: int | None = None) -> list[int]:

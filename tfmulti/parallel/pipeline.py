@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfmulti import devices as devices_lib
 from tfmulti import keras_compat, marks, topology
-from tfmulti.parallel.cutting import starts_at, starts_by_cost
+from tfmulti.parallel.cutting import refuse_own_call, starts_at, starts_by_cost
 from tfmulti.parallel.device_stages import DeviceStages
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
 from tfmulti.parallel.stages import refuse_assigned_weights
@@ -51,11 +51,12 @@ def pipeline(
         The same model.
 
     Raises:
-        ValueError: If the model is not Functional or Sequential, cannot be cut that way, has been
-            compiled, or has synchronized batch normalization with several micro-batches; if the
-            number of workers is not a multiple of the stages, or workers have several replicas or
-            no MPI; if `devices` do not exist, are not one for each stage, or the strategy is not
-            `one_device`; if two devices would change the same state.
+        ValueError: If the model is not Functional or Sequential, has a `call` of its own, cannot be
+            cut that way, has been compiled, or has synchronized batch normalization with several
+            micro-batches; if the number of workers is not a multiple of the stages, or workers have
+            several replicas or no MPI; if `devices` do not exist, are not one for each stage, or
+            the strategy is not `one_device`; if two stages would change the same state; if another
+            pipeline has a layer in another stage; when it is called, if its layers have changed.
 
     Example:
         >>> import tfmulti
@@ -71,6 +72,8 @@ def pipeline(
     stages = [stages] if isinstance(stages, str) else stages
     _refuse_model(model, micro_batches)
     _refuse_layers(model, micro_batches)
+    advice = "Call it once, and do what is not Keras's in a layer, or use shard='parameters'."
+    refuse_own_call(model, "pipeline", advice)
     _refuse_rows(measure_rows, stages)
     strategy = model.distribute_strategy
     topology.refuse_servers(strategy, "pipeline", "Use the strategy multi_worker, over MPI.")

@@ -214,6 +214,7 @@ class StagedCall:
         values = self._cut.values_of(inputs, mask)
         before, flat = Boundary.of(list(values), values, [])
         plan = self._plan(before, training)
+        self._cut.refuse_changed()
         results = plan.connections.watch(self._run_stages(plan, before, flat))
         values, losses = plan.outputs.values(results)
         for loss in losses:
