@@ -526,6 +526,45 @@ def test_normalization_that_is_unfrozen_later_updates_its_statistics():
     assert worker.apart(*models) <= 1e-12
 
 
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_penalty_that_a_layer_gets_between_two_compiles_holds_in_its_stage(eager):
+    models = []
+    for devices in (None, DEVICES):
+        keras.utils.set_random_seed(1)
+        with replicas.create_strategy(1, verify="never").scope():
+            model = worker.dense()
+            if devices:
+                model = tfmulti.pipeline(model, devices=devices, micro_batches=1)
+        for penalty in (None, keras.regularizers.L2(0.1)):
+            model.layers[1].activity_regularizer = penalty
+            model.compile("sgd", CROSS_ENTROPY, jit_compile=False, run_eagerly=eager)
+            rows = worker.NUMBERS, worker.CLASSES
+            model.fit(*rows, batch_size=16, shuffle=False, verbose=0)
+        models.append(model)
+    assert worker.apart(*models) <= 1e-12
+
+
+def test_dropout_that_begins_at_a_later_compile_draws_anew_at_each_step():
+    with replicas.create_strategy(1, verify="never").scope():
+        drop = layers.Dropout(0.5, seed=3)
+        model = keras.Sequential([keras.Input((64,)), drop, layers.Dense(8), layers.Dense(3)])
+        tfmulti.pipeline(model, devices=DEVICES, micro_batches=2)
+    for rate, number in ((0.0, 0), (0.5, 3)):
+        drop.rate = rate
+        model.compile("sgd", CROSS_ENTROPY)
+        model.fit(worker.NUMBERS, worker.CLASSES, batch_size=16, shuffle=False, verbose=0)
+        assert drop.seed_generator.state.numpy().tolist() == [3, number]
+
+
+def test_a_layer_that_is_added_after_the_cut_is_refused():
+    with replicas.create_strategy(1).scope():
+        model = tfmulti.pipeline(worker.dense(), devices=DEVICES)
+        model.add(layers.Dense(3, name="added"))
+        model.compile("sgd", CROSS_ENTROPY)
+    with pytest.raises(ValueError, match="must keep its layers.*added"):
+        model.fit(worker.NUMBERS, worker.CLASSES, verbose=0)
+
+
 def test_a_weight_that_no_loss_depends_on_is_not_updated():
     """Not even by weight decay, which Keras applies to each weight that has a gradient."""
 

@@ -14,6 +14,7 @@ from tfmulti import keras_compat
 from tfmulti.mpi.all_reduce import MpiAllReduce
 from tfmulti.parallel import cutting, layer_costs
 from tfmulti.parallel.pipeline import pipeline
+from tfmulti.parallel.worker_stages import WorkerStages
 from tfmulti.train.config import TrainConfig
 
 
@@ -129,6 +130,39 @@ def test_one_replica_has_the_whole_model():
         model = chain(4, 4)
         assert pipeline(model, stages=2) is model
     assert "call" not in vars(model)
+
+
+class Clipped(keras.Sequential):
+    def call(self, inputs, **settings):
+        return keras.ops.clip(super().call(inputs, **settings), -1, 1)
+
+
+def test_a_call_of_the_models_own_is_refused():
+    model = Clipped([keras.Input((16,)), layers.Dense(4), layers.Dense(4)])
+    with pytest.raises(ValueError, match="call Clipped.call, which would be left out.*in a layer"):
+        pipeline(model)
+
+
+def test_pipelines_have_a_layer_that_they_share_in_the_same_stage(monkeypatch):
+    class Parameters:
+        def place(self, weight, stage, stages):
+            weight.owner, weight.stages = stage, stages
+
+    monkeypatch.setattr("tfmulti.step.parameters.of_strategy", lambda strategy: Parameters())
+    shared, other = layers.Dense(16, name="shared"), layers.Dense(16)
+
+    def place(*hidden, starts=(1,)):
+        model = keras.Sequential([keras.Input((16,)), *hidden])
+        WorkerStages(model, list(starts), 1, False)._place_weights()
+
+    place(shared, other)
+    place(shared, layers.Dense(4))
+    with pytest.raises(ValueError, match="shared/kernel, in stage 1 of 2 of .* stage 0 of 2 of"):
+        place(first := layers.Dense(16), shared)
+    # Nothing of that model has been placed.
+    assert not hasattr(first.kernel, "stages")
+    with pytest.raises(ValueError, match="shared/kernel, in stage 0 of 3 of .* stage 0 of 2 of"):
+        place(shared, layers.Dense(16), layers.Dense(4), starts=(1, 2))
 
 
 def test_replicas_of_one_worker_are_refused():

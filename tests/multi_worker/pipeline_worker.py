@@ -373,6 +373,11 @@ def refusals(strategy, folder, name):
         model = create(strategy, {"model": lambda: chain(Centered(), layers.Dense(8))})
         model.fit(batches(strategy, {}), verbose=0)
 
+    def noisy_twice():
+        given, noise = keras.Input((WIDTH,)), layers.Dropout(0.5)
+        hidden = layers.Dense(WIDTH)(layers.Dense(WIDTH)(noise(given)))
+        return keras.Model(given, layers.Dense(3)(noise(hidden)))
+
     def penalized(kind):
         model = create(strategy, {"model": lambda: stepping(kind)})
         model.fit(batches(strategy, {}), verbose=0)
@@ -393,6 +398,7 @@ def refusals(strategy, folder, name):
         "names": needs(lambda: tfmulti.pipeline(dense(), stages=["nothing"])),
         "micro_batches": needs(lambda: tfmulti.pipeline(dense(), micro_batches=0)),
         "synchronized": needs(lambda: tfmulti.pipeline(normalized(synchronized=True))),
+        "shared state": needs(lambda: tfmulti.pipeline(noisy_twice())),
         "subclassed": needs(lambda: tfmulti.pipeline(Subclassed())),
         "compiled": needs(compiled),
         "optimizer": needs(wrong_optimizer),

@@ -50,6 +50,7 @@ def test_what_cannot_be_cut_is_told(fast):
     assert "Received: stages=['nothing']" in told["names"]
     assert "Received: micro_batches=0" in told["micro_batches"]
     assert "Use micro_batches=1" in told["synchronized"]
+    assert "cannot update the same state" in told["shared state"]
     assert "use shard='parameters'" in told["subclassed"]
     assert "must be called before `compile`" in told["compiled"]
     assert "shard='parameters'" in told["optimizer"]

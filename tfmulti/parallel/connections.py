@@ -36,7 +36,7 @@ class Connections:
         is_float = self._traces[-1].after.is_float
         return [
             self._watched(each, next(numbers)) if has_gradient else each
-            for each, has_gradient in zip(outputs, is_float)
+            for each, has_gradient in zip(outputs, is_float, strict=True)
         ]
 
     def _watched(self, output, number):
@@ -57,7 +57,7 @@ class Connections:
         """
         outputs, self._upstream = self._upstream, set()
         reached: list[list[bool]] = []
-        for stage, trace in reversed(list(zip(self._stages, self._traces))):
+        for stage, trace in reversed(list(zip(self._stages, self._traces, strict=True))):
             sources = set().union(*(trace.sources[output] for output in outputs))
             number = len(trace.before.floats(trace.before.specs))
             reached.insert(0, [number + place in sources for place in range(len(stage.weights))])

@@ -22,7 +22,6 @@ from tfmulti.parallel.staged_call import (
     refuse_second_derivative,
     spread_over,
 )
-from tfmulti.parallel.stages import Boundary, stages_of, trace_stages
 from tfmulti.step import parameters
 
 
@@ -42,22 +41,6 @@ class DeviceStages(StagedCall):
         super().__init__(model, starts, num_micro_batches, recomputes)
         self._devices = devices
 
-    def install(self) -> None:
-        """Puts each weight on the device of its stage, and replaces the model's call."""
-        if self._may_share_state():
-            inputs = self._cut.inputs
-            specs = tuple(tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in inputs)
-            none = (None,) * len(inputs)
-            before = Boundary(tuple(map(id, inputs)), (False,) * len(inputs), none, specs)
-            _refuse_shared_state(trace_stages(stages_of(self._cut), before, True))
-        super().install()
-
-    def _may_share_state(self) -> bool:
-        """Whether two stages have a non-trainable variable in common; most never change it."""
-        models = [part.model for part in self._cut.parts]
-        own = [{id(v) for v in model.non_trainable_variables} for model in models]
-        return len(set().union(*own)) < sum(map(len, own))
-
     def _place_weights(self):
         for part, device in zip(self._cut.parts, self._devices):
             for variable in part.model.variables:
@@ -74,7 +57,6 @@ class DeviceStages(StagedCall):
         return parameters.in_replica() and not self._strategy.counts_one_replica
 
     def _run_stages(self, plan, before, flat):
-        _refuse_shared_state(plan.traces)
         wants_inputs = keras_compat.is_recorded(before.floats(flat))
         weights, links = [], []
         for stage, device in zip(plan.stages, self._devices):
@@ -160,17 +142,6 @@ class _DevicePass:
 
     def update(self) -> None:
         """Assigns the variables that the stages have updated."""
-        for run, trace in zip(self._runs, self._plan.traces):
-            for variable, value in zip(trace.updated, run.updates):
+        for run, trace in zip(self._runs, self._plan.traces, strict=True):
+            for variable, value in zip(trace.updated, run.updates, strict=True):
                 variable.assign(value)
-
-
-def _refuse_shared_state(traces):
-    shared = [variable.path for trace in traces for variable in trace.shared]
-    if shared:
-        raise ValueError(
-            "Stages on different devices cannot update the same state, such as batch-normalization "
-            f"statistics or a shared seed generator. Received: {', '.join(shared)}. Choose "
-            "`stages` so that all calls of that layer are in one stage, or give each layer its own "
-            "seed."
-        )

@@ -118,7 +118,7 @@ class StageRun:
         self._recorded.append(recorded)
         self._state = [
             old if keras_compat.is_seed_state(old[0]) else changed
-            for old, changed in zip(state, new)
+            for old, changed in zip(state, new, strict=True)
         ]
         self.updates, self.previous = [value for _, value in new], flat
         return flat
@@ -195,10 +195,16 @@ class StagedCall:
         self._model, self._strategy = model, model.distribute_strategy
         self._cut = Cut(model, starts)
         self._num_micro_batches, self._recomputes = num_micro_batches, recomputes
-        self._original_call, self._traces = model.call, {}
+        self._original_call = model.call
 
     def install(self) -> None:
         """Places each weight with its stage, and replaces the model's call."""
+        if self._may_share_state():
+            inputs = self._cut.inputs
+            specs = tuple(tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in inputs)
+            none = (None,) * len(inputs)
+            before = Boundary(tuple(map(id, inputs)), (False,) * len(inputs), none, specs)
+            _refuse_shared_state(trace_stages(stages_of(self._cut), before, True))
         self._place_weights()
         self._stages = stages_of(self._cut)
         self._model.call = self.call
@@ -208,18 +214,24 @@ class StagedCall:
 
     def call(self, inputs, training=None, mask=None, **kwargs):
         """Passes a batch through the stages within a step; elsewhere runs the model's own call."""
+        self._cut.refuse_changed()
         if not self._is_step() or keras_compat.is_symbolic(inputs):
             return self._original_call(inputs, training=training, mask=mask, **kwargs)
         _refuse_inputs(keras.tree.flatten(self._cut.taken(inputs)))
         values = self._cut.values_of(inputs, mask)
         before, flat = Boundary.of(list(values), values, [])
         plan = self._plan(before, training)
-        self._cut.refuse_changed()
         results = plan.connections.watch(self._run_stages(plan, before, flat))
         values, losses = plan.outputs.values(results)
         for loss in losses:
             keras.layers.Layer.add_loss(self._model, tf.reduce_mean(loss))
         return self._cut.pack_outputs(values)
+
+    def _may_share_state(self) -> bool:
+        """Whether two stages have a non-trainable variable in common; most never change it."""
+        models = [part.model for part in self._cut.parts]
+        own = [{id(v) for v in model.non_trainable_variables} for model in models]
+        return len(set().union(*own)) < sum(map(len, own))
 
     def _place_weights(self) -> None:
         """Moves each weight to the worker or device of its stage."""
@@ -240,18 +252,14 @@ class StagedCall:
         raise NotImplementedError
 
     def _plan(self, before, training) -> Plan:
-        context = keras_compat.call_context()
-        with keras_compat.draws_of() as draws:
-            # What is frozen updates no statistics, and a later `compile` may unfreeze it.
-            layers = keras_compat.all_layers(self._model)
-            trainable = tuple(layer.trainable for layer in layers)
-            key = (before, training, draws is None, trainable)
-        if key not in self._traces:
-            with context():
-                self._traces[key] = trace_stages(self._stages, before, training)
+        context, stages = keras_compat.call_context(), self._stages
+        # At each call: layers may be unfrozen, or get another penalty or rate of dropout. In the
+        # step's graph each stage is traced once for each micro-batch anyway.
+        with context():
+            traces = trace_stages(stages, before, training)
+        _refuse_shared_state(traces)
         needs_whole = training and normalization.synchronized_layers(self._model)
         number = 1 if needs_whole else self._num_micro_batches
-        stages, traces = self._stages, self._traces[key]
         connections = Connections(stages, traces)
         return Plan(stages, traces, number, self._recomputes, training, context, connections)
 
@@ -325,6 +333,17 @@ def spread_over(before: Boundary, of_floats, are_wanted: bool) -> list:
     """
     gradients = iter(of_floats)
     return [next(gradients) if each and are_wanted else None for each in before.is_float]
+
+
+def _refuse_shared_state(traces):
+    shared = [variable.path for trace in traces for variable in trace.shared]
+    if shared:
+        raise ValueError(
+            "Stages of a pipeline cannot update the same state, such as batch-normalization "
+            f"statistics or a shared seed generator. Received: {', '.join(shared)}. Choose "
+            "`stages` so that all calls of that layer are in one stage, or give each layer its own "
+            "seed."
+        )
 
 
 def _refuse_inputs(flat):

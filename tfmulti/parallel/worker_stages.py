@@ -70,11 +70,28 @@ class WorkerStages(StagedCall):
             )
 
     def _place_weights(self):
-        sharded = parameters.of_strategy(self._strategy)
+        # A weight that stages share is with the first of them.
+        first: dict = {}
         for stage, part in enumerate(self._cut.parts):
             for weight in weights_of(part.model):
-                if getattr(weight, "stages", None) is None:
-                    sharded.place(weight, stage, len(self._cut.parts))
+                first.setdefault(id(weight), (weight, stage))
+        for weight, stage in first.values():
+            self._refuse_placed(weight, stage)
+        sharded = parameters.of_strategy(self._strategy)
+        for weight, stage in first.values():
+            if not _is_placed(weight):
+                sharded.place(weight, stage, len(self._cut.parts))
+
+    def _refuse_placed(self, weight, stage):
+        """Raises ValueError if another pipeline has a weight elsewhere: this stage would not."""
+        number = len(self._cut.parts)
+        if _is_placed(weight) and (weight.owner, weight.stages) != (stage, number):
+            raise ValueError(
+                "Pipelines that share a layer must have it in the same one of as many stages. "
+                f"Received: {weight.path}, in stage {stage} of {number} of {self._model.name!r}, "
+                f"and in stage {weight.owner} of {weight.stages} of another pipeline. Choose "
+                "`stages` so that it is in the same one."
+            )
 
     def _is_step(self):
         return parameters.in_replica() and current_replica_batch() is not None
@@ -294,7 +311,7 @@ class _WorkerPass:
     def update(self) -> None:
         """Assigns the variables that the stages have updated, on all workers of each copy."""
         pairs = [(stage, v) for stage, each in enumerate(self._plan.traces) for v in each.updated]
-        own = dict(zip(map(id, self._trace.updated), self._run.updates))
+        own = dict(zip(map(id, self._trace.updated), self._run.updates, strict=True))
         values = [
             own[id(variable)] if stage == self._me else tf.zeros(variable.shape, variable.dtype)
             for stage, variable in pairs
@@ -352,6 +369,10 @@ class _WorkerPass:
             else:
                 self._send(part, other)
         return mine
+
+
+def _is_placed(weight):
+    return getattr(weight, "stages", None) is not None
 
 
 def _add_zero_rows(rows, number):
