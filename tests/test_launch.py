@@ -738,3 +738,21 @@ def test_the_process_manager_lets_processes_find_one_another():
         assert other.ask("cmd=barrier_in") == one.hear()[0] == "cmd=barrier_out rc=0"
         assert "value=here" in other.ask("cmd=get kvsname=x key=place")
         assert one.ask("cmd=finalize") == "cmd=finalize_ack rc=0"
+def test_workers_of_an_mpi_job_have_nothing_of_the_srun_around_the_launcher(monkeypatch, tmp_path):
+    """As in `srun --pty bash` where PMI-2 is the default: MPI reads PMI_FD before PMI_PORT."""
+    inherited = {"PMI_FD": "13", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "2"}
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    for name, value in {**inherited, **step}.items():
+        monkeypatch.setenv(name, value)
+    names = ("PMI_FD", "PMI_RANK", "PMI_SIZE")
+    code = f"""
+        from tfmulti.cluster import mpi
+        shown = [*map(os.environ.get, {names!r}), mpi.size_in_environment()]
+        print(json.dumps(shown))
+    """
+    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), mpi=True)
+    assert job.Job(config, worker(code)).run() == 0
+    shown = [json.loads((tmp_path / f"worker_{index}.log").read_text()) for index in range(2)]
+    assert shown == [[None, str(index), "2", 2] for index in range(2)]
+
+

@@ -383,6 +383,16 @@ def test_the_processes_of_mpi_have_no_roles():
         schedulers.find_cluster({"PMI_SIZE": "4", "TFMULTI_NUM_PS": "1"}, may_start_mpi=True)
 
 
+def test_a_job_that_another_mpi_has_started_is_refused_in_each_of_its_processes(monkeypatch):
+    """mpi4py's own MPI does not know of the job: each process would train a model alone."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    alone = types.SimpleNamespace(size=1, rank=0, allgather=lambda value: [value])
+    monkeypatch.setattr(mpi, "world", lambda: alone)
+    monkeypatch.setattr(mpi, "_library", lambda: "Intel(R) MPI Library 2021.13")
+    with pytest.raises(RuntimeError, match="job of size 1, 4 workers, Intel.* Start the job with"):
+        mpi.find_in_mpi.__wrapped__()
+
+
 def test_a_tf_config_has_as_many_servers_as_were_asked_for():
     environ = {"TF_CONFIG": tfjob("ps", chief=1, worker=2, ps=1), "TFMULTI_NUM_PS": "2"}
     cluster = resolve(environ, servers=True)
@@ -433,8 +443,9 @@ def test_gpus_are_made_visible_before_tensorflow_looks():
     assert environ == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
-def test_srun_sets_variables_of_mpi_without_mpi():
-    environ = {**STEP, **PMI2}
+@pytest.mark.parametrize("number", ["1.0", "1"], ids=["of the step", "Cray's, of the job"])
+def test_srun_sets_variables_of_mpi_without_mpi(number):
+    environ = {**STEP, **PMI2, "PMI_JOBID": number}
     assert mpi.size_in_environment(environ) == 0
     assert resolve(environ).source == "Slurm"
 

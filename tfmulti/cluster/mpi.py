@@ -21,27 +21,41 @@ SOURCE = "MPI"
 # would wait, on its core, for one that has none.
 _YIELD = ("I_MPI_THREAD_YIELD", "2")
 # The number of processes: of MPICH, Intel MPI and this package's launcher; of Open MPI.
-_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+_PMI, _OPEN_MPI = "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"
 
 
 def size_in_environment(environ: Mapping[str, str] | None = None) -> int:
     """Returns the number of processes that MPI has started together; 0 where it started none.
 
     `srun --mpi=pmi2`, the default at many sites, sets PMI_SIZE for every program, with MPI or
-    without. PMI_JOBID is then Slurm's number of the step.
+    without: such a size does not count.
 
     >>> size_in_environment({"PMI_SIZE": "4"}), size_in_environment({})
     (4, 0)
-    >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"}
-    >>> size_in_environment({"PMI_SIZE": "4", **step})
+    >>> step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+    >>> size_in_environment({"PMI_SIZE": "4", "PMI_RANK": "1", "PMI_JOBID": "7.0", **step})
     0
     """
     environ = os.environ if environ is None else environ
-    step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    if environ.get("PMI_JOBID") == step:
-        return 0
-    sizes = [environ.get(name, "") for name in _SIZES]
+    names = [_OPEN_MPI] if _is_from_srun(environ) else [_PMI, _OPEN_MPI]
+    sizes = [environ.get(name, "") for name in names]
     return next((int(size) for size in sizes if size.isdecimal()), 0)
+
+
+def _is_from_srun(environ) -> bool:
+    """Whether the variables of PMI are those of srun, for the very task that this process is.
+
+    A program that `mpiexec` starts in a task inherits PMI_JOBID, but has its own rank and size.
+    """
+    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")
+    tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
+    return (
+        bool(job)
+        # The number of the step; Cray's srun gives that of the job.
+        and environ.get("PMI_JOBID") in (job, f"{job}.{step}")
+        and environ.get("PMI_RANK") == environ.get("SLURM_PROCID")
+        and environ.get(_PMI) == tasks
+    )
 
 
 @functools.cache
@@ -69,9 +83,10 @@ def find_in_mpi() -> Cluster:
     """Returns the cluster of the job that MPI has started; all its processes must call it.
 
     Raises:
-        RuntimeError: Where MPI cannot be started.
+        RuntimeError: Where MPI cannot be started, or another one than mpi4py's has started the job.
     """
     comm = world()
+    _check_size(comm, size_in_environment())
     with processes.hold_ports(1, address="") as [port]:
         address = (socket.gethostname(), port)
         # Held until all have theirs, so that no two processes of a host get the same.
@@ -89,6 +104,12 @@ def communicator(num_workers: int, index: int):
         RuntimeError: Where MPI was started with another number of processes.
     """
     comm = world()
+    _check_size(comm, num_workers)
+    return comm.Split(0, index)
+
+
+def _check_size(comm, num_workers) -> None:
+    """Refuses a job of another size, such as 1: that of a library that `mpiexec` is no part of."""
     if comm.size != num_workers:
         raise RuntimeError(
             "`communication` 'mpi' needs as many MPI processes as the cluster has workers. "
@@ -96,7 +117,6 @@ def communicator(num_workers: int, index: int):
             f"Start the job with that library's mpiexec -n {num_workers}; the MPI that "
             "python -m tfmulti.launch --mpi starts comes with pip install 'tfmulti[mpi]'."
         )
-    return comm.Split(0, index)
 
 
 def _library() -> str:

@@ -32,7 +32,8 @@ class Group:
 
     Args:
         command: The program and its arguments.
-        environments: For each worker's index, the variables to set besides this process's.
+        environments: For each worker's index, the variables to set besides this process's; None
+            removes one.
         logs: For each worker's index, its log.
         events: A queue that receives a `WorkerExit` for each worker that ends.
         heading: A line for the logs, before the output of the workers.
@@ -41,7 +42,7 @@ class Group:
     def __init__(
         self,
         command: Sequence[str],
-        environments: Mapping[int, Mapping[str, str]],
+        environments: Mapping[int, Mapping[str, str | None]],
         logs: Mapping[int, Log],
         events: queue.SimpleQueue,
         heading: str = "",
@@ -53,7 +54,7 @@ class Group:
     def __enter__(self):
         try:
             for index, variables in self._environments.items():
-                self._workers.append(self._start(index, {**os.environ, **variables}))
+                self._workers.append(self._start(index, variables))
         except BaseException:
             self.kill()
             raise
@@ -71,7 +72,7 @@ class Group:
             more: Variables to set besides those of its first start.
         """
         self._heading = heading
-        variables = {**os.environ, **self._environments[index], **more}
+        variables = {**self._environments[index], **more}
         local_index = list(self._environments).index(index)
         old, self._workers[local_index] = self._workers[local_index], self._start(index, variables)
         os.close(old.lifeline)
@@ -93,7 +94,8 @@ class Group:
             if worker.waiter.is_alive():  # Something of it cannot be killed now.
                 worker.process.kill()
 
-    def _start(self, index, environ) -> _Worker:
+    def _start(self, index, variables) -> _Worker:
+        environ = {**os.environ, **variables}
         worker_end, lifeline = os.pipe()
         try:
             with self._logs[index].open_for_worker(self._heading) as log:
@@ -101,7 +103,7 @@ class Group:
                     # -I and -S: the user's environment cannot keep the supervisor from starting.
                     [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), str(worker_end)]
                     + self._command,
-                    env=environ,
+                    env={name: value for name, value in environ.items() if value is not None},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -31,7 +31,7 @@ from tfmulti.launch.config import (
 )
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Log, WorkerExit, open_logs
-from tfmulti.launch.pmi import ProcessManager
+from tfmulti.launch.pmi import OF_OTHERS, ProcessManager
 from tfmulti.runtime import command_line
 
 PEERS_GRACE_S = 5.0
@@ -175,7 +175,7 @@ class Job:
             if self.config.mpi:
                 manager = stack.enter_context(ProcessManager(len(configs)))
                 for index, variables in environments.items():
-                    variables |= manager.variables(index)
+                    variables |= {**dict.fromkeys(OF_OTHERS), **manager.variables(index)}
             group = Group(self.command, environments, self._logs, self._events, heading)
             return _Watch(self, stack.enter_context(group), self._logs).run()
 

@@ -14,6 +14,9 @@ import socket
 import threading
 from collections.abc import Mapping
 
+OF_OTHERS = ("PMI_FD",)
+"""What MPI reads before PMI_PORT: that of the srun in whose shell the launcher runs."""
+
 _TABLE = "tfmulti"
 _MAX_VALUE = 4096
 
@@ -42,10 +45,13 @@ class ProcessManager:
         self._server.close()
 
     def variables(self, index: int) -> Mapping[str, str]:
-        """Returns the environment variables by which a worker finds this manager."""
+        """Returns the environment variables by which a worker finds this manager.
+
+        `OF_OTHERS` must not be in the worker's environment.
+        """
         host, port = self._server.getsockname()
         number = {"PMI_ID": str(index), "PMI_RANK": str(index), "PMI_SIZE": str(self._size)}
-        return {"PMI_PORT": f"{host}:{port}", **number}
+        return {"PMI_PORT": f"{host}:{port}", "PMI_JOBID": _TABLE, **number}
 
     def _accept(self):
         while True:
