@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 import uuid
 from pathlib import Path
 
@@ -680,6 +681,39 @@ SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'
             ["--num_workers=2", "--num_ps=1"],
             ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4", "worker 1] gpus 4"],
             "",
+class Picture:
+    """Keras's progress bar, as it writes itself: over and over again within one line."""
+
+    def __init__(self, log):
+        self.log, self.file = log, log.open_for_worker()
+
+    def draw(self, words, end=""):
+        self.file.write(("\b" * 9 + "\r" + words + end).encode())
+        self.file.flush()
+        self.log.show_new()
+
+
+def test_a_progress_bar_is_shown_while_it_grows_and_is_not_kept(tmp_path, monkeypatch):
+    terminal, times = io.BytesIO(), iter(range(1_000_000))
+    clock = types.SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr(logs, "time", clock, raising=False)
+    monkeypatch.setattr(logs, "_BAR_S", 100, raising=False)
+    log = logs.Log(tmp_path / "log", "worker 0", True, terminal)
+    bar = Picture(log)
+    for step in range(1, 1000):
+        bar.draw(f"{step}/1000")
+        assert len(log._rest) < 30
+    shown = terminal.getvalue().decode().splitlines()
+    assert 5 < len(shown) < 20 and all(line.endswith("/1000") for line in shown)
+    assert shown[0] == "[worker 0] 1/1000" and len(set(shown)) == len(shown)
+    bar.draw("1000/1000", end="\nEpoch 2/2\r\nand")
+    log.show_rest()
+    bar.file.close()
+    log.close()
+    rest = terminal.getvalue().decode().splitlines()[len(shown) :]
+    assert rest == ["[worker 0] 1000/1000", "[worker 0] Epoch 2/2", "[worker 0] and"]
+
+
         ),
         ("4,4", ["--num_workers=2"], ["worker 0] gpus 4,4", "worker 1] gpus 4,4"], ""),
     ],

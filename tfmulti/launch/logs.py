@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -110,6 +111,8 @@ def _read_message(lines) -> list[str]:
 
 
 _PIECE = 1 << 16
+# Seconds between two pictures of a progress bar, each of which is a line on the terminal.
+_BAR_S = 2.0
 # A line of TensorFlow's runtime, such as "E0000 00:00:17 collective.cc:8] ...": kept in the file
 # alone, since the launcher says in one sentence what it comes to.
 _RUNTIME_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d+|WARNING: All log messages before absl")
@@ -118,7 +121,8 @@ _RUNTIME_LINE = re.compile(rb"[IWEF]\d{4} \d\d:\d\d:\d+|WARNING: All log message
 class Log:
     """The log file of one worker, over all restarts.
 
-    It is a file and not a pipe, so that a worker never waits for a reader.
+    It is a file and not a pipe, so that a worker never waits for a reader. Of a line that is drawn
+    over again and again, as Keras's progress bar is, the terminal shows some pictures and the last.
 
     Args:
         path: The file; its old content is deleted.
@@ -132,7 +136,8 @@ class Log:
         self._prefix = f"[{name}] ".encode()
         self._terminal = terminal or sys.stdout.buffer
         self._reader = open(path, "w+b")
-        self._rest = b""
+        self._rest = self._bar = b""
+        self._last_shown = -_BAR_S
         self._start = 0
 
     def open_for_worker(self, heading: str = "") -> BinaryIO:
@@ -145,17 +150,26 @@ class Log:
         return file
 
     def show_new(self) -> None:
-        """Shows new complete lines."""
+        """Shows new complete lines, and now and then how far a progress bar has come."""
         while self.shown and (piece := self._reader.read(_PIECE)):
-            *lines, self._rest = (self._rest + piece).split(b"\n")
-            self._write(lines)
+            *lines, rest = (self._rest + piece).split(b"\n")
+            if lines:
+                self._write(lines)
+                self._bar = b""
+            # Only the picture that is being drawn is kept: the whole line of an epoch is megabytes.
+            before, again, _ = rest.rstrip(b"\r").rpartition(b"\r")
+            self._bar = before if again else self._bar
+            self._rest = rest[len(before + again) :]
+        if _last_picture(self._bar).strip() and time.monotonic() >= self._last_shown + _BAR_S:
+            self._write([self._bar])
+            self._bar = b""
 
     def show_rest(self) -> None:
         """Shows all new output, including an incomplete last line."""
         self.show_new()
         if self._rest:
             self._write([self._rest])
-            self._rest = b""
+        self._rest = self._bar = b""
 
     def since_start(self) -> str:
         """Returns the output of the worker since its last start, or the end of a long one."""
@@ -168,6 +182,7 @@ class Log:
         self._reader.close()
 
     def _write(self, lines):
+        lines, self._last_shown = map(_last_picture, lines), time.monotonic()
         asked_for = os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0"
         lines = [line for line in lines if asked_for or not _RUNTIME_LINE.match(line)]
         try:
@@ -176,6 +191,11 @@ class Log:
             self._terminal.flush()
         except (OSError, ValueError):  # The terminal, or the reader of the pipe, has gone.
             self.shown = False
+
+
+def _last_picture(line: bytes) -> bytes:
+    """Returns what a terminal shows of a line that begins anew after each carriage return."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].replace(b"\b", b"")
 
 
 @contextlib.contextmanager
