@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import pickle
 import socket
+import subprocess
 import sys
 import types
 from collections import Counter
@@ -302,6 +304,9 @@ def test_one_task_is_a_cluster_of_one_worker(environ):
         ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TRES_PER_TASK": "gres:gpu:2"}, [None, None]),
         ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPU_BIND": "closest"}, [None, None]),
         ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}, [None, None]),
+        # A script around the program has divided them.
+        ({"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4"}, [None, None]),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, [None, None]),
         # None at all.
         ({"CUDA_VISIBLE_DEVICES": ""}, [None, None]),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, [None, None]),
@@ -378,11 +383,6 @@ def test_an_mpi_that_the_launcher_cannot_start_is_named(monkeypatch):
         mpi.communicator(2, 0)
 
 
-def test_the_processes_of_mpi_have_no_roles():
-    with pytest.raises(ClusterError, match="not of MPI.*Received: 1 servers, 4 processes"):
-        schedulers.find_cluster({"PMI_SIZE": "4", "TFMULTI_NUM_PS": "1"}, may_start_mpi=True)
-
-
 def test_a_job_that_another_mpi_has_started_is_refused_in_each_of_its_processes(monkeypatch):
     """mpi4py's own MPI does not know of the job: each process would train a model alone."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
@@ -391,6 +391,11 @@ def test_a_job_that_another_mpi_has_started_is_refused_in_each_of_its_processes(
     monkeypatch.setattr(mpi, "_library", lambda: "Intel(R) MPI Library 2021.13")
     with pytest.raises(RuntimeError, match="job of size 1, 4 workers, Intel.* Start the job with"):
         mpi.find_in_mpi.__wrapped__()
+
+
+def test_the_processes_of_mpi_have_no_roles():
+    with pytest.raises(ClusterError, match="not of MPI.*Received: 1 servers, 4 processes"):
+        schedulers.find_cluster({"PMI_SIZE": "4", "TFMULTI_NUM_PS": "1"}, may_start_mpi=True)
 
 
 def test_a_tf_config_has_as_many_servers_as_were_asked_for():
@@ -448,6 +453,22 @@ def test_srun_sets_variables_of_mpi_without_mpi(number):
     environ = {**STEP, **PMI2, "PMI_JOBID": number}
     assert mpi.size_in_environment(environ) == 0
     assert resolve(environ).source == "Slurm"
+
+
+@pytest.mark.parametrize(
+    "nearer",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "4"},
+        {"PMI_SIZE": "4", "PMI_RANK": "2"},
+    ],
+)
+def test_mpiexec_within_a_task_of_srun_comes_before_the_task(nearer):
+    """As in `srun --pty bash`: what it starts has PMI_JOBID and PMI_FD from srun."""
+    shell = {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    environ = {**STEP, **shell, **PMI2, "PMI_SIZE": "1"}
+    assert mpi.size_in_environment(environ) == 0
+    assert mpi.size_in_environment({**environ, **nearer}) == 4
 
 
 @pytest.mark.parametrize("nearer", [{"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}])
@@ -636,6 +657,44 @@ def test_a_cluster_that_the_strategy_leaves_aside_is_warned_of(monkeypatch):
 
 def test_restarts_of_slurm_are_counted():
     assert environment.count_restarts({"SLURM_RESTART_COUNT": "1", "TFMULTI_RESTARTS": "2"}) == 3
+
+
+SRUN = """#!/bin/bash
+echo "output of a task"
+echo "error of a task" >&2
+for code in $TASK_CODES; do
+    if ((code)); then echo "srun: error: n1: task 0: Exited with exit code $code" >&2; fi
+    most=$((code > most ? code : most))
+done
+exit $most
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "requeued"),
+    [
+        ("0 0", 0, False),
+        ("143 143", 143, True),
+        ("144 137", 144, True),
+        ("1 144 144", 144, False),
+        ("144 2", 144, False),
+        ("1", 1, False),
+    ],
+)
+def test_the_script_requeues_a_job_only_where_no_program_has_failed(
+    tmp_path, codes, code, requeued
+):
+    """As srun does, which ends with the highest exit code of its tasks, and tells each."""
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "scontrol $*"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "TASK_CODES": codes}
+    script = MANIFESTS.parent / "slurm" / "train.sbatch"
+    done = subprocess.run(["bash", script], env=environ, capture_output=True, text=True)
+    assert (done.returncode, "scontrol requeue 7" in done.stdout) == (code, requeued)
+    assert "output of a task\n" in done.stdout and "error of a task\n" in done.stderr
+    assert ("Not requeued" in done.stdout) == ("1" in codes.split() or "2" in codes.split())
 
 
 def test_auto_trains_one_task_as_the_devices_allow(monkeypatch):

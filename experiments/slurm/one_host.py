@@ -144,7 +144,7 @@ def check_requeue(slurm: SlurmHere, report: Report, runs: Path, digest: str) -> 
     # After the first epoch it has something to lose.
     slurm.wait_for(lambda: has_checkpoint(workdir), "the first checkpoint", TIMEOUT_S)
     slurm.run(["scancel", "--signal=TERM", job])
-    slurm.wait_for(lambda: "exit code" in text(), "the workers to end", TIMEOUT_S)
+    slurm.wait_for(lambda: "restarts so far: 0" in text(), "the workers to end", TIMEOUT_S)
     [first] = re.findall("exit code ([0-9]+), restarts so far: 0", text())
     report.print_fn("scancel --signal=TERM", first == "143", f"exit code {first}")
     slurm.wait_for(lambda: "restarts so far: 1" in text(), "the second start to end", TIMEOUT_S)

@@ -103,8 +103,9 @@ def share_gpus(
     """Returns what CUDA_VISIBLE_DEVICES must be for a task of Slurm, or None to leave it.
 
     `--gpus-per-node` and `--gres` let every task of a host see all its GPUs; `--gpus-per-task`
-    and `--gpu-bind` let each see its own (https://slurm.schedmd.com/gres.html). All tasks get
-    equally many; the remaining GPUs stay idle.
+    and `--gpu-bind` let each see its own (https://slurm.schedmd.com/gres.html), and so may a
+    script around the program: it then sees fewer than Slurm has given the host. Otherwise all tasks
+    get equally many; the remaining GPUs stay idle.
 
     Args:
         environ: the environment.
@@ -120,17 +121,20 @@ def share_gpus(
         '2,3'
         >>> share_gpus({"CUDA_VISIBLE_DEVICES": "2", "SLURM_GPUS_PER_TASK": "1"}, 1, 2) is None
         True
+        >>> share_gpus({"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_ON_NODE": "4"}, 1, 2) is None
+        True
     """
     if num_tasks == 1 or _bound_by_slurm(environ):
         return None
     visible = list_visible(environ, count)
     if not visible:
         return None
+    on_node = environ.get("SLURM_GPUS_ON_NODE")
+    # Without that number, fewer GPUs than tasks are a sign of it.
+    divided = on_node != str(len(visible)) if on_node else len(visible) < num_tasks
+    if divided and VISIBLE in environ:
+        return None
     if len(visible) < num_tasks:
-        on_node = environ.get("SLURM_GPUS_ON_NODE", "")
-        if VISIBLE in environ and on_node != str(len(visible)):
-            # Somebody has divided them already.
-            return None
         raise setting_error(
             VISIBLE,
             "must have a GPU for each task of the host",
