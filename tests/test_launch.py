@@ -260,6 +260,12 @@ def test_restarts_have_fresh_ports_and_a_fresh_token(run_job, tmp_path):
     assert log == "start 0\n--- restart 1 ---\nstart 1\n--- restart 2 ---\nstart 2\n"
 
 
+def test_a_job_that_was_preempted_a_thousand_times_is_restarted_again(tmp_path):
+    preempted = job.Job(LaunchConfig(num_workers=1, log_dir=str(tmp_path)), ["true"], print)
+    preempted.restarts = 5000
+    assert preempted._delay_of_restart(logs.WorkerExit(0, environment.PREEMPTED, 1.0)) == 30.0
+
+
 def test_restarts_are_bounded(run_job):
     done, told = run_job("sys.exit(9)", max_restarts=2)
     assert done == 9
@@ -321,6 +327,76 @@ def test_signals_are_passed_on_and_are_no_failure(launch, number):
     assert done == 128 + number
     assert sorted(stdout.splitlines()) == [f"[worker {i}] saved on {number.name}" for i in (0, 1)]
     assert "failed" not in stderr and "Restart" not in stderr
+
+
+SAVES = """
+told = []
+signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+print("ready", os.getpid())
+while not told:
+    time.sleep(0.01)
+print("saving")
+wait_for(sys.argv[1])
+print("saved, told", len(told))
+sys.exit(143)
+"""
+
+
+def test_one_end_that_is_told_with_several_signals_leaves_time_to_save(launch, tmp_path):
+    """As when systemd or logind ends a job: each process gets SIGTERM, SIGHUP or both."""
+    hear_all = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    go_on = tmp_path / "go on"
+    launched = launch("--num_workers=1", "--", *worker(SAVES), str(go_on), preexec_fn=hear_all)
+    program = int(launched.wait_for_line("ready").split()[-1])
+    guards = set(launched.left()) - {program, launched.process.pid}
+    launched.process.terminate()
+    launched.wait_for_line("saving")
+    for pid in guards:
+        os.kill(pid, signal.SIGTERM)
+    for pid in (launched.process.pid, *guards, program):
+        os.kill(pid, signal.SIGHUP)
+    # Both have been heard once each has passed on, or not, what came last.
+    time.sleep(0.3)
+    go_on.touch()
+    done, stdout, _ = launched.finish()
+    assert (done, stdout) == (143, "[worker 0] saved, told 1\n")
+
+
+def test_the_same_signal_later_means_at_once(monkeypatch):
+    sent, now = [], [100.0]
+    monkeypatch.setattr(job, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    group = types.SimpleNamespace(send=sent.append)
+    watch = job._Watch(job.Job(LaunchConfig(num_workers=1, grace=30.0), ["true"]), group, [0])
+    for number, seconds, end in (
+        (signal.SIGHUP, 0.0, 130.0),
+        (signal.SIGTERM, 0.1, 130.0),
+        (signal.SIGTERM, 0.5, 130.0),
+        (signal.SIGINT, 5.0, 130.0),
+        (signal.SIGTERM, 6.0, 106.0),
+    ):
+        now[0] = 100.0 + seconds
+        watch._pass_on(number)
+        assert watch._kill_at == end
+    assert sent == [signal.SIGTERM]
+
+
+CANNOT_KILL = """
+import os, sys
+from tfmulti.launch import supervisor
+# As for a process of another user.
+supervisor._send, supervisor._KILL_S = lambda *_: None, 0.2
+sys.exit(supervisor.main(os.pipe()[0], sys.argv[1:]))
+"""
+
+
+def test_what_may_not_be_killed_is_named_and_not_waited_for():
+    command = ["sh", "-c", "sleep 600 >/dev/null 2>&1 & exit 5"]
+    done = subprocess.run(
+        [sys.executable, "-c", CANNOT_KILL, *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 5
+    [left] = re.fullmatch(r".* not killed in 0.2 s: (\d+)\.\n", done.stderr).groups()
+    os.kill(int(left), signal.SIGKILL)
 
 
 def test_temporary_folders_of_workers_are_removed_and_are_no_progress(launch, tmp_path):
@@ -605,6 +681,39 @@ def test_lines_of_tensorflows_runtime_stay_in_the_file_unless_asked_for(
     assert line in (tmp_path / "log").read_text()
 
 
+class Picture:
+    """Keras's progress bar, as it writes itself: over and over again within one line."""
+
+    def __init__(self, log):
+        self.log, self.file = log, log.open_for_worker()
+
+    def draw(self, words, end=""):
+        self.file.write(("\b" * 9 + "\r" + words + end).encode())
+        self.file.flush()
+        self.log.show_new()
+
+
+def test_a_progress_bar_is_shown_while_it_grows_and_is_not_kept(tmp_path, monkeypatch):
+    terminal, times = io.BytesIO(), iter(range(1_000_000))
+    clock = types.SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr(logs, "time", clock, raising=False)
+    monkeypatch.setattr(logs, "_BAR_S", 100, raising=False)
+    log = logs.Log(tmp_path / "log", "worker 0", True, terminal)
+    bar = Picture(log)
+    for step in range(1, 1000):
+        bar.draw(f"{step}/1000")
+        assert len(log._rest) < 30
+    shown = terminal.getvalue().decode().splitlines()
+    assert 5 < len(shown) < 20 and all(line.endswith("/1000") for line in shown)
+    assert shown[0] == "[worker 0] 1/1000" and len(set(shown)) == len(shown)
+    bar.draw("1000/1000", end="\nEpoch 2/2\r\nand")
+    log.show_rest()
+    bar.file.close()
+    log.close()
+    rest = terminal.getvalue().decode().splitlines()[len(shown) :]
+    assert rest == ["[worker 0] 1000/1000", "[worker 0] Epoch 2/2", "[worker 0] and"]
+
+
 SHOW = """
 import json, os, sys
 names = ("MALLOC_MMAP_MAX_", "TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
@@ -681,39 +790,6 @@ SHOW_GPUS = 'import os; print("gpus", os.environ.get("CUDA_VISIBLE_DEVICES"))'
             ["--num_workers=2", "--num_ps=1"],
             ["chief] gpus -1", "ps 0] gpus -1", "worker 0] gpus 4", "worker 1] gpus 4"],
             "",
-class Picture:
-    """Keras's progress bar, as it writes itself: over and over again within one line."""
-
-    def __init__(self, log):
-        self.log, self.file = log, log.open_for_worker()
-
-    def draw(self, words, end=""):
-        self.file.write(("\b" * 9 + "\r" + words + end).encode())
-        self.file.flush()
-        self.log.show_new()
-
-
-def test_a_progress_bar_is_shown_while_it_grows_and_is_not_kept(tmp_path, monkeypatch):
-    terminal, times = io.BytesIO(), iter(range(1_000_000))
-    clock = types.SimpleNamespace(monotonic=lambda: next(times))
-    monkeypatch.setattr(logs, "time", clock, raising=False)
-    monkeypatch.setattr(logs, "_BAR_S", 100, raising=False)
-    log = logs.Log(tmp_path / "log", "worker 0", True, terminal)
-    bar = Picture(log)
-    for step in range(1, 1000):
-        bar.draw(f"{step}/1000")
-        assert len(log._rest) < 30
-    shown = terminal.getvalue().decode().splitlines()
-    assert 5 < len(shown) < 20 and all(line.endswith("/1000") for line in shown)
-    assert shown[0] == "[worker 0] 1/1000" and len(set(shown)) == len(shown)
-    bar.draw("1000/1000", end="\nEpoch 2/2\r\nand")
-    log.show_rest()
-    bar.file.close()
-    log.close()
-    rest = terminal.getvalue().decode().splitlines()[len(shown) :]
-    assert rest == ["[worker 0] 1000/1000", "[worker 0] Epoch 2/2", "[worker 0] and"]
-
-
         ),
         ("4,4", ["--num_workers=2"], ["worker 0] gpus 4,4", "worker 1] gpus 4,4"], ""),
     ],
@@ -732,6 +808,24 @@ def test_each_worker_has_gpus_of_its_own(launch, visible, flags, expected, told)
 def test_mpi_goes_with_workers_of_this_machine():
     with pytest.raises(ValueError, match="Received: mpi=True, hosts=hosts.txt"):
         LaunchConfig(hosts="hosts.txt", mpi=True)
+
+
+def test_workers_of_an_mpi_job_have_nothing_of_the_srun_around_the_launcher(monkeypatch, tmp_path):
+    """As in `srun --pty bash` where PMI-2 is the default: MPI reads PMI_FD before PMI_PORT."""
+    inherited = {"PMI_FD": "13", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "2"}
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    for name, value in {**inherited, **step}.items():
+        monkeypatch.setenv(name, value)
+    names = ("PMI_FD", "PMI_RANK", "PMI_SIZE")
+    code = f"""
+        from tfmulti.cluster import mpi
+        shown = [*map(os.environ.get, {names!r}), mpi.size_in_environment()]
+        print(json.dumps(shown))
+    """
+    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), mpi=True)
+    assert job.Job(config, worker(code)).run() == 0
+    shown = [json.loads((tmp_path / f"worker_{index}.log").read_text()) for index in range(2)]
+    assert shown == [[None, str(index), "2", 2] for index in range(2)]
 
 
 class Process:
@@ -772,21 +866,3 @@ def test_the_process_manager_lets_processes_find_one_another():
         assert other.ask("cmd=barrier_in") == one.hear()[0] == "cmd=barrier_out rc=0"
         assert "value=here" in other.ask("cmd=get kvsname=x key=place")
         assert one.ask("cmd=finalize") == "cmd=finalize_ack rc=0"
-def test_workers_of_an_mpi_job_have_nothing_of_the_srun_around_the_launcher(monkeypatch, tmp_path):
-    """As in `srun --pty bash` where PMI-2 is the default: MPI reads PMI_FD before PMI_PORT."""
-    inherited = {"PMI_FD": "13", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "2"}
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    for name, value in {**inherited, **step}.items():
-        monkeypatch.setenv(name, value)
-    names = ("PMI_FD", "PMI_RANK", "PMI_SIZE")
-    code = f"""
-        from tfmulti.cluster import mpi
-        shown = [*map(os.environ.get, {names!r}), mpi.size_in_environment()]
-        print(json.dumps(shown))
-    """
-    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), mpi=True)
-    assert job.Job(config, worker(code)).run() == 0
-    shown = [json.loads((tmp_path / f"worker_{index}.log").read_text()) for index in range(2)]
-    assert shown == [[None, str(index), "2", 2] for index in range(2)]
-
-

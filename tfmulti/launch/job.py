@@ -45,6 +45,8 @@ FIRST_DELAY_S = 1.0
 
 _POLL_S = 0.05
 _LONGEST_DELAY_S = 30.0
+# Signals within so many seconds are one request: systemd and logind send more than one.
+_SAME_REQUEST_S = 1.0
 # Errors of the program or the user: a restart would not help.
 _PERMANENT = (command_line.ERROR, command_line.BAD_USAGE)
 # The index of the chief, where there are parameter servers.
@@ -206,7 +208,8 @@ class Job:
             if self.config.max_restarts:
                 self.print_fn("Not restarted: it failed before the first training step.")
             return None
-        delay = min(FIRST_DELAY_S * 2.0**self.restarts, _LONGEST_DELAY_S)
+        # Bounded before: a job that is often preempted has more restarts than a float exponents.
+        delay = min(FIRST_DELAY_S * 2.0 ** min(self.restarts, 10), _LONGEST_DELAY_S)
         restart = self._count_restart(first)
         if restart is None:
             return None
@@ -258,6 +261,7 @@ class _Watch:
         self._workers = range(1, 1 + job.config.num_workers) if job.config.num_ps else range(0)
         self._ended: list[WorkerExit] = []
         self._first = self._signalled = self._kill_at = self._failed_at = None
+        self._first_came: dict[int, float] = {}
         self._restart_at: dict[int, float] = {}
 
     def run(self) -> Outcome:
@@ -278,12 +282,16 @@ class _Watch:
         return Outcome(self._ended, first, self._signalled)
 
     def _pass_on(self, signum):
-        # A second signal means: do not wait.
-        wait_s = self._job.config.grace if self._signalled is None else 0.0
-        self._signalled = self._signalled or int(signum)
-        self._kill_at = time.monotonic() + wait_s
-        self._restart_at.clear()
-        self._group.send(signal.SIGTERM if signum == signal.SIGHUP else signum)
+        now = time.monotonic()
+        first_came = self._first_came.setdefault(signum, now)
+        if self._signalled is None:
+            self._signalled = int(signum)
+            self._kill_at = now + self._job.config.grace
+            self._restart_at.clear()
+            self._group.send(signal.SIGTERM if signum == signal.SIGHUP else signum)
+        elif now - first_came >= _SAME_REQUEST_S:
+            # The same signal once more means: do not wait.
+            self._kill_at = now
 
     def _on_exit(self, ended):
         self._running.discard(ended.index)

@@ -4,8 +4,8 @@ It is a separate program that imports no other module of this package: it starts
 and survives if the launcher is killed. When the launcher exits, the kernel closes the file
 descriptor `lifeline`; the launcher can also close it. Then the supervisor kills the worker and all
 its descendants, in any session. When the worker exits, it kills the remaining descendants. It
-forwards SIGTERM and SIGINT to the worker; other signals that the launcher shall pass on must be
-added to `_FORWARDED`, or they end the supervisor, and with it the worker.
+forwards SIGTERM and SIGINT to the worker, and SIGHUP as SIGTERM; other signals that the launcher
+shall pass on must be added to `_FORWARDED`, or they end the supervisor, and with it the worker.
 """
 
 import os
@@ -15,8 +15,18 @@ import signal
 import sys
 import time
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+# Each signal, and what the worker gets for it.
+_FORWARDED = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGHUP: signal.SIGTERM,
+}
 _HANDLED = (*_FORWARDED, signal.SIGCHLD)
+# systemd signals each process of a job, logind with two signals, and the launcher sends one more:
+# within so many seconds they are one request. A worker may take a second one as "end at once".
+_SAME_REQUEST_S = 2.0
+# Seconds to kill what a worker leaves: less than the launcher waits for a supervisor.
+_KILL_S = 8.0
 # Python ignores these two signals; a program that it executes would inherit that.
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 _CORES = "TFMULTI_CORES"
@@ -40,7 +50,9 @@ def main(lifeline: int, command: list[str]) -> int:
     signal.set_wakeup_fd(wake)
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     for number in _HANDLED:
-        signal.signal(number, lambda *_: None)
+        # Under `nohup` SIGHUP is ignored, and stays so.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     worker = _start(command, lifeline)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     status = _wait(worker, lifeline, woken)
@@ -60,6 +72,8 @@ def _start(command, lifeline) -> int:
         signal.set_wakeup_fd(-1)
         for number in (*_HANDLED, *_IGNORED):
             signal.signal(number, signal.SIG_DFL)
+        # It gets SIGTERM instead, and time to save.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(lifeline)
@@ -76,14 +90,17 @@ def _start(command, lifeline) -> int:
 
 
 def _wait(worker, lifeline, woken) -> int:
+    forwarded = {}
     while True:
         ready, _, _ = select.select([lifeline, woken], [], [])
         if lifeline in ready:
             os.kill(worker, signal.SIGKILL)
             return os.waitpid(worker, 0)[1]
-        for number in os.read(woken, 4096):
-            if number in _FORWARDED:
-                os.kill(worker, number)
+        for number in map(_FORWARDED.get, os.read(woken, 4096)):
+            now = time.monotonic()
+            if number and now - forwarded.get(number, -_SAME_REQUEST_S) >= _SAME_REQUEST_S:
+                forwarded[number] = now
+                _send(worker, number)
         while True:
             # Orphans of the worker are children of this process, which must reap them.
             child, status = os.waitpid(-1, os.WNOHANG)
@@ -94,22 +111,31 @@ def _wait(worker, lifeline, woken) -> int:
 
 
 def _kill_all(worker):
-    """Kills all descendants; when one dies, its children become children of this process."""
-    _kill(-worker)
+    """Kills all descendants; when one dies, its children become children of this process.
+
+    One that may not be killed, as of another user, or cannot be now, as in a read of a file system
+    that has gone, is left, and named.
+    """
+    _send(-worker, signal.SIGKILL)
+    limit = time.monotonic() + _KILL_S
     while True:
         for child in _children():
-            _kill(child)
+            _send(child, signal.SIGKILL)
         try:
             child, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
+            return
+        if time.monotonic() > limit:
+            left = ", ".join(map(str, _children()))
+            os.write(2, f"The worker has ended; not killed in {_KILL_S:g} s: {left}.\n".encode())
             return
         if not child:
             time.sleep(0.005)
 
 
-def _kill(number):
+def _send(process, number):
     try:
-        os.kill(number, signal.SIGKILL)
+        os.kill(process, number)
     except (ProcessLookupError, PermissionError):
         pass
 
