@@ -197,7 +197,12 @@ def test_mpiexec_needs_no_tf_config(mpiexec):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "failing", "expected"),
-    [("kill", 1, "is lost"), ("raise", 1, "its own mistake"), ("raise", 0, "its own mistake")],
+    [
+        ("kill", 1, "is lost"),
+        ("raise", 1, "its own mistake"),
+        ("raise", 0, "its own mistake"),
+        ("exit", 1, "is lost"),
+    ],
 )
 def test_a_launched_job_speaks_mpi_and_tells_who_is_lost(tmp_path, how, failing, expected):
     launch = [sys.executable, "-m", "tfmulti.launch", "--num_workers=2", "--mpi"]
@@ -206,6 +211,8 @@ def test_a_launched_job_speaks_mpi_and_tells_who_is_lost(tmp_path, how, failing,
         [*command, how, str(failing)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode not in (0, 2), done.stdout
+    # A worker that waits in MPI's end for the others would never come to its own.
+    assert how != "exit" or "worker 1 failed with exit code 3" in done.stderr
     text = (tmp_path / f"worker_{1 - failing}.log").read_text()
     assert "over mpi" in text
     assert expected in [line for line in text.splitlines() if line.startswith("error: ")][-1]

@@ -13,10 +13,13 @@ from faults.random_kills import find_worker
 from faults.workers import HEALTHY, NOTICE_S, expect, one_process
 
 
+def _launch(folder: Path):
+    return ("tfmulti.launch", "--num_workers", "2", "--mpi", "--log_dir", folder / "logs", "--")
+
+
 def _started(folder: Path, *flags):
     train = (sys.executable, "-m", "tfmulti.train", "--strategy", "multi_worker", *flags)
-    launch = ("tfmulti.launch", "--num_workers", "2", "--mpi", "--log_dir", folder / "logs", "--")
-    return one_process(folder, *launch, *train, "--workdir", folder / "run")
+    return one_process(folder, *_launch(folder), *train, "--workdir", folder / "run")
 
 
 def _error_of(folder: Path, index: int) -> str:
@@ -77,6 +80,19 @@ def bad_record(folder: Path):
     return time.monotonic() - began, f"both end: {errors[0]}"
 
 
+def ends_early(folder: Path):
+    """A worker's own script ends within `fit` by `sys.exit(0)`; the other names it."""
+    began = time.monotonic()
+    script = (sys.executable, "-m", "own_script", "leaves early", folder)
+    with one_process(folder, *_launch(folder), *script) as launcher:
+        code = launcher.wait()
+        text = (folder / "logs" / "worker_0.log").read_text(errors="replace")
+    seconds = time.monotonic() - began
+    words = [line for line in text.splitlines() if "worker 1 at" in line]
+    expect(code == 144 and words and "exited early with code 0" in launcher.text, code, text)
+    return seconds, f"exit 144: {words[-1]}"
+
+
 SCENARIOS = {
     "a worker is killed, over MPI": lost(signal.SIGKILL, 1),
     "the chief is killed, over MPI": lost(signal.SIGKILL, 0),
@@ -87,6 +103,7 @@ SCENARIOS = {
     "a worker is frozen, in a pipeline": lost(signal.SIGSTOP, 1, STAGES),
     "a worker is killed, tensor parallelism": lost(signal.SIGKILL, 1, SPLIT),
     "a worker is frozen, tensor parallelism": lost(signal.SIGSTOP, 1, SPLIT),
+    "a worker ends early, over MPI": ends_early,
     "a worker is frozen, over MPI": lost(signal.SIGSTOP, 1),
     "the chief is frozen, over MPI": lost(signal.SIGSTOP, 0),
     "an exception in one pipeline, over MPI": bad_record,

@@ -1,4 +1,4 @@
-"""One worker of a job over MPI that comes to harm: `python mpi_worker.py raise|kill INDEX`."""
+"""One worker of a job over MPI that comes to harm: `python mpi_worker.py raise|kill|exit INDEX`."""
 
 import os
 import signal
@@ -22,6 +22,8 @@ class Harm(keras.callbacks.Callback):
         if batch == 1 and self.model.distribute_strategy.cluster_resolver.task_id == self.index:
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "exit":
+                sys.exit(3)
             raise ValueError("its own mistake")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
+from tfmulti.runtime import processes
 
 GRACE_S = 20.0
 """How long a worker may take to end a call by itself after another worker's has failed."""
@@ -72,6 +74,12 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
         with contextlib.suppress(tf.errors.OpError):
             # Refused if another worker has published an error before.
             keras_compat.publish_failure(call.key, text[:_LENGTH])
+        raise
+    except SystemExit as error:
+        # At Python's own exit MPI would wait for the others, which wait for this worker.
+        if "mpi4py.MPI" in sys.modules:
+            by_itself = error.code if isinstance(error.code, int) else int(error.code is not None)
+            processes.end_process_at_exit(by_itself)
         raise
     finally:
         call.ended.set()
