@@ -182,6 +182,7 @@ def test_the_first_whose_time_is_over_ends_it_for_all():
 def test_under_a_scheduler_nobody_is_told_to_write_tf_config(source):
     workers = clusters(2, source=source)
     (missing,) = serve(workers[:1], timeout_s=0.2)
+    assert isinstance(missing, rendezvous.WorkersMissingError)
     three = clusters(3, source=source)
     twice = serve([three[0], three[1], three[1]], timeout_s=5.0)
     with socket.socket() as held:

@@ -7,6 +7,8 @@ import keras
 import numpy as np
 import pytest
 
+from tfmulti import checkpoint, rendezvous
+from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
 from tfmulti.train import __main__ as command
 from tfmulti.train import loop, models, run_reporter, techniques
@@ -24,6 +26,28 @@ def run(*arguments, env=None, cwd=None):
 
 
 ONE, LOCAL = "--strategy=one_device", "--synchronize_every=2"
+
+
+@pytest.mark.parametrize(
+    ("begun", "code"),
+    [
+        ("not", command_line.ERROR),
+        ("restarted", environment.PEER_LOST),
+        ("saved", environment.PEER_LOST),
+    ],
+)
+def test_workers_that_are_late_after_a_restart_end_that_start_alone(
+    monkeypatch, tmp_path, begun, code
+):
+    """At a first start somebody has to look: 1, which schedulers do not restart."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1" if begun == "restarted" else "0")
+    config = TrainConfig(strategy="multi_worker", workdir=str(tmp_path))
+    if begun == "saved":
+        (tmp_path / checkpoint.FOLDER / "step_0000000012").mkdir(parents=True)
+        assert checkpoint.saved_in(tmp_path / checkpoint.FOLDER)
+    assert command._end(rendezvous.WorkersMissingError("late"), config, False) == code
+    assert command._end(rendezvous.RendezvousError("unlike"), config, False) == command_line.ERROR
 
 
 @pytest.mark.parametrize(

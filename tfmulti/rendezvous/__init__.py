@@ -30,6 +30,7 @@ from tfmulti.rendezvous.client import Client
 from tfmulti.rendezvous.errors import (
     GPUS,
     RendezvousError,
+    WorkersMissingError,
     check_equal,
     check_gpus,
     missing_error,
@@ -39,7 +40,7 @@ from tfmulti.rendezvous.messages import MAX_BYTES, find_token
 from tfmulti.rendezvous.server import Server
 from tfmulti.runtime import processes
 
-__all__ = ["RendezvousError", "join"]
+__all__ = ["RendezvousError", "WorkersMissingError", "join"]
 
 DEFAULT_TIMEOUT_S = 60.0
 _SPARE_BYTES = 1024
@@ -72,8 +73,8 @@ def join(
         The settings of each worker, by its position in `cluster.tasks`.
 
     Raises:
-        RendezvousError: If workers are missing, two have the same task or GPU, a setting or the
-            token differs, or the first worker cannot listen.
+        RendezvousError: If workers are missing (a `WorkersMissingError`), two have the same task
+            or GPU, a setting or the token differs, or the first worker cannot listen.
         ValueError: For settings that JSON cannot hold, or longer than 64 KiB; for a timeout that
             is not a number of seconds above 0.
 

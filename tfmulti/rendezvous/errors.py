@@ -18,6 +18,10 @@ class RendezvousError(RuntimeError):
     """Workers are missing, or their settings differ; the message names them."""
 
 
+class WorkersMissingError(RendezvousError):
+    """Some workers did not connect in time. After a restart they may only be late."""
+
+
 def name_worker(cluster: Cluster, index: int) -> str:
     """Returns the name and the address of the task at a position in `cluster.tasks`."""
     return cluster.name_of(*cluster.tasks[index])
@@ -25,7 +29,7 @@ def name_worker(cluster: Cluster, index: int) -> str:
 
 def missing_error(
     cluster: Cluster, missing: Iterable[int], seconds: float, remarks: Iterable[str] = ()
-) -> RendezvousError:
+) -> WorkersMissingError:
     """Returns the error for workers that did not connect.
 
     Args:
@@ -36,7 +40,7 @@ def missing_error(
     """
     names = [name_worker(cluster, index) for index in sorted(missing)]
     seen = "".join(f"; {remark}" for remark in remarks)
-    return RendezvousError(
+    return WorkersMissingError(
         f"All {cluster.num_workers} workers must connect to the rendezvous within the start "
         f"timeout. Received: after {seconds:.1f} s, {len(names)} had not connected: "
         f"{', '.join(names)}{seen}. Start them, or read in their logs why they ended; check that "

@@ -11,7 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from tfmulti import checkpoint, cluster
+from tfmulti import checkpoint, cluster, rendezvous
+from tfmulti.cluster import environment
 from tfmulti.runtime import command_line, console, files, processes
 from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
@@ -106,7 +107,16 @@ def _end(error, config, with_traceback) -> int:
         return code
     peer = _end_worker(error, config)
     command_line.show_error(error, with_traceback, None if peer is None else peer.text)
+    if isinstance(error, rendezvous.WorkersMissingError) and _has_begun_before(config):
+        # They ran with the same settings before: a scheduler may give them their places late.
+        return environment.PEER_LOST
     return command_line.ERROR if peer is None else peer.exit_code
+
+
+def _has_begun_before(config) -> bool:
+    if environment.count_restarts(os.environ):
+        return True
+    return bool(config.workdir and checkpoint.saved_in(Path(config.workdir) / checkpoint.FOLDER))
 
 
 def _train(config: TrainConfig, verbose: bool) -> int:
