@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from replicas import create_strategy
 
+import tfmulti
 from tfmulti.strategies import alike, program_order
 
 
@@ -76,6 +77,19 @@ def test_texts_are_compared_and_other_data_are_not():
     assert not alike.are_same_data(alike.describe_data(texts), alike.describe_data(texts[::-1]))
     assert alike.describe_data(tf.data.Dataset.range(3)) == []
     assert alike.describe_data(x for x in [1]) == []
+
+
+def test_what_streams_are_made_of_is_compared():
+    def describe(files, folder="a", seed=1):
+        names = [f"/{folder}/{file}.png" for file in files]
+        stream = tf.data.Dataset.from_tensor_slices((names, ROWS)).map(lambda name, row: row)
+        stream = stream.shuffle(9, seed, reshuffle_each_iteration=False)
+        return alike.describe_data(tfmulti.distribute_train(stream, create_strategy(1), 8))
+
+    files = [f"{number:02}" for number in range(40)]
+    assert describe(files) == describe(files, "b")
+    for other in (describe(files[::-1]), describe(files, seed=2)):
+        assert not alike.are_same_data(describe(files), other)
 
 
 CLASSES = np.arange(40) % 10

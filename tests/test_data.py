@@ -149,6 +149,31 @@ def test_by_hand_it_gives_global_batches_epoch_by_epoch():
     assert rows == expected_steps(10, 4, 1, range(2))
 
 
+def test_looking_at_batches_does_not_move_training():
+    strategy = create_strategy(2)
+    train = distribute_train(numbered(10), strategy, 4, seed=1)
+
+    def look(*_, **__):
+        next(iter(train))
+        next(iter(train.take(1)))
+
+    def fit(model):
+        look()
+        looking = keras.callbacks.LambdaCallback(on_epoch_end=look, on_train_batch_end=look)
+        model.fit(train, epochs=2, verbose=0, callbacks=[looking])
+
+    assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, range(2))
+    assert train.position == (1, 3)
+
+
+def test_a_model_outside_of_the_scope_moves_the_position():
+    train = distribute_train(numbered(10), create_strategy(1), 4, seed=1)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(train, epochs=2, verbose=0)
+    assert train.position == (1, 3)
+
+
 def test_keras_makes_more_iterators_than_epochs():
     # The canary: were it one each, the epoch could be counted by iterators.
     made = []
@@ -373,12 +398,16 @@ def test_the_audit_names_missing_duplicated_and_unequal_shards():
     assert "unequal: replica 0 has most rows, replica 1 least" in text
 
 
-def batches_of_a_folder(tmp_path):
+def images_of_a_folder(tmp_path, **settings):
     for number, name in itertools.product(range(3), ("cats", "dogs")):
         image = np.full((8, 8, 3), number, "uint8")
         (tmp_path / name).mkdir(exist_ok=True)
         keras.utils.save_img(tmp_path / name / f"{number}.png", image)
-    return keras.utils.image_dataset_from_directory(tmp_path, batch_size=2, verbose=False)
+    return keras.utils.image_dataset_from_directory(tmp_path, verbose=False, **settings)
+
+
+def batches_of_a_folder(tmp_path):
+    return images_of_a_folder(tmp_path, batch_size=2)
 
 
 def batches_of_arrays(tmp_path):
@@ -396,6 +425,41 @@ def zipped_batches(tmp_path):
 def test_batches_are_not_taken_for_examples(tmp_path, create, distribute):
     with pytest.raises(ValueError, match="must hold single examples.*Received: a dataset of batch"):
         distribute(create(tmp_path), create_strategy(2), 4)
+
+
+def examples_of_a_folder(tmp_path):
+    return images_of_a_folder(tmp_path, batch_size=None)
+
+
+def unseeded(tmp_path):
+    tf.random.set_seed(None)
+    data = tf.data.Dataset.from_tensor_slices(numbered(20))
+    return data.shuffle(20, reshuffle_each_iteration=False).map(lambda x, y: (x, y)).prefetch(1)
+
+
+def seeded(tmp_path):
+    return tf.data.Dataset.from_tensor_slices(numbered(20)).shuffle(20, seed=3)
+
+
+def within_each_file(tmp_path):
+    files = tf.data.Dataset.range(2).interleave(lambda file: tf.data.Dataset.range(5).shuffle(5))
+    return files.apply(tf.data.experimental.assert_cardinality(10))
+
+
+@pytest.mark.parametrize("create", [examples_of_a_folder, unseeded, seeded, within_each_file])
+@pytest.mark.parametrize("distribute", [distribute_train, distribute_eval])
+def test_a_stream_whose_order_changes_is_refused(tmp_path, create, distribute):
+    with pytest.raises(ValueError, match="same order on every worker.* Received: .* Pass it befo"):
+        distribute(create(tmp_path), create_strategy(1), 4)
+
+
+def test_a_stream_of_one_order_is_read_in_it(tmp_path):
+    images = images_of_a_folder(tmp_path, batch_size=None, shuffle=False)
+    labels = [y.numpy().tolist() for _, y in distribute_eval(images, create_strategy(2), 4)]
+    assert labels == [[0, 0, 0, 1], [1, 1]]
+    fixed = tf.data.Dataset.range(9).shuffle(9, seed=3, reshuffle_each_iteration=False)
+    passes = [list(distribute_eval(fixed, create_strategy(2), 9)) for _ in range(2)]
+    np.testing.assert_array_equal(*passes)
 
 
 def test_sequences_cut_by_batch_are_examples_and_batches_can_be_undone(caplog):

@@ -32,6 +32,7 @@ def test_what_one_worker_has_otherwise_is_told(run_workers, case, rule, received
     [
         ("rows", "in `x` the arrays on worker 1 differ in shape or values from those on the first"),
         ("own rows", "in `x` the arrays on worker 1 differ"),
+        ("own stream", "in `x` the arrays on worker 1 differ"),
         ("fewer", "(12, 4) here, (16, 4) there"),
         ("labels", "in `y` the arrays on worker 1 differ in shape or values from those on the"),
         ("validated labels", "in `validation_data` the arrays on worker 1 differ"),

@@ -82,6 +82,11 @@ def main():
     x = np.random.RandomState(1 if here("rows") or here("own rows") else 0).randn(32, 4)
     x = x.astype("float32")[: 12 if here("fewer") else 16 if CASE == "fewer" else None]
     given = {"x": x, "y": -x[:, :1] if here("labels") else x[:, :1], "batch_size": 16}
+    if CASE == "own stream":
+        # As of files that are listed in another order.
+        rows = tf.data.Dataset.from_tensor_slices(x[:: -1 if here(CASE) else 1])
+        stream = rows.map(lambda row: (row, row[:1]))
+        given = {"x": tfmulti.distribute_train(stream, strategy, 16)}
     if CASE == "own rows":
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
     if CASE == "validation" and IS_CHIEF or CASE == "validated labels":

@@ -51,7 +51,7 @@ def distribute_train(
     Returns:
         A `tf.data.Dataset` for `model.fit`. Its `position` is (epoch, step), and
         `set_position` sets it. `map` applies a function to the batch of each replica, and so must
-        act row by row. Iterated directly, it yields global batches.
+        act row by row. Iterated directly, it yields global batches, and leaves `position` as it is.
 
     Raises:
         ValueError: For data or numbers that cannot be laid out.

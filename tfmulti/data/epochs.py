@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 
 import numpy as np
@@ -63,6 +64,7 @@ class Position:
         self._epoch = 0
         self._first_step = 0
         self._taken = None
+        self.counts_all = False
         self.waiting: WaitTimer | None = None
 
     @property
@@ -106,8 +108,9 @@ class Position:
 class EpochDataset(tf.data.Dataset):
     """The dataset that `distribute_train` and `distribute_eval` return.
 
-    Under its strategy each replica draws its own rows. Iterated without one, it gives the
-    global batches, as one device would see them.
+    Under its strategy each replica draws its own rows. Iterated directly, it gives the global
+    batches, as one device would see them; `position` stays as it is, so that training does not
+    skip what one worker has looked at.
 
     Attributes:
         plan: The `ShardPlan` of this dataset.
@@ -123,11 +126,11 @@ class EpochDataset(tf.data.Dataset):
         self.keeps_rows = not maps or maps_lib.keep_rows(maps, source.element_spec, plan)
         self.audit = parent.audit if parent else (ShardAudit(plan, strategy) if audit else None)
         self._position = parent._position if parent else Position()
+        # Of iterations outside of training: the epochs that a program goes through by itself.
+        self._looked_at = parent._looked_at if parent else Position()
         if plan.remainder == "pad":
             strategy.marks_padding = True
-        self._global = self._replica_batches_of(
-            tuple(range(plan.num_replicas)), _no_audit, Samples(wanted=False)
-        ).map(_join)
+        self._global = self._global_batches(self._looked_at)
         super().__init__(keras_compat.variant_tensor(self._global))
 
     @property
@@ -189,6 +192,7 @@ class EpochDataset(tf.data.Dataset):
                 f"with {self.plan.steps_per_epoch} steps per epoch. Use step=0 for its start."
             )
         self._position.set(epoch, step)
+        self._looked_at.set(epoch, step)
 
     def measure_waiting(self) -> None:
         """Makes the steps of the next `fit` measure how long they wait for their rows."""
@@ -241,7 +245,22 @@ class EpochDataset(tf.data.Dataset):
     def __iter__(self):
         if tf.inside_function():
             return super().__iter__()
-        return iter(Pass(self._global, self._position, None, self.element_spec, counted=False))
+        if self._position.counts_all:
+            return self.train_pass()
+        return iter(Pass(self._global, self._looked_at, None, self.element_spec, counted=False))
+
+    def train_pass(self) -> iterators.ReplicaIterator:
+        """Returns an iterator over the global batches of the next pass, which counts them."""
+        batches, spec = self._batches_of_training, self.element_spec
+        return iter(Pass(batches, self._position, None, spec, counted=False))
+
+    @functools.cached_property
+    def _batches_of_training(self):
+        return self._global_batches(self._position)
+
+    def count_all(self) -> None:
+        """Makes all iterations count: Keras trains a model without a strategy from the dataset."""
+        self._position.counts_all = True
 
     def distribute_to(self, strategy) -> Pass:
         """Returns the distributed dataset that Keras iterates over; strategies call it.
@@ -258,7 +277,8 @@ class EpochDataset(tf.data.Dataset):
             )
         log = self.audit.record if self.audit else _no_audit
         sampled = Samples(getattr(strategy, "keeps_samples", False))
-        batches = self._replica_batches_of(topology.local_batch_indices(strategy), log, sampled)
+        numbers = topology.local_batch_indices(strategy)
+        batches = self._replica_batches_of(numbers, log, sampled, self._position)
         distributed = Pass(
             batches, self._position, strategy, self.element_spec, counted=self.keeps_rows
         )
@@ -266,9 +286,14 @@ class EpochDataset(tf.data.Dataset):
         marks.SAMPLE.set(distributed, sampled)
         return distributed
 
-    def _replica_batches_of(self, numbers: tuple[int, ...], log, sampled) -> tf.data.Dataset:
+    def _global_batches(self, position) -> tf.data.Dataset:
+        numbers = tuple(range(self.plan.num_replicas))
+        unwanted = Samples(wanted=False)
+        return self._replica_batches_of(numbers, _no_audit, unwanted, position).map(_join)
+
+    def _replica_batches_of(self, numbers, log, sampled, position) -> tf.data.Dataset:
         def begin(_):
-            epoch, step = tf.numpy_function(self._position.begin, [], [tf.int64] * 2)
+            epoch, step = tf.numpy_function(position.begin, [], [tf.int64] * 2)
             return tf.ensure_shape(epoch, []), tf.ensure_shape(step, [])
 
         def finish(count, batches):

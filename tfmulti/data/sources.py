@@ -159,7 +159,7 @@ def create_source(data, shuffle_buffer: int):
 
     Raises:
         ValueError: For data of another kind, arrays of unequal length, or a stream whose
-            number of examples is unknown.
+            number of examples is unknown or whose order changes.
     """
     if isinstance(data, str):
         data = load_split(data)
@@ -174,6 +174,7 @@ def create_source(data, shuffle_buffer: int):
                 "where it is endless."
             )
         _refuse_batches(data)
+        _refuse_shuffles(data)
         return StreamSource(data, num_examples, shuffle_buffer)
     if not isinstance(data, (tuple, list, dict, np.ndarray, tf.Tensor)):
         raise ValueError(
@@ -201,14 +202,30 @@ def _refuse_batches(dataset):
         raise ValueError(
             "A `tf.data.Dataset` must hold single examples: distribute_train and distribute_eval "
             f"make the batches. Received: a dataset of batches, {dataset.element_spec}. Pass it "
-            "before .batch(), or with batch_size=None of Keras's *_dataset_from_directory; or give "
-            "the batches to model.fit as they are."
+            "before .batch(), or with batch_size=None and shuffle=False of Keras's "
+            "*_dataset_from_directory; or give the batches to model.fit as they are."
         )
     if len(firsts) == 1 and "none" not in firsts:
         logging.warning(
             "The dataset was made by .batch(): each of its batches of %d rows is treated as one "
             "example. Unless you intend this, pass it before .batch().",
             firsts.pop(),
+        )
+
+
+def _refuse_shuffles(dataset):
+    """Raises for a dataset whose order changes.
+
+    Also in one process, where no row would be lost: whether training will resume from a checkpoint
+    is not known yet, and the same program must run on several workers.
+    """
+    if keras_compat.shuffles_anew(dataset):
+        raise ValueError(
+            "A `tf.data.Dataset` must have the same order on every worker and in every pass: each "
+            "worker keeps its own rows of it, and training resumes amid a pass. Received: a "
+            "dataset with a shuffle of its own. Pass it before .shuffle(), or with shuffle=False "
+            "of Keras's *_dataset_from_directory: distribute_train shuffles by itself. Or give "
+            ".shuffle() a seed and reshuffle_each_iteration=False."
         )
 
 

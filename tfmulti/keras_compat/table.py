@@ -36,7 +36,9 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops import (
     dataset_ops,
     flat_map_op,
+    from_tensor_slices_op,
     prefetch_op,
+    shuffle_op,
     structured_function,
     zip_op,
 )
@@ -175,6 +177,8 @@ ATTRIBUTES = {
     context.Context: ("_thread_local_data", "_rng"),
     dataset_ops.DatasetV2: ("_variant_tensor",),
     flat_map_op._FlatMapDataset: ("_map_func",),
+    from_tensor_slices_op._TensorSliceDataset: ("_tensors",),
+    shuffle_op._ShuffleDataset: ("_seed", "_seed2", "_reshuffle_each_iteration"),
     structured_function.StructuredFunctionWrapper: ("_func",),
     prefetch_op._PrefetchDataset: ("_input_dataset",),
     zip_op._ZipDataset: ("_datasets",),

@@ -49,7 +49,8 @@ def compare_models(model: keras.Model, given: Mapping[str, object]) -> None:
 
     Args:
         model: The model.
-        given: The arguments of `fit` by name; of its data only arrays are compared.
+        given: The arguments of `fit` by name; of its data arrays are compared, and what a stream
+            of `distribute_train` was made of.
     """
     strategy = model.distribute_strategy
     if not getattr(strategy, "checks_call_order", False):
@@ -69,8 +70,8 @@ def compare_models(model: keras.Model, given: Mapping[str, object]) -> None:
                 f"{topology.worker_name(strategy)} differ in shape or values from those on the "
                 f"first worker: {_shapes(mine)} here, {_shapes(other)} there. Load all rows on "
                 "every worker, in the same order, seed random data, and sort what comes from a "
-                "Python set, such as the names of classes; tfmulti.distribute_train reads only "
-                "the rows that it needs."
+                "Python set or a folder, such as the names of classes or files; "
+                "tfmulti.distribute_train reads only the rows that it needs."
             )
 
 
@@ -91,13 +92,26 @@ def describe_data(data) -> list:
     """Returns of each array its shape, a digest and some numbers, as JSON; [] for other data.
 
     Args:
-        data: Arrays, a dataset that `distribute_train` made of arrays, or anything else.
+        data: Arrays, a dataset that `distribute_train` made, or anything else.
     """
-    leaves = tf.nest.flatten(getattr(data, "arrays", data), expand_composites=False)
+    leaves = tf.nest.flatten(_arrays_of(data), expand_composites=False)
     leaves = [leaf for leaf in leaves if leaf is not None]
     if not all(hasattr(leaf, "__array__") and len(getattr(leaf, "shape", ())) for leaf in leaves):
         return []
     return [[list(map(int, leaf.shape)), *_some_values(leaf)] for leaf in leaves]
+
+
+def _arrays_of(data):
+    """Returns the arrays of data, or what their stream has slices of; other data as they are."""
+    if not hasattr(data, "distribute_to"):
+        return data
+    if data.stream is None:
+        return data.arrays
+    # The same files may be in another folder on each host.
+    return [
+        tf.strings.regex_replace(each, ".*/", "") if each.dtype == tf.string else each
+        for each in keras_compat.source_tensors(data.stream)
+    ]
 
 
 def _some_values(array) -> tuple[int, list[float]]:

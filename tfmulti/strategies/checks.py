@@ -62,6 +62,8 @@ def check_scope(model: keras.Model, name: str, data) -> None:
             "outside any scope, which would train on one device only. "
             "Create and compile it within `with strategy.scope():`."
         )
+    if hasattr(data, "count_all"):
+        data.count_all()
     if strategy is not None and strategy.num_replicas_in_sync > 1:
         warnings.warn(
             f"{model.name} was created outside `with strategy.scope():`, so it trains on one "

@@ -159,7 +159,8 @@ class _Epochs:
         self._batch = done
         first = epoch * plan.steps_per_epoch + done
         # Checkpoints count the steps of the run, not of the epoch.
-        runs.train(self._train, first, lambda sent: self._may_go_on(first + sent), self._apply)
+        batches = self._train.train_pass()
+        runs.train(batches, first, lambda sent: self._may_go_on(first + sent), self._apply)
         self._step.put_metrics(runs.metrics)
         logs = self._step.results(runs.metrics) | runs.logs
         return logs | summarize_staleness(runs.staleness)
