@@ -1,3 +1,5 @@
+import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -6,6 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from replicas import create_strategy
 
 from tfmulti import checkpoint, rendezvous
 from tfmulti.cluster import environment
@@ -26,6 +29,7 @@ def run(*arguments, env=None, cwd=None):
 
 
 ONE, LOCAL = "--strategy=one_device", "--synchronize_every=2"
+FIND = "--per_replica_batch_size=auto"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,14 @@ def test_workers_that_are_late_after_a_restart_end_that_start_alone(
         ),
         ("--pipeline_stages=2 --compression=bfloat16", ["stages=2, compression='bfloat16'."]),
         ("--micro_batches=8", ["Received: micro_batches=8, without pipeline_stages."]),
+        (f"{FIND} --tensor_parallel=x=row", ["Received: ", "='auto', tensor_parallel='x=row'."]),
+        (
+            f"{FIND} --strategy=multi_worker --pipeline_stages=2",
+            [
+                "`pipeline_stages` divides over workers. Received: ",
+                "'auto', pipeline_stages=2. Use",
+            ],
+        ),
         ("--tensor_parallel=dense/kernel=diagonal", ["'diagonal' is not one of", "vocabulary"]),
         ("--tensor_parallel=dense(/kernel=row", ["must be a regular expression"]),
     ],
@@ -207,6 +219,13 @@ def test_stages_are_on_devices_without_workers_and_else_on_a_worker_each():
         techniques.with_stages_placed(TrainConfig(strategy="multi_worker", pipeline_stages=2), 1)
 
 
+def test_the_batch_size_is_found_for_stages_on_devices_and_not_on_workers():
+    wanted = TrainConfig(pipeline_stages=2, per_replica_batch_size="auto")
+    assert techniques.with_stages_placed(wanted, 1).has_stages_on_devices
+    with pytest.raises(ValueError, match="`per_replica_batch_size=auto` .* Received: .*stages=2."):
+        techniques.with_stages_placed(wanted, 2)
+
+
 def test_what_auto_accepts_for_workers_does_not_hinder_stages_on_devices():
     wanted = TrainConfig(pipeline_stages=2, bucket_bytes=8, start_timeout=3.0, communication="ring")
     assert techniques.with_stages_placed(wanted, 1) == TrainConfig("one_device", pipeline_stages=2)
@@ -218,6 +237,67 @@ def test_steps_per_execution_holds_for_a_compiled_model(asked, expected):
     model.compile("sgd", "mse", steps_per_execution=2)
     models.compile_model(model, TrainConfig(steps_per_execution=asked), None)
     assert model.steps_per_execution == expected
+
+
+@pytest.mark.parametrize(
+    "function, given",
+    [
+        (lambda: None, []),
+        (lambda deep=False: None, []),
+        (lambda *, deep: None, []),
+        (lambda **settings: None, []),
+        (lambda data: None, ["data"]),
+        (lambda data, deep=False: None, ["data"]),
+        (lambda train=None: None, ["data"]),
+        (lambda *arguments: None, ["data"]),
+    ],
+)
+def test_a_model_function_is_given_the_data_unless_it_has_settings_only(
+    function, given, monkeypatch
+):
+    seen = []
+
+    @functools.wraps(function)
+    def create(*arguments):
+        seen.extend(arguments)
+        return keras.Sequential()
+
+    monkeypatch.setattr(models, "resolve_function", lambda *_, **__: create)
+    models.create_model("theirs:create", "data")
+    assert seen == given
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_checkpoints_stay_until_all_workers_have_saved(tmp_path, monkeypatch, fails):
+    reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
+    (tmp_path / "checkpoints").mkdir()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+
+    def wait(strategy, number):
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"checkpoints", "model.keras", "result.json"}
+        if fails:
+            raise Killed
+
+    monkeypatch.setattr(run_reporter.coordination, "min_and_max", wait)
+    with pytest.raises(Killed) if fails else contextlib.nullcontext():
+        reporter.finish(model, {})
+    assert (tmp_path / "checkpoints").exists() == fails
+
+
+@pytest.mark.parametrize("part_of_it", [False, True])
+def test_other_workers_save_a_model_only_where_they_hold_parts_of_it(
+    tmp_path, monkeypatch, part_of_it
+):
+    reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
+    reporter.is_chief = False
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    if part_of_it:
+        model.layers[0].bias.is_here = False
+    saved = []
+    monkeypatch.setattr(keras.Model, "save", lambda self, path: saved.append(path))
+    reporter.finish(model, {})
+    assert bool(saved) == part_of_it and not list(tmp_path.iterdir())
 
 
 def test_missing_devices_of_stages_are_told_before_data_are_loaded(tmp_path):

@@ -26,6 +26,7 @@ from tfmulti.data import distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.runtime import command_line, errors, memory, processes
 from tfmulti.strategies import coordination, create_strategy
+from tfmulti.train import techniques
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.models import compile_model, create_model, prepare_keras
 
@@ -126,10 +127,11 @@ def resolve_batch_size(
 
     Raises:
         RuntimeError: If no size fits, or a step fails for another reason.
-        ValueError: On a TPU.
+        ValueError: On a TPU, or for a model that is divided over workers.
     """
     if config.per_replica_batch_size != AUTO:
         return config
+    techniques.check_batch_size(config)
     if isinstance(strategy, tf.distribute.TPUStrategy):
         raise ValueError(
             "`per_replica_batch_size=auto` runs steps in a separate process, which cannot use the "

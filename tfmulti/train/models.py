@@ -23,8 +23,8 @@ def create_model(name: str, train) -> keras.Model:
 
     Args:
         name: `"cnn"` or `"mlp"`, both classifiers that give logits, or
-            `"package.module:function"`, a function of `train`, or of nothing, that returns a
-            `keras.Model`.
+            `"package.module:function"`, a function that returns a `keras.Model`. Its first
+            parameter is given `train`, unless it has a default and another name.
         train: The training split that `load_dataset` returned.
 
     Returns:
@@ -93,14 +93,18 @@ def create_mlp(train) -> keras.Model:
 
 
 MODELS = {"cnn": create_cnn, "mlp": create_mlp}
+_BY_NAME, _ALL_NAMED = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
 
 
 def _takes_data(function) -> bool:
     try:
-        return bool(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except ValueError:
         # The signature of a function that is not written in Python is unknown.
         return True
+    by_position = [each for each in parameters if each.kind not in (_BY_NAME, _ALL_NAMED)]
+    # A first parameter with a default, as in `create(deep=False)`, is a setting.
+    return any(each.default is each.empty or each.name == "train" for each in by_position[:1])
 
 
 def _describe(train, rank, model) -> tuple[tuple[int, ...], int]:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import keras
 
-from tfmulti import callbacks, checkpoint, keras_compat, topology
+from tfmulti import callbacks, checkpoint, keras_compat, marks, topology
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
 from tfmulti.runtime.memory import show_size
-from tfmulti.step import owners, split_weights
+from tfmulti.step import model_contents, owners, split_weights
+from tfmulti.strategies import coordination
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
 
@@ -222,25 +223,37 @@ class RunReporter:
     def finish(self, model, result):
         """Writes the model and the result on the chief; prints the weights' digest on all workers.
 
-        It removes the checkpoints of the finished run.
+        It removes the checkpoints of the finished run once all workers have come here: if one fails
+        before, all start again, and must not train from the beginning.
         """
         if self.workdir is not None:
             self._save(model)
             if self.is_chief:
-                shutil.rmtree(self._checkpoints, ignore_errors=True)
                 text = json.dumps(result, indent=2) + "\n"
                 path = self.workdir / "result.json"
                 files.write_atomically(path, lambda temporary: temporary.write_text(text))
+        coordination.min_and_max(self.strategy, 0)
+        if self.workdir is not None and self.is_chief:
+            shutil.rmtree(self._checkpoints, ignore_errors=True)
         if self.name is not None:
             self._print_fn(f"{self.name}: weights_sha256={result['weights_sha256']}")
 
     def _save(self, model):
-        """Saves on every worker, since reading state can be a collective; keeps one file."""
+        """Saves on the chief; on the others, too, where reading the model is a collective."""
         if self.is_chief:
             files.write_atomically(self.workdir / "model.keras", model.save)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            model.save(Path(folder) / "model.keras")
+        elif _is_read_together(model):
+            with tempfile.TemporaryDirectory() as folder:
+                model.save(Path(folder) / "model.keras")
+
+
+def _is_read_together(model) -> bool:
+    """Whether workers hold different parts of a model's state, so that all must read it."""
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    return any(marks.SHARDS.get(each) is not None for each in optimizers) or any(
+        hasattr(weight, "is_here") or getattr(weight, "synchronization", "") == "on_read"
+        for weight in model.weights
+    )
 
 
 def digest_weights(model: keras.Model) -> str:

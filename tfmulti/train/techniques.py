@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from tfmulti.choices import SPLITS
+from tfmulti.choices import AUTO, SPLITS
 from tfmulti.settings import unused_by
 
 if TYPE_CHECKING:
@@ -33,6 +33,24 @@ def check(config: TrainConfig) -> None:
         )
     if config.synchronize_every > 1:
         _check_local_steps(config)
+    if config.tensor_parallel or config.strategy == "multi_worker":
+        check_batch_size(config)
+
+
+def check_batch_size(config: TrainConfig) -> None:
+    """Raises ValueError for a batch size to be found for a model that is divided over workers.
+
+    Stages of `auto` may still be placed on the devices of one process, where it can be found.
+    """
+    name, value = _sharding_flag(config)
+    is_divided = name != "shard" and value is not None and not config.has_stages_on_devices
+    if is_divided and config.per_replica_batch_size == AUTO:
+        raise ValueError(
+            "`per_replica_batch_size=auto` runs steps in one process, and cannot find the batch "
+            f"size of a model that `{name}` divides over workers. Received: "
+            f"per_replica_batch_size='auto', {name}={value!r}. "
+            "Use --per_replica_batch_size 32, say, or --global_batch_size."
+        )
 
 
 def with_stages_placed(config: TrainConfig, num_workers: int) -> TrainConfig:
@@ -43,7 +61,8 @@ def with_stages_placed(config: TrainConfig, num_workers: int) -> TrainConfig:
         num_workers: The number of workers; 1 for a process of its own.
 
     Raises:
-        ValueError: If there are not as many workers as the stages of a pipeline need.
+        ValueError: If there are not as many workers as the stages of a pipeline need, or for a
+            batch size that cannot be found with stages on workers.
     """
     stages = config.pipeline_stages
     if not stages or config.has_stages_on_devices:
@@ -55,6 +74,7 @@ def with_stages_placed(config: TrainConfig, num_workers: int) -> TrainConfig:
         return dataclasses.replace(
             config, strategy="one_device", **{name: defaults[name] for name in unused}
         )
+    check_batch_size(config)
     if num_workers % stages == 0:
         return config
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
