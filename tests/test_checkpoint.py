@@ -288,6 +288,22 @@ def test_a_run_that_early_stopping_ended_is_not_trained_further(small):
     assert "EarlyStopping had ended this run after epoch 2" in told[1]
 
 
+def test_a_run_that_goes_on_after_early_stopping_is_trained_to_its_end(small):
+    create, checkpoint = small
+
+    def fit(epochs, patience, *more):
+        model, data = create()
+        # No loss is smaller by so much.
+        stopper = keras.callbacks.EarlyStopping("loss", min_delta=99, patience=patience)
+        callbacks = [stopper, checkpoint(data), *more]
+        return model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history["loss"]
+
+    assert len(fit(5, 0)) == 2
+    with pytest.raises(Killed):
+        fit(7, 99, End(5, kill))
+    assert len(fit(7, 99)) == 7
+
+
 def test_sigterm_without_a_dataset_saves_the_weights_of_the_last_epoch(small):
     create, checkpoint = small
 

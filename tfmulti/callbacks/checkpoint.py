@@ -130,6 +130,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Saves the state after the previous epoch and all its callbacks."""
         if self._resumed is not None:
             self._resumed.finish(self.model, self._callbacks)
+            state.go_on(self._callbacks)
             self._resumed = None
         elif self._unsaved:
             self._save(epoch, begun=True)

@@ -78,7 +78,7 @@ def take_snapshot(
         "num_replicas": model.distribute_strategy.num_replicas_in_sync,
         "data": _order_of(dataset),
         "history": _history_of(model.history, epoch if within_epoch else None),
-        "stopped_early": any(map(_has_stopped, callbacks)),
+        "stopped_early": stopped_early(model, callbacks),
     }
 
 
@@ -92,10 +92,20 @@ def _history_of(history, epoch: int | None) -> dict:
     }
 
 
-def _has_stopped(callback) -> bool:
-    """Whether it has ended the training: it sets the epoch in which it did so."""
-    stopped = getattr(callback, "stopped_epoch", 0)
-    return isinstance(callback, keras.callbacks.EarlyStopping) and stopped > 0
+def stopped_early(model: keras.Model, callbacks: Sequence) -> bool:
+    """Returns whether `EarlyStopping` has ended this `fit`; it sets the epoch in which it did."""
+    stops = getattr(model, "stop_training", False)
+    return stops and any(each.stopped_epoch > 0 for each in _early_stopping(callbacks))
+
+
+def go_on(callbacks: Sequence) -> None:
+    """Makes `EarlyStopping`, which had ended the run, forget it, now that the run goes on."""
+    for callback in _early_stopping(callbacks):
+        callback.stopped_epoch = 0
+
+
+def _early_stopping(callbacks) -> list:
+    return [each for each in callbacks if isinstance(each, keras.callbacks.EarlyStopping)]
 
 
 def _position_of(dataset, within_epoch) -> list[int] | None:
