@@ -11,7 +11,7 @@ import tensorflow as tf
 from replicas import create_strategy, not_on_gpu
 
 import tfmulti
-from tfmulti.checkpoint import generations, saved_in, state
+from tfmulti.checkpoint import generations, own_variables, saved_in, state
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
 
@@ -171,6 +171,62 @@ def test_a_killed_run_ends_as_one_that_was_not(
     assert f"resumed at {resumed_at}" in told[0]
     assert_same_weights(weights, resumed)
     assert_same_history(history, resumed_history)
+
+
+class Holder:
+    """An object of no library."""
+
+
+class Moving(keras.Model):
+    """Has a variable, a random generator and another model's weights, of which none is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.holder = keras.layers.Dense(1), Holder()
+        self.holder.other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.moving = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.MEAN)
+        self.noise = tf.random.Generator.from_seed(5)
+
+    def call(self, x, training=False):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        self.moving.assign(0.9 * self.moving + tf.reduce_mean(x))
+        x += self.noise.normal(tf.shape(x)) + self.moving
+        kernel = self.holder.other.weights[0]
+        kernel.assign(0.5 * (kernel + self.dense.kernel))
+        return super().train_step((x, y + self.holder.other(x)))
+
+
+def train_moving(num_replicas, folder, *more, epochs=2, print_fn=print):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    strategy = create_strategy(num_replicas, verify="never")
+    with strategy.scope():
+        model = Moving()
+        model.compile("adam", "mse")
+    data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=3)
+    saver = tfmulti.callbacks.Checkpoint(folder, data, every_steps=1, print_fn=print_fn)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[saver, *more])
+    return [*model.get_weights(), model.moving.numpy(), *model.holder.other.get_weights()]
+
+
+# On two replicas the last batch has 6 and 5 rows, for which each draws other numbers.
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_variables_and_generators_that_a_model_holds_go_on_where_they_were(num_replicas, tmp_path):
+    expected = train_moving(num_replicas, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train_moving(num_replicas, tmp_path / "killed", End(4, kill))
+    assert_same_weights(expected, train_moving(num_replicas, tmp_path / "killed"))
+
+
+def test_a_checkpoint_without_the_variables_that_a_model_holds_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_variables, "own_variables", lambda model, others: {})
+    train_moving(1, tmp_path, epochs=1)
+    monkeypatch.undo()
+    train_moving(1, tmp_path, print_fn=(told := []).append)
+    assert "the checkpoint has no value of the model's holder/other" in told[1]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import checkpoint, keras_compat, topology
-from tfmulti.checkpoint import generations
+from tfmulti.checkpoint import generations, own_variables, random_states
 from tfmulti.step import accumulation, local_steps, model_contents, slots
 from tfmulti.strategies import coordination
 
@@ -58,7 +57,7 @@ def take_snapshot(
     for name, variable in variables.items():
         value = _value_of(variable)
         # What other workers keep a part of needs memory on the chief alone, which writes it.
-        if writes or getattr(variable, "has_whole", True):
+        if writes or not _may_be_elsewhere(variable) or getattr(variable, "has_whole", True):
             tensors[name] = value
     remembered = []
     for number, callback in enumerate(callbacks):
@@ -69,7 +68,7 @@ def take_snapshot(
             tensors[f"callback/{number}/{index:06d}"] = weights
     return tensors, {
         "callbacks": remembered,
-        "random": _random_states(),
+        "random": random_states.take(model),
         "optimizers": _what_optimizers_update(model),
         "epoch": epoch,
         "step": step,
@@ -119,13 +118,21 @@ def _order_of(dataset) -> dict | None:
     return None if dataset is None else dataset.order
 
 
+def _may_be_elsewhere(variable) -> bool:
+    """Whether one worker keeps a variable's value, as of sharded state or a sharded weight."""
+    # What a variable of TensorFlow lacks is looked for in its value, maybe by a collective.
+    return isinstance(variable, keras.Variable) and hasattr(variable, "is_here")
+
+
 def _is_here(variable) -> bool:
-    """Whether a variable's value is on this worker; a slot of sharded state is on one alone."""
-    return getattr(variable, "is_here", True)
+    """Whether a variable's value is on this worker."""
+    return not _may_be_elsewhere(variable) or variable.is_here
 
 
 def _value_of(variable) -> np.ndarray:
-    if hasattr(variable, "is_here"):
+    if not isinstance(variable, keras.Variable):
+        return np.array(variable.numpy())
+    if _may_be_elsewhere(variable):
         with slots.collective_reads():
             return variable.numpy()
     return np.asarray(keras.ops.convert_to_numpy(variable))
@@ -158,8 +165,8 @@ def _best_weights(callback) -> list[np.ndarray]:
     return arrays if all(array.dtype.kind not in "OSU" for array in arrays) else []
 
 
-def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
-    """Returns a model's and its optimizers' variables by names that do not change."""
+def named_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
+    """Returns a model's, its optimizers' and its objects' variables by names that do not change."""
     named = {f"model/{i:06d}": v for i, v in enumerate(model.variables)}
     skip = {id(v) for v in model.metrics_variables}
     named = {name: v for name, v in named.items() if id(v) not in skip}
@@ -170,7 +177,7 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable]:
                 named[f"optimizer/{number}/{index:06d}"] = variable
         # An outer optimizer may also list the variables of its inner optimizer.
         seen |= {id(variable) for variable in optimizer.variables}
-    return named
+    return named | own_variables.own_variables(model, named.values())
 
 
 def _what_optimizers_update(model) -> list:
@@ -197,45 +204,47 @@ def metric_variables(model: keras.Model) -> dict[str, keras.Variable]:
     return {f"metric/{i:06d}": v for i, v in enumerate(model.metrics_variables)}
 
 
-def _random_states() -> dict:
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "keras": keras_compat.global_seed_state(),
-    }
-
-
 def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequence) -> None:
     """Restores a run's state, except metrics' states, since Keras resets them."""
     for name, variable in named_variables(model).items():
-        if _is_here(variable):
+        if _is_here(variable) and name in tensors:
             variable.assign(tensors[name])
-        # Assigned on its owner alone; workers must agree on which values they have kept.
-        slots.forget_kept(variable)
+        if isinstance(variable, keras.Variable):
+            # Assigned on its owner alone; workers must agree on which values they have kept.
+            slots.forget_kept(variable)
     _restore_callbacks(state["callbacks"], tensors, callbacks)
-    states = state["random"]
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    keras_compat.set_global_seed_state(states["keras"])
+    random_states.put_back(state["random"], model)
 
 
 def _compare(generation, variables):
-    kept = {n: v for n, v in generation.tensors.items() if n.startswith(("model/", "optimizer/"))}
-    mine = {n: [tf.as_dtype(v.dtype).name, list(v.shape)] for n, v in variables.items()}
-    differing = sorted(n for n in kept.keys() | mine.keys() if kept.get(n) != mine.get(n))
+    kept = generation.tensors
+    mine = {name: _kind_of(variable) for name, variable in variables.items()}
+    needed = {n for n in kept.keys() | mine.keys() if n.startswith(("model/", "optimizer/"))}
+    needed |= kept.keys() & mine.keys()
+    differing = sorted(n for n in needed if not _is_alike(kept.get(n), mine.get(n)))
     if differing:
         name = differing[0]
-        path = variables[name].path if name in variables else name
+        variable = variables.get(name)
+        path = variable.path if isinstance(variable, keras.Variable) else name
         raise generations.CheckpointError(
             "A checkpoint must be of the same model and optimizer. "
             f"Received: {path} is {kept.get(name, 'not there')} in {generation.path}, "
             f"{mine.get(name, 'not there')} in this run. "
             "Train the same model, or give another folder."
         )
+
+
+def _kind_of(variable) -> list:
+    """Returns a variable's dtype and shape, as `Generation.tensors` has them."""
+    shape = tf.TensorShape(variable.shape)
+    return [tf.as_dtype(variable.dtype).name, None if shape.rank is None else shape.as_list()]
+
+
+def _is_alike(kept, mine) -> bool:
+    """Whether a variable can take a value; that of TensorFlow may have axes of any size."""
+    if kept is None or mine is None or kept[0] != mine[0]:
+        return False
+    return tf.TensorShape(mine[1]).is_compatible_with(kept[1])
 
 
 def _pair(remembered, callbacks) -> list:
@@ -326,6 +335,7 @@ def resume(
     if dataset is not None and state["position"] is not None:
         dataset.set_position(*state["position"])
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
+    own_variables.report_others(generation.tensors, variables, print_fn)
     for (kind, values), callback in zip(state["callbacks"], _pair(state["callbacks"], callbacks)):
         if values and callback is None:
             print_fn(
