@@ -381,6 +381,36 @@ def test_sigterm_without_a_dataset_saves_the_weights_of_the_last_epoch(small):
     assert_same_weights(whole.get_weights(), resumed.get_weights())
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("has_dataset", [True, False])
+def test_sigterm_while_validating_ends_the_run_before_the_next_epoch(small, epoch, has_dataset):
+    create, checkpoint = small
+
+    def fit(*more):
+        model, data = create()
+        # The order of the data is that of one batch.
+        train = (data,) if has_dataset else rows()
+        saver = checkpoint(data) if has_dataset else checkpoint()
+        size = {} if has_dataset else {"batch_size": NUM_ROWS}
+        callbacks = [saver, *more]
+        settings = {"validation_data": rows(), "callbacks": callbacks, "epochs": 2, "verbose": 0}
+        return model.fit(*train, **settings, **size), model
+
+    seen = []
+
+    def validate(logs):
+        seen.append(len(seen))
+        if seen[-1] == epoch:
+            terminate()
+
+    with pytest.raises(SystemExit):
+        fit(keras.callbacks.LambdaCallback(on_test_end=validate))
+    assert seen == list(range(epoch + 1))
+    history, model = fit()
+    assert history.epoch == [0, 1]
+    assert int(model.optimizer.iterations) == (6 if has_dataset else 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_sigterm_saves_and_exits(num_replicas, whole, tmp_path):

@@ -4,6 +4,8 @@ Prints a line of JSON with what each case saw.
 """
 
 import os
+import signal
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -145,6 +147,27 @@ def backup(strategy, folder):
         return str(error).split(".")[0]
 
 
+def sigterm(strategy, folder):
+    """One worker alone is told to end while it validates after the last epoch."""
+    model, ended = build(strategy), 0
+    data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=0)
+    test = tfmulti.distribute_eval(rows(21), strategy, BATCH_SIZE)
+
+    def tell(logs):
+        if topology.worker_index(strategy) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    saver = tfmulti.callbacks.Checkpoint(folder / "told", data)
+    told = keras.callbacks.LambdaCallback(on_test_end=tell)
+    # The worker has other cases.
+    with mock.patch("tfmulti.runtime.processes.end_process_at_exit"):
+        try:
+            model.fit(data, validation_data=test, verbose=0, callbacks=[saver, told])
+        except SystemExit as error:
+            ended = error.code
+    return {"ended": ended, "saved": saver.saved}
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -156,6 +179,7 @@ CASES = {
         one_stops,
         unequal,
         backup,
+        sigterm,
     )
 }
 

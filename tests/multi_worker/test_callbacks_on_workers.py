@@ -109,3 +109,8 @@ def test_unequal_datasets_end_together(workers):
 def test_backup_and_restore_is_refused(workers):
     _, seen = workers
     assert "supports one worker only" in seen[0]["backup"]
+
+
+@pytest.mark.slow
+def test_all_end_where_one_is_told_to_while_it_validates(all_cases):
+    assert all_cases[0]["sigterm"] == {"ended": 143, "saved": [3]}

@@ -35,10 +35,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     A checkpoint has the model, the optimizer, other variables that the model holds, random states,
     the position in the data, the history, and the state of callbacks that stop training or lower
-    the rate. Pass the callback on
-    every worker, last in the list: all take part in reading the state; the chief writes in the
-    background, atomically and with checksums. Resuming needs the folder on the chief only. After
-    SIGTERM to any worker, all save the same step and exit with 143.
+    the rate. Pass the callback on every worker, last in the list: all take part in reading the
+    state; the chief writes in the background, atomically and with checksums. Resuming needs the
+    folder on the chief only. After SIGTERM to any worker, all save the same step and exit with 143.
 
     Args:
         folder: The folder of the checkpoints.
@@ -136,6 +135,8 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._unsaved:
             self._save(epoch, begun=True)
         self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
+        # A request that came after the last step, as while validating, has reached no worker yet.
+        self._requests.agree_to_stop(self._strategy)
         # The state between two epochs is whole without a dataset, too.
         self._stop_if_requested()
 
@@ -213,11 +214,14 @@ class Checkpoint(keras.callbacks.Callback):
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
-        coordination.min_and_max(self._strategy, 0)
+        self._requests.agree_to_stop(self._strategy)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if failed is not None:
             raise failed
+        if self._requests.is_late():
+            # It came to this worker while the others had agreed already.
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_arguments(dataset, every_steps, every_minutes, keep) -> None:

@@ -214,6 +214,14 @@ class CoordinationRequests:
                 self._heard.assign(np.zeros(len(REQUESTS), "float32"))
         return any(self._agreed.values())
 
+    def agree_to_stop(self, strategy: tf.distribute.Strategy) -> None:
+        """Lets a request to stop reach all workers between two steps; every worker must call it."""
+        self._agreed["stop"] |= any_worker(strategy, self._asked["stop"])
+
+    def is_late(self) -> bool:
+        """Whether a request to stop has come that the workers have not agreed on."""
+        return self._asked["stop"] and not self._agreed["stop"]
+
     def must_stop(self) -> bool:
         """Whether a request to stop has reached all workers."""
         return self._agreed["stop"]
