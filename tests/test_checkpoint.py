@@ -244,11 +244,11 @@ def small_fixture(tmp_path):
     """Creates a small model and its data on one device; and a `Checkpoint` in a folder."""
     strategy = create_strategy(1)
 
-    def create(metrics=(), seed=3):
+    def create(metrics=(), seed=3, optimizer="adam"):
         keras.utils.set_random_seed(1)
         with strategy.scope():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-            model.compile("adam", "mse", metrics=list(metrics))
+            model.compile(optimizer, "mse", metrics=list(metrics))
         data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=seed)
         return model, data
 
@@ -314,17 +314,58 @@ class StopAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def test_a_run_that_stops_amid_an_epoch_takes_its_other_rows_when_it_resumes(small):
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_run_that_stops_amid_an_epoch_takes_its_other_rows_when_it_resumes(small, validates):
     create, checkpoint = small
+    settings = {"epochs": 2, "verbose": 0, "validation_data": rows() if validates else None}
     model, data = create()
-    expected = model.fit(data, epochs=2, verbose=0).history["loss"]
+    expected = model.fit(data, **settings).history
     weights = model.get_weights()
     model, data = create()
-    model.fit(data, epochs=2, verbose=0, callbacks=[StopAt(), checkpoint(data)])
+    model.fit(data, callbacks=[StopAt(), checkpoint(data)], **settings)
     model, data = create()
-    history = model.fit(data, epochs=2, verbose=0, callbacks=[checkpoint(data)])
+    history = model.fit(data, callbacks=[checkpoint(data)], **settings)
     assert_same_weights(weights, model.get_weights())
-    assert history.epoch == [0, 1] and history.history["loss"] == expected
+    assert history.epoch == [0, 1] and history.history == expected
+
+
+class StopAfterTwoEpochs(keras.callbacks.Callback):
+    """Stops as one that looks at the time does."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+def averaging():
+    return keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5)
+
+
+# With a rate of 5 the first epoch is the best.
+@pytest.mark.parametrize(
+    ("optimizer", "callback"),
+    [
+        (averaging, keras.callbacks.Callback),
+        (averaging, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True)),
+        (
+            lambda: keras.optimizers.Adam(5.0),
+            lambda: keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
+        ),
+    ],
+    ids=["averages", "swapped averages", "best weights"],
+)
+def test_a_stopped_run_goes_on_with_the_weights_before_keras_ends_it(small, optimizer, callback):
+    create, checkpoint = small
+
+    def fit(*more, saves=True):
+        model, data = create(optimizer=optimizer())
+        callbacks = [callback(), *more, *[checkpoint(data)] * saves]
+        return model.fit(data, epochs=4, verbose=0, callbacks=callbacks).history, model
+
+    expected, whole = fit(saves=False)
+    fit(StopAfterTwoEpochs())
+    history, resumed = fit()
+    assert history == expected
+    assert_same_weights(whole.get_weights(), resumed.get_weights())
 
 
 def test_a_run_that_early_stopping_ended_is_not_trained_further(small):

@@ -85,7 +85,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
         self._writer = generations.Writer(print_fn)
         self._epoch = self._step = self._unsaved = 0
-        self._resumed, self._callbacks = None, ()
+        self._resumed, self._callbacks, self._copied = None, (), None
         self.saved: list[int] = []
         self.resumed_step, self.resumed_position = 0, None
 
@@ -97,7 +97,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._strategy.keeps_whole_sums = True
         _check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
-        self._previous_handler = None
+        self._previous_handler = self._copied = None
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed = None
@@ -135,6 +135,7 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._unsaved:
             self._save(epoch, begun=True)
         self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
+        self._copied = None
         # A request that came after the last step, as while validating, has reached no worker yet.
         self._requests.agree_to_stop(self._strategy)
         # The state between two epochs is whole without a dataset, too.
@@ -156,10 +157,24 @@ class Checkpoint(keras.callbacks.Callback):
             return
         every = self.every_steps
         due = every is not None and before // every != self._step // every
-        if due or has_requests:
+        # Before validation resets the metrics of an epoch that is not over; under parameter
+        # servers there are steps under way, which are applied first.
+        may_stop = self._is_within_epoch() and not keras_compat.has_servers(self._strategy)
+        stops = may_stop and self._is_stopped_by_another()
+        if due or has_requests or stops:
             self._save(self._epoch, begun=True, within_epoch=True)
             self._requests.clear("save")
         self._stop_if_requested()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Copies the state of a run that a callback ends before it is over, to save it later.
+
+        When `fit` ends, Keras puts averages of the weights in their place, or the best weights;
+        the run will go on with those that it has now.
+        """
+        stops = coordination.any_worker(self._strategy, self._is_stopped_by_another())
+        if stops and self._unsaved:
+            self._copied = self._copy_end()
 
     def on_train_end(self, logs=None):
         """Saves the final state, and waits until it is on disk."""
@@ -167,10 +182,11 @@ class Checkpoint(keras.callbacks.Callback):
             # No epoch was left to train.
             self._resumed.finish(self.model, self._callbacks)
             self._resumed = None
-        if self._unsaved and self._is_within_epoch():
-            self._save(self._epoch, begun=True, within_epoch=True)
-        elif self._unsaved:
-            self._save(self._epoch + 1, begun=False)
+        if self._copied is not None:
+            # Keras's own callback, which comes last, has recorded the epoch since.
+            self._copied[1]["history"] = state.history_of(self.model, self._running_epoch())
+        if self._unsaved:
+            self._write(*(self._copied or self._copy_end()))
         self._finish()
         if self._requests.must_stop():
             self._end()
@@ -187,6 +203,14 @@ class Checkpoint(keras.callbacks.Callback):
             and 0 < self._dataset.position[1] < self._dataset.plan.steps_per_epoch
         )
 
+    def _running_epoch(self) -> int | None:
+        """Returns the epoch whose end has not been reached; None if it has."""
+        return self._epoch if self._is_within_epoch() else None
+
+    def _is_stopped_by_another(self) -> bool:
+        """Whether a callback other than `EarlyStopping` ends the run, such as a time limit."""
+        return self.model.stop_training and not state.stopped_early(self.model, self._callbacks)
+
     def _stop_if_requested(self):
         if self._requests.must_stop():
             self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
@@ -194,12 +218,23 @@ class Checkpoint(keras.callbacks.Callback):
             self._end()
 
     def _save(self, epoch, *, begun, within_epoch=False):
-        """Copies the state on every worker; writes it on the chief, in the background."""
+        self._write(*self._copy(epoch, begun=begun, within_epoch=within_epoch))
+
+    def _copy_end(self):
+        if self._is_within_epoch():
+            return self._copy(self._epoch, begun=True, within_epoch=True)
+        return self._copy(self._epoch + 1, begun=False)
+
+    def _copy(self, epoch, *, begun, within_epoch=False):
+        """Copies the state on every worker."""
         run = (self.model, self._dataset, self._callbacks)
         tensors, others = state.take_snapshot(
             *run, epoch, self._step, begun=begun, within_epoch=within_epoch
         )
-        others["epochs"] = self.params["epochs"]
+        return tensors, {**others, "epochs": self.params["epochs"]}
+
+    def _write(self, tensors, others):
+        """Writes a copy on the chief, in the background."""
         self._unsaved, self._last_time = 0, self._clock()
         self.saved.append(self._step)
         if topology.is_chief(self._strategy):

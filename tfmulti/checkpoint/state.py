@@ -17,8 +17,9 @@ from tfmulti.checkpoint import generations, own_variables, random_states
 from tfmulti.step import accumulation, local_steps, model_contents, slots
 from tfmulti.strategies import coordination
 
-# The state of callbacks that stop training, lower the rate or keep the best weights.
+# The state of callbacks that stop training, lower the rate, keep the best weights or swap them.
 _REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
+_REMEMBERED += (keras_compat.HAS_AVERAGES,)
 _BEST_WEIGHTS = "best_weights"
 
 
@@ -76,17 +77,17 @@ def take_snapshot(
         "position": _position_of(dataset, within_epoch),
         "num_replicas": model.distribute_strategy.num_replicas_in_sync,
         "data": _order_of(dataset),
-        "history": _history_of(model.history, epoch if within_epoch else None),
+        "history": history_of(model, epoch if within_epoch else None),
         "stopped_early": stopped_early(model, callbacks),
     }
 
 
-def _history_of(history, epoch: int | None) -> dict:
-    """Returns what a `History` has recorded; without an epoch that is not over."""
-    count = sum(each != epoch for each in history.epoch)
-    logs = history.history.items()
+def history_of(model: keras.Model, epoch: int | None) -> dict:
+    """Returns what `fit` has recorded, as JSON; without an epoch that is not over."""
+    epochs, logs = model.history.epoch, model.history.history.items()
+    count = sum(each != epoch for each in epochs)
     return {
-        "epoch": list(history.epoch[:count]),
+        "epoch": list(epochs[:count]),
         "values": {name: np.asarray(values[:count]).tolist() for name, values in logs},
     }
 

@@ -9,7 +9,7 @@ Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `
 # Several names on a line: ruff would make it 140 lines.
 # fmt: off
 from tfmulti.keras_compat.accessors import (
-    WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
+    HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
     averages_and_sums, axes_of, build_model, call_counter,
     compiled_losses, inner_optimizer, is_batched, is_from_python, is_stock, keep_on_each_replica,
     reads_by_python,

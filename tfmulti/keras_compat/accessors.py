@@ -17,6 +17,8 @@ from tfmulti import marks
 from tfmulti.keras_compat.reference import operations_of
 
 _STEP_KINDS = {"train_step": "train", "test_step": "test"}
+HAS_AVERAGES = "_ema_weights_in_model"
+"""The attribute of `SwapEMAWeights` that tells whether the model has the averages now."""
 
 
 def variant_tensor(dataset: tf.data.Dataset) -> tf.Tensor:

@@ -138,6 +138,7 @@ ATTRIBUTES = {
     keras.layers.BatchNormalization: ("_reduction_axes",),
     keras.Sequential: ("_functional",),
     keras_function.Function: ("_nodes_by_depth",),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     node.Node: ("_keras_history",),
     keras.activations.softmax: ("_keras_logits",),
     keras.layers.Embedding: ("_embeddings",),
