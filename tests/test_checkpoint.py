@@ -532,6 +532,33 @@ def test_another_model_is_refused(tmp_path):
         train(1, tmp_path, optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
+def test_another_optimizer_is_refused_where_its_slots_are_the_same(small):
+    create, checkpoint = small
+    model, data = create()
+    model.fit(data, verbose=0, callbacks=[checkpoint(data)])
+    model, data = create(optimizer="adamw")
+    received = "Received: Adam in the checkpoint, AdamW in this run"
+    with pytest.raises(generations.CheckpointError, match=received):
+        model.fit(data, verbose=0, callbacks=[checkpoint(data)])
+
+
+def test_a_learning_rate_that_is_not_used_is_told_and_one_that_callbacks_changed_is_not(small):
+    create, checkpoint = small
+
+    def fit(rate, epochs):
+        model, data = create(optimizer=keras.optimizers.Adam(rate))
+        reduces = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, min_delta=99, patience=0)
+        saver = checkpoint(data, print_fn=(told := []).append)
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[reduces, saver])
+        return saver.resumed_rate, [line for line in told if "learning rate" in line]
+
+    assert fit(0.1, 2) == (None, [])
+    assert fit(0.1, 3) == (0.1, [])
+    begun, told = fit(0.3, 4)
+    assert begun == 0.1 and len(told) == 1
+    assert "the checkpoint's learning rate 0.0" in told[0] and "and not 0.3" in told[0]
+
+
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_written_ends_with_an_error(tmp_path):
     file = tmp_path / "file"

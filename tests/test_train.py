@@ -368,6 +368,22 @@ def test_the_result_counts_the_whole_run_however_often_it_was_started(tmp_path):
     assert (result["steps"], result["examples"], result["epochs"]) == (45, 3 * 1437, 3)
 
 
+@pytest.mark.slow
+def test_the_result_has_the_learning_rate_with_which_a_resumed_run_began(tmp_path):
+    settings = {"checkpoint_steps": 1, "steps_per_epoch": 2, "learning_rate_scaling": "none"}
+
+    def kill(line):
+        if line.startswith("Epoch 1/2"):
+            raise Killed
+
+    with pytest.raises(Killed):
+        loop.train_and_evaluate(config(tmp_path, learning_rate=0.01, **settings), kill)
+    told = []
+    result = loop.train_and_evaluate(config(tmp_path, learning_rate=0.02, **settings), told.append)
+    assert any("learning rate 0.01 is used, and not 0.02" in line for line in told)
+    assert result["learning_rate"] == 0.01
+
+
 USERS_CODE = """
 import keras, numpy as np
 

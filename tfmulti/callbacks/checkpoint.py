@@ -14,7 +14,7 @@ from absl import logging
 
 from tfmulti import keras_compat, topology
 from tfmulti.callbacks.throughput import steps_before
-from tfmulti.checkpoint import generations, state
+from tfmulti.checkpoint import generations, optimizers, state
 from tfmulti.cluster import environment
 from tfmulti.runtime import files, processes
 from tfmulti.settings import check_whole_number
@@ -54,6 +54,7 @@ class Checkpoint(keras.callbacks.Callback):
         saved: The steps, counted since the run began, that this `fit` has saved.
         resumed_step: Steps of the run before this `fit`.
         resumed_position: The position in the data then, (epoch, step); None if unknown.
+        resumed_rate: The learning rate with which that run had begun; None if there is none.
         every_steps: Steps between checkpoints; None for none within an epoch.
 
     Raises:
@@ -87,7 +88,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch = self._step = self._unsaved = 0
         self._resumed, self._callbacks, self._copied = None, (), None
         self.saved: list[int] = []
-        self.resumed_step, self.resumed_position = 0, None
+        self.resumed_step, self.resumed_position, self.resumed_rate = 0, None, None
 
     def on_train_begin(self, logs=None):
         """Restores the latest intact checkpoint, if there is one."""
@@ -100,7 +101,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._previous_handler = self._copied = None
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._resumed = None
+        self._resumed, self._first_rates = None, optimizers.rates_of(self.model)
         if not self._resume and topology.is_chief(self._strategy):
             # Of an earlier run; with larger numbers they would count as later than this run's.
             generations.remove_all(self._folder)
@@ -111,6 +112,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._resumed is not None:
             self._step = self.resumed_step = self._resumed.state["step"]
             self.resumed_position = self._resumed.state["position"]
+            self._first_rates = self._resumed.state.get("first_rates", self._first_rates)
+            self.resumed_rate = next((rate for rate in self._first_rates if rate is not None), None)
             epoch = self._resumed.first_epoch(self.params["epochs"], self._print_fn)
             keras_compat.set_initial_epoch(self.model, epoch)
 
@@ -231,7 +234,8 @@ class Checkpoint(keras.callbacks.Callback):
         tensors, others = state.take_snapshot(
             *run, epoch, self._step, begun=begun, within_epoch=within_epoch
         )
-        return tensors, {**others, "epochs": self.params["epochs"]}
+        others |= {"epochs": self.params["epochs"], "first_rates": self._first_rates}
+        return tensors, others
 
     def _write(self, tensors, others):
         """Writes a copy on the chief, in the background."""

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import checkpoint, keras_compat, topology
-from tfmulti.checkpoint import generations, own_variables, random_states
+from tfmulti.checkpoint import generations, optimizers, own_variables, random_states
 from tfmulti.step import accumulation, local_steps, model_contents, slots
 from tfmulti.strategies import coordination
 
@@ -70,7 +70,7 @@ def take_snapshot(
     return tensors, {
         "callbacks": remembered,
         "random": random_states.take(model),
-        "optimizers": _what_optimizers_update(model),
+        **optimizers.describe(model),
         "epoch": epoch,
         "step": step,
         "begun": begun,
@@ -179,25 +179,6 @@ def named_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variabl
         # An outer optimizer may also list the variables of its inner optimizer.
         seen |= {id(variable) for variable in optimizer.variables}
     return named | own_variables.own_variables(model, named.values())
-
-
-def _what_optimizers_update(model) -> list:
-    """Returns for each optimizer the indices in `model.variables` of its variables."""
-    indices = {id(variable): index for index, variable in enumerate(model.variables)}
-    built = []
-    for optimizer in model_contents.optimizers_of(model, nested=True):
-        updated = [indices.get(id(v)) for v in keras_compat.updated_variables(optimizer)]
-        built.append(updated if optimizer.built and None not in updated else None)
-    return built
-
-
-def _build_optimizers(state, model) -> None:
-    """Builds optimizers that Keras would build at their first update, to restore their state."""
-    found = model_contents.optimizers_of(model, nested=True)
-    for optimizer, updated in zip(found, state.get("optimizers", ())):
-        if updated and not optimizer.built and max(updated) < len(model.variables):
-            with model.distribute_strategy.scope():
-                optimizer.build([model.variables[index] for index in updated])
 
 
 def metric_variables(model: keras.Model) -> dict[str, keras.Variable]:
@@ -327,16 +308,19 @@ def resume(
             return None
         state = generation.state
         _check_data(state["data"], _order_of(dataset))
-        _build_optimizers(state, model)
+        optimizers.check_classes(state, model)
+        optimizers.build(state, model)
         variables = named_variables(model)
         _compare(generation, variables)
         skip = {name for name, variable in variables.items() if not _is_here(variable)}
         tensors = generations.load(generation, skip)
+    rates = optimizers.rates_of(model)
     _put_back(state, tensors, model, callbacks)
     if dataset is not None and state["position"] is not None:
         dataset.set_position(*state["position"])
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
     own_variables.report_others(generation.tensors, variables, print_fn)
+    optimizers.report_rates(state.get("first_rates", rates), rates, model, print_fn)
     for (kind, values), callback in zip(state["callbacks"], _pair(state["callbacks"], callbacks)):
         if values and callback is None:
             print_fn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 import time
@@ -113,7 +114,7 @@ def _describe(settings, reporter, throughput, history, seconds) -> dict:
         "num_replicas": workers or reporter.strategy.num_replicas_in_sync,
         "global_batch_size": settings.plan.global_batch_size,
         "per_replica_batch_size": settings.per_replica_batch_size,
-        "learning_rate": settings.learning_rate,
+        "learning_rate": _learning_rate(settings.learning_rate, reporter.saver),
         "steps": throughput.steps,
         "epochs": len(history.epoch),
         "examples": throughput.examples,
@@ -127,3 +128,12 @@ def _describe(settings, reporter, throughput, history, seconds) -> dict:
             "numpy": np.__version__,
         },
     }
+
+
+def _learning_rate(given, saver) -> float | None:
+    """Returns the rate with which the run began; if it was resumed, maybe not the one given now."""
+    begun = getattr(saver, "resumed_rate", None)
+    # The checkpoint's is a float32.
+    if begun is None or given is None or math.isclose(begun, given, rel_tol=1e-6):
+        return given
+    return begun
