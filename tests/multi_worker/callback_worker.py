@@ -147,6 +147,23 @@ def backup(strategy, folder):
         return str(error).split(".")[0]
 
 
+def random_states(strategy, folder):
+    """Each worker draws numbers of its own, also after a run has resumed."""
+    seed = 100 + topology.worker_index(strategy)
+    data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=0)
+    drawn = []
+    for epochs in (1, 2):
+        model, saver = build(strategy), tfmulti.callbacks.Checkpoint(folder / "random", data)
+        # What the second `fit` begins with does not count.
+        np.random.seed(seed * epochs)
+        draw = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: drawn.append(np.random.rand())
+        )
+        model.fit(data, epochs=epochs, verbose=0, callbacks=[draw, saver])
+    np.random.seed(seed)
+    return {"drawn": drawn == np.random.rand(2).tolist()}
+
+
 def sigterm(strategy, folder):
     """One worker alone is told to end while it validates after the last epoch."""
     model, ended = build(strategy), 0
@@ -179,6 +196,7 @@ CASES = {
         one_stops,
         unequal,
         backup,
+        random_states,
         sigterm,
     )
 }

@@ -20,6 +20,7 @@ OVER_THE_RING = (
     "callback_worker:one_stops",
     "callback_worker:unequal",
     "callback_worker:backup",
+    "callback_worker:random_states",
     "local_steps_worker:adam 4",
     "local_steps_worker:refusals",
     "sharded_state_worker:adamw",

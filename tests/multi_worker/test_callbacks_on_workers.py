@@ -111,6 +111,11 @@ def test_backup_and_restore_is_refused(workers):
     assert "supports one worker only" in seen[0]["backup"]
 
 
+def test_each_worker_resumes_with_random_states_of_its_own(workers):
+    _, seen = workers
+    assert [each["random_states"]["drawn"] for each in seen] == [True, True]
+
+
 @pytest.mark.slow
 def test_all_end_where_one_is_told_to_while_it_validates(all_cases):
     assert all_cases[0]["sigterm"] == {"ended": 143, "saved": [3]}

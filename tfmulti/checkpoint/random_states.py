@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat
+from tfmulti import keras_compat, topology
+from tfmulti.strategies import coordination
 from tfmulti.verification.python_values import walk
 
 
 def take(model: keras.Model) -> dict:
-    """Returns this worker's random states, as JSON."""
+    """Returns the random states, as JSON; every worker must call it.
+
+    It has those of this worker, and those of all workers by their numbers, unless all are the same.
+    """
+    strategy, own = model.distribute_strategy, _of_this_worker(model)
+    text = json.dumps(own).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:3], "big")
+    least, most = coordination.min_and_max(strategy, number)
+    if least == most:
+        return {"random": own}
+    mine, workers = topology.worker_index(strategy), range(topology.num_workers(strategy))
+    texts = [coordination.broadcast(strategy, text if n == mine else None) for n in workers]
+    return {"random": own, "random_of_workers": list(map(json.loads, texts))}
+
+
+def put_back(state: dict, model: keras.Model) -> None:
+    """Restores what `take` has returned; on another number of workers, all get the chief's."""
+    strategy = model.distribute_strategy
+    of_workers = state.get("random_of_workers", [])
+    if len(of_workers) == topology.num_workers(strategy):
+        _put_back(of_workers[topology.worker_index(strategy)], model)
+    else:
+        _put_back(state["random"], model)
+
+
+def _of_this_worker(model) -> dict:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     generators = _generators_of(model).items()
@@ -25,13 +53,13 @@ def take(model: keras.Model) -> dict:
     }
 
 
-def put_back(states: dict, model: keras.Model) -> None:
-    """Restores what `take` has returned."""
+def _put_back(states, model):
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     keras_compat.set_global_seed_state(states["keras"])
+    # Earlier versions did not save them.
     saved = states.get("generators", {})
     for path, generator in _generators_of(model).items():
         values, copies = saved.get(path, []), _copies_of(generator)

@@ -69,7 +69,7 @@ def take_snapshot(
             tensors[f"callback/{number}/{index:06d}"] = weights
     return tensors, {
         "callbacks": remembered,
-        "random": random_states.take(model),
+        **random_states.take(model),
         **optimizers.describe(model),
         "epoch": epoch,
         "step": step,
@@ -195,7 +195,7 @@ def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequenc
             # Assigned on its owner alone; workers must agree on which values they have kept.
             slots.forget_kept(variable)
     _restore_callbacks(state["callbacks"], tensors, callbacks)
-    random_states.put_back(state["random"], model)
+    random_states.put_back(state, model)
 
 
 def _compare(generation, variables):

@@ -99,11 +99,11 @@ def _all_arrive(strategy, place) -> bool:
 
 
 def broadcast(strategy: tf.distribute.Strategy, data: bytes | None) -> bytes:
-    """Sends the chief's bytes to all workers; every worker must call it.
+    """Sends one worker's bytes to all workers; every worker must call it.
 
     Args:
         strategy: The strategy of this worker.
-        data: The bytes, on the chief; None on the others.
+        data: The bytes, on the worker that sends, such as the chief; None on the others.
     """
     sizes = divmod(len(data), _DIGIT) if data is not None else (0, 0)
     size = sum(min_and_max(strategy, n)[1] * unit for n, unit in zip(sizes, (_DIGIT, 1)))
