@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import keras
 import numpy as np
@@ -450,6 +451,18 @@ def test_sigterm_while_validating_ends_the_run_before_the_next_epoch(small, has_
     history, model = fit()
     assert history.epoch == [0, 1]
     assert int(model.optimizer.iterations) == (6 if has_dataset else 2)
+
+
+def test_signals_that_come_together_are_one_request(tmp_path):
+    def twice():
+        terminate()
+        terminate()
+
+    # Where a second one ends the process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended at once"))
+    with pytest.raises(SystemExit) as ended:
+        train(1, tmp_path, End(4, twice))
+    assert ended.value.code == 143
 
 
 @pytest.mark.slow

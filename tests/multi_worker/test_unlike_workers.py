@@ -57,7 +57,9 @@ def test_other_settings_of_fit_on_one_worker_are_told_before_it_trains(run_worke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["stop", "batches", "evaluated batches", "predicted batches"])
+@pytest.mark.parametrize(
+    "case", ["stop", "stop and save", "batches", "evaluated batches", "predicted batches"]
+)
 def test_a_worker_that_ends_a_pass_alone_is_told(run_workers, case):
     told = "".join(run_workers(2, [PROGRAM, case], check=False))
     assert "All workers must reach the end of a pass over the data together" in told

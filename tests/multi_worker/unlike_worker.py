@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -44,7 +45,12 @@ class Change(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if alone("amid an epoch"):
             self.model.predict(DATA, verbose=0)
-        stops_here = here("stop") or CASE == "stop together" or here("stop at the end")
+        stops_here = (
+            here("stop")
+            or here("stop and save")
+            or CASE == "stop together"
+            or here("stop at the end")
+        )
         if stops_here and batch == (1 if CASE == "stop at the end" else 0):
             self.model.stop_training = True
 
@@ -97,8 +103,12 @@ def main():
         model.predict(batches_of(x), verbose=0)
     if CASE == "batches":
         given = {"x": batches_of(x)}
+    callbacks = [Change()]
+    if CASE == "stop and save":
+        given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
+        callbacks.append(tfmulti.callbacks.Checkpoint(tempfile.mkdtemp(), given["x"]))
     epochs = 3 if here("epochs") else 2
-    model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=[Change()])
+    model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=callbacks)
     print(f"trained {int(model.optimizer.iterations)} steps", flush=True)
 
 

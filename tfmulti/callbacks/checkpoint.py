@@ -18,8 +18,12 @@ from tfmulti.checkpoint import generations, optimizers, state
 from tfmulti.cluster import environment
 from tfmulti.runtime import files, processes
 from tfmulti.settings import check_whole_number
-from tfmulti.strategies import coordination
+from tfmulti.strategies import coordination, program_order
 from tfmulti.strategies.coordination import requests_of
+
+# systemd signals each process of a job, and the launcher and its supervisor pass theirs on:
+# signals within so many seconds are one request.
+_SAME_REQUEST_S = 2.0
 
 
 class Preempted(SystemExit):
@@ -98,7 +102,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._strategy.keeps_whole_sums = True
         _check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
-        self._previous_handler = self._copied = None
+        self._previous_handler = self._copied = self._signalled_at = None
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._resumed, self._first_rates = None, optimizers.rates_of(self.model)
@@ -122,11 +126,15 @@ class Checkpoint(keras.callbacks.Callback):
         self._callbacks = callbacks
 
     def _on_sigterm(self, number, frame):
-        # A second SIGTERM, or one after an exception has ended `fit`, ends the process.
-        signal.signal(signal.SIGTERM, self._previous_handler)
-        if _is_within_fit(frame, self.model):
+        now = time.monotonic()
+        if self._signalled_at is None and _is_within_fit(frame, self.model):
+            self._signalled_at = now
             self._requests.ask("stop")
-        else:
+            return
+        # Within fit, signals that come together are one request.
+        if self._signalled_at is None or now - self._signalled_at >= _SAME_REQUEST_S:
+            # A second SIGTERM, or one after an exception has ended `fit`, ends the process.
+            signal.signal(signal.SIGTERM, self._previous_handler)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -164,6 +172,9 @@ class Checkpoint(keras.callbacks.Callback):
         # servers there are steps under way, which are applied first.
         may_stop = self._is_within_epoch() and not keras_compat.has_servers(self._strategy)
         stops = may_stop and self._is_stopped_by_another()
+        if stops:
+            # One that stops alone must not begin a collective, while the others are in a step.
+            program_order.end_pass(self.model)
         if due or has_requests or stops:
             self._save(self._epoch, begun=True, within_epoch=True)
             self._requests.clear("save")
