@@ -38,6 +38,34 @@ TARGETS = {
     "real": _normal(3),
     "distribution": _distribution(3),
 }
+
+
+def _by_size(rows):
+    """Sorts rows, so that each replica gets others than its neighbours."""
+    return rows[np.argsort(rows.reshape(NUM_ROWS, -1).sum(axis=1), kind="stable")]
+
+
+def _fade(rows):
+    """Makes rows quieter and quieter, down to a thousandth."""
+    return rows * np.logspace(0, -3, NUM_ROWS, dtype="float32").reshape(-1, *[1] * (rows.ndim - 1))
+
+
+# Rows and targets that are so unlike that the replicas of a batch have nothing in common.
+UNLIKE_INPUTS = {
+    **{name: _fade(INPUTS[name]) for name in ("flat", "sequence", "image", "volume", "volumes")},
+    "pixels": np.round(_fade(INPUTS["pixels"])),
+    "numbers": _by_size(INPUTS["numbers"]),
+    "texts": tf.constant([["a b " * (i % 8) + "c"] for i in range(NUM_ROWS)]),
+}
+UNLIKE_TARGETS = {
+    **{name: _by_size(TARGETS[name]) for name in ("binary", "class")},
+    "one hot": np.eye(3, dtype="float32")[_by_size(TARGETS["class"])],
+    **{name: _fade(TARGETS[name]) for name in ("positive", "real")},
+    # Of these 0 is not -1, which is not on all replicas.
+    "sign": np.where(np.arange(NUM_ROWS) % 8 < 2, -1, TARGETS["binary"].T).T.astype("float32"),
+    "distribution": np.eye(3, dtype="float32")[_by_size(TARGETS["class"])],
+}
+ROWS = {"alike": (INPUTS, TARGETS), "unlike": (UNLIKE_INPUTS, UNLIKE_TARGETS)}
 _BY_RANK = {1: "sequence", 2: "image", 3: "volume"}
 
 

@@ -1,4 +1,7 @@
-"""Every public layer, loss and metric of Keras is one device's: auto verifies none of them."""
+"""Every public layer, loss and metric of Keras is one device's.
+
+That is so without verification, but for the few that combine rows, which "auto" verifies.
+"""
 
 import contextlib
 import inspect
@@ -43,10 +46,11 @@ def made(settings):
     return {key: value() if callable(value) else value for key, value in settings.items()}
 
 
-def model_around(name, table):
+def model_around(name, table, rows="alike"):
     """A model with a layer amid others, those before it trainable where it has a gradient."""
     kind, settings = table[name]
-    rows = stock_parts.INPUTS[kind]
+    inputs, targets = stock_parts.ROWS[rows]
+    rows = inputs[kind]
     given = keras.Input(rows.shape[1:], dtype="string" if kind == "texts" else rows.dtype)
     layer = getattr(keras.layers, name)(**made(settings))
     keeps = kind in ("numbers", "texts", "pixels")
@@ -61,10 +65,10 @@ def model_around(name, table):
     hidden = keras.layers.Flatten()(keras.layers.Rescaling(0.01 if kind == "pixels" else 1)(hidden))
     model = keras.Model(given, keras.layers.Dense(1)(hidden))
     model.compile(keras.optimizers.SGD(0.01, momentum=0.5), "mse", metrics=["mae"])
-    return model, rows, stock_parts.TARGETS["real"][:, :1]
+    return model, rows, targets["real"][:, :1]
 
 
-def model_of_outputs(activation, targets, losses, more):
+def model_of_outputs(activation, targets, losses, more, rows):
     """A model with an output, and its targets, for each loss."""
     given = keras.Input((6,))
     hidden = keras.layers.Dense(5, "tanh")(given)
@@ -73,16 +77,18 @@ def model_of_outputs(activation, targets, losses, more):
         outputs = [keras.layers.UnitNormalization()(each) for each in outputs]
     model = keras.Model(given, outputs)
     model.compile(keras.optimizers.SGD(0.001), losses, **more)
-    return model, stock_parts.INPUTS["flat"], [stock_parts.TARGETS[targets]] * len(losses)
+    inputs, all_targets = stock_parts.ROWS[rows]
+    return model, inputs["flat"], [all_targets[targets]] * len(losses)
 
 
-def train(num_replicas, make, weighted=False, is_untrained=False):
+def train(num_replicas, make, weighted=False, is_untrained=False, verify="never"):
     """Weights, logs, evaluation and predictions; without training where that draws numbers."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     scope = contextlib.nullcontext()
     if num_replicas > 1:
-        scope = create_strategy(num_replicas, verify="never").scope()
+        settings = {"verify": verify, "on_difference": "replicate"}
+        scope = create_strategy(num_replicas, **settings).scope()
     with scope:
         model, x, y = make()
     weights = np.linspace(0, 2, len(x)).astype("float32") if weighted else None
@@ -113,9 +119,33 @@ def test_a_layer(how, name):
     assert_as_one_device(lambda: model_around(name, table), is_untrained=how == "not trained")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, name", [(how, name) for how in LAYERS for name in here(LAYERS[how], "layers")]
+)
+def test_a_layer_of_rows_that_are_unlike(how, name):
+    table = LAYERS[how]
+    more = {"is_untrained": how == "not trained", "verify": "auto"}
+    assert_as_one_device(lambda: model_around(name, table, "unlike"), **more)
+
+
+def test_texts_are_as_long_as_the_longest_of_the_whole_batch():
+    def make():
+        given = keras.Input((1,), dtype="string")
+        hidden = keras.layers.TextVectorization(vocabulary=["a", "b"])(given)
+        hidden = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(4, 3)(hidden))
+        model = keras.Model(given, keras.layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        inputs, targets = stock_parts.ROWS["unlike"]
+        return model, inputs["texts"], targets["real"][:, :1]
+
+    assert_as_one_device(make, verify="auto")
+
+
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", stock_parts.ROWS)
 @pytest.mark.parametrize("name", here(stock_parts.LOSSES, "losses"))
-def test_a_loss(name):
+def test_a_loss(name, rows):
     targets, activation = stock_parts.LOSSES[name]
     # Keras refuses weights of rows where a loss is no mean over rows.
     weighted = name not in ("Circle", "Dice", "Tversky")
@@ -125,14 +155,15 @@ def test_a_loss(name):
         keras.mixed_precision.set_global_policy("float64")
         made = getattr(keras.losses, name)
         losses = [made(reduction=reduction, dtype="float64") for reduction in REDUCTIONS]
-        return model_of_outputs(activation, targets, losses, {})
+        return model_of_outputs(activation, targets, losses, {}, rows)
 
     assert_as_one_device(make, weighted=weighted)
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", stock_parts.ROWS)
 @pytest.mark.parametrize("name", here(stock_parts.METRICS, "metrics"))
-def test_a_metric(name):
+def test_a_metric(name, rows):
     targets, activation, settings = stock_parts.METRICS[name]
     # Keras fails with the others: they take weights of single outputs only.
     weighted = name not in ("BinaryIoU", "IoU", "MeanIoU")
@@ -143,6 +174,6 @@ def test_a_metric(name):
         if weighted:
             metrics["weighted_metrics"] = [made(**settings, name="weighted")]
         loss = "sparse_categorical_crossentropy" if targets == "class" else "mse"
-        return model_of_outputs(activation, targets, [loss], metrics)
+        return model_of_outputs(activation, targets, [loss], metrics, rows)
 
     assert_as_one_device(make, weighted=weighted)

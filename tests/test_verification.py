@@ -184,6 +184,46 @@ def test_operations_of_single_rows_are_stock_parts(name):
     assert custom_parts.is_stock(outer, "train") == (name in ROW_BY_ROW)
 
 
+def orthogonal():
+    penalty = keras.regularizers.OrthogonalRegularizer(mode="columns")
+    return layers.Dense(3, activity_regularizer=penalty)
+
+
+def texts(**settings):
+    return layers.TextVectorization(vocabulary=["a", "b"], **settings)
+
+
+LAYERS_ACROSS_ROWS = {
+    "a floor below the loudest": (
+        keras.Input((16,)),
+        lambda: layers.MelSpectrogram(8, sampling_rate=100, min_freq=1, num_mel_bins=2),
+    ),
+    "padding to the longest": (keras.Input((1,), dtype="string"), texts),
+    "a norm over rows": (keras.Input((4,)), orthogonal),
+}
+LAYERS_ROW_BY_ROW = {
+    "texts of one length": (
+        keras.Input((1,), dtype="string"),
+        lambda: texts(output_sequence_length=3),
+    ),
+    "counts": (keras.Input((1,), dtype="string"), lambda: texts(output_mode="count")),
+    "a sum over rows": (keras.Input((4,)), lambda: layers.Dense(3, activity_regularizer="l2")),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYERS_ROW_BY_ROW, *LAYERS_ACROSS_ROWS])
+def test_layers_that_combine_rows_are_no_stock_parts(name):
+    given, make = {**LAYERS_ROW_BY_ROW, **LAYERS_ACROSS_ROWS}[name]
+    model = keras.Sequential([given, make()])
+    assert custom_parts.is_stock(model, "train") == (name in LAYERS_ROW_BY_ROW)
+
+
+def test_layers_that_run_code_of_others_are_no_stock_parts(tmp_path):
+    keras.Sequential([keras.Input((4,)), layers.Dense(2)]).export(tmp_path, verbose=False)
+    model = keras.Sequential([keras.Input((4,)), layers.TFSMLayer(tmp_path)])
+    assert not custom_parts.is_stock(model, "predict")
+
+
 def state_of(model):
     variables = [*model.variables, *model.optimizer.variables]
     parts = [part for v in variables for part in getattr(v.value, "values", [v.value])]

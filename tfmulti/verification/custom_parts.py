@@ -32,8 +32,13 @@ _ALONG_AXES = frozenset(
     "Concatenate ExpandDims LogSoftmax Max Mean Min Normalize Norm Prod Softmax Squeeze Stack "
     "Std Sum Var".split()
 )
-# Layers of Keras's own that combine each row with another one of the batch.
-_MIXING = ("CutMix", "MixUp")
+# Layers of Keras's own whose rows depend on others of the batch: mixed with one of them, or limited
+# by the loudest. (`Equalization` does too, but has no effect in a functional model.)
+_MIXING = ("CutMix", "MelSpectrogram", "MixUp")
+# Layers of Keras's own that run code of the user's or of another library.
+_FOREIGN = ("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper")
+# Activity penalties that are sums over rows; any other one may combine them.
+_OF_ROWS = (keras.regularizers.L1, keras.regularizers.L1L2, keras.regularizers.L2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +83,7 @@ def find_custom_parts(model: keras.Model, kind: str) -> list[CustomPart]:
         elif layer is model and _method(model, "call"):
             found.append(_of(LAYER, _method(model, "call"), "call", model))
         found += [_of(LAYER, x, holder=layer) for x in _custom_functions(layer)]
-        if kind != "predict" and keras_compat.sums_activity_penalty(layer):
+        if kind != "predict" and _may_penalize_otherwise(layer):
             found.append(_of(LAYER, layer, f"{type(layer).__name__} {layer.name!r}"))
     if kind == "train":
         found += [
@@ -116,11 +121,15 @@ def _method(model, name):
 
 def _is_custom(thing) -> bool:
     named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return not str(getattr(named, "__module__", "")).startswith(("keras.", "tfmulti."))
+    is_stock = str(getattr(named, "__module__", "")).startswith(("keras.", "tfmulti."))
+    return not is_stock or named.__qualname__ in _FOREIGN
 
 
 def _inner(thing):
     """Returns the function within Keras's wrapper, or the object itself."""
+    if _is_custom(type(thing)):
+        # A class of the user's own may change what Keras's function within it returns.
+        return thing
     for name in ("fn", "_fn"):
         function = getattr(thing, name, None)
         if callable(function):
@@ -134,6 +143,14 @@ def _custom_functions(layer) -> list:
     names += ("bias_regularizer", "kernel_constraint", "recurrent_activation")
     held = [getattr(layer, name, None) for name in names]
     return [thing for thing in held if callable(thing) and _is_custom(thing)]
+
+
+def _may_penalize_otherwise(layer) -> bool:
+    """Whether Keras's own activity penalty of a layer may be no mean over rows."""
+    penalty = getattr(layer, "activity_regularizer", None)
+    if penalty is None or _is_custom(penalty):
+        return False
+    return not isinstance(penalty, _OF_ROWS) or keras_compat.sums_activity_penalty(layer)
 
 
 @contextlib.contextmanager
@@ -197,10 +214,19 @@ def is_stock(model: keras.Model, kind: str) -> bool:
 
 def _may_combine_rows(part) -> bool:
     """Whether a layer, a loss or a metric mixes rows, or is along what may be their axis."""
-    if type(part).__name__ in _MIXING:
+    if type(part).__name__ in _MIXING or _pads_to_longest(part):
         return True
     axes = tf.nest.flatten(keras_compat.axes_of(part))
     return any(isinstance(axis, int) and (axis == 0 or axis < -1) for axis in axes)
+
+
+def _pads_to_longest(part) -> bool:
+    """Whether a layer makes each text as long as the longest one of its rows."""
+    if not isinstance(part, keras.layers.TextVectorization):
+        return False
+    given = part.get_config()
+    lengths = given["output_mode"], given["output_sequence_length"], given["ragged"]
+    return lengths == ("int", None, False)
 
 
 def _operations(layer) -> list:
