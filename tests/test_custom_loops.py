@@ -90,6 +90,24 @@ def test_losses_of_the_whole_batch_get_the_rows_of_all_replicas():
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
 
 
+def hinge():
+    loss = keras.losses.Hinge(reduction=None)
+
+    def of(y, outputs, weights):
+        # Labels of -1 are on one replica only; on the others all are 0 or 1.
+        labels = tf.where(y <= Y.min(), -1.0, tf.cast(y > 0, tf.float32))
+        return tf.nn.compute_average_loss(loss(labels, outputs) * weights, global_batch_size=17)
+
+    return of
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_hinges_of_single_rows_decide_by_the_labels_of_all_replicas(eager):
+    expected, found = (train(replicas.create_strategy(n), hinge, eager) for n in (1, 3))
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mean", "weighted", "sum", "average"])
 def test_replicas_may_have_no_rows(name):

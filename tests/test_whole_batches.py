@@ -236,12 +236,13 @@ def gathered(monkeypatch):
     return calls
 
 
-def fit_arrays(num_replicas, weighted=False, **compiled):
+def fit_arrays(num_replicas, weighted=False, kind=keras.Sequential, labels=None, **compiled):
     keras.utils.set_random_seed(1)
     with create_strategy(num_replicas).scope():
-        model = keras.Sequential([layers.Dense(3)])
+        model = kind([layers.Dense(3)])
         model.compile(keras.optimizers.SGD(0.1), **compiled)
     x, y, weights = rows(19)
+    y = y if labels is None else labels
     data = (x, y, weights) if weighted else (x, y)
     history = model.fit(
         x,
@@ -284,6 +285,53 @@ def test_metric_functions_of_rows_that_need_other_rows_get_them(metric, weighted
     case = dict(weighted=weighted, loss="mse", metrics=[metric], weighted_metrics=[metric])
     assert_alike(fit_arrays(3, **case), fit_arrays(1, **case))
     assert bool(gathered) == (metric is not own_error)
+
+
+# In each batch of 8, the last rows alone have labels of -1: 0 is a label of its own.
+LABELS = np.where(np.arange(19)[:, None] % 8 > 5, -1.0, np.arange(57).reshape(19, 3) % 2)
+
+
+@pytest.mark.parametrize("name", ["hinge", "squared_hinge"])
+def test_hinges_take_0_for_minus_1_by_the_labels_of_the_whole_batch(name):
+    case = dict(weighted=True, loss=name, metrics=[name], weighted_metrics=[name], labels=LABELS)
+    assert_alike(fit_arrays(3, **case), fit_arrays(1, **case))
+
+
+class OfSingleRows(keras.Sequential):
+    """Has numbers for its own rows to weigh their losses with."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = keras.losses.Hinge(reduction=None)(y, y_pred)
+        return ops.mean(losses * ops.abs(x[:, 0]))
+
+
+def test_hinges_without_a_reduction_return_the_values_of_the_replicas_rows():
+    case = dict(kind=OfSingleRows, labels=LABELS)
+    assert_alike(fit_arrays(3, **case), fit_arrays(1, **case))
+
+
+class Centred(keras.losses.MeanSquaredError):
+    def call(self, y_true, y_pred):
+        return super().call(y_true - ops.mean(y_true, axis=0), y_pred)
+
+
+def test_a_users_own_class_of_a_loss_of_kerass_gets_the_rows_that_it_needs():
+    assert_alike(fit_arrays(3, loss=Centred()), fit_arrays(1, loss=Centred()))
+
+
+STOCK_METRICS = {
+    "dice": lambda: keras.losses.dice,
+    "tversky": lambda: keras.losses.tversky,
+    "a loss of the batch": keras.losses.Dice,
+    "a loss": keras.losses.MeanSquaredError,
+}
+
+
+@pytest.mark.parametrize("name", STOCK_METRICS)
+def test_losses_of_kerass_own_as_metrics_are_those_of_the_whole_batch(name):
+    make = STOCK_METRICS[name]
+    three, one = (fit_arrays(number, loss="mse", metrics=[make()]) for number in (3, 1))
+    assert_alike(three, one)
 
 
 def test_a_loss_that_fails_with_any_rows_says_so_of_the_rows_it_was_given():

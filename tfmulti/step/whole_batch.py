@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step import local_steps, losses, row_axis
-from tfmulti.step.gathering import gather_batch, local_rows
+from tfmulti.step import local_steps, losses, needs_batch
+from tfmulti.step.gathering import gather_batch, local_rows, row_positions
 from tfmulti.step.rows import current_replica_batch, distributed_batch
 
 
@@ -152,16 +152,12 @@ class WholeBatchMetric(keras.metrics.Metric):
         return cls(keras.saving.deserialize_keras_object(config["metric"]), config["name"])
 
 
-# Keras's own losses that are not a mean over rows.
-_OF_THE_BATCH = ("Dice", "Tversky", "Circle", "dice", "tversky", "circle")
-
-
 def call_loss(call, loss, y_true, y_pred, sample_weight=None):
     """Computes a loss, from the rows of all replicas if it needs them.
 
-    Keras's losses are means over rows, except Dice, Tversky and Circle. A custom loss that returns
-    one number for a batch can be any function of all rows, so it gets them. One that returns a
-    number for each row gets them if its graph combines rows.
+    Keras's losses are means over rows, except Dice, Tversky, Circle and the two hinges. A custom
+    loss that returns one number for a batch can be any function of all rows, so it gets them. One
+    that returns a number for each row gets them if its graph combines rows.
 
     Args:
         call: `keras.losses.Loss.__call__`.
@@ -173,11 +169,24 @@ def call_loss(call, loss, y_true, y_pred, sample_weight=None):
     own = functools.partial(call, loss)
     if distributed_batch() is None and not losses.is_loop():
         return _with_enough_rows(own, y_true, y_pred, sample_weight)
-    if not _needs_batch(loss, y_true, y_pred):
+    if not needs_batch.is_needed_by_loss(loss, y_true, y_pred):
         return own(y_true, y_pred, sample_weight)
-    y_true, y_pred, sample_weight = _gather(y_true, y_pred, sample_weight)
+    whole = _gather(y_true, y_pred, sample_weight)
     with losses.of_whole_batch():
-        return own(y_true, y_pred, sample_weight)
+        result = own(*whole)
+    if needs_batch.is_hinge(loss) and loss.reduction in (None, "none"):
+        # What computes with them has numbers for this replica's rows.
+        return _own_values(result, y_pred)
+    return result
+
+
+def _own_values(values, y_pred):
+    """Takes the values of this replica's rows, also in a loop of the user's own."""
+    if distributed_batch() is not None:
+        return local_rows(values)
+    count = tf.shape(y_pred)[0]
+    [start], _ = row_positions([count])
+    return values[start : start + count]
 
 
 # As many rows as any loss or metric may need to be traced.
@@ -222,10 +231,11 @@ def prepare_losses(model: keras.Model) -> None:
 
 @local_steps.over_all_workers()
 def update_metric_function(update, metric, function, y_true, y_pred, sample_weight=None):
-    """Updates a metric that is a custom function of rows.
+    """Updates a metric that is a function of rows.
 
-    One that returns one number for a batch gets all rows. So does one that returns a number for
-    each row and needs other rows for it; each replica then counts the numbers of its own rows.
+    One that returns one number for a batch gets all rows: a custom one, Keras's Dice, a loss. So
+    does one that returns a number for each row and needs other rows for it; each replica then
+    counts the numbers of its own rows.
 
     Args:
         update: `keras.metrics.MeanMetricWrapper.update_state`.
@@ -235,10 +245,10 @@ def update_metric_function(update, metric, function, y_true, y_pred, sample_weig
         y_pred: Predictions for them.
         sample_weight: Weights, or None.
     """
-    if distributed_batch() is None or keras_compat.is_stock(function.func):
+    if distributed_batch() is None:
         own = functools.partial(update, metric)
         return _with_enough_rows(own, y_true, y_pred, sample_weight)
-    if not _combines_rows(function, y_true, y_pred):
+    if not needs_batch.is_needed_by_metric(function, y_true, y_pred):
         return update(metric, y_true, y_pred, sample_weight)
     all_true, all_pred, _ = _gather(y_true, y_pred, None)
     with losses.of_whole_batch():
@@ -291,43 +301,6 @@ def _of_all_replicas(structure):
         return context.all_reduce("SUM", replica_batch.weighted(part))
 
     return tf.nest.map_structure(of_all, structure)
-
-
-def _needs_batch(loss, y_true, y_pred) -> bool:
-    function = getattr(loss, "fn", None)
-    kind = type(loss) if function is None else function
-    if keras_compat.is_stock(kind):
-        return getattr(kind, "__name__", "") in _OF_THE_BATCH
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        # It may do anything with the number of rows.
-        return True
-    # Keras converts both to the loss's dtype before it calls `call`.
-    rows = keras.tree.map_structure(
-        lambda part: keras.ops.convert_to_tensor(part, dtype=loss.dtype), (y_true, y_pred)
-    )
-    return _combines_rows(loss.call, *rows)
-
-
-def _combines_rows(function, y_true, y_pred) -> bool:
-    """Whether a function returns one number for a batch, or numbers for rows that need others."""
-    values = _values_of_function(function, y_true, y_pred)
-    if values is None or keras.ops.ndim(values) == 0:
-        return True
-    # An eager step has no graph that could be followed.
-    if not tf.is_symbolic_tensor(values):
-        return False
-    given = [
-        tensor for tensor in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(tensor)
-    ]
-    return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
-
-
-def _values_of_function(function, y_true, y_pred):
-    """Returns what a function returns, or None if it fails, as for want of rows."""
-    try:
-        return function(y_true, y_pred)
-    except (ValueError, tf.errors.InvalidArgumentError):
-        return None
 
 
 def _loss_of(loss) -> keras.losses.Loss:
