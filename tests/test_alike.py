@@ -72,6 +72,16 @@ def test_the_same_data_are_the_same(change):
     assert alike.are_same_data(alike.describe_data(ROWS), alike.describe_data(change(ROWS)))
 
 
+def test_numbers_that_are_not_finite_hide_no_others():
+    gaps, spikes = ROWS.copy(), ROWS.copy()
+    gaps[3, 0], spikes[3, 0] = np.nan, np.inf
+    for each in (gaps, spikes):
+        given = alike.describe_data(each)
+        assert alike.are_same_data(given, alike.describe_data(each * np.float32(1 + 1e-6)))
+        assert not alike.are_same_data(given, alike.describe_data(each + 1))
+        assert not alike.are_same_data(given, alike.describe_data(ROWS))
+
+
 def test_texts_are_compared_and_other_data_are_not():
     texts = np.array(["a", "b"])
     assert not alike.are_same_data(alike.describe_data(texts), alike.describe_data(texts[::-1]))

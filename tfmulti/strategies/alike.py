@@ -140,12 +140,15 @@ def are_same_data(one: list, other: list) -> bool:
     """
     if [exact for *exact, _ in one] != [exact for *exact, _ in other]:
         return False
-    pairs = [(np.array(a), np.array(b)) for (*_, a), (*_, b) in zip(one, other)]
-    return all(
-        a.shape == b.shape
-        and np.allclose(a, b, _CLOSE, _CLOSE * np.max(np.abs(b), initial=0), equal_nan=True)
-        for a, b in pairs
-    )
+    return all(_are_close(np.array(a), np.array(b)) for (*_, a), (*_, b) in zip(one, other))
+
+
+def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
+    # Infinity would make all numbers close, and NaN none.
+    largest = np.max(np.abs(other[np.isfinite(other)]), initial=0)
+    if one.shape != other.shape:
+        return False
+    return np.allclose(one, other, rtol=_CLOSE, atol=_CLOSE * largest, equal_nan=True)
 
 
 def _refuse_other_models(strategy, here, there):
