@@ -352,6 +352,36 @@ def test_a_map_keeps_the_rows_where_padding_is_marked():
         weights_after(2, data, larger_than_zero, remainder="pad")
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_only_rows_that_were_added_are_cut_off(num_replicas):
+    x, y = numbered(11)
+    weights = np.where(y % 3, 1.0, -0.0).astype("float32")
+    strategy = create_strategy(num_replicas)
+    train = distribute_train((x, y, weights), strategy, 4, seed=5, remainder="pad")
+    plain = tf.data.Dataset.from_tensor_slices((x, y, weights)).batch(4)
+
+    def by_hand(model):
+        for batch in strategy.experimental_distribute_dataset(train):
+            strategy.run(model.train_step, args=(batch,))
+
+    padded = expected_steps(11, 4, 5, [0, 1])
+    assert steps_seen(strategy, lambda model: model.fit(train, verbose=0)) == padded[:3]
+    assert steps_seen(strategy, by_hand) == padded[3:]
+    unpadded = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert steps_seen(strategy, lambda model: model.fit(plain, verbose=0)) == unpadded
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_predictions_are_those_of_the_rows_that_were_given(num_replicas):
+    x, y = numbered(9)
+    strategy = create_strategy(num_replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Rescaling(2.0)])
+    weights = np.full(9, -0.0, "float32")
+    test = distribute_eval((x, y, weights), strategy, 4, remainder="pad")
+    np.testing.assert_array_equal(model.predict(test, verbose=0), 2 * x)
+
+
 def fit_audited(strategy, data, fit, **settings):
     """Returns the lines of the audit of `fit(model, train, callbacks)`."""
     train = distribute_train(data, strategy, 4, audit=True, **settings)

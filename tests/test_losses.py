@@ -148,6 +148,24 @@ def test_several_outputs_with_loss_weights():
     assert len(reference) == len(padded[0])
 
 
+@pytest.mark.parametrize("remainder", ["pad", None], ids=["padded", "plain data after it"])
+def test_weights_of_rows_go_with_losses_of_one_step(remainder):
+    def fit(num_replicas):
+        keras.utils.set_random_seed(1)
+        strategy = create_strategy(num_replicas)
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        x, y, weights = rows()
+        data = x[:, None], y[:, None], weights
+        feed = tfmulti.distribute_train(data, strategy, 16, remainder="pad")
+        if remainder is None:
+            feed = tf.data.Dataset.from_tensor_slices(data).batch(16)
+        return model.fit(feed, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(fit(2), fit(1), rtol=1e-6)
+
+
 class CustomStep(keras.Model):
     """A train_step that averages by itself, or with a Keras loss, and never calls scale_loss."""
 

@@ -14,7 +14,7 @@ from tfmulti.data import maps as maps_lib
 from tfmulti.data.audit import ShardAudit
 from tfmulti.sharding import PADDING_WEIGHT, ShardPlan
 from tfmulti.step import iterators
-from tfmulti.step.rows import Counted, without_count
+from tfmulti.step.rows import Counted, Padded, as_user_sees
 from tfmulti.step.samples import Samples
 
 
@@ -247,12 +247,11 @@ class EpochDataset(tf.data.Dataset):
             return super().__iter__()
         if self._position.counts_all:
             return self.train_pass()
-        return iter(Pass(self._global, self._looked_at, None, self.element_spec, counted=False))
+        return iter(self._pass(self._global, None, self._looked_at))
 
     def train_pass(self) -> iterators.ReplicaIterator:
         """Returns an iterator over the global batches of the next pass, which counts them."""
-        batches, spec = self._batches_of_training, self.element_spec
-        return iter(Pass(batches, self._position, None, spec, counted=False))
+        return iter(self._pass(self._batches_of_training, None, self._position))
 
     @functools.cached_property
     def _batches_of_training(self):
@@ -261,6 +260,10 @@ class EpochDataset(tf.data.Dataset):
     def count_all(self) -> None:
         """Makes all iterations count: Keras trains a model without a strategy from the dataset."""
         self._position.counts_all = True
+
+    def _pass(self, batches, strategy, position, *, counted=False):
+        settings = {"counted": counted, "padded": self.plan.remainder == "pad"}
+        return Pass(batches, position, strategy, self.element_spec, **settings)
 
     def distribute_to(self, strategy) -> Pass:
         """Returns the distributed dataset that Keras iterates over; strategies call it.
@@ -279,10 +282,9 @@ class EpochDataset(tf.data.Dataset):
         sampled = Samples(getattr(strategy, "keeps_samples", False))
         numbers = topology.local_batch_indices(strategy)
         batches = self._replica_batches_of(numbers, log, sampled, self._position)
-        distributed = Pass(
-            batches, self._position, strategy, self.element_spec, counted=self.keeps_rows
-        )
-        sampled.unpack = lambda step: without_count(distributed.peek(step))
+        distributed = self._pass(batches, strategy, self._position, counted=self.keeps_rows)
+        strategy.marks_padding = self.plan.remainder == "pad"
+        sampled.unpack = lambda step: as_user_sees(distributed.peek(step))
         marks.SAMPLE.set(distributed, sampled)
         return distributed
 
@@ -324,13 +326,22 @@ class Pass:
         strategy: The strategy of the replicas; None for one that takes the global batch.
         element_spec: Spec of a global batch.
         counted: Whether the numbers of rows are those that the replicas get.
+        padded: Whether batches can end in padding rows.
     """
 
     def __init__(
-        self, batches: tf.data.Dataset, position: Position, strategy, element_spec, *, counted: bool
+        self,
+        batches: tf.data.Dataset,
+        position: Position,
+        strategy,
+        element_spec,
+        *,
+        counted: bool,
+        padded: bool,
     ):
         self._replica_batches, self._position = batches, position
-        self.strategy, self.element_spec, self._counted = strategy, element_spec, counted
+        self.strategy, self.element_spec = strategy, element_spec
+        self._counted, self._padded = counted, padded
         self._number = iterators.register(self)
 
     @property
@@ -354,9 +365,12 @@ class Pass:
 
     def peek(self, step: tuple):
         """Returns a step's replica batches as one distributed value."""
+        batches = step[:1] if self.strategy is None else step[1]
+        if self._padded:
+            batches = tuple(Padded(*batch) for batch in batches)
         if self.strategy is None:
-            return step[0]
-        count, batches = step
+            return batches[0]
+        count = step[0]
         if self.strategy.num_replicas_in_sync > 1 and self._counted:
             batches = tuple(Counted(batch, count) for batch in batches)
         return iterators.to_replicas(self.strategy, batches)
@@ -382,4 +396,6 @@ def _mark_padding(batch, weights):
         return (*batch, weights)
     own = tf.cast(batch[2], tf.float32)
     is_padding = tf.reshape(is_padding, [-1, *[1] * (own.shape.rank - 1)])
+    # A user's own -0.0 leaves a row out, and does not mark it.
+    own = tf.where(own == 0, tf.zeros_like(own), own)
     return (*batch[:2], tf.where(is_padding, PADDING_WEIGHT, own))

@@ -52,7 +52,7 @@ class ReplicaIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIt
 
     def peek(self):
         """Draws a step to inspect it, without counting it as taken."""
-        return rows.without_count(_owner(self).peek(next(self.iterator)))
+        return rows.as_user_sees(_owner(self).peek(next(self.iterator)))
 
     def __iter__(self):
         return self

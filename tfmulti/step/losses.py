@@ -180,12 +180,16 @@ def _number_of(values):
 
 def _refuse_weights_of_rows(values, sample_weight):
     """Raises a clear error; Keras's own is about two incompatible shapes."""
-    rank = tf.convert_to_tensor(values).shape.rank
-    given = None if sample_weight is None else tf.convert_to_tensor(sample_weight).shape
-    if rank is not None and given is not None and rank > 1 and given.rank < rank:
+    if sample_weight is None:
+        return
+    shape, given = (tf.convert_to_tensor(each).shape for each in (values, sample_weight))
+    if shape.rank and shape[-1] == 1:
+        # Keras leaves out an axis of one number.
+        shape = shape[:-1]
+    if shape.rank is not None and shape.rank > 1 and given.rank < shape.rank:
         raise ValueError(
             'With `remainder="pad"` sample weights must have the shape of the losses. '
-            f"Received: weights of shape {given}, losses of {rank} dimensions. "
+            f"Received: weights of shape {given}, losses of {shape.rank} dimensions. "
             'Pass weights of that shape in (x, y, sample_weight), or use remainder="uneven".'
         )
 

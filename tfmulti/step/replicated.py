@@ -77,13 +77,12 @@ class ReplicatedStep:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
         step: The step, a function of one batch.
-        padded: Whether sample weights can mark padding rows.
         are_undivided: Whether every local replica is given all rows of its worker.
     """
 
-    def __init__(self, model, kind: str, step, padded: bool, are_undivided: bool):
+    def __init__(self, model, kind: str, step, are_undivided: bool):
         self._model, self._kind, self._step = model, kind, step
-        self._padded, self._are_undivided = padded, are_undivided
+        self._are_undivided = are_undivided
         self._sizes: list[int | None] | None = None
         requests = getattr(model.distribute_strategy, "requests", None)
         self._requests = requests if kind == "train" else None
@@ -95,7 +94,7 @@ class ReplicatedStep:
             run: `tf.distribute.Strategy.run` of the strategy.
             data: The replica batches.
         """
-        if not self._padded and not isinstance(data, rows_lib.Counted):
+        if not isinstance(data, (rows_lib.Counted, rows_lib.Padded)):
             self._sizes = _known_sizes(data, self._model.distribute_strategy)
         rows, before = run(self._gather, args=(data,))
         # Only the step itself: what comes before and after it communicates.
@@ -124,8 +123,7 @@ class ReplicatedStep:
 
     def _own_part(self, data):
         """Returns this replica's rows, without padding."""
-        data = rows_lib.without_count(data)
-        data = rows_lib.without_padding(data) if self._padded else data
+        data = rows_lib.without_padding(rows_lib.without_count(data))
         if rows_lib.parts_of(data) is None:
             raise rows_lib.missing_rows_error(data)
         if not self._are_undivided:

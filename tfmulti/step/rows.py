@@ -33,9 +33,31 @@ class Counted(NamedTuple):
     num_global: tf.Tensor
 
 
+class Padded(NamedTuple):
+    """A batch that can end in padding rows, which have the weight `PADDING_WEIGHT`.
+
+    Only this type tells: a user may give a row of any other data the same weight, -0.0.
+
+    Attributes:
+        x: Inputs.
+        y: Labels.
+        sample_weight: Weights, float32.
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any
+
+
 def without_count(data):
     """Returns the replica batch without the count."""
     return data.replica_batch if isinstance(data, Counted) else data
+
+
+def as_user_sees(data):
+    """Returns the replica batch as an ordinary tuple, without the count."""
+    data = without_count(data)
+    return tuple(data) if isinstance(data, Padded) else data
 
 
 def parts_of(data) -> list | None:
@@ -76,15 +98,14 @@ def some_rows(data, start: int, stop: int):
 
 
 def without_padding(data):
-    """Cuts off the padding rows at the end of a replica batch."""
-    weights = data[2] if isinstance(data, tuple) and len(data) == 3 else None
-    if not isinstance(weights, tf.Tensor) or weights.dtype != tf.float32 or not weights.shape.rank:
+    """Cuts off the padding rows at the end of a replica batch, if it is `Padded`."""
+    if not isinstance(data, Padded):
         return data
     # By bits, since -0.0 equals the 0.0 with which a user leaves out a row.
-    marked = tf.bitcast(weights, tf.int32) == _PADDING_BITS
-    is_padding = tf.reduce_all(marked, axis=list(range(1, weights.shape.rank)))
+    marked = tf.bitcast(data.sample_weight, tf.int32) == _PADDING_BITS
+    is_padding = tf.reduce_all(marked, axis=list(range(1, marked.shape.rank)))
     num_real = tf.shape(is_padding)[0] - tf.reduce_sum(tf.cast(is_padding, tf.int32))
-    return _map(lambda part: part[:num_real], data)
+    return _map(lambda part: part[:num_real], tuple(data))
 
 
 def fill_if_empty(data, *, of_ones: bool = False):

@@ -12,14 +12,15 @@ from tfmulti.step import rows as rows_lib
 from tfmulti.step.rows import ReplicaBatch, as_current
 
 
-def wrap_step(fn, kind: str, model: keras.Model | None, *, padded: bool):
+def wrap_step(fn, kind: str, model: keras.Model | None):
     """Wraps a Keras step so that it counts its rows, and an empty replica batch has no effect.
+
+    Padding rows are cut off.
 
     Args:
         fn: The step, a function of one batch.
         kind: `"train"`, `"test"` or `"predict"`.
         model: The model, or None.
-        padded: Whether sample weights can mark padding rows, which are then cut off.
 
     Returns:
         A function of one batch.
@@ -29,8 +30,7 @@ def wrap_step(fn, kind: str, model: keras.Model | None, *, padded: bool):
         num_global = None
         if isinstance(data, rows_lib.Counted):
             data, num_global = data
-        if padded:
-            data = rows_lib.without_padding(data)
+        data = rows_lib.without_padding(data)
         replica_batch = _measure(data, model)
         if replica_batch is None:
             if kind == "train":

@@ -44,7 +44,7 @@ class _KerasRepairs:
     repairs_keras = True
     # The chosen strategy, its devices, and the reason, for people to read.
     why = ""
-    # Set by the data pipeline when it marks padding rows in the sample weights.
+    # Whether the latest dataset marks padding rows in the sample weights.
     marks_padding = False
     # Whether to verify a step before its first run: "auto", "always" or "never".
     verify = "auto"
@@ -87,17 +87,18 @@ class _KerasRepairs:
             self._refuse(kind, model)
         are_undivided = topology.num_local_replicas(self) > 1 and not _is_distributed(args[:1])
         if several and replicated.is_replicated(model, kind):
-            whole = replicated.ReplicatedStep(model, kind, fn, self.marks_padding, are_undivided)
+            whole = replicated.ReplicatedStep(model, kind, fn, are_undivided)
             return self._note_logs(kind, whole.run(super().run, args[0]))
         is_local = kind == "train" and several and local_steps.steps_of(model) > 1
         if is_local:
             fn = local_steps.on_local_rows(fn, self)
-        if kind and len(args) == 1 and (several or self.marks_padding):
-            fn = wrapped_step.wrap_step(fn, kind, model, padded=self.marks_padding)
+        is_padded = any(isinstance(rows.without_count(value), rows.Padded) for value in args)
+        if kind and len(args) == 1 and (several or is_padded):
+            fn = wrapped_step.wrap_step(fn, kind, model)
             if kind != "predict" and are_undivided:
                 fn = wrapped_step.divide_whole_batch(fn)
         else:
-            args = tuple(rows.without_count(value) for value in args)
+            args = tuple(rows.as_user_sees(value) for value in args)
         # The gradients of a single replica are already those of the whole batch.
         fn = gradients.with_step_state(fn, reduced=not several)
         try:
@@ -144,6 +145,7 @@ class _KerasRepairs:
         distribute_to = getattr(dataset, "distribute_to", None)
         if distribute_to is not None:
             return distribute_to(self)
+        self.marks_padding = False
         dataset = keras_compat.without_tuning(dataset)
         if self.num_replicas_in_sync == 1:
             return super().experimental_distribute_dataset(dataset, options)

@@ -66,7 +66,7 @@ def _as_one_device(strategy):
 def _create_function(model):
     strategy, fn = model.distribute_strategy, model.predict_step
     if not _is_by_one_device(model):
-        fn = wrapped_step.wrap_step(fn, "predict", model, padded=False)
+        fn = wrapped_step.wrap_step(fn, "predict", model)
         fn = wrapped_step.divide_whole_batch(fn)
 
     def predict_rows(data):

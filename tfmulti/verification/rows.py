@@ -14,7 +14,7 @@ from tfmulti import topology
 from tfmulti.keras_compat import MAX_BYTES, MAX_ROWS
 from tfmulti.sharding import PADDING_WEIGHT, is_padding
 from tfmulti.step import iterators, rows
-from tfmulti.step.rows import Counted
+from tfmulti.step.rows import Counted, Padded
 
 
 class Rows:
@@ -222,7 +222,8 @@ def take_replica_batches(strategy, batch, *, counted: bool, padded: bool, in_chu
     batches = []
     for index in topology.local_batch_indices(strategy):
         replica_batch = rows.take_replica_rows(batch, index, number, in_chunks=in_chunks)
-        replica_batch = _pad(replica_batch, -(-num_rows // number)) if padded else replica_batch
+        if padded:
+            replica_batch = _pad(replica_batch, -(-num_rows // number))
         batches.append(Counted(replica_batch, num_rows) if counted else replica_batch)
     return iterators.to_replicas(strategy, tuple(batches))
 
@@ -239,7 +240,7 @@ def _pad(replica_batch, most):
     own = tf.cast(own, tf.float32)
     shape = tf.concat([[missing], tf.shape(own)[1:]], axis=0)
     filled = tf.concat([own, tf.fill(shape, PADDING_WEIGHT)], axis=0)
-    return (*tf.nest.map_structure(fill, (x, y)), filled)
+    return Padded(*tf.nest.map_structure(fill, (x, y)), filled)
 
 
 def _indices_all_over(counted, number):
