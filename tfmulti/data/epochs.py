@@ -245,9 +245,8 @@ class EpochDataset(tf.data.Dataset):
     def __iter__(self):
         if tf.inside_function():
             return super().__iter__()
-        if self._position.counts_all:
-            return self.train_pass()
-        return iter(self._pass(self._global, None, self._looked_at))
+        looked_at = self._pass(self._global, None, self._looked_at)
+        return self.train_pass() if self._position.counts_all else iter(looked_at)
 
     def train_pass(self) -> iterators.ReplicaIterator:
         """Returns an iterator over the global batches of the next pass, which counts them."""
@@ -262,8 +261,8 @@ class EpochDataset(tf.data.Dataset):
         self._position.counts_all = True
 
     def _pass(self, batches, strategy, position, *, counted=False):
-        settings = {"counted": counted, "padded": self.plan.remainder == "pad"}
-        return Pass(batches, position, strategy, self.element_spec, **settings)
+        padded = self.plan.remainder == "pad"
+        return Pass(batches, position, strategy, self.element_spec, counted=counted, padded=padded)
 
     def distribute_to(self, strategy) -> Pass:
         """Returns the distributed dataset that Keras iterates over; strategies call it.
