@@ -30,8 +30,8 @@ def own_variables(
         others: The variables that have other names.
     """
     left_out = [*others, *keras_compat.metric_variables(model)]
-    with keras_compat.held_values():
-        left_out += [variable.value for variable in left_out]
+    # The value of sharded state cannot be read here, and the model does not hold it.
+    left_out += [variable.value for variable in left_out if not hasattr(variable, "is_here")]
     known = {id(variable) for variable in left_out}
     kinds = (keras.Variable, tf.Variable)
     found = [(path, thing) for path, thing in walk(model) if isinstance(thing, kinds)]
