@@ -5,7 +5,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.step import weighting
+from tfmulti.step import clipping, weighting
 
 SGD = keras.optimizers.SGD
 OPTIMIZERS = {
@@ -222,6 +222,16 @@ def test_a_later_call_adds_settings_and_changes_none():
         tfmulti.DistributedOptimizer(optimizer, synchronize_every=4)
     with pytest.raises(ValueError, match="cannot be changed. Received: compression='float16'"):
         tfmulti.DistributedOptimizer(optimizer, compression="float16")
+
+
+def test_a_gradient_in_parts_below_its_limit_stays_what_it_is_in_float64():
+    parts = [keras.Variable(np.zeros(2), dtype="float64") for _ in range(2)]
+    optimizer = SGD(1.0, clipnorm=0.7)
+    clipping.clip_together(optimizer, [parts])
+    gradients = [tf.constant([0.3, 0.1], tf.float64), tf.constant([0.2, 0.4], tf.float64)]
+    optimizer.apply(gradients, parts)
+    for part, gradient in zip(parts, gradients):
+        np.testing.assert_array_equal(-part.numpy(), gradient)
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="in a later Keras")

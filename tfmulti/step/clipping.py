@@ -63,7 +63,8 @@ def clip_together(
 
 
 def _scale(gradient, limit, norm):
-    scale = limit / tf.maximum(norm, tf.cast(limit, norm.dtype))
+    # `tf.cast` of a Python number is exact to float32 only.
+    scale = limit / keras.ops.maximum(norm, limit)
     return keras.ops.multiply(gradient, tf.cast(scale, gradient.dtype))
 
 
