@@ -232,26 +232,6 @@ def test_dicts_strings_and_weights_pass_through():
     assert [t.shape[0] for t in tf.nest.flatten(batch)] == [4] * 4
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
-def test_a_step_gets_arrays_in_the_precision_in_which_keras_gives_them(dtype):
-    strategy = create_strategy(2)
-    x, y = tf.cast(numbered(10)[0], dtype).numpy(), np.arange(10)
-    seen = []
-
-    class Model(keras.Model):
-        def train_step(self, data):
-            seen.append([each.dtype for each in data])
-            return {"loss": tf.reduce_sum(data[0])}
-
-    for data in ((x, y, x[:, 0]), (distribute_train((x, y, x[:, 0]), strategy, 4),)):
-        with strategy.scope():
-            model = Model()
-            model.compile("sgd", "mse")
-        settings = dict(zip(("x", "y", "sample_weight"), data))
-        model.fit(**settings, verbose=0)
-    assert seen and all(each == [tf.float32, tf.int64, tf.float32] for each in seen)
-
-
 def test_each_worker_reads_its_own_rows_only():
     class Counting(np.ndarray):
         taken = []

@@ -33,10 +33,8 @@ def distribute_train(
         data: A tuple of arrays `(x, y)` or `(x, y, sample_weight)`, each of shape
             `(num_examples, ...)`, where `x` and `y` may be dicts or tuples of arrays; or a
             `tf.data.Dataset` of single examples; or the name of a tensorflow-datasets split
-            such as `"mnist/train"`. Of arrays every worker reads only its own rows, and gives
-            floating-point ones to a step in Keras's `floatx`, as `fit` does. A
-            `tf.data.Dataset` is read completely by every worker, which keeps its own rows; its
-            order must not change, so pass it before `.shuffle()`.
+            such as `"mnist/train"`. Of arrays every worker reads only its own rows. A
+            `tf.data.Dataset` is read completely by every worker, which keeps its own rows.
         strategy: The result of `create_strategy`.
         global_batch_size: Examples per step over all replicas.
         seed: Seed of the order.

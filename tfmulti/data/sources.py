@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -36,18 +35,14 @@ class ArraySource:
     def batches(self, plan: ShardPlan, numbers: tuple[int, ...], start, log):
         """Returns a dataset of steps: number of rows, and each replica's rows and weights."""
         leaves = tf.nest.flatten(self.arrays)
-        dtypes = [_spec_of_rows(leaf).dtype for leaf in leaves]
-
-        def take(leaf, dtype, rows):
-            taken = np.take(leaf, rows, axis=0)
-            return taken.astype(dtype.as_numpy_dtype, copy=False) if dtype.is_floating else taken
+        dtypes = [tf.as_dtype(_spec_of_rows(leaf).dtype) for leaf in leaves]
 
         def read(epoch, step):
             values = [np.int32(plan.count(int(epoch), int(step)))]
             for number in numbers:
                 rows, weights = plan.replica_batch(int(epoch), int(step), number)
                 log(int(epoch), int(step), number, rows[weights > 0])
-                values += [*map(take, leaves, dtypes, [rows] * len(leaves)), weights]
+                values += [*(np.take(leaf, rows, axis=0) for leaf in leaves), weights]
             return values
 
         def replica_batches_of_step(epoch, step):
@@ -155,10 +150,7 @@ def _replica_batch_of(batch, num_real, plan, number):
 
 
 def _spec_of_rows(array: np.ndarray) -> tf.TensorSpec:
-    dtype = tf.string if array.dtype.kind in "SO" else tf.as_dtype(array.dtype)
-    if dtype.is_floating:
-        # As Keras gives arrays to a step, whatever precision they have.
-        dtype = keras.config.floatx()
+    dtype = tf.string if array.dtype.kind in "SO" else array.dtype
     return tf.TensorSpec([None, *array.shape[1:]], dtype)
 
 
