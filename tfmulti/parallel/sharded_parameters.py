@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks
 from tfmulti.parallel.activations import call_that_runs_once, recomputed
-from tfmulti.step import model_contents, parameters
+from tfmulti.step import model_contents, parameters, slots
 from tfmulti.step.split_weights import SplitParameter
 
 # Layers that gather the weights of those within them: a loop gathers once for all of its steps,
@@ -137,7 +137,7 @@ def forget_values(model: keras.Model) -> None:
     """Forgets the values of other workers' weights, before steps that change them."""
     for variable in model.variables:
         if isinstance(variable, parameters.ShardedParameter):
-            variable.parameters.values.forget(variable)
+            slots.forget_kept(variable)
 
 
 def _gathering_layers(model):
