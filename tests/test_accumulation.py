@@ -82,6 +82,7 @@ def test_data_whose_end_keras_finds_too_late_is_warned_of(is_known):
     assert (apart < 1e-6) == is_known
 
 
+@pytest.mark.slow
 @not_on_gpu("counts what CPUs add")
 @pytest.mark.parametrize("steps", [None, 3])
 def test_three_steps_send_the_bytes_of_one(steps, monkeypatch):

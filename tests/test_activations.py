@@ -250,6 +250,7 @@ def test_one_device_trains_as_without(name, eager):
     assert difference(*runs) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_table_gets_gradients_of_its_rows_alone():
     """Adam adds equal rows of such a gradient after it has squared them; of a dense one, before."""
 
@@ -504,6 +505,7 @@ def fitted(create, x, layers_of=None):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bool", "int32", "complex128"])
 def test_a_block_may_return_first_what_has_no_floating_point_gradient(dtype):
     def create():
@@ -519,6 +521,7 @@ def test_a_block_may_return_first_what_has_no_floating_point_gradient(dtype):
     assert difference(*fitted(create, X)) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_block_may_look_up_strings():
     words = tf.constant([["a"], ["b"], ["c"]] * 7)
 
@@ -546,6 +549,7 @@ class Scaled(layers.Layer):
         return keras.KerasTensor(x.shape, x.dtype, sparse=True)
 
 
+@pytest.mark.slow
 def test_blocks_may_take_and_return_sparse_tensors():
     rows = tf.sparse.from_dense(RNG.integers(0, 2, (21, 30)).astype("float64"))
 
@@ -557,6 +561,7 @@ def test_blocks_may_take_and_return_sparse_tensors():
     assert difference(*fitted(create, rows, ["scaled", "wide"])) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_blocks", [True, False])
 def test_after_a_fit_too_the_layers_run_again_and_not_three_times(of_blocks):
     calls = []

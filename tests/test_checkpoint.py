@@ -223,6 +223,7 @@ def test_variables_and_generators_that_a_model_holds_go_on_where_they_were(num_r
     assert_same_weights(expected, train_moving(num_replicas, tmp_path / "killed"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_variables_that_a_model_holds_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(own_variables, "own_variables", lambda model, others: {})
     train_moving(1, tmp_path, epochs=1)
@@ -316,6 +317,7 @@ class StopAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_run_that_stops_amid_an_epoch_takes_its_other_rows_when_it_resumes(small, validates):
     create, checkpoint = small
@@ -343,6 +345,7 @@ def averaging():
 
 
 # With a rate of 5 the first epoch is the best.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "callback"),
     [
@@ -403,6 +406,7 @@ def test_a_run_that_goes_on_after_early_stopping_is_trained_to_its_end(small):
     assert len(fit(7, 99)) == 7
 
 
+@pytest.mark.slow
 def test_sigterm_without_a_dataset_saves_the_weights_of_the_last_epoch(small):
     create, checkpoint = small
 
@@ -424,6 +428,7 @@ def test_sigterm_without_a_dataset_saves_the_weights_of_the_last_epoch(small):
     assert_same_weights(whole.get_weights(), resumed.get_weights())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("has_dataset", "epoch"), [(True, 1), (False, 0)])
 def test_sigterm_while_validating_ends_the_run_before_the_next_epoch(small, has_dataset, epoch):
     create, checkpoint = small
@@ -453,6 +458,7 @@ def test_sigterm_while_validating_ends_the_run_before_the_next_epoch(small, has_
     assert int(model.optimizer.iterations) == (6 if has_dataset else 2)
 
 
+@pytest.mark.slow
 def test_signals_that_come_together_are_one_request(tmp_path):
     def twice():
         terminate()
@@ -555,6 +561,7 @@ def test_another_optimizer_is_refused_where_its_slots_are_the_same(small):
         model.fit(data, verbose=0, callbacks=[checkpoint(data)])
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_not_used_is_told_and_one_that_callbacks_changed_is_not(small):
     create, checkpoint = small
 
@@ -662,6 +669,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path, monkeypatch):
         generations.latest_good(tmp_path)
 
 
+@pytest.mark.slow
 def test_another_shuffle_buffer_is_told(tmp_path):
     examples = tf.data.Dataset.from_tensor_slices(rows())
     strategy = create_strategy(1)

@@ -101,6 +101,7 @@ def hinge():
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_hinges_of_single_rows_decide_by_the_labels_of_all_replicas(eager):
     expected, found = (train(replicas.create_strategy(n), hinge, eager) for n in (1, 3))
@@ -132,7 +133,7 @@ def test_adding_means_over_replicas_is_told():
             train(replicas.create_strategy(2), LOSSES[name], operation="SUM")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, tfmulti.DistributedOptimizer])
 def test_in_stock_loops_each_optimizer_adds_its_gradients_before_it_clips(wrap):
     """TensorFlow divides its losses for an optimizer that adds gradients."""
@@ -179,6 +180,7 @@ def of_plain_tape(model, x, y):
     return tape.gradient(loss, model.trainable_variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("takes", itertools.product([of_distributed_tape, of_plain_tape], repeat=2))
 def test_both_tapes_in_one_function(takes):
     runs = []

@@ -296,6 +296,7 @@ def weights_after(num_replicas, data, map_func, **settings):
     return model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("map_func", [doubled, larger_than_zero, lambda x, y: (x[:3], y[:3])])
 def test_a_map_may_change_the_number_of_rows(map_func):
     rng = np.random.RandomState(0)
@@ -307,6 +308,7 @@ def test_a_map_may_change_the_number_of_rows(map_func):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_rows_are_known_of_maps_that_keep_them():
     def weighted(x, y):
         return x, y, tf.gather(tf.constant([1.0, 2.0]), tf.cast(y, tf.int32) % 2)
@@ -332,6 +334,7 @@ def test_a_map_keeps_the_rows_where_padding_is_marked():
         weights_after(2, data, larger_than_zero, remainder="pad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_only_rows_that_were_added_are_cut_off(num_replicas):
     x, y = numbered(11)
@@ -371,6 +374,7 @@ def fit_audited(strategy, data, fit, **settings):
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "fit", "ends"),
     [

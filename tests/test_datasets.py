@@ -147,6 +147,7 @@ def test_unknown_split_of_digits():
         load_split("digits/validation")
 
 
+@pytest.mark.slow
 def test_import_is_light():
     code = "import sys, tfmulti.data.datasets; print([m for m in sys.modules if '.' not in m])"
     done = subprocess.run(

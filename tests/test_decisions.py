@@ -78,6 +78,7 @@ def test_a_decision_is_told_with_its_line(name):
         fit(DECIDING[name])
 
 
+@pytest.mark.slow
 def test_no_decision_is_told_where_none_is_made():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decides by a number")

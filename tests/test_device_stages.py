@@ -463,7 +463,7 @@ def test_activations_are_checkpointed_by_the_pipeline_alone():
                 tfmulti.pipeline(again, devices=[f"{KIND}:0", f"{KIND}:1"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [worker.OfSteepWeights, worker.Penalized])
 def test_a_second_derivative_is_refused(kind):
     case = {"model": lambda: worker.stepping(kind)}
@@ -503,6 +503,7 @@ def test_inputs_are_found_by_their_names():
     assert worker.apart(*models) <= 1e-12
 
 
+@pytest.mark.slow
 def test_normalization_that_is_unfrozen_later_updates_its_statistics():
     models = []
     for devices in (None, DEVICES):
@@ -544,6 +545,7 @@ def test_a_penalty_that_a_layer_gets_between_two_compiles_holds_in_its_stage(eag
     assert worker.apart(*models) <= 1e-12
 
 
+@pytest.mark.slow
 def test_dropout_that_begins_at_a_later_compile_draws_anew_at_each_step():
     with replicas.create_strategy(1, verify="never").scope():
         drop = layers.Dropout(0.5, seed=3)
@@ -565,6 +567,7 @@ def test_a_layer_that_is_added_after_the_cut_is_refused():
         model.fit(worker.NUMBERS, worker.CLASSES, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_weight_that_no_loss_depends_on_is_not_updated():
     """Not even by weight decay, which Keras applies to each weight that has a gradient."""
 

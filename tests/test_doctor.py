@@ -62,6 +62,7 @@ def test_bad_usage_exits_2(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_json_has_every_line_and_a_trap_makes_the_exit_code_1(tmp_path):
     home = tmp_path / "home"
     home.mkdir()

@@ -189,6 +189,7 @@ def test_another_token_or_another_cluster_is_refused_and_nobody_waits():
     assert "must have the same cluster" in visits[1].fault
 
 
+@pytest.mark.slow
 def test_two_workers_with_the_same_task_are_told():
     ports = processes.free_ports(2)
     clusters = [cluster_of(2, index, ports) for index in (0, 1, 1)]

@@ -220,6 +220,7 @@ def with_diffs():
             yield pytest.param(block, sign, id=f"{block.name} {sign}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "sign"), list(with_diffs()))
 def test_both_sides_of_a_diff_run(block, sign, tmp_path):
     running.run_diff(block, tmp_path, sign)

@@ -70,7 +70,7 @@ def test_bad_steps_can_be_left_out(steps_per_execution):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 1])
 def test_it_changes_nothing_where_all_is_well(num_replicas):
     watched = train(num_replicas, tfmulti.callbacks.NonFinite(), rows())
@@ -79,7 +79,7 @@ def test_it_changes_nothing_where_all_is_well(num_replicas):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 1])
 def test_accumulated_gradients_are_looked_at_too(num_replicas):
     def optimizer():
@@ -107,6 +107,7 @@ class Fails(keras.callbacks.Callback):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_later_fit_without_it_checks_nothing(num_replicas):
     strategy = create_strategy(num_replicas)

@@ -91,6 +91,7 @@ def chain(*names):
     return model, weights
 
 
+@pytest.mark.slow
 def test_a_layer_gathers_while_the_one_before_it_computes_and_no_earlier():
     model, weights = chain("a", "b", "c", "d")
     graph, _ = trace(model, *weights)

@@ -116,6 +116,7 @@ def hidden_rows(num_replicas):
     return model.get_weights(), masks
 
 
+@pytest.mark.slow
 def test_no_mask_hides_a_dummy_row_from_cudnn(monkeypatch):
     monkeypatch.setattr(topology, "on_gpus", lambda strategy: True)
     one, _ = hidden_rows(1)
@@ -145,6 +146,7 @@ class Deciding(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_no_eager_step_is_replicated_on_several_gpus(monkeypatch):
     def fit():
         with create_strategy(2, on_difference="replicate").scope():

@@ -816,6 +816,7 @@ def test_canary_a_key_stands_for_one_shape(name, kind):
     assert "Shape mismatch in the collective instance" in upstream.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken_out", ["nothing", pytest.param("use_own_groups", id="upstream")])
 def test_canary_a_second_strategy_finds_the_groups_of_the_first(taken_out):
     done = run_collectives(taken_out, "strategies")

@@ -85,6 +85,7 @@ class LastMean(keras.layers.Layer):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_a_state_that_replaces_a_far_larger_number_keeps_its_digits(num_replicas):
     x = np.random.RandomState(0).rand(9, 4).astype("float32")

@@ -124,7 +124,7 @@ def fit(make, y=ROWS[:, :1], optimizer="sgd", num_replicas=3, **settings):
     return model, model.fit(ROWS, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, cause",
     [
@@ -141,7 +141,7 @@ def test_the_likely_cause_is(make, cause):
         fit(make, **loss)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Generator, DrawsForAll])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_random_numbers_are_no_difference(make, num_replicas, recwarn):

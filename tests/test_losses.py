@@ -31,7 +31,7 @@ def assert_one_devices_result(make_model, data, **compiled):
         np.testing.assert_allclose(logs[name], values, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 3], ids=["of arrays", "with weights"])
 def test_rows_are_weighed_in_float64_where_models_compute_in_it(parts):
     """Shares such as 5/11 would be rounded in float32: 1e-9 of each update."""
@@ -148,6 +148,7 @@ def test_several_outputs_with_loss_weights():
     assert len(reference) == len(padded[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["pad", None], ids=["padded", "plain data after it"])
 def test_weights_of_rows_go_with_losses_of_one_step(remainder):
     def fit(num_replicas):

@@ -77,6 +77,7 @@ def test_slots_of_a_large_variable_are_halved_by_rows_if_the_optimizer_allows_it
     assert found["parameters"].slots > 0.9 * found["copies"].slots
 
 
+@pytest.mark.slow
 def test_sums_of_gradients_are_not_divided_with_sharded_state():
     found = memory_estimate.estimate(config(gradient_accumulation_steps=2, estimate_memory=4))
     # Of Adam's three numbers for each weight, two are divided.
@@ -183,6 +184,7 @@ def compiled(train):
     return model
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_built_and_cannot_be_checkpointed_is_estimated(capsys):
     memory_estimate.show(config(model="test_memory_estimate:small"))
     lines = [line for line in capsys.readouterr().out.splitlines() if " kept " in line]

@@ -213,6 +213,7 @@ def test_what_the_chief_returns_comes_back(capsys):
     assert written == ["[worker 0] one \u00e4", "[worker 1] one \u00e4"]
 
 
+@pytest.mark.slow
 def test_the_error_of_the_worker_that_failed_comes_first(tmp_path):
     def check(index):
         if index == 1:
@@ -231,11 +232,13 @@ def test_the_error_of_the_worker_that_failed_comes_first(tmp_path):
     assert "Traceback" in log and log.endswith("ValueError: bad record\n")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_told():
     with pytest.raises(RuntimeError, match=r"worker 0 of 1 was ended by SIGKILL after .* s"):
         tfmulti.notebook_launch(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
+@pytest.mark.slow
 def test_what_cannot_go_to_another_process_is_named():
     import tensorflow as tf
 

@@ -84,7 +84,7 @@ def test_an_empty_replica_batch_leaves_no_trace(kind, num_replicas):
     assert_equal_runs(train(num_replicas, OPTIMIZERS["sgd"], kind=kind), reference)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_padding_changes_nothing(num_replicas):
     reference = train(1, OPTIMIZERS["sgd"], count=43)
@@ -140,7 +140,7 @@ def test_a_loss_scale_optimizer_takes_over_from_its_inner_one():
     assert not hasattr(inner, "tfmulti_distributed")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["by compile", "inside", "outside"])
 def test_a_loss_scale_optimizer_is_right_wherever_it_is(wrapped):
     """43 examples in half precision, its losses scaled so that one replica overflows."""
@@ -176,6 +176,7 @@ def test_a_loss_scale_optimizer_is_right_wherever_it_is(wrapped):
         assert other_scale == scale
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_distributed_again(tmp_path):
     """Saved on two replicas; goes on on one, on three, and on one again, as if never stopped."""
 

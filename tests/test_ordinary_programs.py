@@ -218,6 +218,7 @@ def test_random_numbers_without_a_seed(verify):
     assert_same(run)
 
 
+@pytest.mark.slow
 def test_random_numbers_that_nobody_draws_without_a_seed():
     def run(strategy):
         model = compiled(strategy, lambda: keras.Sequential([keras.layers.Dense(1)]), "mse")
@@ -457,6 +458,7 @@ class Centred(MixedOver):
         return keras.Model.train_step(self, (data[0] - ops.mean(data[0], axis=0), data[1]))
 
 
+@pytest.mark.slow
 def test_verification_leaves_no_warnings_of_tensorflow(caplog):
     model = compiled(create_strategy(2), Centred, "mse")
     tf.get_logger().addHandler(caplog.handler)
@@ -488,6 +490,7 @@ class Pairwise(keras.Model):
         return ops.tensordot(self.left(x), self.right(x), 2) + ops.zeros_like(x[:, :1])
 
 
+@pytest.mark.slow
 def test_a_call_that_mixes_rows_is_named_and_not_a_loss():
     model = compiled(create_strategy(2), Pairwise, "mse")
     with pytest.raises(ValueError, match="Likely cause: local batch statistics, in .*call"):

@@ -226,6 +226,7 @@ def own(within, **settings):
     return model
 
 
+@pytest.mark.slow
 def test_numbers_without_a_seed_differ_from_step_to_step_and_not_where_one_is_repeated():
     step = steps_of(own(lambda model, x: {"drawn": keras.random.normal(())}))
     for schedule in (
@@ -245,6 +246,7 @@ LOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOST)
 def test_a_step_is_refused_that_assigns_what_the_chief_would_not_see(name):
     model = own(lambda model, x: (LOST[name](model, x), None)[1])
@@ -297,6 +299,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_step_is_refused_before_it_runs_if_a_worker_would_change_something_itself(kind):
     write, changes = write_of(kind)
@@ -345,6 +348,7 @@ def check_split(step, splits=True):
     split_check.check(step, tf.nest.map_structure(tf.constant, BATCH), splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATES)
 def test_a_state_that_adds_up_rows_is_refused_where_batches_are_split(kind):
     step = steps_of(own(lambda model, x: (model.state.assign_add(STATES[kind](x)), None)[1]))
@@ -364,18 +368,21 @@ def normalized(reduction, trainable=True):
     return steps_of(model)
 
 
+@pytest.mark.slow
 def test_batch_normalization_does_not_hide_a_loss_that_is_a_sum():
     with pytest.warns(UserWarning, match="Batch normalization uses the statistics of each worker"):
         with pytest.raises(ValueError, match="must be a mean over rows"):
             check_split(normalized("sum"))
 
 
+@pytest.mark.slow
 def test_frozen_batch_normalization_uses_no_statistics_of_rows():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_split(normalized("sum_over_batch_size", trainable=False))
 
 
+@pytest.mark.slow
 def test_batch_normalization_trains_after_the_check_as_before():
     step = normalized("sum_over_batch_size")
     step.check_train()
@@ -441,6 +448,7 @@ def embedding(**settings):
     return model, table
 
 
+@pytest.mark.slow
 def test_a_frozen_table_is_looked_up_by_rows(on_servers):
     on_servers(1)
     model, table = embedding(trainable=False)
@@ -454,6 +462,7 @@ def test_a_frozen_table_is_looked_up_by_rows(on_servers):
     np.testing.assert_array_equal(table.embeddings.numpy(), before)
 
 
+@pytest.mark.slow
 def test_lora_trains_a_table_that_is_whole(on_servers):
     on_servers(1)
     model, table = embedding()

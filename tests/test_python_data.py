@@ -128,7 +128,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(value, other, atol=2e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
 @pytest.mark.parametrize("make", [Batches, from_generator, mapped])
 def test_no_batch_is_read_for_verification(make, is_global):
@@ -157,7 +157,7 @@ def test_a_step_that_differs_is_told_before_its_first_update(make):
         train(2, make, model_of=Largest)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Batches, from_generator])
 def test_such_a_step_is_replicated_from_its_first_update_on(make):
     with pytest.warns(UserWarning, match="Every replica computes"):

@@ -48,6 +48,7 @@ def test_a_list_that_was_assigned_anew_is_as_it_was():
     assert list(metric.kept) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_metric_that_keeps_a_list_is_told():
     metric = Labels()
     model = compiled(create_strategy(2), metric)
@@ -105,6 +106,7 @@ def fit_built_by_its_step(num_replicas, run_eagerly):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_what_is_set_in_build_stays(num_replicas):
     model = fit_built_by_its_step(num_replicas, run_eagerly=False)
@@ -118,6 +120,7 @@ def test_what_the_step_counts_while_it_builds_does_not_stay():
     assert (model.step, model._steps, model.layer.size) == (2, 2, 4)
 
 
+@pytest.mark.slow
 def test_a_private_counter_is_noticed_as_a_public_one():
     class Counts(BuiltByItsStep):
         def train_step(self, data):
@@ -136,6 +139,7 @@ def own_private_names(thing):
     return [name for name in vars(thing) if name.startswith("_") and is_own(thing, name)]
 
 
+@pytest.mark.slow
 def test_private_attributes_of_keras_are_known():
     class Scale(keras.layers.Dense):
         def __init__(self, units):

@@ -104,7 +104,7 @@ def test_a_cluster_of_one_does_not_wait():
     assert sorted(rendezvous.join(worker)) == [0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
 def test_the_port_is_free_at_once_fifty_times(name):
     for _ in range(50):

@@ -293,6 +293,7 @@ def test_predict_and_evaluate_give_one_devices_result():
     assert_same(seen[1], seen[0])
 
 
+@pytest.mark.slow
 def test_the_warning_says_what_differs_and_how_to_be_faster():
     model = compiled(create_strategy(2, on_difference="replicate"), Deciding)
     with pytest.warns(UserWarning) as caught:
@@ -333,6 +334,7 @@ class Counting(Deciding):
         return super().train_step(data)
 
 
+@pytest.mark.slow
 def test_what_replicas_cannot_compute_alike_is_an_error():
     make = lambda: Counting()  # noqa: E731
     model = compiled(create_strategy(2, on_difference="replicate"), make, run_eagerly=True)
@@ -351,6 +353,7 @@ class Drifting(Deciding):
         return logs
 
 
+@pytest.mark.slow
 def test_replicas_never_hold_different_weights():
     model = compiled(create_strategy(2, on_difference="replicate"), Drifting)
     with pytest.raises(ValueError, match="It is not replicated either: it differs there too"):
@@ -552,7 +555,7 @@ def test_a_layer_with_groups_of_rows(num_replicas, is_split, kind):
     assert any("Every replica computes" in text for text in told) != is_split
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_difference", ["error", "replicate"])
 def test_a_step_that_no_part_of_a_batch_can_run_is_told_of_in_its_own_words(on_difference):
     with create_strategy(3, on_difference=on_difference).scope():

@@ -116,6 +116,7 @@ class Container(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_a_table_of_a_model_without_call_is_refused_eagerly():
     strategy = create_strategy(3)
     with strategy.scope():

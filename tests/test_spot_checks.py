@@ -101,7 +101,7 @@ def fit(
     return model, history.history
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", [arrays, dataset, distributed])
 def test_a_term_that_begins_amid_an_epoch_is_told(feed):
     with pytest.raises(ValueError, match="that was so on the first rows, and is not 13 steps") as e:
@@ -228,6 +228,7 @@ class Decides(Step):
         return 0.0
 
 
+@pytest.mark.slow
 @not_on_gpu("compares bits")
 def test_replicas_that_have_come_apart_are_made_alike_with_a_warning():
     class Limit(keras.callbacks.Callback):
@@ -257,6 +258,7 @@ class Drifts(keras.callbacks.Callback):
             part.assign(part * (1 + self.size))
 
 
+@pytest.mark.slow
 def test_gpus_may_come_apart_by_rounding(monkeypatch):
     monkeypatch.setattr(topology, "on_gpus", lambda strategy: False)
     with pytest.raises(ValueError, match="All 2 replicas must hold the same weights"):
@@ -346,6 +348,7 @@ def test_ordinary_training_is_no_false_alarm_and_is_not_changed(name, monkeypatc
         np.testing.assert_array_equal(value, other)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_by_itself_does_not_end_the_training(monkeypatch):
     def fail(case, workers):
         raise RuntimeError("no memory")
@@ -440,6 +443,7 @@ def rare_rows():
     return tf.data.Dataset.from_tensor_slices((rows, TARGETS)).batch(BATCH)
 
 
+@pytest.mark.slow
 def test_evaluation_is_told_of_rows_that_come_later():
     model, _ = fit(2, Measures)
     with pytest.raises(ValueError, match="`test_step` must .* is not 5 steps later"):

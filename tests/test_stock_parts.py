@@ -129,6 +129,7 @@ def test_a_layer_of_rows_that_are_unlike(how, name):
     assert_as_one_device(lambda: model_around(name, table, "unlike"), **more)
 
 
+@pytest.mark.slow
 def test_texts_are_as_long_as_the_longest_of_the_whole_batch():
     def make():
         given = keras.Input((1,), dtype="string")

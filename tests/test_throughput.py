@@ -50,6 +50,7 @@ def test_throughput_counts_global_examples_without_the_first_call():
     assert len(history.history["examples_per_second"]) == 3
 
 
+@pytest.mark.slow
 def test_throughput_counts_what_is_left_of_an_epoch_that_was_begun():
     made = []
 
@@ -62,6 +63,7 @@ def test_throughput_counts_what_is_left_of_an_epoch_that_was_begun():
     assert (made[0].steps, made[0].examples) == (5, 16)
 
 
+@pytest.mark.slow
 def test_throughput_counts_the_steps_of_a_call():
     callback = tfmulti.callbacks.Throughput(clock=Clock())
     fit([callback], steps_per_execution=3)

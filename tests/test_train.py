@@ -98,6 +98,7 @@ def test_bad_usage_exits_2_before_tensorflow_starts(arguments, words, capsys):
     assert all(word in message for word in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "received"),
     [

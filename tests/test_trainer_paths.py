@@ -212,7 +212,7 @@ def windows_from_python():
     return tf.data.Dataset.from_generator(lambda: iter(windows()), output_signature=spec)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("create", [windows, windows_from_python])
 def test_a_dataset_that_does_not_tell_the_size_of_a_row(create):
     """The model takes ten steps, and no other number."""

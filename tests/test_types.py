@@ -48,6 +48,7 @@ def test_the_stub_has_the_public_names_from_where_they_are():
     assert found == {**homes, "callbacks": "tfmulti"}
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_types_and_the_digits(tmp_path):
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)

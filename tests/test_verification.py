@@ -381,6 +381,7 @@ class CustomNoise(layers.Layer):
         return x + tf.ensure_shape(noise, [1])
 
 
+@pytest.mark.slow
 def test_random_numbers_that_cannot_be_fixed_are_told_once():
     strategy = create_strategy()
     model = compile_in(strategy, lambda: dense(CustomNoise()))
@@ -390,6 +391,7 @@ def test_random_numbers_that_cannot_be_fixed_are_told_once():
     assert len([each for each in caught if "not verified" in str(each.message)]) == 1
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_0_proves_nothing():
     strategy = create_strategy()
     nothing = keras.optimizers.schedules.ExponentialDecay(0.0, 1, 1.0)
@@ -398,6 +400,7 @@ def test_a_learning_rate_of_0_proves_nothing():
         model.fit(*cases.rows(), batch_size=8, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_step_that_a_few_rows_do_not_fit_is_told_and_trains():
     def fixed():
         return keras.Sequential([keras.Input(batch_shape=(4, cases.NUM_FEATURES)), cases.Scale()])

@@ -91,7 +91,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUMBERS)
 def test_what_happens_at_a_number_of_the_steps_is_told(name):
     model = compiled(3, deviating_where(NUMBERS[name]), "error")

@@ -73,7 +73,7 @@ TOLD = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOLD)
 def test_told_where_it_would_differ_later(name):
     # Of a dataset the first batch is seen alone: one class, no padding.
@@ -115,6 +115,7 @@ def test_replicas_that_would_update_differently_are_reported(case, reason):
         fit(**case, num_replicas=3)
 
 
+@pytest.mark.slow
 def test_a_decision_by_local_rows_is_reported_with_its_line():
     # The loss is above the bound on all rows that are compared.
     with pytest.warns(UserWarning, match="`train_step` decides by.*Relu at .*later.py:"):
@@ -277,6 +278,7 @@ def test_a_sum_of_outliers_that_cancel_is_no_difference(is_synthetic):
     assert bool(found) == (not is_synthetic)
 
 
+@pytest.mark.slow
 def test_state_is_put_back_bit_for_bit():
     strategy, seen = create_strategy(), []
     with strategy.scope():

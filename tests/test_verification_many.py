@@ -157,7 +157,7 @@ REPORTED = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTED)
 def test_rows_that_are_compared_with_the_batch_are_reported(name):
     """Also where no difference is found: two rows in a batch are below all limits."""
@@ -193,7 +193,7 @@ def by_a_variable(model, losses):
     return tf.minimum(losses, model.limit)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("of_rows", [by_one_mean_of_all, by_rows, by_a_variable])
 def test_rows_that_are_compared_with_anything_else_are_not_reported(of_rows):
     strategy = tfmulti.create_strategy(

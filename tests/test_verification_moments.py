@@ -74,7 +74,7 @@ class Changing(later.Step):
         return logs
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TERMS)
 def test_a_term_that_comes_and_goes_is_told_before_it_trains(name):
     with pytest.raises(ValueError, match="nothing has been trained yet.*, with "):
@@ -161,7 +161,7 @@ def of_a_queue():
     return queue, draw
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [of_an_iterator, of_a_table, of_a_queue])
 @pytest.mark.parametrize("on_difference", ["error", "replicate"])
 def test_an_object_that_all_replicas_would_change_is_refused_and_stays(make, on_difference):

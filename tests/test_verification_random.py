@@ -138,6 +138,7 @@ def test_noise_of_the_step_that_is_the_same_everywhere_is_exact():
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_random_rows_and_losses_raise_nothing():
     model = fit(change_rows=lambda x: x + 0.1 * tf.random.normal(tf.shape(x)))
     for variable in model.trainable_variables:
@@ -154,6 +155,7 @@ def test_the_same_block_of_numbers_on_every_replica_is_reported():
         fit(change_rows=noise)
 
 
+@pytest.mark.slow
 def test_a_shuffle_of_rows_is_reported_once():
     def mixed(x):
         order = tf.random.shuffle(tf.range(tf.shape(x)[0]))
@@ -345,7 +347,7 @@ MEETING = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas, num_rows", [(2, 32), (3, 29)])
 @pytest.mark.parametrize("name", MEETING)
 def test_own_noise_that_meets_a_reduced_value_is_reported(name, num_replicas, num_rows):
@@ -371,7 +373,7 @@ def test_the_same_noise_everywhere_meets_a_reduced_value_exactly():
     np.testing.assert_allclose(kept[0], kept[1], rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas, num_rows", [(2, 32), (3, 29)])
 @pytest.mark.parametrize(
     "make",

@@ -77,6 +77,7 @@ def test_unlike_shares_of_parts_are_told(num_replicas, data):
     assert UNLIKE in str(told.value) and "drop_remainder=True" in str(told.value)
 
 
+@pytest.mark.slow
 def test_parts_of_later_batches_that_are_not_known_are_warned_of():
     data = cases.two_parts(12, 4, 30, 10).map(lambda *batch: batch)
     with pytest.raises(UserWarning, match="same share of every part, as of the first one, of 12"):
@@ -166,6 +167,7 @@ def test_a_replica_that_may_be_empty_is_told_with_that_reason(data):
     assert ("A batch of your data leaves a replica" in str(told.value)) == is_known
 
 
+@pytest.mark.slow
 def test_sizes_of_batches_are_those_that_are_read():
     def count(batch):
         return tuple(part.shape[0] for part in tf.nest.flatten(batch))

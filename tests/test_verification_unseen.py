@@ -65,6 +65,7 @@ def errors_of(errors):
     return 0.01 * tf.reduce_mean(errors)
 
 
+@pytest.mark.slow
 def test_rows_of_a_sign_that_the_first_ones_do_not_have():
     with pytest.raises(ValueError, match="one device's result.*with opposite signs"):
         fit(of_negative_rows, positive_at_first())
@@ -86,6 +87,7 @@ def largest_of_long_ones(x, errors):
     return tf.cond(is_short, lambda: tf.reduce_mean(errors), lambda: tf.reduce_max(errors))
 
 
+@pytest.mark.slow
 def test_sequences_of_a_length_that_the_first_batch_does_not_have():
     # 40 is ten times as long as the first sequences: the step compares lengths with it.
     with pytest.raises(ValueError, match="one device's result.*with sequences of length 40"):
@@ -111,7 +113,7 @@ def in_the_end_a_root(x, errors):
     return errors_of(errors) + never * tf.sqrt(0.1 + tf.reduce_mean(errors))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_of, operation", [(of_equal_columns, "RealDiv"), (in_the_end_a_root, "Sqrt")]
 )
@@ -172,7 +174,7 @@ def test_a_trained_number_that_passes_a_limit_later():
         model.fit(positive_at_first(), verbose=0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
 def test_arrays_that_an_eager_step_changes_are_told_and_put_back(in_place):
     class Counting(Step):
@@ -193,6 +195,7 @@ def test_arrays_that_an_eager_step_changes_are_told_and_put_back(in_place):
     np.testing.assert_array_equal(model.seen, np.zeros(3))
 
 
+@pytest.mark.slow
 def test_layers_of_keras_that_mix_rows_are_warned_of():
     strategy = tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"])
     with strategy.scope():

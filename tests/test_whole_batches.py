@@ -291,6 +291,7 @@ def test_metric_functions_of_rows_that_need_other_rows_get_them(metric, weighted
 LABELS = np.where(np.arange(19)[:, None] % 8 > 5, -1.0, np.arange(57).reshape(19, 3) % 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hinge", "squared_hinge"])
 def test_hinges_take_0_for_minus_1_by_the_labels_of_the_whole_batch(name):
     case = dict(weighted=True, loss=name, metrics=[name], weighted_metrics=[name], labels=LABELS)
@@ -305,6 +306,7 @@ class OfSingleRows(keras.Sequential):
         return ops.mean(losses * ops.abs(x[:, 0]))
 
 
+@pytest.mark.slow
 def test_hinges_without_a_reduction_return_the_values_of_the_replicas_rows():
     case = dict(kind=OfSingleRows, labels=LABELS)
     assert_alike(fit_arrays(3, **case), fit_arrays(1, **case))
@@ -315,6 +317,7 @@ class Centred(keras.losses.MeanSquaredError):
         return super().call(y_true - ops.mean(y_true, axis=0), y_pred)
 
 
+@pytest.mark.slow
 def test_a_users_own_class_of_a_loss_of_kerass_gets_the_rows_that_it_needs():
     assert_alike(fit_arrays(3, loss=Centred()), fit_arrays(1, loss=Centred()))
 
@@ -327,6 +330,7 @@ STOCK_METRICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK_METRICS)
 def test_losses_of_kerass_own_as_metrics_are_those_of_the_whole_batch(name):
     make = STOCK_METRICS[name]
@@ -368,7 +372,7 @@ def test_circle_which_compares_all_pairs():
     assert_alike(fit(3), fit(1))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_masks_are_gathered_with_the_predictions(num_replicas):
     def fit(num_replicas):
@@ -420,6 +424,7 @@ def test_metrics_with_padding_and_weights():
             np.testing.assert_allclose(padded[1][name], one[1][name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_one_of_several_outputs_can_have_such_a_loss():
     def fit(num_replicas):
         keras.utils.set_random_seed(1)
@@ -440,6 +445,7 @@ def test_one_of_several_outputs_can_have_such_a_loss():
     assert_alike(fit(3), fit(1))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_saved_with_them_is_loaded(tmp_path):
     path = tmp_path / "model.keras"
     with create_strategy(2).scope():

@@ -1,4 +1,4 @@
-"""Two jobs of two workers, in which the cases of `make test` run one after the other."""
+"""Two jobs of two workers, in which short cases of several programs run one after the other."""
 
 import functools
 import sys
@@ -20,19 +20,23 @@ OVER_THE_RING = (
     "callback_worker:one_stops",
     "callback_worker:unequal",
     "callback_worker:backup",
-    "callback_worker:random_states",
     "local_steps_worker:adam 4",
-    "local_steps_worker:refusals",
     "sharded_state_worker:adamw",
     "sharded_parameters_worker:adamw",
-    "replicated_worker:decides",
     "verification_worker:own step",
     "verification_worker:wrong state",
+)
+OVER_MPI = ("pipeline_worker:dense", "tensor_worker:both")
+# Of slow tests alone.
+MORE_OVER_THE_RING = (
+    "callback_worker:random_states",
+    "local_steps_worker:refusals",
+    "replicated_worker:decides",
     "verification_worker:unlike parts",
     "sharded_parameters_worker:refusals",
     "sharded_state_worker:refusals",
 )
-OVER_MPI = ("pipeline_worker:dense", "tensor_worker:both", "pipeline_worker:refusals")
+MORE_OVER_MPI = ("pipeline_worker:refusals",)
 TIMEOUT_S = 600
 
 
@@ -48,17 +52,19 @@ def run_over_mpi(run_cases, mpiexec):
     return functools.partial(run_cases, options=["--mpi"])
 
 
-def run_in_one_job(request, folder, names, **more):
+def run_in_one_job(request, folder, names, slow, **settings):
     """Runs the cases whose tests are collected; gives a function of a program's name.
 
     Its result is the folder of the program's files, and what each worker saw of each case.
     """
     uses = [x for x in request.session.items if request.fixturename in x.fixturenames]
     programs = {item.module.PROGRAM for item in uses}
+    if request.config.option.markexpr != "not slow":
+        names += slow
     names = [name for name in names if name.partition(":")[0] in programs]
     run_workers = request.getfixturevalue("run_workers")
     program = HERE / "in_one_job.py"
-    seen = cases.run(run_workers, program, folder, names, timeout_s=TIMEOUT_S, **more)
+    seen = cases.run(run_workers, program, folder, names, timeout_s=TIMEOUT_S, **settings)
 
     def of_program(program):
         start = f"{program}:"
@@ -70,9 +76,11 @@ def run_in_one_job(request, folder, names, **more):
 
 @pytest.fixture(scope="session")
 def over_the_ring(request, tmp_path_factory):
-    return run_in_one_job(request, tmp_path_factory.mktemp("ring"), OVER_THE_RING)
+    folder = tmp_path_factory.mktemp("ring")
+    return run_in_one_job(request, folder, OVER_THE_RING, MORE_OVER_THE_RING)
 
 
 @pytest.fixture(scope="session")
 def over_mpi(request, mpiexec, tmp_path_factory):
-    return run_in_one_job(request, tmp_path_factory.mktemp("mpi"), OVER_MPI, options=["--mpi"])
+    folder = tmp_path_factory.mktemp("mpi")
+    return run_in_one_job(request, folder, OVER_MPI, MORE_OVER_MPI, options=["--mpi"])

@@ -111,6 +111,7 @@ def test_backup_and_restore_is_refused(workers):
     assert "supports one worker only" in seen[0]["backup"]
 
 
+@pytest.mark.slow
 def test_each_worker_resumes_with_random_states_of_its_own(workers):
     _, seen = workers
     assert [each["random_states"]["drawn"] for each in seen] == [True, True]

@@ -92,6 +92,7 @@ def test_one_step_is_what_it_was_and_each_worker_draws_its_own_numbers(own):
     assert 8 < sum(one["mask"]) < 56 and one["mask"] != other["mask"]
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_told(fast):
     _, seen = fast
     for told in (each["refusals"] for each in seen):

@@ -67,10 +67,12 @@ def start(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(request, tmp_path_factory):
     """What the chief saw in cases that train in one job, one after the other."""
     folder = tmp_path_factory.mktemp("servers")
-    names = ("synchronous", "counted", "slots", "bounded", "own_step", "tied", "refused")
+    names = ["synchronous", "counted", "slots"]
+    if request.config.option.markexpr != "not slow":
+        names += ["bounded", "own_step", "tied", "refused"]
     done = launch([PROGRAM, folder, *names], "--all_output")
     assert done.returncode == 0, f"{done.how}: {done.stdout}\n{done.stderr}"
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -103,6 +105,7 @@ def test_a_large_embedding_is_cut_over_the_servers_and_saved_whole(found):
     assert case["loads"]
 
 
+@pytest.mark.slow
 def test_a_table_that_is_cut_can_be_the_output_layer_too(found):
     case = found["tied"]
     assert case["parts"] == 2 and case["apart"] < 1e-6
@@ -117,6 +120,7 @@ def test_the_slots_of_a_part_are_on_its_server(found):
         assert slots == [place] * 2
 
 
+@pytest.mark.slow
 def test_staleness_is_measured_and_bounded(found):
     free, bounded = found["counted"]["history"], found["bounded"]
     assert max(free["staleness_max"]) > 0
@@ -126,6 +130,7 @@ def test_staleness_is_measured_and_bounded(found):
     assert bounded["counts"]["least"] == bounded["counts"]["most"] == EPOCHS
 
 
+@pytest.mark.slow
 def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
     case = found["own_step"]
     assert case["iterations"] == len(case["masks"]) == 13 * EPOCHS
@@ -136,6 +141,7 @@ def test_a_step_of_the_users_own_with_states_and_random_numbers(found):
     np.testing.assert_allclose(case["mean"], 3.0, atol=1.0)
 
 
+@pytest.mark.slow
 def test_what_cannot_work_says_what_to_do(found):
     errors = found["refused"]
     for name in ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch"):

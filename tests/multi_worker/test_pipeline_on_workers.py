@@ -41,6 +41,7 @@ def test_each_worker_holds_the_weights_of_its_stage_alone(fast):
         assert 0 < one[1] < one[0] and one[1] + other[1] == one[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_told(fast):
     told = fast[0]["refusals"]
     assert "Received: 5 stages, 2 workers" in told["stages"]
@@ -58,6 +59,7 @@ def test_what_cannot_be_cut_is_told(fast):
         assert "A pipeline does not support second derivatives" in told[name]
 
 
+@pytest.mark.slow
 def test_the_norm_of_gradients_is_no_number_of_one_workers_rows(fast):
     assert [each["refusals"]["warnings"] for each in fast] == [[], []]
 

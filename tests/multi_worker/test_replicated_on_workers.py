@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).with_name(f"{PROGRAM}.py")
 EXACT = ["decides", "changed", "centred"]
 
 
+@pytest.mark.slow
 def test_two_workers_compute_the_whole_batch(over_the_ring):
     _, workers = over_the_ring(PROGRAM)
     assert_one_devices(workers, ["decides"])

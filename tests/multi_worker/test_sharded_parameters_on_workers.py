@@ -98,6 +98,7 @@ def test_a_callback_swaps_weights_and_their_averages(slow):
     assert_swapped(slow, "swapped")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_told(fast):
     early = [each["refusals"]["early"] for each in fast]
     # On the owner too, which would otherwise go on alone.

@@ -166,6 +166,7 @@ def test_files_are_those_of_one_device(life):
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sharded_is_told(fast):
     for told in (each["refusals"] for each in fast):
         assert "read only in the update of its own variable" in told["together"]
