@@ -15,6 +15,7 @@ from tensorflow.python.eager import context
 
 from tfmulti import marks
 from tfmulti.runtime import processes
+from tfmulti.runtime.scoped import with_attributes
 
 # The code of `tf.errors.InternalError`.
 _INTERNAL = 13
@@ -151,13 +152,9 @@ def heartbeats(timeout_s: float):
     runtime = context.context()
     original = runtime.configure_coordination_service
     milliseconds = int(timeout_s * 1000)
-    runtime.configure_coordination_service = functools.partial(
-        original, heartbeat_timeout_in_ms=milliseconds
-    )
-    try:
+    configure = functools.partial(original, heartbeat_timeout_in_ms=milliseconds)
+    with with_attributes(runtime, configure_coordination_service=configure):
         yield
-    finally:
-        del runtime.configure_coordination_service
 
 
 # A key of a collective has 32 bits: the number of the collective, and its rows. Numbers repeat
@@ -301,8 +298,5 @@ def _key_of(launcher, size):
     with tf.device("CPU:0"):
         # Plus 1, so that no key is as small as those of collectives of known shape.
         key = (tf.cast(number, tf.int32) % _MAX_COLLECTIVES + 1) * _MAX_ROWS + size
-    launcher._next_instance_key = lambda: key
-    try:
+    with with_attributes(launcher, _next_instance_key=lambda: key):
         yield
-    finally:
-        del launcher._next_instance_key

@@ -14,6 +14,7 @@ from tensorflow.python.framework import op_def_registry
 from tfmulti.keras_compat import seeds
 from tfmulti.keras_compat.random_values import REPLACEMENTS, Draw
 from tfmulti.keras_compat.replaced_ops import current_replace, replaced_ops
+from tfmulti.runtime.scoped import with_attributes
 
 _RANDOM = re.compile(
     r"Random|Shuffle|Sampler$|^Multinomial$|TruncatedNormal|^Stateful(?!Partitioned)|RngBit"
@@ -72,13 +73,8 @@ class Draws:
         self._seeds = set()
         self._rows = self._whole_rows = None
 
-    @contextlib.contextmanager
     def _pause(self):
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return with_attributes(self, _paused=True)
 
     def replace(self, op_type, inputs, outputs, name, eager):
         """Returns new outputs for an op, or None to keep its outputs."""
@@ -270,14 +266,11 @@ def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterato
     if draws is None:
         yield None
         return
-    before = draws._rows, draws.number
-    if rows is not None:
-        draws._rows = lambda: (*rows(), *before[0]()[2:])
-    draws.number = draws.number if number is None else number
-    try:
+    before = draws._rows
+    other = before if rows is None else lambda: (*rows(), *before()[2:])
+    number = draws.number if number is None else number
+    with with_attributes(draws, _rows=other, number=number):
         yield draws
-    finally:
-        draws._rows, draws.number = before
 
 
 @contextlib.contextmanager
@@ -290,12 +283,9 @@ def same_draws_along(axis: int) -> Iterator[None]:
     if draws is None:
         yield
         return
-    before = draws._rows, draws._same_along
-    draws._rows, draws._same_along = lambda: (0, 1, *before[0]()[2:]), axis
-    try:
+    before = draws._rows
+    with with_attributes(draws, _rows=lambda: (0, 1, *before()[2:]), _same_along=axis):
         yield
-    finally:
-        draws._rows, draws._same_along = before
 
 
 def _current_draws() -> Draws | None:

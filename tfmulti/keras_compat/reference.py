@@ -14,7 +14,7 @@ from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import ops
 
 from tfmulti.keras_compat.replacement import replace
-from tfmulti.runtime.scoped import Scoped
+from tfmulti.runtime.scoped import Scoped, with_attributes
 
 _numbers = itertools.count(1)
 _reduces = Scoped(False)
@@ -31,24 +31,15 @@ _UNREDUCED = {
 @contextlib.contextmanager
 def reducing_nothing(strategy: tf.distribute.Strategy):
     """Makes all reductions and gathers of a strategy return each replica's own value."""
-    for name, function in _UNREDUCED.items():
-        setattr(strategy.extended, name, function)
-    try:
+    with with_attributes(strategy.extended, **_UNREDUCED):
         yield
-    finally:
-        for name in _UNREDUCED:
-            delattr(strategy.extended, name)
 
 
 @contextlib.contextmanager
 def as_one_device(strategy: tf.distribute.Strategy):
     """Makes each replica of a strategy of ours compute what one device computes from its rows."""
-    with reducing_nothing(strategy):
-        strategy.counts_one_replica = True
-        try:
-            yield
-        finally:
-            strategy.counts_one_replica = False
+    with reducing_nothing(strategy), with_attributes(strategy, counts_one_replica=True):
+        yield
 
 
 @contextlib.contextmanager
@@ -81,12 +72,8 @@ def as_first_replica():
     The gradient of a gather selects the replica's own rows by its number.
     """
     replica = tf.distribute.get_replica_context()
-    number = replica._replica_id_in_sync_group
-    replica._replica_id_in_sync_group = 0
-    try:
+    with with_attributes(replica, _replica_id_in_sync_group=0):
         yield
-    finally:
-        replica._replica_id_in_sync_group = number
 
 
 @contextlib.contextmanager
@@ -101,12 +88,9 @@ def reducing_over_replicas(number):
         return
     replica = tf.distribute.get_replica_context()
     # While this replica waits in the reduction, another one may still trace what comes before.
-    with among_all_replicas(replica.strategy):
-        replica._replica_id_in_sync_group = number
-        try:
-            yield
-        finally:
-            replica._replica_id_in_sync_group = 0
+    as_itself = with_attributes(replica, _replica_id_in_sync_group=number)
+    with among_all_replicas(replica.strategy), as_itself:
+        yield
 
 
 def computes_like_one_device(strategy: tf.distribute.Strategy) -> bool:
@@ -120,13 +104,9 @@ def on_first_replica(strategy: tf.distribute.Strategy):
     extended = strategy.extended
     devices = extended.worker_devices
     # `strategy.run` starts a thread for each of them. A strategy of one device has no such list.
-    if len(devices) > 1:
-        extended._devices = devices[:1]
-    try:
+    first = {"_devices": devices[:1]} if len(devices) > 1 else {}
+    with with_attributes(extended, **first):
         yield
-    finally:
-        if len(devices) > 1:
-            extended._devices = devices
 
 
 @contextlib.contextmanager

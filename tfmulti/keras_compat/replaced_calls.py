@@ -12,6 +12,7 @@ from tensorflow.python.ops import gen_experimental_dataset_ops
 
 from tfmulti import marks
 from tfmulti.keras_compat import held
+from tfmulti.runtime.scoped import with_attributes
 
 
 def prepare_callbacks(original, prepare, more):
@@ -75,11 +76,8 @@ def after_loading(original, distribute):
             distribute(self)
 
         # On the instance: Keras compiles no loaded model whose class overrides `compile`.
-        object.__setattr__(self, "compile", compile_and_distribute)
-        try:
+        with with_attributes(self, compile=compile_and_distribute):
             original(self, config)
-        finally:
-            object.__delattr__(self, "compile")
         # A model's own `compile_from_config` may have called something else.
         distribute(self)
 

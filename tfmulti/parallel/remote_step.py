@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfmulti import keras_compat
 from tfmulti.parallel import partitioned, step_checks
 from tfmulti.parallel.answers import Answer, plain
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step import model_contents
 from tfmulti.step import rows as rows_lib
 from tfmulti.verification import messages
@@ -257,7 +258,7 @@ class RemoteStep:
         optimizers = model_contents.optimizers_of(self.model)
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers:
-                stack.enter_context(with_attribute(optimizer, "apply", take))
+                stack.enter_context(with_attributes(optimizer, apply=take))
             logs = self.model.train_step(batch)
         if len(applied) != 1 or len(optimizers) != 1:
             raise ValueError(
@@ -322,20 +323,6 @@ class RemoteStep:
             self.model.reset_metrics()
             values = [_value_in(scope, v) for v in self._metrics]
         return [np.asarray(keras.ops.convert_to_numpy(value)) for value in values]
-
-
-@contextlib.contextmanager
-def with_attribute(owner, name, value):
-    """Gives an object an attribute of its own within the context."""
-    before = vars(owner).get(name)
-    object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            object.__delattr__(owner, name)
-        else:
-            object.__setattr__(owner, name, before)
 
 
 def build(model: keras.Model, batch) -> None:

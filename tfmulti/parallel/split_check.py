@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti.parallel.answers import Answer, add_gradients
-from tfmulti.parallel.remote_step import RemoteStep, with_attribute
+from tfmulti.parallel.remote_step import RemoteStep
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step.rows import num_rows, some_rows
 from tfmulti.verification.custom_parts import local_normalization
 
@@ -67,7 +68,7 @@ def _as_in_inference(layers):
     """Has batch normalizations use their moving statistics within the context."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(with_attribute(layer, "call", _call_in_inference(layer.call)))
+            stack.enter_context(with_attributes(layer, call=_call_in_inference(layer.call)))
         yield
 
 

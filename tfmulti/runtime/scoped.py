@@ -1,4 +1,4 @@
-"""Values that hold within a context, in one thread: each replica's step is traced in its own."""
+"""Values that hold within a context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Scoped(threading.local):
-    """A value of the current thread.
+    """A value of the current thread: each replica's step is traced in its own.
 
     Attributes:
         value: The value; in a thread that has not set it, the default.
@@ -35,3 +35,26 @@ class Scoped(threading.local):
             yield value
         finally:
             self.value = before
+
+
+@contextlib.contextmanager
+def with_attributes(thing, /, **values) -> Iterator[None]:
+    """Gives an object attributes of its own within the context.
+
+    >>> box = type("Box", (), {"size": 1})()
+    >>> with with_attributes(box, size=2):
+    ...     box.size
+    2
+    >>> vars(box)
+    {}
+    """
+    # Not by `setattr`, which Keras watches.
+    own = vars(thing)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        own.update(before)
+        for name in values.keys() - before.keys():
+            own.pop(name, None)

@@ -26,6 +26,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step import model_contents, owners
 from tfmulti.step.rows import as_current, current_replica_batch
 
@@ -95,12 +96,9 @@ def on_local_rows(fn, strategy):
     """
 
     def step(data):
-        with keras_compat.as_one_device(strategy):
-            strategy.takes_local_step = True
-            try:
-                return fn(data)
-            finally:
-                strategy.takes_local_step = False
+        local = with_attributes(strategy, takes_local_step=True)
+        with keras_compat.as_one_device(strategy), local:
+            return fn(data)
 
     return step
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import keras
 
 from tfmulti import keras_compat
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.settings import check_type
 
 
@@ -50,10 +51,7 @@ def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalizat
 @contextlib.contextmanager
 def synchronized(layers, value: bool) -> Iterator[None]:
     """Synchronizes local batch normalizations within the context, or the reverse."""
-    for layer in layers:
-        layer.synchronized = value
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for layer in layers:
-            layer.synchronized = not value
+            stack.enter_context(with_attributes(layer, synchronized=value))
+        yield

@@ -20,6 +20,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step import clipping, model_contents, owners, parameters, slots, split_weights
 
 _WHOLE = {"average": "use_ema", "gradient_accumulator": "gradient_accumulation_steps"}
@@ -252,16 +253,10 @@ class Shards:
             "add_variable": add_variable,
             "add_variable_from_reference": add_variable_from_reference,
         }
-        for name, function in own.items():
-            object.__setattr__(optimizer, name, function)
-        try:
-            # Outside of the scope nothing else puts the slots on the worker's device.
-            device = tf.device(self._strategy.extended.worker_devices[0])
-            with device, keras_compat.held_values():
-                type(optimizer).build(optimizer, watched)
-        finally:
-            for name in own:
-                object.__delattr__(optimizer, name)
+        # Outside of the scope nothing else puts the slots on the worker's device.
+        device = tf.device(self._strategy.extended.worker_devices[0])
+        with with_attributes(optimizer, **own), device, keras_compat.held_values():
+            type(optimizer).build(optimizer, watched)
         for variable in optimizer.variables:
             if id(variable) not in before:
                 marks.IS_SHARDED.set(variable, True)

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import keras_compat, topology
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.sharding import replica_slice
 from tfmulti.step.rows import count_rows
 from tfmulti.verification.case import Case
@@ -106,17 +107,11 @@ def watched_layers(layers, on_call: Callable, on_loss: Callable = lambda layer, 
         return watched
 
     layers = list({id(layer): layer for layer in layers}.values())
-    previous = [(layer, dict(vars(layer))) for layer in layers]
-    for layer in layers:
-        object.__setattr__(layer, "call", watch_call(layer, layer.call))
-        object.__setattr__(layer, "add_loss", watch_loss(layer, layer.add_loss))
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            call, add_loss = watch_call(layer, layer.call), watch_loss(layer, layer.add_loss)
+            stack.enter_context(with_attributes(layer, call=call, add_loss=add_loss))
         yield
-    finally:
-        for layer, held in previous:
-            for name in ("call", "add_loss"):
-                vars(layer).pop(name)
-                vars(layer).update({name: held[name]} if name in held else {})
 
 
 def _events(case, run, examples) -> list[list[_Event]]:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import marks
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.verification.own_names import is_own
 
 # Keys of dicts that are not looked at, and what tfmulti sets.
@@ -226,11 +227,9 @@ def restored(values: _Held) -> Iterator[_Held]:
         yield values
 
 
-@contextlib.contextmanager
 def _noting_build(values, path, thing):
     """Notes what the `build` of an object changes, in it and in what it holds."""
-    build, own = thing.build, vars(thing)
-    before = own.get("build")
+    build = thing.build
 
     @functools.wraps(build)
     def noting(*args, **kwargs):
@@ -241,14 +240,7 @@ def _noting_build(values, path, thing):
             if then.is_other():
                 each.note()
 
-    # Not by `setattr`, which Keras watches.
-    own["build"] = noting
-    try:
-        yield
-    finally:
-        del own["build"]
-        if before is not None:
-            own["build"] = before
+    return with_attributes(thing, build=noting)
 
 
 def _refill(container, was):
