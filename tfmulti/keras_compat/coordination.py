@@ -228,15 +228,6 @@ def _keys_of(strategy):
     return strategy.extended._collective_keys._instance_key_table.values()
 
 
-def never_unique(original):
-    """Assigns keys while functions are traced, so that nested functions have keys too."""
-
-    def use_unique_instance_key(self):
-        return False
-
-    return use_unique_instance_key
-
-
 SENT_AS = {
     **dict.fromkeys((tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32),
     **dict.fromkeys((tf.uint32, tf.uint64), tf.int64),

@@ -235,21 +235,6 @@ def keys_of_held(original):
     return var_key
 
 
-def finite_on_all(original, on_all):
-    """Makes loss scaling check the gradients of all workers, which may have different ones.
-
-    Args:
-        original: `LossScaleOptimizer.check_finite`.
-        on_all: Function of the optimizer and a bool tensor that returns whether it is true on all
-            workers, if these have different gradients.
-    """
-
-    def check_finite(self, grads):
-        return on_all(self, original(self, grads))
-
-    return check_finite
-
-
 def swap_held_averages(original, keep):
     """Makes `SwapEMAWeights` swap what each worker holds of weights and averages.
 

@@ -182,21 +182,6 @@ def before_saving(original, before):
     return save
 
 
-def predict_on_batch_by(original, predict):
-    """Replaces `predict_on_batch` on several replicas by a function.
-
-    Args:
-        original: `Model.predict_on_batch`.
-        predict: Function of a model and its inputs.
-    """
-
-    def predict_on_batch(self, x):
-        several = self.distribute_strategy.num_replicas_in_sync > 1
-        return predict(self, x) if several else original(self, x)
-
-    return predict_on_batch
-
-
 def weight_mean(original, weight):
     """Makes a running mean count a step once over all replicas if it is given one number.
 
@@ -233,23 +218,6 @@ def _weighted(weight, metric, values, sample_weight):
     if sample_weight is not None or keras.ops.ndim(values) != 0:
         return None
     return weight(metric, values)
-
-
-def end_passes(original, end_pass):
-    """Makes workers end a pass together, and gives one without remaining steps the metrics' logs.
-
-    Keras uses the logs of the last step. If training resumes after that, there are none.
-
-    Args:
-        original: `Model._get_metrics_result_or_logs`, with which `fit` and `evaluate` end a pass.
-        end_pass: Function of the model, called before the results are read.
-    """
-
-    def result_or_logs(self, logs):
-        end_pass(self)
-        return original(self, logs) if logs else self.get_metrics_result()
-
-    return result_or_logs
 
 
 class _OfLength:

@@ -18,15 +18,6 @@ from tfmulti.keras_compat.reference import computes_like_one_device
 _FEW_ROWS, MAX_ROWS, MAX_BYTES = 64, 256, 2**24
 
 
-def untuned(create):
-    """Lets the datasets that a strategy creates for its devices end at once when unused."""
-
-    def create_untuned(*args, **kwargs):
-        return without_tuning(create(*args, **kwargs))
-
-    return create_untuned
-
-
 def without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset without tf.data's tuning thread, unless its author has enabled it.
 
@@ -317,20 +308,6 @@ def clear_gradients_of_masked_steps(original):
         return original(*given.args, **given.kwargs)
 
     return call
-
-
-def keep_means(original, keeps_means):
-    """Keeps Keras from dividing losses by the number of replicas.
-
-    Args:
-        original: Keras's own function of a value.
-        keeps_means: Function that returns whether tfmulti averages losses over replicas itself.
-    """
-
-    def scale(value):
-        return value if keeps_means() else original(value)
-
-    return scale
 
 
 def around_call_of(kind: type, call_loss) -> None:

@@ -22,6 +22,7 @@ from tfmulti.keras_compat import (
     replaced_models,
     replacement,
 )
+from tfmulti.keras_compat.replaced_models import without_tuning
 from tfmulti.keras_compat.replacement import Replacement, model_entry, temporary_entry
 from tfmulti.keras_compat.table_steps import SHAPES
 
@@ -125,11 +126,11 @@ _CALLS = (
     ),
     model_entry(
         "_get_metrics_result_or_logs",
-        replaced_calls.end_passes,
+        replaced_models.around,
         "an epoch without logs if training resumes after its last step; workers that wait for one "
         "that has left the epoch alone",
         "test_canary_an_epoch_without_steps_has_no_logs",
-        needs=("end_pass",),
+        needs=("result_or_logs",),
         arguments=("logs",),
     ),
 )
@@ -174,7 +175,7 @@ _DATA = (
     Replacement(
         multi_device_iterator_ops,
         "_create_device_dataset",
-        replaced_models.untuned,
+        lambda create: lambda *args, **kwargs: without_tuning(create(*args, **kwargs)),
         replacement.distributing,
         "`fit` and `evaluate` that return seconds after their last step: destroying such a dataset "
         "waits until its tuning thread wakes up",
@@ -194,7 +195,8 @@ _DATA = (
         for name, make, repairs, canary, arguments in (
             (
                 "_use_unique_instance_key",
-                coordination.never_unique,
+                # Keys are assigned while functions are traced: nested functions have keys too.
+                lambda original: lambda self: False,
                 f"{SHAPES}: keys that are new in each call do not reach Keras's nested functions",
                 "test_canary_new_keys_do_not_reach_nested_functions",
                 (),

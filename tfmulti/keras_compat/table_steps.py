@@ -81,10 +81,10 @@ _STEPS = (
     scope_entry(
         keras.optimizers.LossScaleOptimizer,
         "check_finite",
-        held.finite_on_all,
+        replaced_models.around,
         "different loss scales, if each worker has only the gradients of its own weights",
         "test_canary_loss_scaling_looks_at_the_gradients_here",
-        needs=("on_all",),
+        needs=("finite_on_all",),
         arguments=("grads",),
     ),
     scope_entry(
@@ -133,7 +133,7 @@ _STEPS = (
     ),
     model_entry(
         "predict_on_batch",
-        replaced_calls.predict_on_batch_by,
+        replaced_models.around,
         "predictions that are repeated for each replica: 13 rows in, 26 out",
         "test_canary_predict_on_batch_answers_once_for_each_replica",
         needs=("predict",),
@@ -155,10 +155,10 @@ _LOSSES = (
         scope_entry(
             keras_loss,
             name,
-            replaced_models.keep_means,
+            replaced_models.around,
             "losses and penalties too small or too big by the number of replicas",
             "test_canary_a_loss_is_divided_by_the_replicas",
-            needs=("keeps_means",),
+            needs=("keep_means",),
             arguments=("value",),
         )
         for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution")

@@ -79,15 +79,17 @@ class FiniteGuard:
         self._found.assign(np.zeros(3, "int64"))
 
 
-def is_on_all(optimizer: keras.optimizers.Optimizer, condition: tf.Tensor) -> tf.Tensor:
-    """Returns whether a condition is true on all workers, if their gradients differ.
+def finite_on_all(check_finite, optimizer: keras.optimizers.Optimizer, grads) -> tf.Tensor:
+    """Returns whether gradients are finite; on all workers where these have different ones.
 
-    That is so in local steps, and with sharded parameters; elsewhere it returns the condition.
+    They have in local steps, and with sharded parameters; elsewhere each looks at its own.
 
     Args:
+        check_finite: `LossScaleOptimizer.check_finite`.
         optimizer: A `LossScaleOptimizer`.
-        condition: A bool scalar.
+        grads: The gradients of this worker.
     """
+    condition = check_finite(optimizer, grads)
     if local_steps.in_local_step():
         return tf.logical_not(local_steps.is_on_any(tf.logical_not(condition)))
     shards = marks.SHARDS.get(optimizer.inner_optimizer)

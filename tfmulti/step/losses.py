@@ -25,9 +25,15 @@ _in_loop = Scoped(None)
 _means_of_loops: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
-def keeps_means() -> bool:
-    """Whether losses in the current step stay means, not divided by the number of replicas."""
-    return has_whole_batch() or current_replica_batch() is not None or is_loop()
+def keep_means(scale, value):
+    """Keeps Keras from dividing losses by the number of replicas, which tfmulti averages itself.
+
+    Args:
+        scale: Keras's own function.
+        value: A loss.
+    """
+    is_mean = has_whole_batch() or current_replica_batch() is not None or is_loop()
+    return value if is_mean else scale(value)
 
 
 def of_loop(replica_batch: ReplicaBatch | None) -> contextlib.AbstractContextManager:

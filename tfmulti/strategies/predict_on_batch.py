@@ -18,7 +18,7 @@ from tfmulti.step import wrapped_step
 from tfmulti.verification.case import PREDICT
 
 
-def predict(model: keras.Model, x):
+def predict(original, model: keras.Model, x):
     """Predicts a batch on this worker's replicas.
 
     Each of them predicts a part of the rows, or the first one all of them, where a model has parts
@@ -27,6 +27,7 @@ def predict(model: keras.Model, x):
     worker can predict different rows at any time.
 
     Args:
+        original: Keras's own method, which one replica has.
         model: The model.
         x: The inputs, with rows first: an array, a tensor, or a structure of them.
 
@@ -34,6 +35,8 @@ def predict(model: keras.Model, x):
         The predictions for these rows, in their order, as NumPy arrays; ragged and sparse tensors
         stay tensors.
     """
+    if model.distribute_strategy.num_replicas_in_sync == 1:
+        return original(model, x)
     function, made_for = marks.PREDICT.get(model)
     how = model.run_eagerly, _is_by_one_device(model)
     if function is None or made_for != how:

@@ -68,6 +68,20 @@ def end_pass(model) -> None:
     _wait_for_others(strategy, doing)
 
 
+def result_or_logs(original, model, logs):
+    """Ends a pass together with other workers; one without remaining steps gets the metrics' logs.
+
+    Keras uses the logs of the last step. If training resumes after that, there are none.
+
+    Args:
+        original: `Model._get_metrics_result_or_logs`, with which `fit` and `evaluate` end a pass.
+        model: The model.
+        logs: The logs of the last step.
+    """
+    end_pass(model)
+    return original(model, logs) if logs else model.get_metrics_result()
+
+
 def describe_call(name: str, given: dict) -> str:
     """Returns a call's settings, which all workers must give alike, as in `fit(epochs=2)`.
 
