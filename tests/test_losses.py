@@ -226,6 +226,25 @@ def test_a_metric_that_is_weighted_by_rows_and_logged_by_another_name():
     assert_one_devices_result(lambda: OwnTracker([keras.layers.Dense(1)]), rows()[:2], loss="mse")
 
 
+class CountsHalves(keras.Sequential):
+    """Counts a number of another dtype than the metric's in each step."""
+
+    def __init__(self, dtype):
+        super().__init__([keras.layers.Dense(1)])
+        self.tracker, self.half = keras.metrics.Sum(name="own"), tf.constant(0.5, dtype)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.tracker.update_state(self.half)
+        return {**logs, "own": self.tracker.result()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_a_sum_counts_a_number_of_any_dtype_once_in_a_step(dtype):
+    assert_one_devices_result(lambda: CountsHalves(dtype), rows()[:2], loss="mse")
+
+
 def test_a_bare_optimizer_keeps_keras_scaling():
     # Whole, even batches: a bare optimizer is right too, as in stock Keras.
     def fit(num_replicas):

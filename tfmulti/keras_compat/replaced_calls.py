@@ -182,44 +182,6 @@ def before_saving(original, before):
     return save
 
 
-def weight_mean(original, weight):
-    """Makes a running mean count a step once over all replicas if it is given one number.
-
-    A `train_step` calls `tracker.update_state(loss)`, and a metric function can return the mean
-    over a batch. On one device each step has weight 1. Otherwise each replica would have weight 1,
-    whatever its number of rows.
-
-    Args:
-        original: `Mean.update_state`.
-        weight: Function of a metric and a number that returns the number and its weight, or None if
-            the metric should count it unchanged.
-    """
-
-    def update_state(self, values, sample_weight=None):
-        weighted = _weighted(weight, self, values, sample_weight)
-        return original(self, *(weighted or (values, sample_weight)))
-
-    return update_state
-
-
-def weight_sum(original, weight):
-    """Does the same as `weight_mean` for `Sum.update_state`."""
-
-    def update_state(self, values, sample_weight=None):
-        weighted = _weighted(weight, self, values, sample_weight)
-        if weighted is None:
-            return original(self, values, sample_weight)
-        return original(self, weighted[0] * weighted[1])
-
-    return update_state
-
-
-def _weighted(weight, metric, values, sample_weight):
-    if sample_weight is not None or keras.ops.ndim(values) != 0:
-        return None
-    return weight(metric, values)
-
-
 class _OfLength:
     """Wraps a data adapter and gives it another number of batches."""
 

@@ -35,11 +35,26 @@ def count_once(tracker, before, replica_batch) -> None:
     tracker.total.assign(before + replica_batch.zero_if_empty(part))
 
 
-def weight_mean(metric, value):
-    """Returns a mean over this replica's rows, and this replica's weight; None outside a step.
+def weight_mean(update, metric, values, sample_weight=None):
+    """Makes a running mean or sum count a step once over all replicas if it is given one number.
 
-    The weights of all replicas add up to one, so the step counts once in a running mean.
+    A `train_step` calls `tracker.update_state(loss)`, and a metric function can return the mean
+    over a batch. On one device each step has weight 1. The weights of all replicas add up to that;
+    otherwise each would have weight 1, whatever its number of rows.
+
+    Args:
+        update: The original `Mean.update_state` or `Sum.update_state`.
+        metric: The metric.
+        values: A number, or several, which it counts unchanged.
+        sample_weight: Their weights, if the user gives them.
     """
+    if sample_weight is None and keras.ops.ndim(values) == 0:
+        values, sample_weight = _weighted(metric, values) or (values, None)
+    return update(metric, values, sample_weight)
+
+
+def _weighted(metric, value):
+    """Returns a mean over this replica's rows, and this replica's weight; None outside a step."""
     replica_batch = current_replica_batch()
     if replica_batch is None or any(metric is tracker for tracker in output_losses(replica_batch)):
         return None
