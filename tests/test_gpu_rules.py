@@ -166,7 +166,7 @@ def test_verification_computes_without_tf32():
     enabled = tf.config.experimental.tensor_float_32_execution_enabled
     seen = []
 
-    @without_tf32
+    @without_tf32()
     def compute(case):
         seen.append(enabled())
         raise ValueError(case)

@@ -32,9 +32,8 @@ def diagnose(config: ParityConfig, strategy: tf.distribute.Strategy) -> list[dic
     model, found, reason = _verify(case, strategy)
     layers = local_normalization(model)
     if layers:
-        found.append(
-            causes.find_local_normalization(*(layer.path or layer.name for layer in layers))
-        )
+        names = [layer.path or layer.name for layer in layers]
+        found.append(causes.find(causes.STATISTICS, *names, advice=causes.SYNCHRONIZED))
     random = _random_parts(case)
     if random:
         found.append(causes.find(causes.RANDOMNESS, *random))

@@ -154,15 +154,26 @@ def take_replica_rows(data, number: tf.Tensor, num_replicas: int, *, in_chunks: 
     """
 
     def take(part):
-        start, size = replica_range(count_rows(part), num_replicas, number, in_chunks=in_chunks)
-        if not isinstance(part, tf.SparseTensor):
-            return part[start : start + size]
-        shape = tf.cast(part.dense_shape, tf.int64)
-        starts = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(shape[1:])], axis=0)
-        sizes = tf.concat([[tf.cast(size, tf.int64)], shape[1:]], axis=0)
-        return _keep_shape(tf.sparse.slice(part, starts, sizes), part)
+        rows = replica_range(count_rows(part), num_replicas, number, in_chunks=in_chunks)
+        return take_rows(part, *rows)
 
     return _map(take, data)
+
+
+def take_rows(part, start, size):
+    """Returns some rows of a tensor, which may be ragged or sparse, that follow one another.
+
+    Args:
+        part: The tensor.
+        start: The first row.
+        size: The number of rows.
+    """
+    if not isinstance(part, tf.SparseTensor):
+        return part[start : start + size]
+    shape = tf.cast(part.dense_shape, tf.int64)
+    starts = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(shape[1:])], axis=0)
+    sizes = tf.concat([[tf.cast(size, tf.int64)], shape[1:]], axis=0)
+    return _keep_shape(tf.sparse.slice(part, starts, sizes), part)
 
 
 def _map(function, data):

@@ -114,6 +114,11 @@ class Case(Batches):
         return self.model.distribute_strategy
 
     @property
+    def num_replicas(self) -> int:
+        """The number of the strategy's replicas."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
     def method(self) -> str:
         """The name of the step's method."""
         return f"{self.kind}_step"
@@ -149,16 +154,16 @@ class Case(Batches):
 
     def leaves_none_empty(self, counts: Sequence[int]) -> bool:
         """Whether each replica gets a row of every part with these numbers of rows."""
-        number = self.strategy.num_replicas_in_sync
+        number = self.num_replicas
         return all(shares(count, number, self.in_chunks)[-1] for count in counts)
 
     def shares_alike(self, counts: Sequence[int]) -> bool:
         """Whether each replica gets the same share of all parts with these numbers of rows."""
-        return are_alike(counts, self.strategy.num_replicas_in_sync, self.in_chunks)
+        return are_alike(counts, self.num_replicas, self.in_chunks)
 
     def sizes(self) -> list[list[int]]:
         """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
-        number = self.strategy.num_replicas_in_sync * self.num_micro_batches
+        number = self.num_replicas * self.num_micro_batches
         counts = self.rows.counts
         if self.whole_batches:
             return [self.whole_sizes or self._first_sizes()] * 2
@@ -197,7 +202,7 @@ class Case(Batches):
 
         If those of the first batch are so already, a replica gets no row of the smallest part.
         """
-        counts, number = self.rows.counts, self.strategy.num_replicas_in_sync
+        counts, number = self.rows.counts, self.num_replicas
         if (
             self.static
             or self.is_traced_static

@@ -170,12 +170,13 @@ UNKNOWN = Cause(
 # All of the above, in this order.
 CAUSES = [each for each in list(globals().values()) if isinstance(each, Cause)]
 
-_SUM_OVER_ROWS = (
+SUM_OVER_ROWS = (
     "Keras divides what an activity regularizer returns by the number of rows: return a sum over "
     "rows, of a mean within each row if you like. For a term of all rows together, write a layer "
     "that calls add_loss with a number computed from tfmulti.gather_batch(rows)."
 )
-_SYNCHRONIZED = "Write keras.layers.BatchNormalization(synchronized=True)."
+SYNCHRONIZED = "Write keras.layers.BatchNormalization(synchronized=True)."
+"""Advice in place of a cause's own: for activity regularizers, and for batch normalization."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,16 +197,6 @@ class Finding:
 def find(cause: Cause, *where: str, advice: str | None = None) -> Finding:
     """Returns a finding, with the default advice of its cause unless `advice` is given."""
     return Finding(cause.name, ", ".join(where), advice or cause.advice)
-
-
-def find_local_normalization(*layers: str) -> Finding:
-    """Returns the finding for batch normalization that is not synchronized."""
-    return find(STATISTICS, *layers, advice=_SYNCHRONIZED)
-
-
-def find_activity_regularizer(*layers: str) -> Finding:
-    """Returns the finding for an activity regularizer that is not a sum over rows."""
-    return find(BATCH_ADD_LOSS, *layers, advice=_SUM_OVER_ROWS)
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:

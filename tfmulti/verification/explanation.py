@@ -90,7 +90,7 @@ def _explain_origin(origin: Origin, name: str) -> causes.Finding:
     if not origin.adds:
         return causes.find(causes.STATISTICS, name)
     if origin.layer.activity_regularizer is not None:
-        return causes.find_activity_regularizer(name)
+        return causes.find(causes.BATCH_ADD_LOSS, name, advice=causes.SUM_OVER_ROWS)
     return causes.find(causes.SUM_ADD_LOSS if origin.sums else causes.BATCH_ADD_LOSS, name)
 
 
@@ -108,7 +108,7 @@ def _explain_loss(case, found, clues, parts) -> causes.Finding:
         cause = causes.SUM_STEP if stepped else causes.SUM_LOSS
     elif clues.repeated_noise:
         return causes.find(causes.REPEATED_NOISE, *clues.repeated_noise[:MOST_NAMED])
-    elif _is_scaled(found[0], case.strategy.num_replicas_in_sync):
+    elif _is_scaled(found[0], case.num_replicas):
         cause = causes.SCALED
     elif stepped and gradients.has_taken_of_inputs(case.model):
         cause = causes.INPUT_GRADIENT

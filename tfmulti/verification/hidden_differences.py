@@ -19,7 +19,7 @@ def describe_unlike(case: Case) -> str:
     Args:
         case: The verified step.
     """
-    number = case.strategy.num_replicas_in_sync
+    number = case.num_replicas
     counts = " + ".join(str(count) for count in dict.fromkeys(case.rows.counts))
     share = "the same share" if case.shares_alike(case.rows.counts) else "a row"
     return (
@@ -36,7 +36,7 @@ def describe_unknown_sizes(case: Case) -> str:
     Args:
         case: The verified step.
     """
-    number = case.strategy.num_replicas_in_sync
+    number = case.num_replicas
     return (
         f"`{case.method}` does not take every number of rows, and those of later batches "
         f"are not known. Received: a first batch of {max(case.rows.counts)} rows, for which the "
@@ -83,7 +83,7 @@ def describe_own_noise(case: Case, places: list[str]) -> str:
         case: The verified step.
         places: The operations with file and line; not empty.
     """
-    number = case.strategy.num_replicas_in_sync
+    number = case.num_replicas
     return (
         f"`{case.method}` combines random numbers that each replica draws for itself with "
         "a value that was reduced over the replicas, and that was made from these numbers: "
@@ -102,7 +102,7 @@ def describe_containers(case: Case, names: list[str]) -> str:
     """
     return (
         f"`{case.method}` changes {', '.join(names[:MOST_NAMED])} of "
-        f"{type(case.model).__name__}, with run_eagerly=True: {case.strategy.num_replicas_in_sync} "
+        f"{type(case.model).__name__}, with run_eagerly=True: {case.num_replicas} "
         "replicas each do so in every step, with numbers from their own rows. If the step reads it "
         "again, training differs from one device: keep such numbers in a variable, computed from "
         "tfmulti.gather_batch(rows). To record what a step computes, return it as a log and "

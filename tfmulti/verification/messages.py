@@ -30,7 +30,7 @@ def describe(
         counts: For each step, the number of rows of each part.
     """
     finding = explanation.explain(case, found, clues)
-    number, parts = case.strategy.num_replicas_in_sync, case.num_micro_batches
+    number, parts = case.num_replicas, case.num_micro_batches
     how, advice = f"on {number} replicas", finding.advice
     if parts > 1:
         how = f"in {parts} micro-batches"
@@ -77,7 +77,7 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
         error: The error that this worker would have raised; None if only others found one.
         reason: Why it could not run in parts, or "".
     """
-    number = case.strategy.num_replicas_in_sync
+    number = case.num_replicas
     head, later = "Every replica computes", ""
     if case.num_later:
         head = "From now on every replica computes"
@@ -138,7 +138,7 @@ def describe_cannot_run(case: Case, reason: str) -> ValueError:
         case: The step.
         reason: Its own error, in words.
     """
-    number, method = case.strategy.num_replicas_in_sync, case.method
+    number, method = case.num_replicas, case.method
     return ValueError(
         f"`{method}` must run on a part of a batch, since {number} replicas share each batch. "
         f"Received: {reason}. Let it run on any number of rows, or leave out "
@@ -160,8 +160,7 @@ def describe_drift(case: Case, name: str) -> ValueError:
         cause, when = causes.REPLICAS, ""
     finding = causes.find(cause, explanation.name_parts(steps or parts))
     return _error(
-        f"All {case.strategy.num_replicas_in_sync} replicas must hold the same weights; "
-        f"{_so_far(case)}.",
+        f"All {case.num_replicas} replicas must hold the same weights; {_so_far(case)}.",
         f"{name or 'a weight'}, which differs between replicas{when}",
         finding,
         finding.advice,
@@ -175,7 +174,7 @@ def describe_outside(case: Case, names: list[str]) -> ValueError:
         case: The verified step.
         names: Their names.
     """
-    number, method = case.strategy.num_replicas_in_sync, case.method
+    number, method = case.num_replicas, case.method
     many = "s" if len(names) > 1 else ""
     return ValueError(
         f"Variables that `{method}` changes must be created in the strategy's scope. "
@@ -192,7 +191,7 @@ def describe_shared(case: Case, places: list[str]) -> ValueError:
         case: The verified step.
         places: The operations with file and line; not empty.
     """
-    number, method = case.strategy.num_replicas_in_sync, case.method
+    number, method = case.num_replicas, case.method
     return ValueError(
         f"What `{method}` changes must be variables, of which {number} replicas have copies; a "
         "table, a queue or an iterator exists once, and each replica would change it. Received: "
@@ -232,7 +231,7 @@ def _say(first, case, counts) -> str:
 
 
 def _say_few(first, case) -> str:
-    number = case.strategy.num_replicas_in_sync
+    number = case.num_replicas
     is_small = first.step > 1 and max(case.sizes()[first.step - 1]) < number
     return ", in a batch with fewer rows than replicas" if is_small else ""
 

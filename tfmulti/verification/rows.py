@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import topology
-from tfmulti.keras_compat import MAX_BYTES, MAX_ROWS
+from tfmulti.keras_compat import MAX_BYTES, MAX_ROWS, without_rows
 from tfmulti.sharding import PADDING_WEIGHT, is_padding
 from tfmulti.step import iterators, rows
 from tfmulti.step.rows import Counted, Padded
@@ -76,7 +76,7 @@ class Rows:
         parts = self.parts if parts is None else parts
         have = [int(rows.count_rows(part)) for part in parts]
         times = [-(-size // max(number, 1)) for size, number in zip(sizes, have)]
-        return [_take(_repeat(p, t), size) for p, t, size in zip(parts, times, sizes)]
+        return [rows.take_rows(_repeat(p, t), 0, size) for p, t, size in zip(parts, times, sizes)]
 
     def spread(self, sizes: Sequence[int], *, padded: bool = False) -> list:
         """Returns rows spread over the batch: sorted rows would be too similar.
@@ -127,7 +127,7 @@ class Rows:
         Args:
             number: How many.
         """
-        return [_take(part, number) for part in self.many]
+        return [rows.take_rows(part, 0, number) for part in self.many]
 
     def _spread_alike(self, have, number, padded):
         counted = range(have)
@@ -267,24 +267,13 @@ def _repeat(part, times):
 
 def _gather(part, indices):
     if isinstance(part, tf.SparseTensor):
-        return tf.sparse.concat(0, [_slice(part, index, 1) for index in indices])
+        return tf.sparse.concat(0, [rows.take_rows(part, index, 1) for index in indices])
     return tf.gather(part, indices)
-
-
-def _slice(part, index, number):
-    start = tf.concat([[tf.cast(index, tf.int64)], tf.zeros_like(part.dense_shape[1:])], axis=0)
-    return tf.sparse.slice(part, start, tf.concat([[number], part.dense_shape[1:]], axis=0))
 
 
 def _num_bytes(part) -> int:
     tensors = tf.nest.flatten(part, expand_composites=True)
     return sum(int(tf.size(each)) * max(each.dtype.size, 1) for each in tensors)
-
-
-def _take(part, number):
-    if isinstance(part, tf.SparseTensor):
-        return _slice(part, 0, number)
-    return part[:number]
 
 
 def _open_axes(part, shape):
@@ -294,11 +283,10 @@ def _open_axes(part, shape):
 
 
 def _spec(part, static, open_axes):
-    count = part.shape[0] if static else None
-    if isinstance(part, tf.RaggedTensor):
-        shape = [count, *part.shape[1:]]
-        return tf.RaggedTensorSpec(shape, part.dtype, part.ragged_rank, part.row_splits.dtype)
-    if isinstance(part, tf.SparseTensor):
-        return tf.SparseTensorSpec([count, *part.shape[1:]], part.dtype)
-    sizes = [None if axis in open_axes else size for axis, size in enumerate(part.shape)]
-    return tf.TensorSpec([count, *sizes[1:]], part.dtype)
+    if static:
+        return tf.type_spec_from_value(part)
+    spec = without_rows(part)
+    if not open_axes:
+        return spec
+    sizes = [None if axis in open_axes else size for axis, size in enumerate(spec.shape)]
+    return tf.TensorSpec(sizes, spec.dtype)

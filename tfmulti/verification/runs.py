@@ -111,7 +111,7 @@ class Distributed:
                 _trace_built(case, self._run, example, is_done=lambda: is_built(case.model))
             else:
                 self.function = _traced(case, self._run, example)
-        is_split = case.strategy.num_replicas_in_sync > 1 and not case.is_replicated
+        is_split = case.num_replicas > 1 and not case.is_replicated
         if is_split and not only_build and not case.eager and case.kind == TRAIN:
             self.decisions = find_decisions(self.function.graph, self._rows)
             # A trace for one number of rows does not tell which numbers belong to a row.
@@ -207,7 +207,7 @@ def trace_both(case: Case, example: list) -> tuple[Distributed, Reference]:
     one = Reference(case, example)
     sizes = [(number, size, many.sizes.get(number)) for number, size in one.sizes.items()]
     by_chance = frozenset(n for n, a, b in sizes if b and a[0] == b[0] and (a[1] or b[1]))
-    if case.strategy.num_replicas_in_sync > 1 and by_chance:
+    if case.num_replicas > 1 and by_chance:
         many = Distributed(case, example, without_rows=by_chance)
         one = Reference(case, example, by_chance)
     return many, one

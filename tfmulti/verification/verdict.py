@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,19 +42,15 @@ ELSEWHERE = "another worker could not run it"
 _FAILED, _UNKNOWN, _NOTHING, _SAME, _DIFFERS = range(5)
 
 
-def without_tf32(function):
-    """Makes a function compute without TF32, whose rounding would be taken for a difference."""
-
-    @functools.wraps(function)
-    def call(*args):
-        was_enabled = tf.config.experimental.tensor_float_32_execution_enabled()
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-        try:
-            return function(*args)
-        finally:
-            tf.config.experimental.enable_tensor_float_32_execution(was_enabled)
-
-    return call
+@contextlib.contextmanager
+def without_tf32():
+    """Computes without TF32, whose rounding would be taken for a difference."""
+    was_enabled = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(was_enabled)
 
 
 class Workers(NamedTuple):
@@ -110,7 +107,7 @@ class Verdict(NamedTuple):
     warnings: Sequence[str] = ()
 
 
-@without_tf32
+@without_tf32()
 def find_out(case: Case, workers: Workers) -> Verdict:
     """Compares a step on several replicas with one device.
 
@@ -184,7 +181,7 @@ def _compare_sizes(case, workers) -> Verdict | None:
     return None
 
 
-@without_tf32
+@without_tf32()
 def look_again(case: Case, workers: Workers) -> tuple[bool, Verdict]:
     """Compares a verified step once more, with the rows that its case now has.
 
