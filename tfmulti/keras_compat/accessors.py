@@ -86,12 +86,11 @@ def states_from_rows(
     """
     states = []
     for layer in model._flatten_layers():
-        stock = type(layer).__module__.startswith("keras.")
         normalizes = isinstance(layer, keras.layers.BatchNormalization)
         apart = synchronized or not getattr(layer, "synchronized", False)
         if not apart or (normalizes and not layer.trainable):
             continue
-        if normalizes or not stock or every:
+        if normalizes or not is_stock(layer) or every:
             states += layer._non_trainable_variables
     unique = {id(variable): variable for variable in states}.values()
     is_float = keras.backend.is_float_dtype

@@ -61,7 +61,7 @@ def checkpoint_activations(
     Sources: Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
     check_type("model", model, keras.Model, "a Keras model", "Pass a built model.")
-    if not model.built or not all(layer.built for layer in keras_compat.all_layers(model)):
+    if not keras_compat.has_built_layers(model):
         raise ValueError(
             "`checkpoint_activations` needs a model that has been built. Received: "
             f"{model.name!r}, which has not. Give it an `Input`, or call it on a batch first."

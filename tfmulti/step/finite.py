@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
 from tfmulti.step import local_steps
+from tfmulti.step.sums import values_of_gradient
 
 
 class FiniteGuard:
@@ -151,6 +152,5 @@ def _is_bad(grad) -> tf.Tensor:
     """Returns 1.0 for a gradient with a number that is not finite, else 0.0."""
     if grad is None:
         return tf.constant(0.0)
-    value = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    is_finite = tf.reduce_all(tf.math.is_finite(value))
+    is_finite = tf.reduce_all(tf.math.is_finite(values_of_gradient(grad)))
     return tf.cast(tf.logical_not(is_finite), tf.float32)

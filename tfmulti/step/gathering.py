@@ -66,10 +66,10 @@ def gather_batch(structure):
     for part in parts:
         if isinstance(part, keras.KerasTensor):
             raise _refusal("rows of a step", part, "Call it in the `call` of a custom layer.")
-    # In a loss of the whole batch these are the rows of all replicas already.
-    if context is None or not indices or losses.has_whole_batch():
+    if context is None or context.num_replicas_in_sync == 1 or not indices:
         return structure
-    if context.num_replicas_in_sync == 1:
+    # In a loss of the whole batch these are the rows of all replicas already.
+    if losses.has_whole_batch():
         return structure
     replica_batch = current_replica_batch()
     if parameters.is_stage():

@@ -171,11 +171,6 @@ def in_step() -> bool:
     return _state().in_step
 
 
-def in_keras_step() -> bool:
-    """Whether this thread traces a Keras step on several replicas."""
-    return in_step() and current_replica_batch() is not None
-
-
 def inlines_functions() -> bool:
     """Whether a `tf.function` that this thread calls is traced as a part of the current step.
 
@@ -183,7 +178,7 @@ def inlines_functions() -> bool:
     device.
     """
     is_reference = keras_compat.computes_like_one_device(tf.distribute.get_strategy())
-    return in_keras_step() or (in_step() and is_reference)
+    return in_step() and (current_replica_batch() is not None or is_reference)
 
 
 def has_taken_of_inputs(model: keras.Model) -> bool:
@@ -330,8 +325,7 @@ def _compression(model) -> str | None:
     optimizer = getattr(model, "optimizer", None)
     # Under loss scaling the user can have wrapped either of the two optimizers.
     inner = keras_compat.inner_optimizer(optimizer)
-    kinds = [marks.COMPRESSION.get(each) for each in (optimizer, inner)]
-    return kinds[0] or kinds[1]
+    return marks.COMPRESSION.get(optimizer) or marks.COMPRESSION.get(inner)
 
 
 def _kind_of(grad, variable, model) -> str:

@@ -68,7 +68,11 @@ def _stock_name(part) -> str:
 
 def _combines_rows(function, y_true, y_pred) -> bool:
     """Whether a function returns one number for a batch, or numbers for rows that need others."""
-    values = _values_of_function(function, y_true, y_pred)
+    try:
+        values = function(y_true, y_pred)
+    except (ValueError, tf.errors.InvalidArgumentError):
+        # As for want of rows.
+        return True
     if values is None or keras.ops.ndim(values) == 0:
         return True
     # An eager step has no graph that could be followed.
@@ -78,11 +82,3 @@ def _combines_rows(function, y_true, y_pred) -> bool:
         tensor for tensor in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(tensor)
     ]
     return row_axis.combines_rows(values, [each for each in given if each.shape.rank])
-
-
-def _values_of_function(function, y_true, y_pred):
-    """Returns what a function returns, or None if it fails, as for want of rows."""
-    try:
-        return function(y_true, y_pred)
-    except (ValueError, tf.errors.InvalidArgumentError):
-        return None

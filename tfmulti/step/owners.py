@@ -110,7 +110,7 @@ def bytes_of_each(variables, num_workers: int, owned_by: list[int | None]) -> li
 
 def bytes_of(variable) -> int:
     """Returns the bytes of a variable's value."""
-    return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+    return _bytes(variable.shape, variable.dtype)
 
 
 def held_bytes(variable) -> int:
@@ -118,8 +118,11 @@ def held_bytes(variable) -> int:
     if not getattr(variable, "is_here", True):
         return 0
     split = getattr(variable, "split", None)
-    shape = variable.shape if split is None else split.shape_of()
-    return int(np.prod(shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+    return _bytes(variable.shape if split is None else split.shape_of(), variable.dtype)
+
+
+def _bytes(shape, dtype) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * tf.as_dtype(dtype).size
 
 
 def owned_bytes(variable) -> int:

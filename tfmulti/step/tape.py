@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import tensorflow as tf
 
 from tfmulti.step import losses
@@ -31,17 +33,17 @@ class DistributedGradientTape(tf.GradientTape):
         self._losses.__exit__(None, None, None)
         return super().__exit__(*error)
 
-    def gradient(self, target, sources, output_gradients=None, unconnected_gradients=None):
+    def gradient(
+        self,
+        target,
+        sources,
+        output_gradients=None,
+        unconnected_gradients=tf.UnconnectedGradients.NONE,
+    ):
         """Returns the same as `tf.GradientTape.gradient`; gradients of variables are reduced."""
-        more = (
-            {}
-            if unconnected_gradients is None
-            else {"unconnected_gradients": unconnected_gradients}
-        )
-        take = super().gradient
-        replica_batch = batch_of_loop()
-        if output_gradients is None and replica_batch is not None:
-            # With a replica batch the tape reduces as it does in Keras's own steps.
-            with as_current(replica_batch):
-                return take(target, sources, **more)
-        return take(target, sources, output_gradients, **more)
+        replica_batch = batch_of_loop() if output_gradients is None else None
+        # With a replica batch the tape reduces as it does in Keras's own steps.
+        with contextlib.nullcontext() if replica_batch is None else as_current(replica_batch):
+            return super().gradient(
+                target, sources, output_gradients, unconnected_gradients=unconnected_gradients
+            )

@@ -194,7 +194,7 @@ def is_stock(model: keras.Model, kind: str) -> bool:
         model: The model.
         kind: `"train"`, `"test"` or `"predict"`.
     """
-    if type(model).__module__.split(".")[0] != "keras" or find_custom_parts(model, kind):
+    if not keras_compat.is_stock(model) or find_custom_parts(model, kind):
         return False
     graphs = [each for x in [model, *keras_compat.all_layers(model)] for each in _operations(x)]
     if not all(isinstance(each, keras.Layer) or _keeps_rows(each, a) for each, a in graphs):
