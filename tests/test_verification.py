@@ -179,9 +179,9 @@ def test_operations_of_single_rows_are_stock_parts(name):
     inputs = keras.Input((4, 6))
     outputs = {**ROW_BY_ROW, **ACROSS_ROWS}[name](inputs)
     inner = keras.Model(inputs, outputs)
-    assert custom_parts.is_stock(inner, "train") == (name in ROW_BY_ROW)
+    assert custom_parts.has_stock_step(inner, "train") == (name in ROW_BY_ROW)
     outer = keras.Sequential([keras.Input((4, 6)), inner])
-    assert custom_parts.is_stock(outer, "train") == (name in ROW_BY_ROW)
+    assert custom_parts.has_stock_step(outer, "train") == (name in ROW_BY_ROW)
 
 
 def orthogonal():
@@ -215,13 +215,13 @@ LAYERS_ROW_BY_ROW = {
 def test_layers_that_combine_rows_are_no_stock_parts(name):
     given, make = {**LAYERS_ROW_BY_ROW, **LAYERS_ACROSS_ROWS}[name]
     model = keras.Sequential([given, make()])
-    assert custom_parts.is_stock(model, "train") == (name in LAYERS_ROW_BY_ROW)
+    assert custom_parts.has_stock_step(model, "train") == (name in LAYERS_ROW_BY_ROW)
 
 
 def test_layers_that_run_code_of_others_are_no_stock_parts(tmp_path):
     keras.Sequential([keras.Input((4,)), layers.Dense(2)]).export(tmp_path, verbose=False)
     model = keras.Sequential([keras.Input((4,)), layers.TFSMLayer(tmp_path)])
-    assert not custom_parts.is_stock(model, "predict")
+    assert not custom_parts.has_stock_step(model, "predict")
 
 
 def state_of(model):

@@ -164,7 +164,7 @@ class WorkerStages(StagedCall):
                 continue
             weight.unreduced = False
             own = tf.zeros([0], weight.dtype) if own is None else own
-            if not parameters.are_handed_on():
+            if not parameters.only_update_reads():
                 # Keras's own step needs a gradient on the weight's owner only; other steps read it.
                 own = tf.convert_to_tensor(own)
                 own = owners.receive_from(self._strategy, own, weight.owner, weight.shape)

@@ -274,8 +274,8 @@ def gather(
     def add_gradient(value, *received):
         def gradient(upstream):
             is_sparse, several = isinstance(upstream, tf.IndexedSlices), parameter.reads[1] > 1
-            handed_on = are_handed_on()
-            parameter.unreduced = is_sparse or several or not handed_on
+            only_update = only_update_reads()
+            parameter.unreduced = is_sparse or several or not only_update
             if parameter.stages and current_replica_batch() is not None:
                 # It is added to the gradient of the parameter's own stage, which is of all rows.
                 parameter.unreduced = False
@@ -284,12 +284,12 @@ def gather(
             upstream = tf.ensure_shape(tf.convert_to_tensor(upstream), shape)
             upstream = upstream if for_stages else zero_without_rows(upstream)
             # Other copies of the stage, or the user's own step, need the sum beside the owner.
-            if has_copies(parameter, strategy) or not handed_on:
+            if has_copies(parameter, strategy) or not only_update:
                 added = owners.all_reduce(strategy, upstream)
             else:
                 added = owners.reduce_to(strategy, upstream, owner)
             # Where the variable has no elements, Keras's update gets a gradient without elements.
-            added = added if is_here or not handed_on else tf.zeros([0], dtype)
+            added = added if is_here or not only_update else tf.zeros([0], dtype)
             return added, *nothing
 
         nothing = [None for _ in received]
@@ -298,13 +298,13 @@ def gather(
     return add_gradient(held, *([] if whole is None else [whole]))
 
 
-def are_handed_on() -> bool:
+def only_update_reads() -> bool:
     """Whether only Keras's own update uses the gradients of the step that is traced."""
     model = getattr(current_replica_batch(), "model", None)
-    return model is not None and hands_on_gradients(model)
+    return model is not None and only_update_reads_gradients(model)
 
 
-def hands_on_gradients(model: keras.Model) -> bool:
+def only_update_reads_gradients(model: keras.Model) -> bool:
     """Whether Keras's own step hands gradients directly to an optimizer of Keras's own."""
     optimizer = getattr(model, "optimizer", None)
     inner = keras_compat.inner_optimizer(optimizer)

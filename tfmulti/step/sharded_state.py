@@ -114,7 +114,7 @@ def owners_of_gradients(model, variables) -> list[int] | None:
     shards = marks.SHARDS.get(optimizer)
     if shards is None or optimizer.gradient_accumulation_steps:
         return None
-    if not parameters.hands_on_gradients(model):
+    if not parameters.only_update_reads_gradients(model):
         return None
     return shards.owners_of(variables)
 

@@ -183,7 +183,7 @@ def compute_with(parameter: SplitParameter) -> tf.Tensor:
             is_sparse = isinstance(upstream, tf.IndexedSlices)
             # The user's own step reads whole gradients. If a step also reads the whole weight,
             # the tape adds both gradients, which need the same shape.
-            if not parameters.are_handed_on() or parameters.num_reads(parameter):
+            if not parameters.only_update_reads() or parameters.num_reads(parameter):
                 parameter.unreduced = True
             else:
                 # `add_among` adds dense tensors only.

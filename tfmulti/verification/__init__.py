@@ -24,7 +24,7 @@ from tfmulti.step.rows import parts_of
 from tfmulti.verification import messages, verified
 from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import TRAIN, Case, Feed
-from tfmulti.verification.custom_parts import is_stock, num_micro_batches
+from tfmulti.verification.custom_parts import has_stock_step, num_micro_batches
 from tfmulti.verification.notices import announced, quiet_tensorflow
 from tfmulti.verification.python_values import Containers, Numbers, restored
 from tfmulti.verification.runs import Distributed
@@ -101,7 +101,7 @@ def may_be_verified(model: keras.Model, kind: str) -> bool:
     if strategy.verify == "auto":
         # The conformance tests have no copies of pipeline stages.
         in_copies = any(parameters.has_copies(each, strategy) for each in model.variables)
-        return in_copies or not is_stock(model, kind)
+        return in_copies or not has_stock_step(model, kind)
     return strategy.verify == "always"
 
 
@@ -154,10 +154,10 @@ def spot_check(model: keras.Model, kind: str, drawn, number: int, workers: Worke
     rows.counts = [max(count, 1) for count in rows.counts]
     case.rows, case.num_later, case.is_read_meanwhile = rows, number, True
     # A step that needs all rows of its batch takes them from those that are chosen here.
-    whole_batches, case.whole_batches = case.whole_batches, False
+    takes_whole_batch, case.takes_whole_batch = case.takes_whole_batch, False
     try:
         _choose_rows(case, drawn, workers, early=True)
-        case.whole_batches = whole_batches
+        case.takes_whole_batch = takes_whole_batch
         with restored(Numbers(model)), quiet_tensorflow():
             differs, found = look_again(case, workers)
     except Exception as error:

@@ -78,7 +78,7 @@ class Case(Batches):
         kind: `"train"`, `"test"` or `"predict"`.
         rows: Rows of the first batch.
         is_traced_static: Whether it is traced for one number of rows, as some steps need.
-        whole_batches: Whether those are all rows of a batch, as a layer needs that makes groups.
+        takes_whole_batch: Whether those are all rows of a batch, as layers that make groups need.
         whole_sizes: Their number, of each part; those of the first batch if None.
         trial: The comparison that found no difference, `verification.trial.Trial`; None before.
         is_read_meanwhile: Whether Python code may be reading later batches in another thread.
@@ -90,7 +90,7 @@ class Case(Batches):
     kind: str
     rows: Rows
     is_traced_static: bool = False
-    whole_batches: bool = False
+    takes_whole_batch: bool = False
     whole_sizes: list[int] | None = None
     trial: object | None = None
     num_later: int = 0
@@ -136,7 +136,7 @@ class Case(Batches):
     def takes(self, rows: Rows) -> bool:
         """Whether the traced step can run on these rows, which then replace those of the case."""
         rows.open_axes = self.rows.open_axes
-        if (self.whole_batches or self.rows.are_unequal) and rows.counts != self.rows.counts:
+        if (self.takes_whole_batch or self.rows.are_unequal) and rows.counts != self.rows.counts:
             return False
         return rows.form() == self.rows.form() and rows.fit(self.rows)
 
@@ -165,7 +165,7 @@ class Case(Batches):
         """Returns the numbers of rows of the parts, for each of the steps to run, in order."""
         number = self.num_replicas * self.num_micro_batches
         counts = self.rows.counts
-        if self.whole_batches:
+        if self.takes_whole_batch:
             return [self.whole_sizes or self._first_sizes()] * 2
         if self.rows.are_unequal:
             others = [list(b) for b in self.batches or [] if len(b) == len(counts)]
@@ -183,7 +183,7 @@ class Case(Batches):
 
     def examples(self) -> list[list]:
         """Returns the rows of each of the steps to run."""
-        if self.whole_batches:
+        if self.takes_whole_batch:
             return [self.rows.first(self.whole_sizes or self._first_sizes(), self.rows.whole)] * 2
         return [self.rows.first(size) for size in self.sizes()]
 

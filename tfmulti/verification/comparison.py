@@ -96,10 +96,14 @@ class Comparison:
         before, differences = begin, []
         moved, loose = [0.0] * len(begin), {}
         for step, ((one, values), (many, others)) in enumerate(zip(expected, found)):
-            marks = None if noise is None else noise[step]
-            differences += self._compare_outputs(one.outputs, many.outputs, "", step, marks)
-            differences += self._compare_states(values, others, before, moved, loose, step, marks)
-            differences += self._compare_outputs(one.metrics, many.metrics, "metric ", step, marks)
+            noise_here = None if noise is None else noise[step]
+            differences += self._compare_outputs(one.outputs, many.outputs, "", step, noise_here)
+            differences += self._compare_states(
+                values, others, before, moved, loose, step, noise_here
+            )
+            differences += self._compare_outputs(
+                one.metrics, many.metrics, "metric ", step, noise_here
+            )
             before = values
         return differences
 

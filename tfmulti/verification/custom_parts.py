@@ -187,7 +187,7 @@ def num_micro_batches(model: keras.Model) -> int:
     return max(marks.MICRO_BATCHES_ON_DEVICES.get(layer) for layer in layers)
 
 
-def is_stock(model: keras.Model, kind: str) -> bool:
+def has_stock_step(model: keras.Model, kind: str) -> bool:
     """Whether every part of a model's step is Keras's own.
 
     Args:

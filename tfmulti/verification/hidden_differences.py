@@ -23,9 +23,9 @@ def describe_unlike(case: Case) -> str:
     counts = " + ".join(str(count) for count in dict.fromkeys(case.rows.counts))
     share = "the same share" if case.shares_alike(case.rows.counts) else "a row"
     return (
-        f"`{case.method}` has one device's result on {number} replicas only for batches of "
-        f"which each replica gets {share} of every part, as of the first one, of "
-        f"{counts} rows. The numbers of rows of later batches are not known. "
+        f"`{case.method}` has one device's result on {number} replicas only where each replica "
+        f"gets {share} of every part of a batch, as of the first one, of {counts} rows. "
+        "The numbers of rows of later batches are not known. "
         f"{causes.UNEQUAL.advice}"
     )
 

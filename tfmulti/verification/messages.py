@@ -210,8 +210,8 @@ def describe_attributes(case: Case, names: list[str]) -> ValueError:
     """
     method, many = case.method, "s" if len(names) > 1 else ""
     return ValueError(
-        f"A Python attribute that `{method}` changes in each step must not exist on several "
-        f"replicas, which run in one process: each one changes it. Received: the attribute{many} "
+        f"A Python attribute that `{method}` changes in each step would be changed once by each "
+        f"replica: all of them run in this process. Received: the attribute{many} "
         f"{', '.join(names[:MOST_NAMED])} of {type(case.model).__name__}, with "
         f"run_eagerly=True. Keep the number in a variable, self.add_weight(..., trainable=False), "
         "or count with self.optimizer.iterations."
@@ -275,8 +275,8 @@ def describe_failure(case: Case, reason: str) -> str:
     there = "an error on another worker alone, which has the details"
     return (
         f"`{case.method}` must run on all workers or on none: the others wait in it. "
-        f"Received: {here if reason else there}. Let it pass with few rows too, or pass "
-        'verify="never" to `create_strategy`.'
+        f"Received: {here if reason else there}. Make the step run with few rows too, or set "
+        '`verify="never"` in create_strategy to skip this check.'
     )
 
 

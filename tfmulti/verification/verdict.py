@@ -120,7 +120,7 @@ def find_out(case: Case, workers: Workers) -> Verdict:
     for static, whole in ((False, False), (True, False), (True, True)):
         if whole and not agree(bool(case.rows.whole)):
             break
-        case.is_traced_static, case.whole_batches = static, whole
+        case.is_traced_static, case.takes_whole_batch = static, whole
         trial, reason = _try(lambda: Trial(case, workers), case)
         runs = (runs or trial is not None) and not whole
         if not agree(trial is not None):
@@ -158,10 +158,10 @@ def _compare_sizes(case, workers) -> Verdict | None:
     Returns:
         The verdict on the first of them for which it differs or cannot run in parts, or None.
     """
-    if not case.is_traced_static or case.whole_batches or case.is_replicated:
+    if not case.is_traced_static or case.takes_whole_batch or case.is_replicated:
         return None
     agree = functools.partial(workers.agree, case.strategy)
-    case.whole_batches = True
+    case.takes_whole_batch = True
     try:
         for sizes in case.batch_sizes()[:_MOST_SIZES]:
             case.whole_sizes = sizes
@@ -177,7 +177,7 @@ def _compare_sizes(case, workers) -> Verdict | None:
             if agree(on_one is not None):
                 return Verdict(None, reason or ELSEWHERE, runs=False)
     finally:
-        case.whole_batches, case.whole_sizes = False, None
+        case.takes_whole_batch, case.whole_sizes = False, None
     return None
 
 
@@ -252,7 +252,7 @@ def _found_in_graph(trial, case) -> list[str]:
 def _unlike_later(trial, case, workers) -> list[str]:
     """Returns a warning if a step is exact with the first batch, and may not be with later ones."""
     takes_some = case.is_traced_static and not case.static
-    if takes_some and case.batches is None and not case.whole_batches:
+    if takes_some and case.batches is None and not case.takes_whole_batch:
         return [hidden_differences.describe_unknown_sizes(case)]
     if not case.rows.unlike or case.static or case.is_traced_static:
         return []
