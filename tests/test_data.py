@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import warnings
 
@@ -164,6 +165,42 @@ def test_looking_at_batches_does_not_move_training():
 
     assert steps_seen(strategy, fit) == expected_steps(10, 4, 1, range(2))
     assert train.position == (1, 3)
+
+
+BEHIND_OTHERS = {
+    "repeat": lambda data: data.repeat(),
+    "options": lambda data: data.with_options(tf.data.Options()),
+    "cache": lambda data: data.cache(),
+    "take": lambda data: data.map(lambda x, y: (x, y)).take(2),
+}
+
+
+@pytest.mark.parametrize("call", ["fit", "validation", "loop", "outside"])
+@pytest.mark.parametrize("name", BEHIND_OTHERS)
+def test_training_data_behind_another_call_of_tf_data_are_refused(name, call):
+    strategy = create_strategy(1 if call == "outside" else 2)
+    data = BEHIND_OTHERS[name](distribute_train(numbered(10), strategy, 4))
+    with strategy.scope() if call != "outside" else contextlib.nullcontext():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    calls = {
+        "validation": lambda: model.fit(*numbered(10), validation_data=data, verbose=0),
+        "loop": lambda: strategy.experimental_distribute_dataset(data),
+    }
+    with pytest.raises(ValueError, match="its own `map`.* Received: .*Dataset.* `steps_per_epoch`"):
+        calls.get(call, lambda: model.fit(data, steps_per_epoch=2, verbose=0))()
+    assert not model.built
+
+
+def test_of_data_in_their_own_order_only_padded_ones_are_refused_behind_another_call():
+    strategy = create_strategy(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+    test = distribute_eval(numbered(10), strategy, 4)
+    assert model.predict(test.take(2), verbose=0).shape == (8, 1)
+    padded = distribute_eval(numbered(10), strategy, 4, remainder="pad")
+    with pytest.raises(ValueError, match="padding stays"):
+        model.predict(padded.take(2), verbose=0)
 
 
 def test_a_model_outside_of_the_scope_moves_the_position():

@@ -14,13 +14,13 @@ def shuffles_anew(dataset: tf.data.Dataset) -> bool:
 
     A shuffle with a seed and `reshuffle_each_iteration=False` has the same order each time.
     """
-    return any(map(_is_shuffled_anew, _steps_of(dataset)))
+    return any(map(_is_shuffled_anew, made_of(dataset)))
 
 
 def source_tensors(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     """Returns what a dataset was made of: arrays, names of files, the seeds of its shuffles."""
     tensors = []
-    for each in _steps_of(dataset):
+    for each in made_of(dataset):
         tensors += getattr(each, "_tensors", ())
         if type(each).__name__ == "_ShuffleDataset":
             tensors.append(tf.stack([each._seed, each._seed2]))
@@ -28,11 +28,11 @@ def source_tensors(dataset: tf.data.Dataset) -> list[tf.Tensor]:
     return [t for t in readable if t.shape.rank and t.dtype not in (tf.variant, tf.resource)]
 
 
-def _steps_of(dataset) -> Iterator[tf.data.Dataset]:
+def made_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yields a dataset and all those that it was made of."""
     yield dataset
     for each in dataset._inputs():
-        yield from _steps_of(each)
+        yield from made_of(each)
 
 
 def _is_shuffled_anew(dataset) -> bool:

@@ -145,6 +145,7 @@ class _KerasRepairs:
         distribute_to = getattr(dataset, "distribute_to", None)
         if distribute_to is not None:
             return distribute_to(self)
+        feeds.refuse_behind_others(dataset)
         self.marks_padding = False
         dataset = keras_compat.without_tuning(dataset)
         if self.num_replicas_in_sync == 1:

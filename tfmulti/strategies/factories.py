@@ -45,6 +45,7 @@ from tfmulti.strategies import (
     checks,
     coordination,
     failed_calls,
+    feeds,
     fit_callbacks,
     predict_on_batch,
     program_order,
@@ -213,6 +214,8 @@ def _before_call(model, name, given):
     checks.refuse_calls_on_servers(model, name)
     program_order.compare_call(model.distribute_strategy, name, given)
     local_steps.average_weights(model)
+    for each in (data, given.get("validation_data")):
+        feeds.refuse_behind_others(each)
     checks.check_scope(model, name, data)
     checks.adopt_optimizers(model, name)
     if name == "fit":

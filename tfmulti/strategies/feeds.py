@@ -72,3 +72,27 @@ def is_in_chunks(dataset) -> bool:
     """Whether TensorFlow, and not `SplitBatches`, splits batches into replica batches."""
     specs = tf.nest.flatten(getattr(dataset, "element_spec", None))
     return not any(isinstance(s, (tf.RaggedTensorSpec, tf.SparseTensorSpec)) for s in specs)
+
+
+def refuse_behind_others(data) -> None:
+    """Raises ValueError for a result of `distribute_train` behind another call of tf.data.
+
+    Such a call reads the plain batches, of which nothing counts how many were trained on: each
+    pass would begin with the same epoch, and padding rows would be trained on.
+
+    Args:
+        data: Data of `fit`, `evaluate` or `predict`.
+    """
+    if not isinstance(data, tf.data.Dataset) or hasattr(data, "distribute_to"):
+        return
+    for each in keras_compat.made_of(data):
+        plan = each.plan if hasattr(each, "distribute_to") else None
+        # Without a seed and padding it is a plain dataset of batches in any case.
+        if plan is not None and (plan.seed is not None or plan.remainder == "pad"):
+            raise ValueError(
+                "What `distribute_train` returns must be trained on as it is, or behind its own "
+                "`map`: behind another call of tf.data all epochs have one order, and padding "
+                f"stays. Received: a result of distribute_train within a {type(data).__name__}. "
+                "Give take, cache, options and the like to the data before distribute_train. "
+                "Instead of repeat() and steps for `fit`, give it `steps_per_epoch`."
+            )
