@@ -271,6 +271,19 @@ def test_what_follows_a_finished_run_is_trained_whole(small):
     assert model.fit(data, epochs=3, verbose=0).epoch == [0, 1, 2]
 
 
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_data_that_fit_does_not_train_from_have_no_position_to_save(small, is_distributed):
+    create, checkpoint = small
+    (model, data), (_, other) = create(), create(seed=4)
+    saver = checkpoint(data, every_steps=1)
+    given = (other,) if is_distributed else rows()
+    size = {} if is_distributed else {"batch_size": BATCH_SIZE}
+    with pytest.raises(ValueError, match=r"`dataset` of `Checkpoint`.* Received: .* at \(0, 0\)"):
+        model.fit(*given, **size, verbose=0, callbacks=[saver])
+    assert not saver.saved
+    model.fit(data.map(lambda x, y: (2 * x, y)), epochs=2, verbose=0, callbacks=[saver])
+
+
 @pytest.mark.parametrize("keep, left", [(None, [3, 6, 9]), (1, [9])])
 def test_as_many_checkpoints_are_kept_as_was_said(small, tmp_path, keep, left):
     create, checkpoint = small

@@ -45,8 +45,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Args:
         folder: The folder of the checkpoints.
-        dataset: The result of `distribute_train`. Without it the position within an epoch is
-            unknown, and checkpoints are saved only between epochs.
+        dataset: The result of `distribute_train` that `fit` trains from. Without it the position
+            within an epoch is unknown, and checkpoints are saved only between epochs.
         every_steps: Steps between checkpoints; None for none within an epoch.
         every_minutes: Minutes between checkpoints, by the chief's clock; None for none.
         keep: Number of checkpoints to keep; None for all.
@@ -146,6 +146,7 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._unsaved:
             self._save(epoch, begun=True)
         self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
+        self._began = None if self._dataset is None else self._dataset.position
         self._copied = None
         # A request that came after the last step, as while validating, has reached no worker yet.
         self._requests.agree_to_stop(self._strategy)
@@ -166,6 +167,7 @@ class Checkpoint(keras.callbacks.Callback):
         has_requests = self._requests.receive()
         if self._dataset is None:
             return
+        _check_moved(self._dataset, self._began)
         every = self.every_steps
         due = every is not None and before // every != self._step // every
         # Before validation resets the metrics of an epoch that is not over; under parameter
@@ -297,6 +299,16 @@ def _check_steps(dataset, steps: int | None) -> None:
             "`fit` must run whole epochs of `dataset`, or the position in it is unknown. "
             f"Received: {steps} steps, and {dataset.plan.steps_per_epoch} per epoch of the data. "
             "Give steps_per_epoch to distribute_train instead."
+        )
+
+
+def _check_moved(dataset, began: tuple[int, int]) -> None:
+    """Raises ValueError if a step was taken that was none of the data's."""
+    if dataset.position == began:
+        raise ValueError(
+            "`fit` must train from the `dataset` of `Checkpoint`, or a resumed run takes rows "
+            f"twice. Received: a step of `fit` that has left its position at {began}. Call "
+            "model.fit(dataset), with the same result of distribute_train."
         )
 
 
