@@ -269,6 +269,38 @@ def test_dicts_strings_and_weights_pass_through():
     assert [t.shape[0] for t in tf.nest.flatten(batch)] == [4] * 4
 
 
+def weights_of_two_inputs(num_replicas):
+    rng = np.random.RandomState(0)
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    one, other, y = (rng.randn(7, size).astype("float32") for size in (3, 3, 1))
+    strategy = create_strategy(num_replicas) if num_replicas else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        inputs = [keras.Input((3,)), keras.Input((3,))]
+        parts = [keras.layers.Dense(2, "tanh")(each) for each in inputs]
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Subtract()(parts)))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    if strategy is None:
+        model.fit([one, other], y, batch_size=7, epochs=2, verbose=0)
+        return [model.predict([one, other], verbose=0), *model.get_weights()]
+    model.fit(distribute_train(([one, other], y), strategy, 7), epochs=2, verbose=0)
+    test = distribute_eval(([one, other],), strategy, 4)
+    return [model.predict(test, verbose=0), *model.get_weights()]
+
+
+def test_a_list_of_inputs_is_a_tuple_of_them_as_in_keras():
+    x, y = numbered(5)
+    (one, other), _ = next(iter(distribute_eval(([x, x + 5], y), create_strategy(2), 4)))
+    assert one.numpy().ravel().tolist() == [0, 1, 2, 3]
+    assert other.numpy().ravel().tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.slow
+def test_a_list_of_inputs_trains_the_model_that_keras_trains_of_it():
+    for found, expected in zip(weights_of_two_inputs(2), weights_of_two_inputs(0), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
 def test_each_worker_reads_its_own_rows_only():
     class Counting(np.ndarray):
         taken = []
@@ -295,6 +327,10 @@ def test_each_worker_reads_its_own_rows_only():
         ((np.zeros((3, 2)), np.zeros(4)), ["same number of rows", "[3, 4] rows"]),
         (iter([1]), ["`data` must be arrays", "list_iterator"]),
         ((np.zeros((3, 2)), 5), ["one row for each example", "single value"]),
+        ([np.zeros((3, 2)), np.zeros(3)], ["must be a tuple", "a list of 2", "((x1, x2),)"]),
+        (np.array([[1.5, True], [2, None]], object), ["texts only", "NoneType, bool, float, int"]),
+        (np.array(["a", 1.5, b"c"], object), ["dtype object with values of type float"]),
+        ((np.zeros(2), np.array(["2026-01-01", "2026-01-02"], "M8[D]")), ["datetime64[D]"]),
     ],
 )
 def test_data_that_cannot_be_laid_out_is_refused(data, words):

@@ -31,7 +31,7 @@ def distribute_train(
 
     Args:
         data: A tuple of arrays `(x, y)` or `(x, y, sample_weight)`, each of shape
-            `(num_examples, ...)`, where `x` and `y` may be dicts or tuples of arrays; or a
+            `(num_examples, ...)`, where `x` and `y` may be dicts, tuples or lists of arrays; or a
             `tf.data.Dataset` of single examples; or the name of a tensorflow-datasets split
             such as `"mnist/train"`. Of arrays every worker reads only its own rows. A
             `tf.data.Dataset` is read completely by every worker, which keeps its own rows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
@@ -176,20 +177,26 @@ def create_source(data, shuffle_buffer: int):
         _refuse_batches(data)
         _refuse_shuffles(data)
         return StreamSource(data, num_examples, shuffle_buffer)
-    if not isinstance(data, (tuple, list, dict, np.ndarray, tf.Tensor)):
+    if isinstance(data, list):
+        raise ValueError(
+            "`data` must be a tuple: a list is several inputs without labels for Keras's `fit`. "
+            f"Received: a list of {len(data)}. Use (x, y), or ((x1, x2),) for inputs alone."
+        )
+    if not isinstance(data, (tuple, dict, np.ndarray, tf.Tensor)):
         raise ValueError(
             "`data` must be arrays, a `tf.data.Dataset` of single examples, or the name of a "
             f"tensorflow-datasets split. Received: {type(data).__name__}. "
             "Use for example (x, y) with NumPy arrays."
         )
-    arrays = tf.nest.map_structure(_as_array, data)
+    # As Keras does: tf.data would stack the arrays of a list into one.
+    arrays = keras.tree.lists_to_tuples(tf.nest.map_structure(_as_array, data))
     lengths = {len(array) for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise ValueError(
             "All arrays of `data` must have the same number of rows. "
             f"Received: {sorted(lengths)} rows. Give one row for each example in every array."
         )
-    return ArraySource(tuple(arrays) if isinstance(arrays, list) else arrays, lengths.pop())
+    return ArraySource(arrays, lengths.pop())
 
 
 def _refuse_batches(dataset):
@@ -238,4 +245,18 @@ def _as_array(value) -> np.ndarray:
             "Each array of `data` must have one row for each example. "
             f"Received: a single value {array!r}. Use arrays of shape (num_examples, ...)."
         )
+    _refuse_dtype(array)
     return array
+
+
+def _refuse_dtype(array):
+    """Raises for dates, and for objects that are no texts, such as the rows of a mixed table."""
+    objects = array.flat if array.dtype.kind == "O" else ()
+    others = {type(each).__name__ for each in objects if not isinstance(each, (str, bytes))}
+    if others or array.dtype.kind in "Mm":
+        of = f" with values of type {', '.join(sorted(others))}" if others else ""
+        raise ValueError(
+            "Each array of `data` must hold numbers, or texts only. "
+            f"Received: dtype {array.dtype}{of}. "
+            'Use array.astype("float32"), or frame.to_numpy("float32") of a table.'
+        )
