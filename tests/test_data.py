@@ -345,6 +345,22 @@ def test_a_seed_must_be_a_number_that_all_workers_can_share(seed):
         distribute_train(numbered(4), create_strategy(2), 2, seed=seed)
 
 
+@pytest.mark.parametrize("shuffle_buffer", [-1, None, 1e4])
+def test_the_size_of_a_shuffle_buffer_is_whole(shuffle_buffer):
+    with pytest.raises(ValueError, match="`shuffle_buffer` must be a whole number from 0"):
+        distribute_train(numbered(4), create_strategy(2), 2, shuffle_buffer=shuffle_buffer)
+
+
+def test_strategies_of_tensorflow_are_refused_where_they_have_several_replicas():
+    devices = [f"{replicas.DEVICE}:{number}" for number in range(2)]
+    stock = tf.distribute.MirroredStrategy(devices)
+    for distribute in (distribute_train, distribute_eval):
+        with pytest.raises(ValueError, match="one of tfmulti's.* Received: Mirrored.*2 replicas"):
+            distribute(numbered(4), stock, 2)
+        batches = list(distribute(numbered(4), tf.distribute.get_strategy(), 2))
+        assert len(batches) == 2
+
+
 def test_pad_needs_a_place_for_weights():
     with pytest.raises(ValueError, match='remainder="pad"'):
         distribute_train(np.zeros((5, 2)), create_strategy(2), 4, seed=0, remainder="pad")

@@ -6,6 +6,7 @@ import warnings
 
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.data.audit import ShardAudit as ShardAudit
 from tfmulti.data.epochs import EpochDataset
 from tfmulti.data.sources import ArraySource, create_source
@@ -43,8 +44,8 @@ def distribute_train(
             the step; `"drop"` drops it; `"repeat_first"` fills short replica batches with the
             first examples.
         steps_per_epoch: Steps per epoch; by default one pass over the data.
-        shuffle_buffer: For a `tf.data.Dataset`: the size of the shuffle buffer. Arrays are always
-            shuffled as a whole.
+        shuffle_buffer: For a `tf.data.Dataset`: the size of the shuffle buffer; 0 keeps its order.
+            Arrays are always shuffled as a whole.
         audit: Whether to record which rows each replica received; see `ShardAudit`. Only arrays
             have numbers of rows to record.
 
@@ -67,6 +68,8 @@ def distribute_train(
     """
     _check_strategy(strategy)
     check_whole_number("seed", seed, "Use the same on every worker, such as 0.", at_least=0)
+    advice = "Use 0 to keep the order of a tf.data.Dataset."
+    check_whole_number("shuffle_buffer", shuffle_buffer, advice, at_least=0)
     source = create_source(data, shuffle_buffer)
     if audit and not isinstance(source, ArraySource):
         raise ValueError(
@@ -121,3 +124,10 @@ def distribute_eval(
 def _check_strategy(strategy):
     advice = "Use the result of create_strategy."
     check_type("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy", advice)
+    known = keras_compat.is_ours(strategy) or keras_compat.has_servers(strategy)
+    if not known and strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "`strategy` must be one of tfmulti's: under those of TensorFlow, Keras 3 trains on "
+            f"several replicas with other results. Received: {type(strategy).__name__} with "
+            f"{strategy.num_replicas_in_sync} replicas. {advice}"
+        )
