@@ -317,6 +317,19 @@ def test_damaged_checkpoints_and_those_half_written_leave_room(tmp_path):
     assert sorted(saved_in(tmp_path)) == [6, 300] and not half.exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dataset": 100}, "`dataset` must be a result of distribute_train.* dataset=100"),
+        ({"dataset": tf.data.Dataset.range(3)}, "a result of distribute_train. Received: dataset=<_"),
+        ({"every_minutes": float("nan")}, "`every_minutes` must be above 0.* every_minutes=nan"),
+    ],
+)
+def test_what_a_checkpoint_cannot_use_is_refused_when_it_is_made(settings, words):
+    with pytest.raises(ValueError, match=words):
+        tfmulti.callbacks.Checkpoint("folder", **settings)
+
+
 def test_an_address_is_no_folder():
     with pytest.raises(ValueError, match="must be a folder of a file system. Received: .*'gs:"):
         tfmulti.callbacks.Checkpoint("gs://bucket/run")

@@ -499,6 +499,12 @@ def test_the_audit_of_a_stream_is_refused():
         distribute_train(stream, create_strategy(2), 4, audit=True)
 
 
+def test_a_log_of_an_audit_needs_one():
+    for data in (distribute_train(numbered(4), create_strategy(1), 2), tf.data.Dataset.range(2)):
+        with pytest.raises(ValueError, match="records its rows. Received: .*audit=True"):
+            tfmulti.callbacks.ShardAuditLog(data)
+
+
 def test_the_audit_tells_each_row_once():
     strategy = create_strategy(2)
     train = distribute_train(numbered(10), strategy, 4, seed=1, audit=True)

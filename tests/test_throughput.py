@@ -70,6 +70,12 @@ def test_throughput_counts_the_steps_of_a_call():
     assert (callback.steps, callback.examples) == (9, 30)
 
 
+@pytest.mark.parametrize("kind", [Throughput, tfmulti.callbacks.Progress])
+def test_a_dataset_without_a_position_is_refused(kind):
+    with pytest.raises(ValueError, match="a result of distribute_train. Received: .* leave it out"):
+        kind(tf.data.Dataset.range(3))
+
+
 def test_throughput_of_one_call_is_not_measured():
     callback = tfmulti.callbacks.Throughput(clock=Clock())
     history = fit([callback], epochs=1, steps_per_execution=3)

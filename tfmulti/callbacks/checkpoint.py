@@ -13,7 +13,7 @@ import keras
 from absl import logging
 
 from tfmulti import keras_compat, topology
-from tfmulti.callbacks.throughput import steps_before
+from tfmulti.callbacks.throughput import check_dataset, steps_before
 from tfmulti.checkpoint import generations, optimizers, state
 from tfmulti.cluster import environment
 from tfmulti.runtime import files, processes
@@ -278,9 +278,10 @@ class Checkpoint(keras.callbacks.Callback):
 
 def _check_arguments(dataset, every_steps, every_minutes, keep) -> None:
     """Raises ValueError for invalid arguments of `Checkpoint`."""
+    check_dataset(dataset)
     for name, value in (("every_steps", every_steps), ("keep", keep)):
         check_whole_number(name, value, "Use a larger number.", optional=True)
-    if every_minutes is not None and every_minutes <= 0:
+    if every_minutes is not None and not every_minutes > 0:
         raise ValueError(
             "`every_minutes` must be above 0. "
             f"Received: every_minutes={every_minutes}. Use for example 10."

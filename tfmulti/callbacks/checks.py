@@ -121,10 +121,19 @@ class ShardAuditLog(keras.callbacks.Callback):
     Args:
         dataset: The result of `distribute_train(..., audit=True)`.
         print_fn: Function of one line of text; None on workers that stay quiet.
+
+    Raises:
+        ValueError: For a dataset without an audit.
     """
 
     def __init__(self, dataset, print_fn: Callable[[str], None] | None = logging.info):
         super().__init__()
+        if getattr(dataset, "audit", None) is None:
+            raise ValueError(
+                "`dataset` must be a result of distribute_train that records its rows. "
+                f"Received: dataset={dataset!r} without an audit. "
+                "Use distribute_train(..., audit=True)."
+            )
         self._dataset, self._print_fn = dataset, print_fn
         self.reports = []
 

@@ -217,6 +217,7 @@ class Progress(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
+        throughput.check_dataset(dataset)
         self._dataset, self._meter = dataset, Meter(clock)
         self._screen = Screen() if print_fn is None and is_terminal() else None
         self._print_fn = print_fn or print

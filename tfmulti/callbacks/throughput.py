@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 
 import keras
 
+from tfmulti.data.epochs import EpochDataset
+from tfmulti.settings import check_type
+
 
 @dataclasses.dataclass
 class TimedSteps:
@@ -123,6 +126,18 @@ class Meter:
         return steps / self.steps_per_second + pauses * self._between
 
 
+def check_dataset(dataset) -> None:
+    """Raises ValueError for a callback's dataset that has no position.
+
+    Args:
+        dataset: What the callback was given; None for none.
+    """
+    if dataset is not None:
+        advice = "Give the same that `fit` gets, or leave it out."
+        kind = "a result of distribute_train"
+        check_type("dataset", dataset, EpochDataset, kind, advice)
+
+
 def steps_before(dataset) -> int:
     """Returns the steps of this epoch before training was resumed within it; usually 0.
 
@@ -196,6 +211,7 @@ class Throughput(keras.callbacks.Callback):
         print_fn: Callable[[str], None] | None = None,
     ):
         super().__init__()
+        check_dataset(dataset)
         self._dataset, self._print_fn, self._meter = dataset, print_fn, Meter(clock)
         if dataset is not None:
             # Before the step is traced, of which it becomes a part.
