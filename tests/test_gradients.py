@@ -301,3 +301,28 @@ def test_batch_normalization_of_a_foreign_model_is_synchronized():
     model = keras.Sequential([keras.Input((4,)), inner, keras.layers.BatchNormalization()])
     assert tfmulti.synchronize_batch_normalization(model) is model
     assert inner.layers[0].synchronized and model.layers[1].synchronized
+
+
+@pytest.mark.slow
+def test_models_that_were_trained_before_are_synchronized_too():
+    rows = ROWS[:8] * np.arange(1, 9, dtype="float32")[:, None]
+
+    def weights_after(num_replicas):
+        strategy = create_strategy(num_replicas)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            inner = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization()])
+            model = keras.Sequential([keras.Input((6,)), inner, keras.layers.Dense(1)])
+            for each in (model, inner):
+                each.compile(keras.optimizers.SGD(0.1), "mse")
+        before = model.get_weights()
+        model.fit(rows, rows[:, :1], batch_size=8, verbose=0)
+        inner.fit(rows, rows, batch_size=8, verbose=0)
+        model.set_weights(before)
+        tfmulti.synchronize_batch_normalization(model)
+        model.fit(rows, rows[:, :1], batch_size=8, verbose=0)
+        inner.fit(rows, rows, batch_size=8, verbose=0)
+        return model.get_weights()
+
+    for found, expected in zip(weights_after(2), weights_after(1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,8 @@ def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
 
     One device normalizes with the statistics of the whole batch; with local statistics each
     replica would train a different model. PyTorch's `SyncBatchNorm.convert_sync_batchnorm` does
-    the same. Call it after the model was created and before `fit`; on one device it has no effect.
+    the same. Call it after the model was created, for the whole model that `fit` trains, on which a
+    later `fit` then acts; on one device it has no effect.
 
     Args:
         model: A model; nested layers are converted too.
@@ -35,9 +36,14 @@ def synchronize_batch_normalization(model: keras.Model) -> keras.Model:
     True
     """
     check_type("model", model, keras.Model, "a Keras model", "Pass a model.")
-    for layer in keras_compat.all_layers(model):
+    layers = keras_compat.all_layers(model)
+    for layer in layers:
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True
+    for each in (model, *layers):
+        if isinstance(each, keras.Model):
+            # What `fit` and others have traced has the layers as they were; Keras makes new ones.
+            each.train_function = each.test_function = each.predict_function = None
     return model
 
 
