@@ -549,7 +549,13 @@ def zipped_batches(tmp_path):
     return tf.data.Dataset.zip((x, y)).shuffle(3)
 
 
-@pytest.mark.parametrize("create", [batches_of_arrays, batches_of_a_folder, zipped_batches])
+def distributed_batches(_):
+    return distribute_train(numbered(10), create_strategy(2), 4)
+
+
+@pytest.mark.parametrize(
+    "create", [batches_of_arrays, batches_of_a_folder, zipped_batches, distributed_batches]
+)
 @pytest.mark.parametrize("distribute", [distribute_train, distribute_eval])
 def test_batches_are_not_taken_for_examples(tmp_path, create, distribute):
     with pytest.raises(ValueError, match="must hold single examples.*Received: a dataset of batch"):

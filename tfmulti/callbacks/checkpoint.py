@@ -309,7 +309,8 @@ def _check_moved(dataset, began: tuple[int, int]) -> None:
         raise ValueError(
             "`fit` must train from the `dataset` of `Checkpoint`, or a resumed run takes rows "
             f"twice. Received: a step of `fit` that has left its position at {began}. Call "
-            "model.fit(dataset), with the same result of distribute_train."
+            "model.fit(dataset), with the same result of distribute_train, for a strategy that "
+            "create_strategy has made."
         )
 
 

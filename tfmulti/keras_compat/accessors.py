@@ -36,7 +36,7 @@ def is_batched(dataset: tf.data.Dataset) -> bool:
     """
     name = type(dataset).__name__
     # No attribute of a dataset tells it, and the classes for batches, zips and maps are private.
-    if name.endswith("BatchDataset"):
+    if name.endswith("BatchDataset") or hasattr(dataset, "distribute_to"):
         return True
     if name.endswith("ZipDataset"):
         return all(is_batched(each) for each in dataset._inputs())
