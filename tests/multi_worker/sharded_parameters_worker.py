@@ -230,14 +230,24 @@ def rows(of_tokens=False):
     return (rng.randint(0, 600, (33, 10)) if of_tokens else x), rng.randint(0, 3, 33)
 
 
-def build(strategy, create=plain, optimizer="sgd", shard="parameters", at_creation=True, **more):
+def build(
+    strategy,
+    create=plain,
+    optimizer="sgd",
+    shard="parameters",
+    at_creation=True,
+    wrapped=False,
+    **more,
+):
     keras.utils.set_random_seed(1)
     context = contextlib.nullcontext()
     if at_creation and shard == "parameters":
         context = tfmulti.sharded_parameters()
     with strategy.scope(), context:
         model = create()
-        made = tfmulti.DistributedOptimizer(OPTIMIZERS[optimizer](), shard=shard)
+        made = OPTIMIZERS[optimizer]()
+        made = tfmulti.DistributedOptimizer(made) if wrapped else made
+        made = tfmulti.DistributedOptimizer(made, shard=shard)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(made, loss, metrics=["accuracy"], **more)
     return model
@@ -371,12 +381,12 @@ class Adversaries(keras.Model):
 
 
 def skips(strategy, folder, name):
-    """An update whose gradients are not finite is left out."""
+    """An update whose gradients are not finite is left out, whichever call has sharded."""
     weights = np.ones(33, "float32")
     weights[20] = np.nan
     strategy.verify, models, skipped = "never", [], []
     for shard in (None, "parameters"):
-        models.append(build(strategy, shard=shard))
+        models.append(build(strategy, shard=shard, wrapped=True))
         guard = tfmulti.callbacks.NonFinite("skip")
         fit(models[-1], callbacks=[guard], weights=[weights])
         skipped.append(guard.skipped)

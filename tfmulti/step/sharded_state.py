@@ -53,12 +53,12 @@ def shard_state(optimizer: keras.optimizers.Optimizer, shard: str) -> None:
     shards_parameters = shard == "parameters"
     shards = Shards(optimizer, strategy, shards_parameters)
     marks.SHARDS.set(optimizer, shards)
-    for name, method in (("build", _build), ("update_step", _update_step)):
+    # `apply` is that of the distributed optimizer, or of the one for loss scaling around it.
+    methods = {"build": _build, "update_step": _update_step}
+    methods |= {"finalize_variable_values": _finalize} if shards_parameters else {}
+    for name, method in methods.items():
         object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     keras_compat.after_updates(optimizer, shards.send_updates)
-    if shards_parameters:
-        for name, method in (("apply", _apply), ("finalize_variable_values", _finalize)):
-            object.__setattr__(optimizer, name, types.MethodType(method, optimizer))
     if shards.has_owned_gradients:
         clipping.clip_sharded(optimizer, shards)
 
@@ -72,12 +72,6 @@ def _update_step(self, gradient, variable, learning_rate):
     if shards.owns(variable):
         with slots.refusing_shared_state(self, variable):
             type(self).update_step(self, *shards.own_rows(gradient, variable), learning_rate)
-
-
-def _apply(self, grads, trainable_variables=None):
-    grads = held_gradients(self, grads, trainable_variables)
-    with keras_compat.held_values():
-        type(self).apply(self, grads, trainable_variables)
 
 
 def _finalize(self, var_list):
