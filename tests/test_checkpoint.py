@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -308,6 +309,35 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path):
     assert "Received: TypeError: set is no number in" in str(writer.finish())
 
 
+def test_a_checkpoint_that_is_written_again_is_never_missing(tmp_path, monkeypatch):
+    def write(value):
+        generations.write(tmp_path, 3, {"a": np.full(1, value)}, {}, keep=1)
+
+    write(1.0)
+    there, remove = [], shutil.rmtree
+
+    def remove_and_look(path, **settings):
+        remove(path, **settings)
+        there.append(saved_in(tmp_path))
+
+    monkeypatch.setattr(shutil, "rmtree", remove_and_look)
+    write(2.0)
+    assert there and all(there)
+    replace = os.replace
+
+    def fail(path, to):
+        if path.name.startswith(f".{os.getpid()}."):
+            raise OSError("full")
+        replace(path, to)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(generations.CheckpointError, match="full"):
+        write(3.0)
+    monkeypatch.undo()
+    assert generations.load(generations.latest_good(tmp_path))["a"].numpy() == [2.0]
+    assert [path.name for path in tmp_path.iterdir()] == [generations.checkpoint.name_of(3)]
+
+
 def test_damaged_checkpoints_and_those_half_written_leave_room(tmp_path):
     for number in (300, 5):
         generations.write(tmp_path, number, {"a": np.zeros(1)}, {}, keep=1)
@@ -370,26 +400,30 @@ def averaging():
     return keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5)
 
 
-# With a rate of 5 the first epoch is the best.
+# With a rate of 5 the first epoch is the best. The third step is the last one of an epoch.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "callback"),
+    ("optimizer", "callback", "every_steps"),
     [
-        (averaging, keras.callbacks.Callback),
-        (averaging, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True)),
+        (averaging, keras.callbacks.Callback, None),
+        (averaging, keras.callbacks.Callback, 3),
+        (averaging, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True), None),
         (
             lambda: keras.optimizers.Adam(5.0),
             lambda: keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
+            None,
         ),
     ],
-    ids=["averages", "swapped averages", "best weights"],
+    ids=["averages", "averages, its last step saved", "swapped averages", "best weights"],
 )
-def test_a_stopped_run_goes_on_with_the_weights_before_keras_ends_it(small, optimizer, callback):
+def test_a_stopped_run_goes_on_with_the_weights_before_keras_ends_it(
+    small, optimizer, callback, every_steps
+):
     create, checkpoint = small
 
     def fit(*more, saves=True):
         model, data = create(optimizer=optimizer())
-        callbacks = [callback(), *more, *[checkpoint(data)] * saves]
+        callbacks = [callback(), *more, *[checkpoint(data, every_steps=every_steps)] * saves]
         return model.fit(data, epochs=4, verbose=0, callbacks=callbacks).history, model
 
     expected, whole = fit(saves=False)
@@ -399,14 +433,30 @@ def test_a_stopped_run_goes_on_with_the_weights_before_keras_ends_it(small, opti
     assert_same_weights(whole.get_weights(), resumed.get_weights())
 
 
-def test_a_run_that_early_stopping_ended_is_not_trained_further(small):
+def test_a_finished_run_goes_on_with_the_averages_that_it_left_also_if_its_last_step_was_saved(
+    small,
+):
+    create, checkpoint = small
+    model, data = create(optimizer=averaging())
+    for epochs in (2, 4):
+        model.fit(data, epochs=epochs, initial_epoch=epochs - 2, verbose=0)
+    again, data = create(optimizer=averaging())
+    for epochs in (2, 4):
+        saver = checkpoint(data, every_steps=3)
+        again.fit(data, epochs=epochs, verbose=0, callbacks=[saver])
+        assert saver.saved == [3 * epochs - 3, 3 * epochs]
+    assert_same_weights(model.get_weights(), again.get_weights())
+
+
+@pytest.mark.parametrize("every_steps", [None, 3])
+def test_a_run_that_early_stopping_ended_is_not_trained_further(small, every_steps):
     create, checkpoint = small
 
     def fit(epochs, told):
         model, data = create()
         # No loss is smaller by so much.
         stopper = keras.callbacks.EarlyStopping("loss", min_delta=99, restore_best_weights=True)
-        saver = checkpoint(data, print_fn=told.append)
+        saver = checkpoint(data, every_steps=every_steps, print_fn=told.append)
         return model, model.fit(data, epochs=epochs, verbose=0, callbacks=[stopper, saver])
 
     model, history = fit(9, [])
@@ -414,6 +464,22 @@ def test_a_run_that_early_stopping_ended_is_not_trained_further(small):
     assert history.epoch == history_again.epoch == [0, 1]
     assert_same_weights(model.get_weights(), again.get_weights())
     assert "EarlyStopping had ended this run after epoch 2" in told[1]
+
+
+def test_early_stopping_at_an_end_of_an_epoch_that_is_repeated_is_remembered(small):
+    create, checkpoint = small
+
+    def fit(*more):
+        model, data = create()
+        stopper = keras.callbacks.EarlyStopping("loss", min_delta=99)
+        saver = checkpoint(data, every_steps=3, print_fn=(told := []).append)
+        model.fit(data, epochs=9, verbose=0, callbacks=[stopper, saver, *more])
+        return told
+
+    with pytest.raises(Killed):
+        fit(End(6, kill))
+    assert "resumed at step 6, epoch 1" in fit()[0]
+    assert "EarlyStopping had ended this run after epoch 2" in fit()[-1]
 
 
 def test_a_run_that_goes_on_after_early_stopping_is_trained_to_its_end(small):

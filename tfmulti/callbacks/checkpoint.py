@@ -89,7 +89,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
         self._writer = generations.Writer(print_fn)
-        self._epoch = self._step = self._unsaved = 0
+        self._epoch, self._step, self._unsaved = 0, 0, False
         self._resumed, self._callbacks, self._copied = None, (), None
         self.saved: list[int] = []
         self.resumed_step, self.resumed_position, self.resumed_rate = 0, None, None
@@ -143,6 +143,8 @@ class Checkpoint(keras.callbacks.Callback):
             self._resumed.finish(self.model, self._callbacks)
             state.go_on(self._callbacks)
             self._resumed = None
+            # The end of the epoch is still to come.
+            self._unsaved = self._is_at_last_step()
         elif self._unsaved:
             self._save(epoch, begun=True)
         self._epoch, self._last_batch = epoch, steps_before(self._dataset) - 1
@@ -163,7 +165,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Saves if it is time, and ends if all workers have agreed to stop."""
         done, self._last_batch = batch - self._last_batch, batch
         before, self._step = self._step, self._step + done
-        self._unsaved += done
+        self._unsaved = True
         has_requests = self._requests.receive()
         if self._dataset is None:
             return
@@ -179,6 +181,8 @@ class Checkpoint(keras.callbacks.Callback):
             program_order.end_pass(self.model)
         if due or has_requests or stops:
             self._save(self._epoch, begun=True, within_epoch=True)
+            # The end of the epoch, when callbacks and Keras change the state, is saved again.
+            self._unsaved = self._is_at_last_step()
             self._requests.clear("save")
         self._stop_if_requested()
 
@@ -219,6 +223,11 @@ class Checkpoint(keras.callbacks.Callback):
             and 0 < self._dataset.position[1] < self._dataset.plan.steps_per_epoch
         )
 
+    def _is_at_last_step(self) -> bool:
+        """Whether all steps of an epoch were taken, and its end has not been reached."""
+        data = self._dataset
+        return data is not None and data.position[1] == data.plan.steps_per_epoch
+
     def _running_epoch(self) -> int | None:
         """Returns the epoch whose end has not been reached; None if it has."""
         return self._epoch if self._is_within_epoch() else None
@@ -252,8 +261,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _write(self, tensors, others):
         """Writes a copy on the chief, in the background."""
-        self._unsaved, self._last_time = 0, self._clock()
-        self.saved.append(self._step)
+        self._unsaved, self._last_time = False, self._clock()
+        if self.saved[-1:] != [self._step]:
+            self.saved.append(self._step)
         if topology.is_chief(self._strategy):
             self._writer.write(self._folder, self._step, tensors, others, self._keep)
         else:

@@ -71,9 +71,7 @@ def write(
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write_files(temporary, tensors, state)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
+        _put_in_place(temporary, final)
         _sync(folder)
     except (OSError, TypeError, ValueError, tf.errors.OpError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -88,6 +86,20 @@ def write(
     for old in earlier[keep - 1 :] if keep is not None else []:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _put_in_place(temporary, final):
+    """Renames a generation; an earlier one of the same number is removed only afterwards."""
+    before = final.with_name(f".before{temporary.name}")
+    if final.exists():
+        os.replace(final, before)
+    try:
+        os.replace(temporary, final)
+    except OSError:
+        if before.exists():
+            os.replace(before, final)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _write_files(path, tensors, state):
