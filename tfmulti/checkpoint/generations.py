@@ -158,20 +158,31 @@ class Writer:
 def latest_good(
     folder: str | os.PathLike[str], print_fn: Callable[[str], None] = print
 ) -> Generation | None:
-    """Returns the latest intact generation, or None; reports damaged ones.
+    """Returns the latest intact generation, or None without any; reports damaged ones.
 
     Args:
         folder: The folder of the generations.
         print_fn: Function of one line of text for each generation that is skipped.
 
     Raises:
-        CheckpointError: If it is intact and has the format of another version of tfmulti.
+        CheckpointError: If none of them can be read, or the latest intact one has the format of
+            another version of tfmulti.
     """
-    for path in _all(folder):
+    why, paths = "", _all(folder)
+    for path in paths:
         try:
             return _check(path)
         except (OSError, ValueError, KeyError) as error:
-            print_fn(f"checkpoint {path} is damaged ({error}); using the one before it")
+            why = f"{type(error).__name__}: {error}"
+            goes_on = "; trying the one before it" if path != paths[-1] else ""
+            print_fn(f"checkpoint {path} is damaged ({error}){goes_on}")
+    if paths:
+        # To begin anew would lose the run if its file system only did not answer for a moment.
+        raise CheckpointError(
+            "A run resumes if its folder has checkpoints, so one of them must be readable. "
+            f"Received: {why} in {paths[-1]}. Start again if the file system did not answer; else "
+            "remove them, or do not resume (`resume=False`, `--resume never`)."
+        )
     return None
 
 

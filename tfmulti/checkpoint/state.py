@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfmulti import checkpoint, keras_compat, topology
 from tfmulti.checkpoint import generations, optimizers, own_variables, random_states
+from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.step import accumulation, local_steps, model_contents, slots
 from tfmulti.strategies import coordination
 
@@ -299,7 +300,8 @@ def resume(
         print_fn: Function of one line of text.
 
     Raises:
-        CheckpointError: If the model, an optimizer or the data differ.
+        CheckpointError: If the model, an optimizer or the data differ, or no checkpoint of the
+            folder can be read.
     """
     strategy = model.distribute_strategy
     with tempfile.TemporaryDirectory() as copies:
@@ -333,12 +335,18 @@ def resume(
 
 
 def _from_chief(folder, strategy, copies: Path, print_fn) -> generations.Generation | None:
-    chief = topology.is_chief(strategy)
-    found = generations.latest_good(folder, print_fn) if chief else None
-    if topology.num_workers(strategy) == 1:
+    chief, several = topology.is_chief(strategy), topology.num_workers(strategy) > 1
+
+    def read():
+        found = generations.latest_good(folder, print_fn)
+        names = generations.FILES if several and found is not None else ()
+        return found, [(found.path / name).read_bytes() for name in names]
+
+    found, parts = on_chief(strategy, read) or (None, [])
+    if not several:
         return found
-    for name in generations.FILES:
-        data = (found.path / name).read_bytes() if found is not None else b""
+    for number, name in enumerate(generations.FILES):
+        data = parts[number] if parts else b""
         data = coordination.broadcast(strategy, data if chief else None)
         if not data:
             return None

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfmulti import checkpoint, devices, hardware, topology
 from tfmulti.checkpoint import generations
+from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.choices import AUTO
 from tfmulti.cluster import environment
 from tfmulti.data import distribute_train
@@ -139,7 +140,8 @@ def resolve_batch_size(
         )
     print_fn = print_fn if topology.is_chief(strategy) else lambda line: None
     num_replicas = strategy.num_replicas_in_sync
-    _, kept = coordination.min_and_max(strategy, _kept_batch_size(config, strategy))
+    kept = on_chief(strategy, lambda: _kept_batch_size(config)) or 0
+    _, kept = coordination.min_and_max(strategy, kept)
     if kept:
         print_fn(f"per_replica_batch_size=auto: global batch size {kept}, as in the checkpoint")
         return _replace(config, kept)
@@ -192,9 +194,9 @@ def find_limit(config: TrainConfig, strategy: tf.distribute.Strategy) -> int | N
     return memory.available() // 2 // topology.num_workers_on_this_host(strategy)
 
 
-def _kept_batch_size(config, strategy) -> int:
+def _kept_batch_size(config) -> int:
     """Returns the global batch size of the checkpoint to resume from; 0 without one."""
-    if config.workdir is None or config.resume != "auto" or not topology.is_chief(strategy):
+    if config.workdir is None or config.resume != "auto":
         return 0
     latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, lambda line: None)
     data = latest.state.get("data") if latest else None
