@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import unittest
 
 import keras
 import numpy as np
@@ -550,6 +551,69 @@ def test_sigterm_while_validating_ends_the_run_before_the_next_epoch(small, has_
     assert int(model.optimizer.iterations) == (6 if has_dataset else 2)
 
 
+def test_what_a_user_must_know_is_shown_without_a_function_that_prints(small):
+    create, checkpoint = small
+    with unittest.TestCase().assertLogs("absl", "WARNING") as logs:
+        for rate in (0.1, 0.2):
+            model, data = create(optimizer=keras.optimizers.SGD(rate))
+            model.fit(data, verbose=0, callbacks=[checkpoint(data)])
+    text = "\n".join(logs.output)
+    assert "resumed at step 3" in text and "the checkpoint's learning rate 0.1 is used" in text
+
+
+def test_a_fit_after_one_that_failed_counts_anew(small, tmp_path):
+    create, checkpoint = small
+    model, data = create()
+    saver = checkpoint(data, every_steps=2, resume=False)
+    with pytest.raises(Killed):
+        model.fit(data, epochs=2, verbose=0, callbacks=[saver, End(4, kill)])
+    assert saver.saved == [2, 3, 4]
+    data.set_position(0)
+    model.fit(data, epochs=1, verbose=0, callbacks=[saver])
+    assert saver.saved == sorted(saved_in(tmp_path)) == [2, 3]
+
+
+def test_a_fit_after_one_that_failed_leaves_sigterm_as_it_was(small):
+    create, checkpoint = small
+    model, data = create()
+    saver = checkpoint(data)
+    with pytest.raises(Killed):
+        model.fit(data, verbose=0, callbacks=[saver, End(1, kill)])
+    data.set_position(0)
+    model.fit(data, verbose=0, callbacks=[saver])
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_model_from_outside_the_scope_of_its_data_is_refused(small):
+    create, checkpoint = small
+    _, data = create()
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="of that dataset's strategy. Received: 'seq"):
+        model.fit(data, verbose=0, callbacks=[checkpoint(data)])
+
+
+def test_sigterm_before_the_first_step_tells_that_nothing_is_saved(small, tmp_path):
+    create, checkpoint = small
+    model, data = create()
+    tell = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: terminate())
+    saver = checkpoint(data, print_fn=(told := []).append)
+    with pytest.raises(SystemExit):
+        model.fit(data, verbose=0, callbacks=[tell, saver])
+    assert told == ["SIGTERM: no step to save yet, exiting"] and not saved_in(tmp_path)
+
+
+def test_sigterm_tells_of_a_step_only_if_it_is_on_disk(small, tmp_path):
+    create, _ = small
+    model, data = create()
+    (tmp_path / "file").write_text("")
+    folder, told = tmp_path / "file" / "folder", []
+    saver = tfmulti.callbacks.Checkpoint(folder, data, print_fn=told.append)
+    with pytest.raises(generations.CheckpointError, match="must be written completely"):
+        model.fit(data, verbose=0, callbacks=[End(1, terminate), saver])
+    assert "checkpoint of step 1 not written" in told[0] and len(told) == 1
+
+
 @pytest.mark.slow
 def test_signals_that_come_together_are_one_request(tmp_path):
     def twice():
@@ -621,6 +685,14 @@ def test_a_damaged_generation_is_told_and_the_one_before_taken(damage, tmp_path)
     assert found.state == {"step": 1}
     assert "step_000000000002 is damaged" in told[0]
     np.testing.assert_array_equal(generations.load(found)["a"], np.arange(1000))
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_refused(tmp_path):
+    DAMAGES["cut"](generations.write(tmp_path, 7, {"a": np.zeros(1000)}, {}))
+    told = []
+    with pytest.raises(generations.CheckpointError, match="Received: .*has changed in .*step_0.*7"):
+        generations.latest_good(tmp_path, told.append)
+    assert "step_000000000007 is damaged" in told[0] and "the one before" not in told[0]
 
 
 def test_generations_are_kept_and_no_others(tmp_path):

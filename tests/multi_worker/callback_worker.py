@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfmulti
-from tfmulti import topology
+from tfmulti import checkpoint, topology
+from tfmulti.checkpoint import generations
 from tfmulti.sharding import epoch_order
 
 NUM_ROWS, BATCH_SIZE = 43, 16
@@ -185,6 +186,25 @@ def sigterm(strategy, folder):
     return {"ended": ended, "saved": saver.saved}
 
 
+def checkpoint_errors(strategy, folder):
+    """The chief can read no checkpoint, and can write none: all workers end with its error."""
+    data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=0)
+    damaged, file = folder / "damaged", folder / "file"
+    if topology.is_chief(strategy):
+        (damaged / checkpoint.name_of(3)).mkdir(parents=True)
+        file.write_text("")
+    told = []
+    for place in (damaged, file / "folder"):
+        data.set_position(0)
+        try:
+            build(strategy).fit(
+                data, verbose=0, callbacks=[tfmulti.callbacks.Checkpoint(place, data)]
+            )
+        except generations.CheckpointError as error:
+            told.append(str(error).split(" Received")[0])
+    return told
+
+
 CASES = {
     each.__name__: each
     for each in (
@@ -198,6 +218,7 @@ CASES = {
         backup,
         random_states,
         sigterm,
+        checkpoint_errors,
     )
 }
 

@@ -120,3 +120,11 @@ def test_each_worker_resumes_with_random_states_of_its_own(workers):
 @pytest.mark.slow
 def test_all_end_where_one_is_told_to_while_it_validates(all_cases):
     assert all_cases[0]["sigterm"] == {"ended": 143, "saved": [3]}
+
+
+@pytest.mark.slow
+def test_all_end_where_the_chief_can_read_or_write_no_checkpoint(all_cases):
+    first, second = (each["checkpoint_errors"] for each in all_cases)
+    assert first == second and len(first) == 2
+    assert "one of them must be readable" in first[0]
+    assert "must be written completely" in first[1]

@@ -15,6 +15,7 @@ from absl import logging
 from tfmulti import keras_compat, topology
 from tfmulti.callbacks.throughput import check_dataset, steps_before
 from tfmulti.checkpoint import generations, optimizers, state
+from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
 from tfmulti.runtime import files, processes
 from tfmulti.settings import check_whole_number
@@ -51,7 +52,7 @@ class Checkpoint(keras.callbacks.Callback):
         every_minutes: Minutes between checkpoints, by the chief's clock; None for none.
         keep: Number of checkpoints to keep; None for all.
         resume: Whether to resume from the folder; if not, its checkpoints are removed.
-        print_fn: Function of one line of text.
+        print_fn: Function of one line of text; by default these are warnings of absl's log.
         clock: Returns seconds.
 
     Attributes:
@@ -79,7 +80,7 @@ class Checkpoint(keras.callbacks.Callback):
         every_minutes: float | None = None,
         keep: int | None = 2,
         resume: bool = True,
-        print_fn: Callable[[str], None] = logging.info,
+        print_fn: Callable[[str], None] = logging.warning,
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
@@ -88,24 +89,31 @@ class Checkpoint(keras.callbacks.Callback):
         self._folder, self._dataset = Path(folder), dataset
         self.every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
-        self._writer = generations.Writer(print_fn)
+        self._callbacks, self._writer = (), generations.Writer(print_fn)
+        self._previous_handler = None
+        self._begin_anew()
+
+    def _begin_anew(self):
+        """Forgets an earlier `fit`; if that failed, a checkpoint may still be being written."""
+        self._writer.finish()
+        self._writer = generations.Writer(self._print_fn)
         self._epoch, self._step, self._unsaved = 0, 0, False
-        self._resumed, self._callbacks, self._copied = None, (), None
+        self._resumed = self._copied = self._signalled_at = None
         self.saved: list[int] = []
         self.resumed_step, self.resumed_position, self.resumed_rate = 0, None, None
 
     def on_train_begin(self, logs=None):
         """Restores the latest intact checkpoint, if there is one."""
+        self._begin_anew()
         self._strategy = self.model.distribute_strategy
         self._requests = requests_of(self._strategy)
         self._requests.reset()
         self._strategy.keeps_whole_sums = True
+        _check_model(self._dataset, self.model)
         _check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
-        self._previous_handler = self._copied = self._signalled_at = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._resumed, self._first_rates = None, optimizers.rates_of(self.model)
+        self._take_sigterm()
+        self._first_rates = optimizers.rates_of(self.model)
         if not self._resume and topology.is_chief(self._strategy):
             # Of an earlier run; with larger numbers they would count as later than this run's.
             generations.remove_all(self._folder)
@@ -124,6 +132,13 @@ class Checkpoint(keras.callbacks.Callback):
     def set_callbacks(self, callbacks):
         """Receives all callbacks of this `fit`, whose state is saved too."""
         self._callbacks = callbacks
+
+    def _take_sigterm(self):
+        if threading.current_thread() is not threading.main_thread():
+            self._previous_handler = None
+        # After a `fit` that failed it is still this one's, and the one before it is known.
+        elif signal.getsignal(signal.SIGTERM) != self._on_sigterm:
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number, frame):
         now = time.monotonic()
@@ -238,8 +253,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _stop_if_requested(self):
         if self._requests.must_stop():
-            self._print_fn(f"SIGTERM: saved step {self._step}, exiting")
             self._finish()
+            what = f"saved step {self._step}" if self._step else "no step to save yet"
+            self._print_fn(f"SIGTERM: {what}, exiting")
             self._end()
 
     def _save(self, epoch, *, begun, within_epoch=False):
@@ -266,7 +282,7 @@ class Checkpoint(keras.callbacks.Callback):
             self.saved.append(self._step)
         if topology.is_chief(self._strategy):
             self._writer.write(self._folder, self._step, tensors, others, self._keep)
-        else:
+        elif self._print_fn is not logging.warning:
             self._print_fn(f"saved step {self._step}, which the chief writes")
 
     def _end(self):
@@ -279,8 +295,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._requests.agree_to_stop(self._strategy)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
-        if failed is not None:
-            raise failed
+        on_chief(self._strategy, lambda: _raise(failed))
         if self._requests.is_late():
             # It came to this worker while the others had agreed already.
             os.kill(os.getpid(), signal.SIGTERM)
@@ -301,6 +316,21 @@ def _check_arguments(dataset, every_steps, every_minutes, keep) -> None:
             "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
             "Received: dataset=None. Give the result of distribute_train."
         )
+
+
+def _check_model(dataset, model) -> None:
+    """Raises ValueError if the model does not train where the data were distributed to."""
+    if dataset is not None and model.distribute_strategy is not dataset.strategy:
+        raise ValueError(
+            "A checkpoint with the position in `dataset` needs a model of that dataset's strategy. "
+            f"Received: {model.name!r}, which was created outside of its scope. "
+            "Create and compile it within `with strategy.scope():`."
+        )
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _check_steps(dataset, steps: int | None) -> None:
