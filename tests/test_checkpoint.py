@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import unittest
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 from replicas import create_strategy, not_on_gpu
 
 import tfmulti
-from tfmulti.checkpoint import generations, own_variables, saved_in, state
+from tfmulti.checkpoint import folder_lock, generations, own_variables, saved_in, state
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
 
@@ -612,6 +613,51 @@ def test_sigterm_tells_of_a_step_only_if_it_is_on_disk(small, tmp_path):
     with pytest.raises(generations.CheckpointError, match="must be written completely"):
         model.fit(data, verbose=0, callbacks=[End(1, terminate), saver])
     assert "checkpoint of step 1 not written" in told[0] and len(told) == 1
+
+
+ANOTHER_RUN = """
+import fcntl, os, socket, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+file.write(f"{sys.argv[2] or socket.gethostname()} {os.getpid()}")
+file.flush()
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("host", ["", "another.host"])
+def test_a_folder_with_which_another_run_trains_is_refused(host, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0)
+    command = [sys.executable, "-c", ANOTHER_RUN, str(tmp_path / folder_lock.NAME), host]
+    lock = folder_lock.FolderLock((told := []).append)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"here\n"
+        if host:
+            lock.take(tmp_path)
+            assert told == [f"process {other.pid} of {host} may be training with {tmp_path}, too"]
+        else:
+            with pytest.raises(generations.CheckpointError, match=f"process {other.pid} is"):
+                lock.take(tmp_path)
+        other.kill()
+    # At once, and also where this process has it: an earlier `fit` may have failed.
+    lock.take(tmp_path)
+    folder_lock.FolderLock(told.append).take(tmp_path)
+    # Nor do those hold it that a run has started, and which live on when it is killed.
+    held = f"import fcntl; fcntl.lockf(open({str(tmp_path / '.lock')!r}, 'w'), 6)"
+    assert subprocess.run([sys.executable, "-c", held], stderr=subprocess.DEVNULL).returncode
+    lock.release()
+    assert not subprocess.run([sys.executable, "-c", held]).returncode
+
+
+def test_a_run_holds_its_folder_until_its_fit_has_ended(small, monkeypatch):
+    create, checkpoint = small
+    done = []
+    for name in ("take", "release"):
+        monkeypatch.setattr(folder_lock.FolderLock, name, lambda *_, name=name: done.append(name))
+    model, data = create()
+    model.fit(data, verbose=0, callbacks=[checkpoint(data)])
+    assert done == ["take", "release"]
 
 
 @pytest.mark.slow

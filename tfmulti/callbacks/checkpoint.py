@@ -15,6 +15,7 @@ from absl import logging
 from tfmulti import keras_compat, topology
 from tfmulti.callbacks.throughput import check_dataset, steps_before
 from tfmulti.checkpoint import generations, optimizers, state
+from tfmulti.checkpoint.folder_lock import FolderLock
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
 from tfmulti.runtime import files, processes
@@ -90,7 +91,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._resume, self._print_fn, self._clock = keep, resume, print_fn, clock
         self._callbacks, self._writer = (), generations.Writer(print_fn)
-        self._previous_handler = None
+        self._previous_handler, self._lock = None, FolderLock(print_fn)
         self._begin_anew()
 
     def _begin_anew(self):
@@ -114,9 +115,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._last_time = self._clock()
         self._take_sigterm()
         self._first_rates = optimizers.rates_of(self.model)
-        if not self._resume and topology.is_chief(self._strategy):
-            # Of an earlier run; with larger numbers they would count as later than this run's.
-            generations.remove_all(self._folder)
+        on_chief(self._strategy, self._take_folder)
         if self._resume:
             self._resumed = state.resume(
                 self._folder, self.model, self._dataset, self._callbacks, self._print_fn
@@ -128,6 +127,12 @@ class Checkpoint(keras.callbacks.Callback):
             self.resumed_rate = next((rate for rate in self._first_rates if rate is not None), None)
             epoch = self._resumed.first_epoch(self.params["epochs"], self._print_fn)
             keras_compat.set_initial_epoch(self.model, epoch)
+
+    def _take_folder(self):
+        self._lock.take(self._folder)
+        if not self._resume:
+            # Of an earlier run; with larger numbers they would count as later than this run's.
+            generations.remove_all(self._folder)
 
     def set_callbacks(self, callbacks):
         """Receives all callbacks of this `fit`, whose state is saved too."""
@@ -292,6 +297,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
+        self._lock.release()
         self._requests.agree_to_stop(self._strategy)
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)

@@ -175,7 +175,7 @@ class RunReporter:
         if self.is_chief:
             self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
-            if config.resume == "never" or not self._checkpoints.exists():
+            if config.resume == "never" or not checkpoint.saved_in(self._checkpoints):
                 shutil.rmtree(logs, ignore_errors=True)
             chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
             chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
