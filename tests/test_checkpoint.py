@@ -771,6 +771,28 @@ def test_another_optimizer_is_refused_where_its_slots_are_the_same(small):
         model.fit(data, verbose=0, callbacks=[checkpoint(data)])
 
 
+@pytest.mark.parametrize(("optimizer", "fits"), [("sgd", True), ("adam", False)])
+def test_slots_of_other_variables_of_the_same_shapes_are_refused(small, optimizer, fits):
+    create, checkpoint = small
+
+    def fit(trained):
+        _, data = create()
+        with data.strategy.scope():
+            layers = [keras.layers.Dense(4, name=f"layer_{number}") for number in range(2)]
+            layers[1 - trained].trainable = False
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile(optimizer, "mse")
+        model.fit(data, epochs=trained + 1, verbose=0, callbacks=[checkpoint(data)])
+
+    fit(0)
+    if fits:
+        fit(1)
+        return
+    received = "Received: slots of .*layer_0/kernel in the checkpoint, and of .*layer_1/kernel in"
+    with pytest.raises(generations.CheckpointError, match=received):
+        fit(1)
+
+
 @pytest.mark.slow
 def test_a_learning_rate_that_is_not_used_is_told_and_one_that_callbacks_changed_is_not(small):
     create, checkpoint = small

@@ -53,6 +53,32 @@ def build(state: dict, model: keras.Model) -> None:
                 optimizer.build([model.variables[index] for index in updated])
 
 
+def check_updated(state: dict, model: keras.Model) -> None:
+    """Raises CheckpointError if an optimizer has slots of other variables than the checkpoint.
+
+    Slots are known by their places, and those of other variables may have the same shapes. Where
+    the numbers of variables differ, the slots do, or each worker has a part of the model.
+
+    Args:
+        state: The checkpoint's.
+        model: The model, with its optimizers built.
+    """
+    found = _optimizers_of(model)
+    updated = zip(found, state.get("optimizers", ()), _what_they_update(model, found))
+    for optimizer, before, now in updated:
+        has_slots = any(len(variable.shape) for variable in optimizer.variables)
+        if not (has_slots and before and now and len(before) == len(now) and before != now):
+            continue
+        places = next(pair for pair in zip(before, now) if pair[0] != pair[1])
+        paths = {index: variable.path for index, variable in enumerate(model.variables)}
+        earlier, later = (paths.get(index, f"variable {index}") for index in places)
+        raise generations.CheckpointError(
+            "A checkpoint must be of the same model and optimizer. "
+            f"Received: slots of {earlier} in the checkpoint, and of {later} in their place in "
+            "this run. Train the same variables, or begin in another folder."
+        )
+
+
 def rates_of(model: keras.Model) -> list[float | None]:
     """Returns the optimizers' learning rates now; None for a schedule, which is no state."""
     return list(map(_rate_of, _optimizers_of(model)))

@@ -314,6 +314,8 @@ def resume(
         optimizers.build(state, model)
         variables = named_variables(model)
         _compare(generation, variables)
+        # The state is the chief's, whose part of a model that is divided has the same variables.
+        on_chief(strategy, lambda: optimizers.check_updated(state, model))
         skip = {name for name, variable in variables.items() if not _is_here(variable)}
         tensors = generations.load(generation, skip)
     rates = optimizers.rates_of(model)
