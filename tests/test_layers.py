@@ -96,6 +96,34 @@ def test_a_state_that_replaces_a_far_larger_number_keeps_its_digits(num_replicas
     assert float(model.layers[0].last) == pytest.approx(x.mean(), rel=1e-6)
 
 
+class Infinite(keras.layers.Layer):
+    """Has a mask of -inf and the least loss so far, and a limit that its first step lifts."""
+
+    def build(self, shape):
+        mask = lambda shape, dtype=None: tf.constant([0.0, -np.inf])
+        self.mask = self.add_weight(shape=(2,), initializer=mask, trainable=False)
+        constant = keras.initializers.Constant
+        self.best = self.add_weight(shape=(), initializer=constant(np.inf), trainable=False)
+        self.limit = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.limit.assign(np.inf)
+        return x
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_infinite_state_stays_infinite(eager):
+    x = np.random.RandomState(0).rand(5, 4).astype("float32")
+    with create_strategy(2, verify="never").scope():
+        model = keras.Sequential([Infinite(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=eager)
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    layer = model.layers[0]
+    np.testing.assert_array_equal(layer.mask, [0.0, -np.inf])
+    assert float(layer.best) == float(layer.limit) == np.inf
+
+
 class Joined(keras.Model):
     """Makes layers in its `call`, as `keras.layers.concatenate` does."""
 

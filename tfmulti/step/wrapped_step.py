@@ -89,8 +89,10 @@ def _learn(fn, data, replica_batch, kind):
     logs, beside = logs_lib.make_global(logs, replica_batch, differing, requests, beside)
     for state, old, change, value in zip(states, begin, beside, beside[len(states) :]):
         # A number that replaces a far larger one, as a first loss does 1e9, is lost in the change.
-        is_replaced = tf.abs(value) < 0.5 * tf.abs(old)
-        state.assign(tf.where(is_replaced, value, old + change))
+        changed = old + change
+        # The change of an infinite number, as a mask has, is NaN.
+        is_replaced = (tf.abs(value) < 0.5 * tf.abs(old)) | ~tf.math.is_finite(changed)
+        state.assign(tf.where(is_replaced, value, changed))
     return logs
 
 
