@@ -902,6 +902,32 @@ def test_a_missing_private_name_is_an_error_with_versions(name):
         keras_compat.check_versions(names=[name])
 
 
+def test_assigned_variables_are_found_in_functions_branches_and_loops():
+    made = [keras.Variable(1.0, name=f"v{number}") for number in range(6)]
+    seen = []
+
+    @tf.function(autograph=False)
+    def inner(x):
+        tf.cond(x > 0, lambda: made[0].value.assign(x), lambda: tf.identity(x))
+
+    @tf.function(autograph=False)
+    def step(x):
+        inner(x)
+        branches = [lambda: tf.identity(x), lambda: made[1].value.assign(x)]
+        tf.switch_case(tf.cast(x, tf.int32), branches)
+        tf.while_loop(lambda _: False, lambda _: made[2].value.assign_add(x), [x])
+        graph, first = tf.compat.v1.get_default_graph(), keras_compat.next_op()
+        made[3].assign(made[4] + x)
+        apart = [(graph, first, keras_compat.next_op())]
+        for left_out in ((), apart):
+            found = keras_compat.variables_assigned(made, left_out)
+            seen.append([variable.name for variable in found])
+
+    step(tf.constant(1.0))
+    assert seen == [["v0", "v1", "v2", "v3"], ["v0", "v1", "v2"]]
+    assert keras_compat.variables_assigned(made) == made
+
+
 def test_installing_twice_changes_nothing():
     ours()
     first = keras_trainer.TensorFlowTrainer._maybe_symbolic_build, keras_nn._compute_moments_sync

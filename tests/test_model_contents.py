@@ -9,7 +9,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
-from tfmulti.step.model_contents import optimizers_of
+from tfmulti.step.model_contents import optimizers_in_use, optimizers_of
 from tfmulti.step.optimizer import distribute_optimizers
 
 NUM_ROWS, BATCH_SIZE = 21, 8  # Three steps an epoch, the last one short.
@@ -93,6 +93,25 @@ def test_a_submodels_own_optimizer_is_found_and_cycles_end():
     model.own = Holder(model)
     model.compile(keras.optimizers.SGD(), "mse")
     assert optimizers_of(model) == [model.optimizer, inner.optimizer]
+
+
+@pytest.mark.parametrize("has_updated", [False, True])
+@pytest.mark.parametrize("wrap", [lambda each: each, keras.optimizers.LossScaleOptimizer])
+def test_the_optimizer_of_a_frozen_teacher_is_not_in_use(wrap, has_updated):
+    dense = keras.layers.Dense
+    teacher = keras.Sequential([keras.Input((2,)), dense(1)])
+    teacher.compile(wrap(adam()), "mse")
+    if has_updated:
+        teacher.optimizer.build(teacher.trainable_variables)
+    unknown = keras.Sequential([dense(1)])
+    unknown.compile(keras.optimizers.SGD(), "mse")
+    model = keras.Sequential([keras.Input((2,)), dense(1)])
+    model.compile(keras.optimizers.RMSprop(), "mse")
+    model.teacher, model.unknown = teacher, unknown
+    assert teacher.optimizer in optimizers_in_use(model)
+    teacher.trainable = False
+    # What a model without weights will have is not known.
+    assert optimizers_in_use(model, nested=True) == [model.optimizer, unknown.optimizer]
 
 
 def train(name, num_replicas, folder, kill_after=None):

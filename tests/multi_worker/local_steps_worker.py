@@ -262,14 +262,34 @@ class CustomStep(keras.Model):
         return {"loss": loss}
 
 
+class Student(CustomStep):
+    """Has a teacher, its own moving average, which was compiled before; it also decays weights."""
+
+    def __init__(self):
+        super().__init__()
+        layers = keras.layers.Dense(8, dtype="float64"), keras.layers.Dense(1, dtype="float64")
+        self.teacher = keras.Sequential([keras.Input((5,)), *layers])
+        self.teacher.compile("adam", "mse")
+        self.teacher.optimizer.build(self.teacher.trainable_variables)
+        self.teacher.trainable = False
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for weight in self.trainable_variables:
+            weight.assign_sub(0.1 * weight)
+        for old, new in zip(self.teacher.weights, self.trainable_variables):
+            old.assign(0.9 * old + 0.1 * new)
+        return logs
+
+
 def numbers():
     x = rows()[0].astype("float64") / 20
     return x, x[:, :1] ** 2
 
 
-def own_model(optimizer):
+def own_model(optimizer, kind=CustomStep):
     keras.utils.set_random_seed(1)
-    model = CustomStep()
+    model = kind()
     model(np.zeros((1, 5)))
     model.compile(optimizer)
     optimizer.build(model.trainable_variables)
@@ -287,6 +307,9 @@ def two_optimizers(optimizer, wrap=lambda optimizer: optimizer):
     return model
 
 
+student = functools.partial(own_model, kind=Student)
+
+
 def own_reference(how, num_workers=2, every=4):
     """What the custom step gives, by TensorFlow without a strategy.
 
@@ -295,7 +318,8 @@ def own_reference(how, num_workers=2, every=4):
         num_workers: The workers.
         every: Steps between two averages.
     """
-    create_model = two_optimizers if how == "two" else own_model
+    create_model = {"two": two_optimizers, "teacher": student, "eager teacher": student}
+    create_model = create_model.get(how, own_model)
     models = [create_model(optimizers.SGD(0.3, momentum=0.9)) for _ in range(num_workers)]
     plan = ShardPlan(ROWS, BATCH, num_workers, seed=SEED)
     (x, y), pending = numbers(), 0
@@ -345,13 +369,16 @@ def own_steps(strategy, folder, name):
         "by number": {},
         "gathered": {},
         "two": {},
+        "teacher": {},
+        "eager teacher": {"run_eagerly": True},
     }
     for name, how in hows.items():
         # Verification takes longer than training.
         strategy.verify = "always" if name in ("graph", "gathered") else "never"
         with strategy.scope():
             optimizer = optimizers.SGD(0.3, momentum=0.9)
-            model = own_model(tfmulti.DistributedOptimizer(optimizer, synchronize_every=4))
+            create_model = student if "teacher" in name else own_model
+            model = create_model(tfmulti.DistributedOptimizer(optimizer, synchronize_every=4))
             model.compile(optimizer, **how)
             if name == "two":
                 local = functools.partial(tfmulti.DistributedOptimizer, synchronize_every=4)

@@ -27,7 +27,7 @@ COMMUNICATION = "tfmulti_communication"
 """The name scope of operations that communicate: the only state that they change is their order."""
 _WITHOUT_GRADIENT = (tf.bool, tf.string)
 # Attributes of ops that name the functions of branches, loops and calls.
-_BODIES = ("then_branch", "else_branch", "body", "f")
+_BODIES = ("then_branch", "else_branch", "branches", "body", "f")
 
 
 class RecordingScope(keras.StatelessScope):
@@ -177,11 +177,49 @@ def variables_read(since: int, variables: list[keras.Variable]) -> list[keras.Va
     """
     if tf.executing_eagerly():
         return []
-    graph, strategy = tf.compat.v1.get_default_graph(), tf.distribute.get_strategy()
+    graph = tf.compat.v1.get_default_graph()
     new = itertools.takewhile(lambda op: op._id >= since, reversed(graph.get_operations()))
     read = {id(_given_from_outside(op.inputs[0])) for op in new if op.type == "ReadVariableOp"}
+    return _with_handles(variables, read)
+
+
+def variables_assigned(variables: list[keras.Variable], apart=()) -> list[keras.Variable]:
+    """Returns the variables that the graph being built assigns; all of them outside of a graph.
+
+    Args:
+        variables: Candidates.
+        apart: Operations to leave out, as in `operations_within`.
+    """
+    if tf.executing_eagerly():
+        return list(variables)
+    made = operations_within(tf.compat.v1.get_default_graph(), apart)
+    changed = {id(_given_from_outside(op.inputs[0])) for op in made if assigns(op.type)}
+    return _with_handles(variables, changed)
+
+
+def operations_within(graph: tf.Graph, apart=()) -> Iterator[tf.Operation]:
+    """Yields the operations of a graph, and of the branches, loops and functions in it.
+
+    Args:
+        graph: The graph.
+        apart: Operations to leave out: their graph, and `next_op()` before and after they were
+            created.
+    """
+    for op in graph.get_operations():
+        if any(graph is own and first <= op._id < end for own, first, end in apart):
+            continue
+        yield op
+        for function in _bodies_of(graph, op):
+            # None for a function that was read from a file.
+            if getattr(function, "graph", None) is not None:
+                yield from operations_within(function.graph, apart)
+
+
+def _with_handles(variables, handles):
+    """Returns the variables whose handle, or that of this worker's copy, has one of the ids."""
+    strategy = tf.distribute.get_strategy()
     copies = [strategy.experimental_local_results(variable.value)[0] for variable in variables]
-    return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in read]
+    return [variable for variable, copy in zip(variables, copies) if id(copy.handle) in handles]
 
 
 def _given_from_outside(tensor):
@@ -196,11 +234,25 @@ def _given_from_outside(tensor):
 
 def _kinds_within(graph, op):
     """Yields the types of ops in the bodies of a branch, a loop or a function."""
-    for name in _BODIES:
-        if name in op.node_def.attr:
-            function = graph._get_function(op.node_def.attr[name].func.name)
-            nodes = function.cached_definition.node_def
-            yield from (node.op for node in nodes if COMMUNICATION not in node.name)
+    for function in _bodies_of(graph, op):
+        nodes = function.cached_definition.node_def
+        yield from (node.op for node in nodes if COMMUNICATION not in node.name)
+
+
+def _bodies_of(graph, op):
+    for attribute in _attributes_of_bodies(op.type):
+        given = op.get_attr(attribute)
+        given = given if isinstance(given, list) else [given]
+        yield from (graph._get_function(body.name) for body in given)
+
+
+@functools.cache
+def _attributes_of_bodies(kind):
+    # To ask every operation for its attributes takes long.
+    definition = op_def_registry.get(kind)
+    attributes = definition.attr if definition is not None else ()
+    found = [each.name for each in attributes if each.type in ("func", "list(func)")]
+    return [name for name in _BODIES if name in found]
 
 
 def _is_unrepeatable(kind):

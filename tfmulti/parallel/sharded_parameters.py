@@ -129,7 +129,8 @@ def refuse_other_optimizers(model: keras.Model) -> None:
                 "Sharded weights need an optimizer that updates each on its owner. Received: "
                 f"{model.name!r} with sharded weights, and {inner.name} without "
                 "shard='parameters'. Compile with tfmulti.DistributedOptimizer(optimizer, "
-                "shard='parameters')."
+                "shard='parameters'); if it is that of an inner model that the step does not "
+                "update, set trainable = False in that model."
             )
 
 

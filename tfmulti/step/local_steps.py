@@ -26,13 +26,16 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.runtime.scoped import with_attributes
-from tfmulti.step import model_contents, owners
-from tfmulti.step.rows import as_current, current_replica_batch
+from tfmulti.runtime.scoped import Scoped, with_attributes
+from tfmulti.step import averaged, model_contents, owners
+from tfmulti.step.rows import ReplicaBatch, as_current, current_replica_batch
 
 # How much is averaged at once, which needs as much additional memory.
 _ROUND_BYTES = 64 * 2**20
 _FLOATS = ("float32", "float64")
+# The operations of the updates in the step that is traced, as `keras_compat.operations_within` has
+# them.
+_updates = Scoped(None)
 _numbers = itertools.count()
 # A model's variables are not looked through where nobody takes local steps.
 _all_averages: weakref.WeakSet[Average] = weakref.WeakSet()
@@ -82,7 +85,8 @@ def steps_of(model: keras.Model | None) -> int:
         raise ValueError(
             "`synchronize_every` must be the same for all optimizers of a model, whose weights "
             f"are averaged together. Received: {', '.join(received)}. "
-            "Wrap each with tfmulti.DistributedOptimizer(optimizer, synchronize_every=...)."
+            "Wrap each with tfmulti.DistributedOptimizer(optimizer, synchronize_every=...). If one "
+            "is that of an inner model that the step does not update, set its trainable = False."
         )
     return max(numbers, default=1)
 
@@ -121,9 +125,34 @@ def in_local_step() -> bool:
     return getattr(tf.distribute.get_strategy(), "takes_local_step", False)
 
 
-def states_to_keep(model: keras.Model) -> list[tf.Variable]:
-    """Returns states of layers that a dummy row would change, for an empty step to restore."""
-    return [variable.value for variable in _states_of(model)]
+@contextlib.contextmanager
+def keeping_weights(batch: ReplicaBatch) -> Iterator[None]:
+    """Undoes what a local step without rows assigns, besides the updates of optimizers.
+
+    Such are weights and averages that a step computes by itself, and states of layers that a dummy
+    row would change.
+
+    Args:
+        batch: The worker's rows.
+    """
+    if not batch.may_be_empty:
+        yield
+        return
+    apart = {id(variable) for variable in averaged.accumulating(batch.model)}
+    known = [*averaged.variables_of(batch.model), *averaged.if_assigned(batch.model)]
+    known = [variable for variable in known if id(variable) not in apart]
+    before = {id(variable): variable.value.read_value() for variable in known}
+    with _updates.set_to([]) as updates:
+        yield
+        assigned = keras_compat.variables_assigned(known, apart=updates)
+
+    def put_back():
+        for variable in assigned:
+            variable.value.assign(before[id(variable)])
+        return tf.constant(True)
+
+    if assigned:
+        tf.cond(batch.num_real > 0, lambda: tf.constant(False), put_back)
 
 
 def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
@@ -151,13 +180,17 @@ def update(optimizer: keras.optimizers.Optimizer, grads, variables) -> None:
     if every > 1 and not is_local and not keras_compat.in_separate_traces():
         _refuse_own_loop(every)
     batch, accumulates = current_replica_batch(), optimizer.gradient_accumulation_steps
+    first = keras_compat.next_op()
     if not is_local or batch is None or not batch.may_be_empty or accumulates:
         apply()
-        return
-    # Slots cannot be created within a branch.
-    if not optimizer.built and variables is not None:
-        optimizer.build(variables)
-    tf.cond(batch.num_real > 0, apply, count)
+    else:
+        # Slots cannot be created within a branch.
+        if not optimizer.built and variables is not None:
+            optimizer.build(variables)
+        tf.cond(batch.num_real > 0, apply, count)
+    if _updates.value is not None and not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        _updates.value.append((graph, first, keras_compat.next_op()))
 
 
 def _refuse_own_loop(every):
@@ -237,6 +270,8 @@ class Average:
         self._settle, self._known = None, []
         # What steps change; a later `compile` may freeze some of it.
         self._changed: list[keras.Variable] = []
+        # Frozen weights that a step assigns by itself, such as a teacher's moving averages.
+        self._assigned: list[keras.Variable] = []
         self.number = next(_numbers)
         _all_averages.add(self)
         # It is created while the first step is traced, and must outlive that graph.
@@ -259,15 +294,19 @@ class Average:
             self._settle = tf.function(self._settle_pending, autograph=False)
             self._known = variables
         self._settle()
-        self._changed = averaged_variables(self._model)
+        self._changed = averaged.variables_of(self._model)
 
     def _variables(self):
         """Returns what is averaged now, and what steps since the last average may have changed."""
-        some = [*self._changed, *averaged_variables(self._model)]
+        some = [*self._changed, *self._assigned, *averaged.variables_of(self._model)]
         return list({id(variable): variable for variable in some}.values())
 
     def _note_changed(self):
         """Notes what the step that is being traced changes, on the variables too."""
+        # Later, the traced steps run again without this.
+        assigned = keras_compat.variables_assigned(averaged.if_assigned(self._model))
+        known = {id(variable): variable for variable in (*self._assigned, *assigned)}
+        self._assigned = list(known.values())
         self._changed = self._variables()
         for variable in self._changed:
             known = marks.AVERAGES.get(variable)
@@ -284,32 +323,11 @@ class Average:
         tf.cond(pending > 0, self._average, lambda: tf.constant(False))
 
     def _average(self):
-        exact = {id(state) for state in _states_of(self._model)}
+        exact = {id(state) for state in averaged.states_of(self._model)}
         some = [(v, _sent_as(v, id(v) in exact)) for v in self._variables()]
         self._strategy.run(functools.partial(_average_here, some, self._strategy))
         self.pending.assign(0)
         return tf.constant(True)
-
-
-def averaged_variables(model: keras.Model) -> list[keras.Variable]:
-    """Returns the trainable weights, slots and floating-point states of layers.
-
-    Learning rates, counters and frozen weights are the same on all workers anyway.
-    """
-    optimizers = model_contents.optimizers_of(model, nested=True)
-    built = [optimizer for optimizer in optimizers if optimizer.built]
-    variables = list(model.trainable_variables)
-    for optimizer in built:
-        variables += keras_compat.updated_variables(optimizer)
-    for optimizer in built:
-        variables += keras_compat.slots_of(optimizer)
-    variables += _states_of(model)
-    variables = {id(v): v for v in variables if keras.backend.is_float_dtype(v.dtype)}
-    return list(variables.values())
-
-
-def _states_of(model) -> list[keras.Variable]:
-    return keras_compat.states_from_rows(model, every=True, synchronized=True)
 
 
 def _average_here(variables, strategy):

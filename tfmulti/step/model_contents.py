@@ -1,4 +1,4 @@
-"""Finds the optimizers that a model holds in attributes and containers."""
+"""Finds the optimizers and models that a model holds in attributes and containers."""
 
 from __future__ import annotations
 
@@ -58,16 +58,17 @@ def optimizers_of(model: keras.Model, *, nested: bool = False) -> list:
 
 
 def optimizers_in_use(model, *, nested: bool = False) -> list:
-    """Returns a model's optimizers, without one that only Keras's `compile` has created.
+    """Returns a model's optimizers, without those that its steps cannot or do not apply.
 
     A model whose `train_step` uses its own optimizers is often compiled without one; Keras then
-    creates a default one.
+    creates a default one. A frozen model within it, such as a teacher, may have been compiled.
 
     Args:
         model: The model.
         nested: As in `optimizers_of`.
     """
-    found, compiled = optimizers_of(model, nested=nested), getattr(model, "optimizer", None)
+    found = without_idle(optimizers_of(model, nested=nested), model)
+    compiled = getattr(model, "optimizer", None)
     parts = [compiled, getattr(compiled, "inner_optimizer", None)]
     is_chosen = any(marks.DISTRIBUTED.get(part) for part in parts)
     if is_chosen or not keras_compat.has_custom_step(model, "train"):
@@ -75,7 +76,33 @@ def optimizers_in_use(model, *, nested: bool = False) -> list:
     return [each for each in found if each is not compiled] or found
 
 
-def _search(root, skipped=()) -> list:
+def without_idle(optimizers: list, model: keras.Model) -> list:
+    """Leaves out those with which a model within the model was compiled that is frozen now.
+
+    Args:
+        optimizers: Optimizers of the model.
+        model: The model.
+    """
+    idle, compiled = set(), getattr(model, "optimizer", None)
+    for holder in models_within(model):
+        outer = getattr(holder, "optimizer", None)
+        if not isinstance(outer, keras.optimizers.Optimizer) or outer is compiled:
+            continue
+        trained = {id(variable) for variable in holder.trainable_variables}
+        # One that has not been built may still get variables of layers that have not.
+        inner = keras_compat.inner_optimizer(outer)
+        own = keras_compat.updated_variables(inner) if inner.built else holder.weights
+        if own and not any(id(variable) in trained for variable in own):
+            idle |= {id(outer), id(inner)}
+    return [each for each in optimizers if id(each) not in idle]
+
+
+def models_within(model: keras.Model) -> list[keras.Model]:
+    """Returns the models that a model holds, directly or in the objects that it holds."""
+    return _search(model, keras.Model)
+
+
+def _search(root, kind=keras.optimizers.Optimizer, skipped=()) -> list:
     found, seen, waiting = [], {id(root)}, collections.deque([root])
     while waiting and len(seen) < _MOST:
         for part in _parts(waiting.popleft()):
@@ -83,7 +110,7 @@ def _search(root, skipped=()) -> list:
                 continue
             seen.add(id(part))
             waiting.append(part)
-            if isinstance(part, keras.optimizers.Optimizer):
+            if isinstance(part, kind):
                 found.append(part)
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -68,12 +70,11 @@ def _learn(fn, data, replica_batch, kind):
     is_local = kind == "train" and local_steps.steps_of(replica_batch.model) > 1
     # In local steps each worker has its own states until the next average.
     states = _states_from_rows(replica_batch) if kind == "train" and not is_local else []
-    if is_local and replica_batch.may_be_empty:
-        metrics += local_steps.states_to_keep(replica_batch.model)
     before = [variable.read_value() for variable in [*metrics, *states]]
     totals = [tracker.total.value.read_value() for tracker in trackers]
     logs_lib.forget_results()
-    logs = logs_lib.as_numbers(fn(data))
+    with local_steps.keeping_weights(replica_batch) if is_local else contextlib.nullcontext():
+        logs = logs_lib.as_numbers(fn(data))
     differing = logs_lib.compare_with_metrics(logs, replica_batch)
     _restore_if_empty(metrics, before, replica_batch)
     for tracker, total in zip(trackers, totals):
