@@ -9,6 +9,8 @@ import tensorflow as tf
 from keras import ops
 from replicas import create_strategy
 
+from tfmulti.verification import graph_search
+
 GENERATOR = np.random.default_rng(0)
 ROWS = GENERATOR.normal(size=(48, 6)).astype("float32")
 TARGETS = GENERATOR.normal(size=(48, 2)).astype("float32")
@@ -83,3 +85,20 @@ def test_no_decision_is_told_where_none_is_made():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*decides by a number")
         fit(lambda a, b: a + 2 * b)
+
+
+@tf.function(autograph=False)
+def branch(x, add):
+    """Adds numbers of all workers within a branch, as TensorFlow does with sparse gradients."""
+    return tf.cond(x[0] > 0, lambda: add(x), lambda: x)
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_a_branch_that_reduces_is_a_reduction(is_reduced):
+    add = lambda x: tf.raw_ops.CollectiveReduceV2(
+        **{"input": x, "group_size": 2, "group_key": 1, "instance_key": 1},
+        **{"ordering_token": [], "merge_op": "Add", "final_op": "Id"},
+    )
+    graph = branch.get_concrete_function(tf.TensorSpec([2]), add if is_reduced else tf.abs).graph
+    [chosen] = [each for each in graph.get_operations() if each.type in ("If", "StatelessIf")]
+    assert graph_search.is_reduction(chosen) == is_reduced

@@ -23,8 +23,9 @@ from tfmulti.keras_compat.accessors import (
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
     COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_recorded,
-    is_symbolic, layers_of_nodes, next_op, nodes_of, operations_within, part_of_calls, sources_of,
-    standardized_inputs, unrepeatable_ops, values_of, variables_assigned, variables_read,
+    is_symbolic, layers_of_nodes, next_op, nodes_of, operations_inside, operations_within,
+    part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of, variables_assigned,
+    variables_read,
 )
 from tfmulti.keras_compat.coordination import (
     SENT_AS, abort_collectives, check_peers, gather_from_workers, heartbeats, mark_launchers,

@@ -209,10 +209,15 @@ def operations_within(graph: tf.Graph, apart=()) -> Iterator[tf.Operation]:
         if any(graph is own and first <= op._id < end for own, first, end in apart):
             continue
         yield op
-        for function in _bodies_of(graph, op):
-            # None for a function that was read from a file.
-            if getattr(function, "graph", None) is not None:
-                yield from operations_within(function.graph, apart)
+        yield from operations_inside(op, apart)
+
+
+def operations_inside(op: tf.Operation, apart=()) -> Iterator[tf.Operation]:
+    """Yields the operations of the branches, the loop or the function that an operation runs."""
+    for function in _bodies_of(op.graph, op):
+        # None for a function that was read from a file.
+        if getattr(function, "graph", None) is not None:
+            yield from operations_within(function.graph, apart)
 
 
 def _with_handles(variables, handles):

@@ -210,6 +210,12 @@ def is_reduction(operation) -> bool:
     Args:
         operation: The operation.
     """
+    # TensorFlow gathers sparse gradients of workers within a branch.
+    inside = keras_compat.operations_inside(operation)
+    return _reduces(operation) or any(map(_reduces, inside))
+
+
+def _reduces(operation) -> bool:
     kinds = ("Collective", "Nccl", "PyFunc")
     return any(name in operation.type for name in kinds) or OF_ALL_ROWS in operation.name
 
