@@ -1,5 +1,7 @@
 """What stands for a model's configuration and for data, by which workers compare theirs."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti import marks
 from tfmulti.strategies import alike, program_order
 
 
@@ -39,6 +42,22 @@ def test_names_and_seeds_are_left_out():
 def test_each_part_has_a_number_of_its_own(change, part):
     one, other = alike._descriptions(create()), alike._descriptions(create(**change))
     assert [name for name in one if one[name] != other[name]] == [part]
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("COMPRESSION", "bfloat16"),
+        ("SYNCHRONIZE_EVERY", 4),
+        ("SHARDS", types.SimpleNamespace(shards_parameters=False)),
+    ],
+)
+def test_settings_of_distributed_optimizers_are_compared(setting, value):
+    one, other = create(), create()
+    getattr(marks, setting).set(other.optimizer, value)
+    one, other = alike._descriptions(one), alike._descriptions(other)
+    differing = [name for name in one if one[name] != other[name]]
+    assert differing == ["settings of DistributedOptimizer"]
 
 
 def test_parts_without_a_configuration_are_left_out():

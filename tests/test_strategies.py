@@ -156,6 +156,7 @@ def test_too_late_is_said(free_ports):
         ),
         ({"name": "tpu", "devices": ["CPU:0"]}, r"`devices` can be used with .* name='tpu'"),
         ({"name": "mirrored", "tf_config": "folder"}, r"`tf_config` can be .* use 'multi_worker'"),
+        ({"bucket_bytes": 0.5}, r"`bucket_bytes` must be None or a whole number from 1. .*=0.5"),
         ({"name": "mirrored", "bucket_bytes": 8}, r"multi_worker and auto only.*=8, name='mirr"),
         ({"name": "one_device", "communication": "mpi"}, r"`communication` can be used with"),
         ({"name": "tpu", "start_timeout": 3}, r"`start_timeout` can be used with .*=3, name"),

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.step import local_steps, model_contents
 from tfmulti.strategies import coordination, program_order
 from tfmulti.verification.chiefs_values import receive_from_chief
@@ -170,12 +170,21 @@ def _descriptions(model) -> dict[str, int]:
     compiled = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
     for name in compiled:
         parts[name] = lambda name=name: model.get_compile_config()[name]
+    parts["settings of DistributedOptimizer"] = lambda: _settings_of_optimizers(model)
     found = {}
     for name, describe in parts.items():
         # A custom part may have no configuration.
         with contextlib.suppress(Exception):
             found[name] = _number_of(describe())
     return found
+
+
+def _settings_of_optimizers(model) -> list:
+    optimizers = model_contents.optimizers_of(model, nested=True)
+    shards = [marks.SHARDS.get(each) for each in optimizers]
+    sharded = [each.shards_parameters if each is not None else None for each in shards]
+    settings = (marks.COMPRESSION, marks.SYNCHRONIZE_EVERY)
+    return [sharded, *([mark.get(each) for each in optimizers] for mark in settings)]
 
 
 def _number_of(config) -> int:

@@ -27,7 +27,7 @@ from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.task import SERVER_TYPE
 from tfmulti.parallel import activations, partitioned
 from tfmulti.rendezvous import find_timeout
-from tfmulti.settings import check_choice, check_used
+from tfmulti.settings import check_choice, check_used, check_whole_number
 from tfmulti.step import (
     accumulation,
     finite,
@@ -311,6 +311,9 @@ def _check_arguments(given):
     gpus = "Leave it out; set CUDA_VISIBLE_DEVICES to choose among a worker's GPUs."
     check_used("name", {each: given[each] for each in ("name", "devices")}, defaults, gpus)
     check_used("name", given, defaults, advice)
+    check_whole_number(
+        "bucket_bytes", given["bucket_bytes"], "Leave it out for the default.", optional=True
+    )
     if given["devices"] is not None:
         devices_lib.check_names(given["devices"])
     if given["logical_cpus"] < 0:

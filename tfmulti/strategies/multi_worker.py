@@ -48,6 +48,7 @@ def create_multi_worker(
     if cluster.num_workers > 1:
         replicas = max(devices.count_gpus(), logical_cpus, 1)
         agreed = {**must_agree, "communication": communication, "replicas of a worker": replicas}
+        agreed["bucket_bytes"] = bucket_bytes
         _join_rendezvous(cluster, start_timeout, agreed)
         watch_uncaught(cluster)
     communicator = None
