@@ -210,9 +210,10 @@ def is_reduction(operation) -> bool:
     Args:
         operation: The operation.
     """
+    if operation.type not in ("If", "StatelessIf"):
+        return _reduces(operation)
     # TensorFlow gathers sparse gradients of workers within a branch.
-    inside = keras_compat.operations_inside(operation)
-    return _reduces(operation) or any(map(_reduces, inside))
+    return any(map(_reduces, keras_compat.operations_inside(operation)))
 
 
 def _reduces(operation) -> bool:
