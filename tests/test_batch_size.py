@@ -88,7 +88,7 @@ def test_all_workers_take_the_smallest(monkeypatch):
     assert lines == ["per_replica_batch_size=auto: 64 (as another worker found)"]
 
 
-def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path):
+def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path, monkeypatch):
     strategy = create_strategy(1)
     train = tfmulti.distribute_train(tfmulti.load_dataset("digits")[0], strategy, 100, seed=0)
     with strategy.scope():
@@ -97,10 +97,14 @@ def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path):
     saver = tfmulti.callbacks.Checkpoint(tmp_path / "checkpoints", train)
     model.fit(train, verbose=0, callbacks=[saver])
     config = dataclasses.replace(AUTO, workdir=str(tmp_path))
-    lines = []
-    config = search.resolve_batch_size(config, strategy, lines.append)
-    assert config.global_batch_size == 100
-    assert lines == ["per_replica_batch_size=auto: global batch size 100, as in the checkpoint"]
+    never = dataclasses.replace(config, resume="never")
+    assert search._kept_batch_size(never, strategy) == 0
+    monkeypatch.setenv("TFMULTI_RESTARTS", "1")
+    for each in (config, never):
+        lines = []
+        kept = search.resolve_batch_size(each, strategy, lines.append)
+        assert kept.global_batch_size == 100
+        assert lines == ["per_replica_batch_size=auto: global batch size 100, as in the checkpoint"]
 
 
 @not_on_gpu("a GPU has memory of its own")

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import types
+from unittest import mock
 
 import keras
 import numpy as np
@@ -284,6 +286,27 @@ def test_checkpoints_stay_until_all_workers_have_saved(tmp_path, monkeypatch, fa
     with pytest.raises(Killed) if fails else contextlib.nullcontext():
         reporter.finish(model, {})
     assert (tmp_path / "checkpoints").exists() == fails
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
+    tmp_path, monkeypatch, restarts
+):
+    """With `--resume never` it removed the checkpoints that its own run had saved."""
+    monkeypatch.setenv(environment.RESTARTS, str(restarts))
+    never = config(tmp_path, resume="never", strategy="one_device", logical_cpus=0)
+    reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
+    saved, log = tmp_path / checkpoint.FOLDER / "step_000000000012", tmp_path / "logs" / "events"
+    for path in (saved, log):
+        path.mkdir(parents=True)
+    reporter.create_callbacks(types.SimpleNamespace(audit=None), never)
+    reporter.close()
+    assert reporter.saver._resume == log.exists() == bool(restarts)
+    monkeypatch.setattr(loop, "train_and_evaluate", mock.Mock(side_effect=Killed))
+    with pytest.raises(Killed):
+        # A start that ends before training leaves no checkpoint that a restart would take.
+        command._train(never, False)
+    assert saved.exists() == bool(restarts)
 
 
 @pytest.mark.parametrize("part_of_it", [False, True])

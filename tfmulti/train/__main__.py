@@ -48,7 +48,8 @@ def _end_interrupted(config) -> int:
     why = "no epoch had ended" if config.workdir else "no --workdir"
     text = f"Nothing was saved: {why}."
     if saved:
-        text = f"Saved: step {max(saved)}, in {folder}. The same command resumes from there."
+        how = "The same command" if config.resume == "auto" else "It with --resume auto"
+        text = f"Saved: step {max(saved)}, in {folder}. {how} resumes from there."
     print(text, file=sys.stderr)
     return command_line.INTERRUPTED
 
@@ -130,7 +131,8 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     if config.estimate_memory is None and not getattr(task, "has_servers", False):
         num_workers = 1 if task is None else task.num_workers
         config = techniques.with_stages_placed(config, num_workers)
-    if config.workdir and (task is None or task.is_chief):
+    has_folder = config.workdir and (task is None or task.is_chief)
+    if has_folder:
         files.check_folder(config.workdir)
     command_line.import_tensorflow(verbose=verbose)
     if config.estimate_memory is not None:
@@ -140,8 +142,12 @@ def _train(config: TrainConfig, verbose: bool) -> int:
         os.environ.pop("TF_CONFIG", None)
         memory_estimate.show(config)
         return 0
+    from tfmulti.checkpoint import generations
     from tfmulti.train.loop import train_and_evaluate
 
+    if has_folder and not config.resumes():
+        # However this start ends, the next one takes what is there for its own.
+        generations.remove_all(Path(config.workdir) / checkpoint.FOLDER)
     result = train_and_evaluate(config, print_fn=_print_line)
     if task is None or task.is_chief:
         _show(result, config.workdir)

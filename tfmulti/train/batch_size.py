@@ -196,7 +196,7 @@ def find_limit(config: TrainConfig, strategy: tf.distribute.Strategy) -> int | N
 
 def _kept_batch_size(config) -> int:
     """Returns the global batch size of the checkpoint to resume from; 0 without one."""
-    if config.workdir is None or config.resume != "auto":
+    if config.workdir is None or not config.resumes():
         return 0
     latest = generations.latest_good(Path(config.workdir) / checkpoint.FOLDER, lambda line: None)
     data = latest.state.get("data") if latest else None

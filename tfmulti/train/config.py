@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 
 from tfmulti import choices
+from tfmulti.cluster import environment
 from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.schedulers import ANY_OF_THEM
 from tfmulti.runtime.memory import parse_size
@@ -148,7 +151,10 @@ class TrainConfig:
         "stop", "What to do if a gradient is infinite or not a number.", choices.ON_NONFINITE
     )
     resume: str = setting(
-        "auto", "Whether to resume from the checkpoints in --workdir.", choices.RESUME
+        "auto",
+        "Whether to resume from the checkpoints in --workdir; a job that the launcher or Slurm "
+        "starts again always does.",
+        choices.RESUME,
     )
     checkpoint_steps: int | None = setting(
         None, "Steps between checkpoints within an epoch.", at_least=1
@@ -277,6 +283,17 @@ class TrainConfig:
     def check_with_servers(self) -> None:
         """Raises ValueError for a setting that has no effect once `auto` chooses servers."""
         dataclasses.replace(self, strategy="parameter_server")
+
+    def resumes(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether to resume from checkpoints: with `never`, they are an earlier run's at first.
+
+        Once a job has been started again, they are its own.
+
+        >>> config = TrainConfig(resume="never")
+        >>> config.resumes({}), config.resumes({"TFMULTI_RESTARTS": "1"})
+        (False, True)
+        """
+        return self.resume == "auto" or environment.count_restarts(environ) > 0
 
     @property
     def has_stages_on_devices(self) -> bool:

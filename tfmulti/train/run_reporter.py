@@ -175,7 +175,7 @@ class RunReporter:
         if self.is_chief:
             self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
-            if config.resume == "never" or not checkpoint.saved_in(self._checkpoints):
+            if not config.resumes() or not checkpoint.saved_in(self._checkpoints):
                 shutil.rmtree(logs, ignore_errors=True)
             chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
             chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
@@ -184,7 +184,7 @@ class RunReporter:
             train,
             every_steps=config.checkpoint_steps,
             every_minutes=config.checkpoint_minutes,
-            resume=config.resume == "auto",
+            resume=config.resumes(),
             print_fn=self.print_fn,
         )
         return [*chosen, self.saver, progress]
