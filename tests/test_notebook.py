@@ -262,8 +262,10 @@ def test_what_cannot_go_to_another_process_is_named():
     ("function", "num_workers", "settings", "rule"),
     [
         (5, 2, {}, "`function` must be what every worker calls. Received: function=5. "),
-        (print, 0, {}, "`num_workers` must be at least 1. Received: num_workers=0. "),
-        (print, "2", {}, "`num_workers` must be a whole number. Received: num_workers='2'. "),
+        (print, 0, {}, "`num_workers` must be a whole number from 1. Received: num_workers=0. "),
+        (print, "2", {}, "`num_workers` must be a whole .* Received: num_workers='2'. "),
+        (print, 2, {"start_timeout": "9"}, "`start_timeout` must be None or a number. Rec.*='9'. "),
+        (print, 2, {"grace": None}, "`grace` must be a number. Received: grace=None. "),
         (print, 2, {"epochs": 3}, "Keyword arg.* must be among all_output, .* Received: epochs. "),
         (print, 2, {"threads": -1}, "`threads` must be at least 0. Received: threads=-1. "),
     ],

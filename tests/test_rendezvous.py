@@ -426,6 +426,7 @@ def test_in_a_notebook_a_loop_runs_already():
         ({"settings": {"long": "x" * messages.MAX_BYTES}}, "shorter than 65536 bytes"),
         ({"timeout_s": 0}, "`timeout_s` must be a number of seconds above 0"),
         ({"timeout_s": float("nan")}, "Received: timeout_s=nan"),
+        ({"timeout_s": [3]}, r"Received: timeout_s=\[3\]"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):

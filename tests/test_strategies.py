@@ -166,7 +166,10 @@ def test_too_late_is_said(free_ports):
         ({"name": "parameter_server", "on_difference": "error"}, r"`on_difference` can be used"),
         ({"name": "parameter_server", "distribute_optimizers": False}, r"`distribute_optimizers`"),
         ({"name": "parameter_server", "logical_cpus": 2}, r"`logical_cpus` can be used with"),
-        ({"logical_cpus": -1}, r"`logical_cpus` must not be negative\. Received: .*-1\. Use 0"),
+        ({"logical_cpus": -1}, r"`logical_cpus` must be a whole.* Received: .*-1\. Use 0"),
+        ({"logical_cpus": "2"}, r"`logical_cpus` must be a whole.* Received: .*'2'\. Use 0"),
+        ({"bucket_bytes": 0.5}, r"`bucket_bytes` must be None or a whole number"),
+        ({"heartbeat_timeout": "10"}, r"`heartbeat_timeout` must be .* Received: .*='10'\. "),
         (
             {"heartbeat_timeout": 0.5},
             r"`heartbeat_timeout` must be .* Received: .*=0\.5\. Leave it out for 10\.",

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import os
 from collections.abc import Mapping, Sequence
 
 from tfmulti.choices import USED_WITH
+
+# What a field's type admits, how its value becomes Python's own, and what it is in words.
+_KINDS = {
+    "bool": (bool, bool, "True or False"),
+    "int": (numbers.Integral, int, "a whole number"),
+    "float": (numbers.Real, float, "a number"),
+    "str": (str | os.PathLike, os.fspath, "text"),
+    "Mapping": (Mapping, lambda value: value, "a mapping"),
+    "None": (type(None), lambda value: value, "None"),
+}
 
 
 def setting(
@@ -28,20 +40,46 @@ def setting(
 
 
 def check_settings(config) -> None:
-    """Raises ValueError for the first setting of a dataclass with an invalid value."""
+    """Raises ValueError for the first setting of a dataclass with an invalid value.
+
+    NumPy's numbers and paths become Python's own numbers and text, which JSON can represent.
+    """
     for field in dataclasses.fields(config):
-        _check_value(field, getattr(config, field.name))
+        value = _convert(field, getattr(config, field.name))
+        object.__setattr__(config, field.name, value)
+        _check_value(field, value)
+
+
+def _convert(field, value):
+    """Returns a value as Python's own of the types that a field's annotation names."""
+    word, kinds = field.metadata["word"], field.type.split(" | ")
+    if word:
+        if isinstance(value, str) and value == word:
+            return value
+        kinds.remove("str")
+    for each in kinds:
+        kind, convert, _ = _KINDS[each]
+        # True is a number in Python.
+        if isinstance(value, kind) and (each == "bool" or not isinstance(value, bool)):
+            return value if isinstance(value, int | float) else convert(value)
+    if field.metadata["choices"]:
+        # They say more than the type.
+        check_choice(field.name, value, field.metadata["choices"], "See --help.")
+    *first, last = [_KINDS[each][2] for each in reversed(kinds)] + ([repr(word)] if word else [])
+    advice = f"It is: {field.metadata['help']}"
+    if "str" not in kinds:
+        example = 32 if word else max(1, field.metadata["at_least"] or 1)
+        advice = f"Use for example {example if field.default is None else field.default}."
+    raise ValueError(
+        f"`{field.name}` must be {', '.join(first)}{' or ' if first else ''}{last}. "
+        f"Received: {field.name}={value!r}. {advice}"
+    )
 
 
 def _check_value(field, value):
     choices, at_least = field.metadata["choices"], field.metadata["at_least"]
-    if value is None or (word := field.metadata["word"]) and value == word:
+    if value is None or value == field.metadata["word"]:
         return
-    if word and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(
-            f"`{field.name}` must be a whole number or {word!r}. "
-            f"Received: {field.name}={value!r}. Use for example 32."
-        )
     if choices:
         check_choice(field.name, value, choices, "See --help.")
     if at_least is not None and not value >= at_least:

@@ -26,6 +26,7 @@ from tfmulti.launch.config import LaunchConfig
 from tfmulti.launch.job import Job
 from tfmulti.launch.logs import Log
 from tfmulti.notebook import serialization, worker
+from tfmulti.settings import check_whole_number
 
 GRACE_S = 5.0
 """Seconds for the workers to end after the cell was interrupted."""
@@ -123,11 +124,7 @@ def _read_settings(function, num_workers, settings) -> LaunchConfig:
             f"{', '.join(unknown)}. Pass the function's own arguments through args=(...) or "
             "kwargs={...}."
         )
-    if not isinstance(num_workers, int):
-        raise ValueError(
-            "`num_workers` must be a whole number. "
-            f"Received: num_workers={num_workers!r}. Use for example 2."
-        )
+    check_whole_number("num_workers", num_workers, "Use for example 2.")
     return LaunchConfig(num_workers=num_workers, **{"grace": GRACE_S, **settings})
 
 

@@ -120,7 +120,7 @@ def find_timeout(timeout_s: float | None, environ: Mapping[str, str] = os.enviro
         given = environ.get(name, DEFAULT_TIMEOUT_S)
     try:
         seconds = float(given)
-    except ValueError:
+    except (TypeError, ValueError):
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import numbers
 import os
 from collections.abc import Mapping
 
@@ -316,16 +317,15 @@ def _check_arguments(given):
     )
     if given["devices"] is not None:
         devices_lib.check_names(given["devices"])
-    if given["logical_cpus"] < 0:
-        raise ValueError(
-            "`logical_cpus` must not be negative. "
-            f"Received: logical_cpus={given['logical_cpus']}. Use 0 to leave the CPU unsplit."
-        )
+    advice = "Use 0 to leave the CPU unsplit."
+    check_whole_number("logical_cpus", given["logical_cpus"], advice, at_least=0)
+    advice = "Use for example 4194304."
+    check_whole_number("bucket_bytes", given["bucket_bytes"], advice, optional=True)
 
 
 def _check_heartbeats(timeout_s):
     # Workers send heartbeats, and look at servers, every second or so.
-    if not 1 <= timeout_s < math.inf:
+    if not isinstance(timeout_s, numbers.Real) or not 1 <= timeout_s < math.inf:
         raise ValueError(
             "`heartbeat_timeout` must be a number of seconds, at least 1. "
             f"Received: heartbeat_timeout={timeout_s!r}. "

@@ -29,7 +29,7 @@ class TrainConfig:
     """
 
     strategy: str = setting("auto", "Where to train.", choices.STRATEGIES)
-    tf_config: str | None = setting(
+    tf_config: str | Mapping | None = setting(
         None, "File or folder with the cluster; by default the variable TF_CONFIG.", per_worker=True
     )
     model: str = setting("cnn", "cnn, mlp, or package.module:function.")
