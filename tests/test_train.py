@@ -59,6 +59,7 @@ def test_workers_that_are_late_after_a_restart_end_that_start_alone(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("--model=cnnn", ["`model` must be one of cnn, mlp, or", "Received: model='cnnn'."]),
         ("extra", ["flags only", "Received: extra"]),
         ("--stratgy mirrored", ["Unknown command line flag 'stratgy'", "strategy"]),
         ("--strategy horovod", ["horovod", "mirrored"]),
@@ -331,6 +332,19 @@ def test_missing_devices_of_stages_are_told_before_data_are_loaded(tmp_path):
     wanted = config(tmp_path, strategy="one_device", pipeline_stages=9, logical_cpus=0)
     with pytest.raises(RuntimeError, match=r"pipeline_stages=9, \d GPUs"):
         loop.train_and_evaluate(wanted)
+
+
+def slow_data():
+    """Stands for data that take minutes to load."""
+    raise Killed
+
+
+def test_a_model_function_that_is_missing_is_told_before_data_are_loaded():
+    settings = {"strategy": "one_device", "dataset": "test_train:slow_data"}
+    with pytest.raises(ValueError, match="name a function of its module.*'test_train:modle'"):
+        loop.train_and_evaluate(TrainConfig(model="test_train:modle", **settings))
+    with pytest.raises(Killed):
+        loop.train_and_evaluate(TrainConfig(model="test_train:model", **settings))
 
 
 @pytest.mark.slow

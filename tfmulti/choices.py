@@ -1,5 +1,6 @@
 """The valid choices of flags and arguments."""
 
+MODELS = ("cnn", "mlp")
 OPTIMIZERS = ("adam", "adamw", "lamb", "lion", "momentum", "rmsprop", "sgd")
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 COMMUNICATIONS = ("auto", "ring", "nccl", "mpi")

@@ -7,7 +7,7 @@ import numbers
 import os
 from collections.abc import Mapping, Sequence
 
-from tfmulti.choices import USED_WITH
+from tfmulti.choices import MODELS, USED_WITH
 
 # What a field's type admits, how its value becomes Python's own, and what it is in words.
 _KINDS = {
@@ -150,6 +150,21 @@ def check_choice(name: str, value, choices: Sequence[str | None], advice: str) -
     raise ValueError(
         f"`{name}` must be {optional}one of {names}. Received: {name}={value!r}. {advice}"
     )
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError for a name that is neither a built-in model's nor a function's.
+
+    >>> check_model("cnnn")
+    Traceback (most recent call last):
+    ValueError: `model` must be one of cnn, mlp, or 'package.module:function'. Received: \
+model='cnnn'. Use 'cnn' for images.
+    """
+    if ":" not in name and name not in MODELS:
+        raise ValueError(
+            f"`model` must be one of {', '.join(MODELS)}, or 'package.module:function'. "
+            f"Received: model={name!r}. Use 'cnn' for images."
+        )
 
 
 def check_whole_number(

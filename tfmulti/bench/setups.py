@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tfmulti.choices import VERIFY
-from tfmulti.settings import check_settings, setting
+from tfmulti.settings import check_model, check_settings, setting
 
 FOLDER = "{folder}"
 """In a command: the folder of the configuration."""
@@ -156,6 +156,8 @@ class BenchConfig:
 
     def __post_init__(self):
         check_settings(self)
+        if self.model is not None:
+            check_model(self.model)
         names = [kind.name for kind in self.KINDS]
         self._check_names("workloads", list(_BATCH_SIZES), "compute")
         self._check_names("setups", names, "one_worker,ring")

@@ -282,6 +282,15 @@ __all__ = ["load_dataset", "load_split", "resolve_function"]
 _FUNCTION_NAME = re.compile(r"[^\[\]]*:(?![\d*])[^\[\]]*")
 
 
+def find_function(name: str):
+    """Returns the function that a name of data names; None for another kind of name.
+
+    Raises:
+        ValueError: For a function that is not there.
+    """
+    return resolve_function(name, "dataset") if _FUNCTION_NAME.fullmatch(name) else None
+
+
 def load_dataset(name: str = "digits"):
     """Returns the data of a name as a pair (train, test).
 
@@ -307,8 +316,9 @@ def load_dataset(name: str = "digits"):
     """
     if name in DATASETS:
         return DATASETS[name]()
-    if _FUNCTION_NAME.fullmatch(name):
-        return check_pair(name, resolve_function(name, "dataset")())
+    function = find_function(name)
+    if function is not None:
+        return check_pair(name, function())
     builder = prepared_builder(name)
     tests = [split for split in ("test", "validation") if split in builder.info.splits]
     if not tests or "train" not in builder.info.splits:

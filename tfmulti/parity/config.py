@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfmulti.choices import DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZERS
-from tfmulti.settings import check_settings, setting
+from tfmulti.settings import check_model, check_settings, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class ParityConfig:
 
     def __post_init__(self):
         check_settings(self)
+        check_model(self.model)
         if not self.setups:
             raise ValueError(
                 "`replicas` and `workers` must name at least one configuration. "

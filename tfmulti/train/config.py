@@ -11,7 +11,7 @@ from tfmulti.cluster import environment
 from tfmulti.cluster.scheduler_variables import check_num_ps
 from tfmulti.cluster.schedulers import ANY_OF_THEM
 from tfmulti.runtime.memory import parse_size
-from tfmulti.settings import check_settings, check_used, setting, unused_by
+from tfmulti.settings import check_model, check_settings, check_used, setting, unused_by
 from tfmulti.sharding import REMAINDERS
 from tfmulti.train import techniques
 
@@ -204,6 +204,7 @@ class TrainConfig:
 
     def __post_init__(self):
         check_settings(self)
+        check_model(self.model)
         if self.global_batch_size and self.per_replica_batch_size:
             raise ValueError(
                 "`global_batch_size` and `per_replica_batch_size` exclude each other. Received: "

@@ -13,10 +13,11 @@ import numpy as np
 
 from tfmulti import callbacks, keras_compat
 from tfmulti.cluster import environment
-from tfmulti.data import distribute_eval, distribute_train
+from tfmulti.data import datasets, distribute_eval, distribute_train
 from tfmulti.data.datasets import load_dataset
 from tfmulti.parallel.sharded_parameters import sharded_parameters
 from tfmulti.strategies import create_strategy
+from tfmulti.train import models
 from tfmulti.train.asynchronous import train_async
 from tfmulti.train.batch_size import resolve_batch_size
 from tfmulti.train.config import TrainConfig
@@ -49,6 +50,7 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     config = resolve_batch_size(config, strategy, print_fn)
     global_batch_size = config.resolve_global_batch_size(strategy.num_replicas_in_sync)
     prepare_keras(config)
+    _find_functions(config, strategy)
     train_split, test_split = load_dataset(config.dataset)
     train = distribute_train(
         train_split,
@@ -84,6 +86,14 @@ def train_and_evaluate(config: TrainConfig, print_fn=print) -> dict:
     result["weights_sha256"] = digest_weights(model)
     reporter.finish(model, result)
     return result
+
+
+def _find_functions(config, strategy) -> None:
+    """Raises ValueError for a function that is not there: data may take minutes to load."""
+    datasets.find_function(config.dataset)
+    # What the module of a model creates has always been created in the scope.
+    with strategy.scope():
+        models.find_function(config.model)
 
 
 def _fit(model, train, test, config, chosen, print_fn):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ from tfmulti.data.datasets import resolve_function
 from tfmulti.parallel.activations import checkpoint_activations
 from tfmulti.parallel.pipeline import pipeline
 from tfmulti.parallel.tensor import tensor_parallel
+from tfmulti.settings import check_model
 from tfmulti.step.optimizer import DistributedOptimizer, distribute_optimizers
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.learning_rate import scale_learning_rate
@@ -34,8 +36,9 @@ def create_model(name: str, train) -> keras.Model:
         ValueError: For a name that is unknown or does not give a model, or for data that the
             model cannot take.
     """
-    if ":" in name:
-        function = resolve_function(name, argument="--model")
+    check_model(name)
+    function = find_function(name)
+    if function is not None:
         model = function(train) if _takes_data(function) else function()
         if not isinstance(model, keras.Model):
             raise ValueError(
@@ -44,12 +47,16 @@ def create_model(name: str, train) -> keras.Model:
                 "Return the model, compiled or not."
             )
         return model
-    if name not in MODELS:
-        raise ValueError(
-            f"`model` must be one of {', '.join(MODELS)}, or 'package.module:function'. "
-            f"Received: model={name!r}. Use 'cnn' for images."
-        )
     return MODELS[name](train)
+
+
+def find_function(name: str) -> Callable | None:
+    """Returns the function that a name of a model names; None for a built-in model.
+
+    Raises:
+        ValueError: For a function that is not there.
+    """
+    return resolve_function(name, argument="--model") if ":" in name else None
 
 
 def create_cnn(train) -> keras.Model:
