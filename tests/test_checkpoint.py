@@ -245,6 +245,48 @@ def test_a_finished_run_is_not_trained_again(whole, tmp_path):
     assert_same_history(history, again_history)
 
 
+class Logging(keras.Model):
+    """A model whose step returns a number that is none of its metrics, as that of a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.mean_squared_error(y, self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"g_loss": loss}
+
+
+def test_a_run_that_ended_while_validating_has_the_logs_of_its_last_step(tmp_path):
+    """They are none of the metrics, from which a pass without steps has its logs."""
+
+    def fit(*more, **settings):
+        keras.utils.set_random_seed(1)
+        strategy = create_strategy(1)
+        with strategy.scope():
+            model = Logging()
+            model.compile("sgd", "mse")
+        data = tfmulti.distribute_train(rows(), strategy, BATCH_SIZE, seed=3)
+        model.build((None, 4))
+        saver = tfmulti.callbacks.Checkpoint(tmp_path, data, **settings)
+        others = {"validation_data": rows(), "epochs": 2, "verbose": 0}
+        return model.fit(data, callbacks=[saver, *more], **others).history
+
+    expected = fit(resume=False)
+    die = keras.callbacks.LambdaCallback(on_test_begin=lambda logs: kill())
+    with pytest.raises(Killed):
+        fit(die, every_steps=3, resume=False)
+    history = fit(every_steps=3)
+    assert history["g_loss"] == expected["g_loss"] and len(history["g_loss"]) == 2
+
+
 @pytest.fixture(name="small")
 def small_fixture(tmp_path):
     """Creates a small model and its data on one device; and a `Checkpoint` in a folder."""

@@ -81,6 +81,8 @@ TABLE_READS = Mark("table_reads")
 """How each embedding table is read, by the variable's id: see `step.sparse_gradients`."""
 AVERAGE = Mark("average")
 """What averages it over workers, `step.local_steps.Average`."""
+LAST_LOGS = Mark("last_logs")
+"""The logs of the last step of an epoch after which training has resumed, or None."""
 WARNED_OF_STATISTICS = Mark("warned_of_statistics", False)
 """Whether the user was warned of local batch statistics."""
 WARNED_OF_LOCAL_STEPS = Mark("warned_of_local_steps", False)

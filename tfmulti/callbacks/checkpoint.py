@@ -99,7 +99,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._writer.finish()
         self._writer = generations.Writer(self._print_fn)
         self._epoch, self._step, self._unsaved = 0, 0, False
-        self._resumed = self._copied = self._signalled_at = None
+        self._resumed = self._copied = self._signalled_at = self._logs = None
         self.saved: list[int] = []
         self.resumed_step, self.resumed_position, self.resumed_rate = 0, None, None
 
@@ -183,7 +183,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves if it is time, and ends if all workers have agreed to stop."""
-        done, self._last_batch = batch - self._last_batch, batch
+        done, self._last_batch, self._logs = batch - self._last_batch, batch, logs
         before, self._step = self._step, self._step + done
         self._unsaved = True
         has_requests = self._requests.receive()
@@ -278,6 +278,9 @@ class Checkpoint(keras.callbacks.Callback):
             *run, epoch, self._step, begun=begun, within_epoch=within_epoch
         )
         others |= {"epochs": self.params["epochs"], "first_rates": self._first_rates}
+        if within_epoch and self._dataset.position[1] == self._dataset.plan.steps_per_epoch:
+            # A pass without steps has no others, and metrics need not be all that a step logs.
+            others["last_logs"] = state.plain_logs(self._logs or {})
         return tensors, others
 
     def _write(self, tensors, others):

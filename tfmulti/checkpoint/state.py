@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmulti import checkpoint, keras_compat, topology
+from tfmulti import checkpoint, keras_compat, marks, topology
 from tfmulti.checkpoint import generations, optimizers, own_variables, random_states
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.step import accumulation, local_steps, model_contents, slots
@@ -81,6 +81,12 @@ def take_snapshot(
         "history": history_of(model, epoch if within_epoch else None),
         "stopped_early": stopped_early(model, callbacks),
     }
+
+
+def plain_logs(logs: dict) -> dict:
+    """Returns the numbers and arrays of a step's logs, as JSON."""
+    plain = {name: np.asarray(value).tolist() for name, value in logs.items()}
+    return {name: value for name, value in plain.items() if _is_json(value)}
 
 
 def history_of(model: keras.Model, epoch: int | None) -> dict:
@@ -278,6 +284,7 @@ class Resumed:
         rate. They had done so before the checkpoint too, so that state is restored as well.
         """
         keras_compat.set_initial_epoch(model, None)
+        marks.LAST_LOGS.set(model, self.state.get("last_logs"))
         if self.state.get("begun"):
             _put_back(self.state, self._tensors, model, callbacks)
         for name, variable in metric_variables(model).items():

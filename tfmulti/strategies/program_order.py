@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.strategies import failed_calls
 
 WAIT_WARNING_S, WAIT_TIMEOUT_S = 60.0, 1800.0
@@ -69,9 +69,10 @@ def end_pass(model) -> None:
 
 
 def result_or_logs(original, model, logs):
-    """Ends a pass together with other workers; one without remaining steps gets the metrics' logs.
+    """Ends a pass together with other workers, and gives one without remaining steps its logs.
 
-    Keras uses the logs of the last step. If training resumes after that, there are none.
+    Keras uses the logs of the last step. If training resumes after that, there are none but those
+    of the checkpoint; without them, the metrics' own.
 
     Args:
         original: `Model._get_metrics_result_or_logs`, with which `fit` and `evaluate` end a pass.
@@ -79,6 +80,9 @@ def result_or_logs(original, model, logs):
         logs: The logs of the last step.
     """
     end_pass(model)
+    if not logs:
+        logs = marks.LAST_LOGS.get(model)
+        marks.LAST_LOGS.set(model, None)
     return original(model, logs) if logs else model.get_metrics_result()
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfmulti import callbacks as callbacks_lib
-from tfmulti import keras_compat
+from tfmulti import keras_compat, marks
 from tfmulti.cluster import environment
 from tfmulti.data import distribute_eval, distribute_train
 from tfmulti.data.epochs import EpochDataset
@@ -155,7 +155,7 @@ class _Epochs:
         done = plan.steps_per_epoch - self._train.steps_left()
         if done == plan.steps_per_epoch:
             self._train.end_pass()
-            return self._step.results(runs.metrics)
+            return self._step.results(runs.metrics) | (marks.LAST_LOGS.get(self._model) or {})
         self._batch = done
         first = epoch * plan.steps_per_epoch + done
         # Checkpoints count the steps of the run, not of the epoch.
@@ -178,6 +178,9 @@ class _Epochs:
             # A checkpoint may copy them now.
             self._step.put_metrics(self._runs.metrics)
         logs = self._step.results(self._runs.metrics) | self._runs.logs
+        if self._batch + 1 == self._train.plan.steps_per_epoch:
+            # A checkpoint keeps the logs of the whole epoch.
+            logs |= summarize_staleness(self._runs.staleness)
         self._callbacks.on_train_batch_end(self._batch, logs)
         self._batch += 1
 
