@@ -341,10 +341,10 @@ def slow_data():
 
 def test_a_model_function_that_is_missing_is_told_before_data_are_loaded():
     settings = {"strategy": "one_device", "dataset": "test_train:slow_data"}
-    with pytest.raises(ValueError, match="name a function of its module.*'test_train:modle'"):
-        loop.train_and_evaluate(TrainConfig(model="test_train:modle", **settings))
+    with pytest.raises(ValueError, match="name a function of its module.*'test_train:confg'"):
+        loop.train_and_evaluate(TrainConfig(model="test_train:confg", **settings))
     with pytest.raises(Killed):
-        loop.train_and_evaluate(TrainConfig(model="test_train:model", **settings))
+        loop.train_and_evaluate(TrainConfig(model="test_train:config", **settings))
 
 
 @pytest.mark.slow
