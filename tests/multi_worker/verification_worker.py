@@ -17,7 +17,7 @@ import verification_cases as models
 import tfmulti
 
 
-class ClippedTable(models.CustomStep):
+class ClippedTable(keras.Model):
     """Clips the gradients of all weights together, also the sparse ones of a table."""
 
     def __init__(self):
