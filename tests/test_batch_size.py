@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_keeps_its_batch_size(tmp_path, monkeypatch):
     model.fit(train, verbose=0, callbacks=[saver])
     config = dataclasses.replace(AUTO, workdir=str(tmp_path))
     never = dataclasses.replace(config, resume="never")
-    assert search._kept_batch_size(never, strategy) == 0
+    assert search._kept_batch_size(never) == 0
     monkeypatch.setenv("TFMULTI_RESTARTS", "1")
     for each in (config, never):
         lines = []

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from unittest import mock
 
 import keras
@@ -12,9 +11,11 @@ import numpy as np
 import pytest
 from replicas import create_strategy
 
+import tfmulti
 from tfmulti import checkpoint, rendezvous
 from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
+from tfmulti.strategies import coordination
 from tfmulti.train import __main__ as command
 from tfmulti.train import loop, models, run_reporter, techniques
 from tfmulti.train.config import TrainConfig
@@ -289,6 +290,28 @@ def test_checkpoints_stay_until_all_workers_have_saved(tmp_path, monkeypatch, fa
     assert (tmp_path / "checkpoints").exists() == fails
 
 
+def test_no_worker_ends_before_the_others_have_received_what_it_sends(tmp_path, monkeypatch):
+    """One ended after the last collective of a run, while the chief still received its part."""
+    strategy, calls = create_strategy(1), []
+    for name in ("min_and_max", "leave_together"):
+        original = getattr(coordination, name)
+
+        def call(*args, name=name, original=original):
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(coordination, name, call)
+    train = tfmulti.distribute_train((np.zeros((2, 1)), np.zeros((2, 1))), strategy, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    saver = tfmulti.callbacks.Checkpoint(tmp_path / "checkpoints", train)
+    model.fit(train, verbose=0, callbacks=[saver])
+    assert calls[-2:] == ["min_and_max", "leave_together"]
+    run_reporter.RunReporter(strategy, tmp_path, print).finish(model, {})
+    assert calls[-2:] == ["min_and_max", "leave_together"]
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
     tmp_path, monkeypatch, restarts
@@ -300,7 +323,8 @@ def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
     saved, log = tmp_path / checkpoint.FOLDER / "step_000000000012", tmp_path / "logs" / "events"
     for path in (saved, log):
         path.mkdir(parents=True)
-    reporter.create_callbacks(types.SimpleNamespace(audit=None), never)
+    train = tfmulti.distribute_train((np.zeros((2, 1)),), reporter.strategy, 2)
+    reporter.create_callbacks(train, never)
     reporter.close()
     assert reporter.saver._resume == log.exists() == bool(restarts)
     monkeypatch.setattr(loop, "train_and_evaluate", mock.Mock(side_effect=Killed))

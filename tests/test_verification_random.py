@@ -98,6 +98,7 @@ def drift_between(values):
         distributed=types.SimpleNamespace(draws=True), drifting=lambda: ("", ends, 1e-4)
     )
     case = types.SimpleNamespace(kind="train", strategy=create_strategy(1), num_later=0)
+    case.num_replicas = 1
     case.model, case.method = keras.Sequential([keras.layers.Dense(1)]), "train_step"
     return verdict._find_drift(trial, case, workers)
 

@@ -229,7 +229,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._write(*(self._copied or self._copy_end()))
         self._finish()
         if self._requests.must_stop():
-            self._end()
+            raise Preempted
 
     def _is_time(self) -> bool:
         if self._every_minutes is None or not topology.is_chief(self._strategy):
@@ -261,7 +261,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._finish()
             what = f"saved step {self._step}" if self._step else "no step to save yet"
             self._print_fn(f"SIGTERM: {what}, exiting")
-            self._end()
+            raise Preempted
 
     def _save(self, epoch, *, begun, within_epoch=False):
         self._write(*self._copy(epoch, begun=begun, within_epoch=within_epoch))
@@ -293,10 +293,6 @@ class Checkpoint(keras.callbacks.Callback):
         elif self._print_fn is not logging.warning:
             self._print_fn(f"saved step {self._step}, which the chief writes")
 
-    def _end(self):
-        coordination.leave_together(self._strategy)
-        raise Preempted
-
     def _finish(self):
         """Waits for the writer on every worker, so that no worker exits before the chief."""
         failed = self._writer.finish()
@@ -305,6 +301,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         on_chief(self._strategy, lambda: _raise(failed))
+        # The program may end with `fit`.
+        coordination.leave_together(self._strategy)
         if self._requests.is_late():
             # It came to this worker while the others had agreed already.
             os.kill(os.getpid(), signal.SIGTERM)

@@ -235,6 +235,7 @@ class RunReporter:
         coordination.min_and_max(self.strategy, 0)
         if self.workdir is not None and self.is_chief:
             shutil.rmtree(self._checkpoints, ignore_errors=True)
+        coordination.leave_together(self.strategy)
         if self.name is not None:
             self._print_fn(f"{self.name}: weights_sha256={result['weights_sha256']}")
 
