@@ -626,3 +626,9 @@ def test_keras_distribution_is_refused():
             tfmulti.create_strategy("one_device")
     finally:
         keras.distribution.set_distribution(None)
+
+
+def test_an_empty_selection_of_layers_is_told():
+    model = keras.Sequential([keras.Input((4,)), *(layers.Dense(4) for _ in range(5))])
+    with pytest.raises(ValueError, match=r"Received: \[\], which fits none"):
+        tfmulti.checkpoint_activations(model, layers=[])

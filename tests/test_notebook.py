@@ -267,6 +267,14 @@ def test_what_cannot_go_to_another_process_is_named():
         (print, 2, {"start_timeout": "9"}, "`start_timeout` must be None or a number. Rec.*='9'. "),
         (print, 2, {"grace": None}, "`grace` must be a number. Received: grace=None. "),
         (print, 2, {"epochs": 3}, "Keyword arg.* must be among all_output, .* Received: epochs. "),
+        (
+            print,
+            2,
+            {"args": "mnist"},
+            "`args` must be a tuple .*='mnist'. One argument needs a comma",
+        ),
+        (index_of_worker, 2, {"args": (10,)}, "Received: 1 in `args`, .*: too many positional arg"),
+        (lambda epochs: 1, 2, {}, "Received: 0 in `args`, .*'epochs'. Its parameters are .epochs."),
         (print, 2, {"threads": -1}, "`threads` must be at least 0. Received: threads=-1. "),
     ],
 )

@@ -260,3 +260,18 @@ def test_the_graph_tells_what_an_output_has_a_gradient_with_respect_to():
         "list": {1},
         "nothing": set(),
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"stages": ["typo"]}, "`stages` must be names of layers .* Received: stages=.'typo'"),
+        ({"micro_batches": 1.5}, "`micro_batches` must be a whole number from 1. Received: .*1.5"),
+    ],
+)
+def test_on_one_device_too_wrong_arguments_are_told(settings, rule):
+    with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
+        model = keras.Sequential([keras.Input((4,)), *(layers.Dense(4) for _ in range(3))])
+    assert tfmulti.pipeline(model, np.int64(2), micro_batches=np.int64(2)) is model
+    with pytest.raises(ValueError, match=rule):
+        tfmulti.pipeline(model, **settings)

@@ -9,6 +9,7 @@ transfers functions, histories and models between them.
 from __future__ import annotations
 
 import codecs
+import inspect
 import json
 import linecache
 import os
@@ -90,10 +91,11 @@ def notebook_launch(
         history, model = tfmulti.notebook_launch(train, 2, args=(10,))
     """
     config = _read_settings(function, num_workers, settings)
+    args, kwargs = _check_arguments(function, args, kwargs)
     folder = Path(tempfile.mkdtemp(prefix="tfmulti_notebook_"))
     keeps = False
     try:
-        _write_call(folder, function, (tuple(args), dict(kwargs or {})), config)
+        _write_call(folder, function, (args, kwargs), config)
         job = _create_job(folder, config)
         code = job.run()
         if code == 0:
@@ -126,6 +128,30 @@ def _read_settings(function, num_workers, settings) -> LaunchConfig:
         )
     check_whole_number("num_workers", num_workers, "Use for example 2.")
     return LaunchConfig(num_workers=num_workers, **{"grace": GRACE_S, **settings})
+
+
+def _check_arguments(function, args, kwargs) -> tuple[tuple, dict]:
+    """Returns the function's arguments, of which workers would only tell once they have started."""
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(
+            f"`args` must be a tuple of the function's arguments. Received: args={args!r}. "
+            "One argument needs a comma: args=(10,)."
+        )
+    args, kwargs = tuple(args), dict(kwargs or {})
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Some functions that are written in C have none.
+        return args, kwargs
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            "`args` and `kwargs` must be the arguments of the function. "
+            f"Received: {len(args)} in `args`, and {sorted(kwargs)} in `kwargs`: {error}. "
+            f"Its parameters are {signature}."
+        ) from error
+    return args, kwargs
 
 
 def _write_call(folder, function, arguments, config):

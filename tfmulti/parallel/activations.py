@@ -98,7 +98,8 @@ def _find_layers(model, layers):
     wanted = [layers] if isinstance(layers, (str, keras.layers.Layer)) else layers
     wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
     blocks = []
-    for each in wanted:
+    # An empty list fits no layer.
+    for each in wanted or [layers]:
         matches = [layer for layer in every if layer is each or _matches(layer, each)]
         if not matches:
             raise ValueError(

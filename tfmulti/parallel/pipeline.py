@@ -12,7 +12,7 @@ from tfmulti.parallel.device_stages import DeviceStages
 from tfmulti.parallel.layer_costs import estimated_costs, measured_costs
 from tfmulti.parallel.stages import refuse_assigned_weights
 from tfmulti.parallel.worker_stages import WorkerStages
-from tfmulti.settings import check_type
+from tfmulti.settings import check_type, check_whole_number
 from tfmulti.step import normalization, split_weights
 
 
@@ -77,10 +77,10 @@ def pipeline(
     _refuse_rows(measure_rows, stages)
     strategy = model.distribute_strategy
     topology.refuse_servers(strategy, "pipeline", "Use the strategy multi_worker, over MPI.")
+    is_named = stages is not None and not hasattr(stages, "__index__")
+    starts = starts_at(model, stages) if is_named else None
     if strategy.num_replicas_in_sync == 1 and devices is None:
         return model
-    is_named = stages is not None and not isinstance(stages, int)
-    starts = starts_at(model, stages) if is_named else None
     if devices is None:
         _refuse_several_replicas(strategy)
     else:
@@ -91,18 +91,14 @@ def pipeline(
     if starts is None:
         costs = measured_costs(model, measure_rows) if measure_rows else estimated_costs(model)
         starts = starts_by_cost(model, costs, number)
-    settings = model, starts, micro_batches, checkpoint_activations
+    settings = model, starts, int(micro_batches), checkpoint_activations
     staged = WorkerStages(*settings) if devices is None else DeviceStages(*settings, devices)
     staged.install()
     return model
 
 
 def _refuse_model(model, micro_batches):
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(
-            "`micro_batches` must be a whole number of at least 1. "
-            f"Received: micro_batches={micro_batches!r}. Use 4 for each stage."
-        )
+    check_whole_number("micro_batches", micro_batches, "Use 4 for each stage.")
     advice = "Pass a built Functional or Sequential model."
     check_type("model", model, keras.Model, "a Keras model", advice)
     if not model.built or keras_compat.nodes_of(model) is None:
