@@ -50,7 +50,7 @@ def words_of(text):
         (["--workers", "1"], ["`workers` must be numbers from 2", "workers='1'"]),
         (["--replicas=0", "--workers=0"], ["at least one configuration"]),
         (["--steps", "0"], ["`steps` must be at least 1"]),
-        (["--global_batch_size", "2"], ["at least the number of replicas", "for 3"]),
+        (["--global_batch_size", "2"], ["at least the number of replicas", "num_replicas=3"]),
         (["--optimizer", "best"], ["best", "adam"]),
     ],
 )

@@ -75,14 +75,8 @@ def set_logical_cpus(num_cpus: int) -> None:
         num_cpus: Number of logical CPUs, at least 1.
 
     Raises:
-        ValueError: For a number below 1.
         RuntimeError: If TensorFlow is in use already and has fewer.
     """
-    if num_cpus < 1:
-        raise ValueError(
-            "`logical_cpus` must be at least 1. "
-            f"Received: logical_cpus={num_cpus}. Leave it out to use the devices as they are."
-        )
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu) or []
     if len(configured) >= num_cpus:

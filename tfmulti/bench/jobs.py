@@ -1,10 +1,9 @@
 """One job: the processes of one configuration, started once, and the driver's orders to them.
 
 The driver and its processes speak through named pipes, a line of JSON for each order and answer.
-The rendezvous happens once, and `result.json` is written at the end; here a block of steps is
-ordered every second. TensorFlow's own exchange of keys would not do for what is
-measured without TensorFlow. A process that waits at a pipe uses no processor, and begins at once,
-with the others.
+A file such as `result.json` would not do: it is written once, at the end, and here a block of steps
+is ordered every second. Nor would TensorFlow's own exchange of keys, for what is measured without
+TensorFlow. A process that waits at a pipe uses no processor, and begins at once, with the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keras callbacks for several replicas and workers."""
 
 from tfmulti import hardware as _hardware
-from tfmulti.callbacks import throughput as _pace
+from tfmulti.callbacks import throughput as _throughput
 from tfmulti.callbacks.checkpoint import Checkpoint as Checkpoint
 from tfmulti.callbacks.checkpoint import Preempted as Preempted
 from tfmulti.callbacks.checks import NonFinite as NonFinite
@@ -15,5 +15,5 @@ from tfmulti.callbacks.tracking import HistoryFile as HistoryFile
 from tfmulti.callbacks.tracking import MlflowLogs as MlflowLogs
 from tfmulti.callbacks.tracking import WandbLogs as WandbLogs
 
-MEASURED = (*_pace.NAMES, *_hardware.NAMES)
+MEASURED = (*_throughput.NAMES, *_hardware.NAMES)
 """The names that monitors add to the logs, besides the metrics of the model."""

@@ -168,7 +168,7 @@ def latest_good(
         CheckpointError: If none of them can be read, or the latest intact one has the format of
             another version of tfmulti.
     """
-    why, paths = "", _all(folder)
+    why, paths = "", list(checkpoint.saved_in(folder).values())
     for path in paths:
         try:
             return _check(path)
@@ -188,7 +188,7 @@ def latest_good(
 
 def remove_all(folder: str | os.PathLike[str]) -> None:
     """Removes all generations in a folder."""
-    for path in _all(folder):
+    for path in checkpoint.saved_in(folder).values():
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -235,11 +235,6 @@ def _check(path) -> Generation:
         if _digest((path / name).read_bytes()) != expected:
             raise ValueError(f"{name} has changed")
     return Generation(path, manifest["state"], manifest["tensors"])
-
-
-def _all(folder) -> list[Path]:
-    """Returns the folders of the generations, the latest first."""
-    return list(checkpoint.saved_in(folder).values())
 
 
 def _to_json(manifest, **settings) -> str:

@@ -7,8 +7,8 @@ imports TensorFlow.
 `task` defines `Cluster`; `parsing` makes one from the text of a `TF_CONFIG`; `network` parses
 `host:port`, and checks that this machine can reach the others and listen; `sources`
 (`resolve_cluster`) finds the `TF_CONFIG`. Without one, `schedulers` tries MPI and the schedulers
-that it lists, which share `variables`; `gpus` divides a host's GPUs if the scheduler has not.
-`peers` checks that a task answers, and names the task that has caused an error.
+that it lists, which share `scheduler_variables`; `gpus` divides a host's GPUs if the scheduler has
+not. `peers` checks that a task answers, and names the task that has caused an error.
 
 Example:
     >>> import json

@@ -16,8 +16,6 @@ START_TIMEOUT = "TFMULTI_START_TIMEOUT"
 RESTARTS = "TFMULTI_RESTARTS"
 """How often the workers of this job have been restarted, from "0"."""
 
-"""How often Slurm has begun this job again; it sets it from the second time on."""
-
 BASE_PORT = "TFMULTI_BASE_PORT"
 """The first port of a job's workers on each host, the same for all; where a scheduler starts it."""
 

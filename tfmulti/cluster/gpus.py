@@ -53,7 +53,7 @@ def read_list(value: str, find: Callable[[str], object] = str) -> tuple[list, st
         find: Function of a number or name that returns the GPU, or None where there is none.
 
     Returns:
-        What `find` has returned, by itself the numbers, or names such as `GPU-...` and `MIG-...`,
+        What `find` has returned, by default the numbers, or names such as `GPU-...` and `MIG-...`,
         whether such GPUs exist or not; and the fault, empty where there is none.
 
     >>> read_list("1,2"), read_list("GPU-a"), read_list("0;1")

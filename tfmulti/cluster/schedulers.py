@@ -188,7 +188,8 @@ def find_cluster(
     """Returns the cluster that a scheduler's variables describe, or None without any.
 
     MPI is asked first, then `SCHEDULERS`. `Cluster.source` names which. All tasks
-    are workers, or the first one is the chief and the last ones are servers: see `variables`.
+    are workers, or the first one is the chief and the last ones are servers: see
+    `scheduler_variables`.
 
     Args:
         environ: the environment.

@@ -40,13 +40,10 @@ def _replica_rows(plan) -> set[int]:
     whole = [plan.global_batch_size]
     if plan.remainder != "pad":
         whole = {plan.count(0, step) for step in (0, plan.steps_per_pass - 1)}
-    parts = [replica_slice(size, plan.num_replicas, n) for size in whole for n in _ends(plan)]
-    return {stop - start for start, stop in parts}
-
-
-def _ends(plan):
     # The first replicas have a row more than the last ones.
-    return 0, plan.num_replicas - 1
+    ends = (0, plan.num_replicas - 1)
+    parts = [replica_slice(size, plan.num_replicas, n) for size in whole for n in ends]
+    return {stop - start for start, stop in parts}
 
 
 def _rows_after(maps, spec, number) -> set[int | None]:

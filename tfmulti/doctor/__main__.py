@@ -55,6 +55,7 @@ class DoctorConfig:
 
     def __post_init__(self):
         check_settings(self)
+        find_timeout(self.start_timeout)
 
 
 def examine(config: DoctorConfig, timeout_s: float) -> tuple[report.Areas, Cluster | None]:
@@ -106,18 +107,12 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, or 1 where something will make training fail, 2 for a wrong command
         line.
     """
-    argv = sys.argv if argv is None else argv
-    values = command_line.define_flags(DoctorConfig)
-    code = command_line.parse(values, argv, USAGE)
-    if code is not None:
-        return code
-    try:
-        config = command_line.read_settings(DoctorConfig, values)
-        timeout_s = find_timeout(config.start_timeout)
-        areas, met = _look(config, timeout_s)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return command_line.BAD_USAGE
+    return command_line.run(DoctorConfig, USAGE, _examine_and_show, argv)
+
+
+def _examine_and_show(config, tracebacks) -> int:
+    timeout_s = find_timeout(config.start_timeout)
+    areas, met = _look(config, timeout_s)
     checks = [check for _, found in areas for check in found]
     if config.json:
         written = {"checks": [dataclasses.asdict(check) for check in checks]}

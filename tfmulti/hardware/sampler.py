@@ -83,22 +83,15 @@ def find_readers(
             "Processor and memory are read by psutil. Received: no module named psutil. "
             "pip install 'tfmulti[monitor]'"
         )
-    try:
-        gpus, no_gpu = _open_gpus(nvml or load_nvml(), environ)
-    except ImportError as error:
-        gpus, no_gpu = None, f"{error}: pip install nvidia-ml-py"
-    return readers + ([] if gpus is None else [gpus]), missing, no_gpu
-
-
-def _open_gpus(nvml, environ) -> tuple[Gpus | None, str | None]:
+    nvml = nvml or load_nvml()
     try:
         gpus = Gpus(nvml, environ)
     except nvml.NVMLError as error:
-        return None, f"NVML does not start: {error}"
-    if len(gpus):
-        return gpus, None
-    gpus.close()
-    return None, "NVML shows this process no GPU"
+        return readers, missing, f"NVML does not start: {error}"
+    if not len(gpus):
+        gpus.close()
+        return readers, missing, "NVML shows this process no GPU"
+    return [*readers, gpus], missing, None
 
 
 class Sampler:

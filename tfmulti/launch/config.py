@@ -54,7 +54,9 @@ class LaunchConfig:
         0, "Maximum number of restarts after a failure; preemptions do not count.", at_least=0
     )
     start_timeout: float | None = setting(
-        None, "Seconds that workers wait for one another; by default their own 60.", at_least=0.001
+        None,
+        "Seconds that workers wait for one another; by default TFMULTI_START_TIMEOUT, else 60.",
+        at_least=0.001,
     )
     grace: float = setting(
         30.0,

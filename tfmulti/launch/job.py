@@ -75,7 +75,7 @@ class Job:
         config: The settings.
         command: The program and its arguments.
         print_fn: Function that takes a line of text for the user.
-        print_note: The same for what is no failure; `print_fn` by itself.
+        print_note: The same for what is no failure; by default `print_fn`.
         create_log: Function that creates the log of a worker, such as `logs.Log`.
 
     Attributes:

@@ -6,6 +6,7 @@ import dataclasses
 
 from tfmulti.choices import DEFAULT_GLOBAL_BATCH_SIZE, OPTIMIZERS
 from tfmulti.settings import check_model, check_settings, setting
+from tfmulti.sharding import check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +56,8 @@ class ParityConfig:
                 "Use for example --replicas 2,3."
             )
         largest = max(count for _, count in self.setups)
-        if self.global_batch_size is not None and self.global_batch_size < largest:
-            raise ValueError(
-                "`global_batch_size` must be at least the number of replicas. "
-                f"Received: global_batch_size={self.global_batch_size}, for {largest}. "
-                f"Use {largest} or more."
-            )
+        if self.global_batch_size is not None:
+            check_batch_size(self.global_batch_size, largest)
 
     @property
     def setups(self) -> tuple[tuple[str, int], ...]:

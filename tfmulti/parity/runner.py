@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tfmulti.launch.logs import log_tail
 from tfmulti.parity import worker
 from tfmulti.parity.compare import (
     KINDS,
@@ -36,9 +37,6 @@ NOISE_FACTOR = 10
 # With these, no later difference says anything of the step.
 _POINTLESS = (causes.DATA.name, causes.START.name)
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "TF_CONFIG": "{}"}
-_LAST_LINES = 6
-# Lines that TensorFlow writes before it reads TF_CPP_MIN_LOG_LEVEL.
-_CHATTER = ("WARNING: All log messages", "I0000", "W0000")
 
 
 @dataclasses.dataclass
@@ -193,8 +191,7 @@ def _describe_failure(config, finished, folder, title) -> Outcome:
             continue
         path = folder / f"error_{number}.json"
         if not path.exists():
-            lines = [x for x in done.stderr.splitlines() if not x.startswith(_CHATTER)]
-            last = "\n".join(lines[-_LAST_LINES:])
+            last = log_tail(done.stderr)
             message = f"The process ended with exit code {done.returncode}. {last}"
             return Outcome(title, FAILED, error=message.strip())
         failure = json.loads(path.read_text())

@@ -254,16 +254,13 @@ def _number_of_weights(model, strategy) -> int:
     values = [each[:_MOST_ENTRIES].numpy() for each in flat]
     if topology.on_gpus(strategy):
         theirs = receive_from_chief(strategy, values, coordination.broadcast)
-        return int(theirs is None or any(map(_are_apart_on_gpus, values, theirs)))
+        pairs = None if theirs is None else zip(values, theirs)
+        return int(pairs is None or any(are_apart(*pair, CLOSE_ON_GPUS) for pair in pairs))
     number = 0
     for some in values:
         # There are several kinds of NaN.
         number = _crc(np.where(some == some, some, 0), number)
     return number
-
-
-def _are_apart_on_gpus(value, first) -> bool:
-    return are_apart(value, first, CLOSE_ON_GPUS)
 
 
 def _crc(values: np.ndarray, start: int = 0) -> int:

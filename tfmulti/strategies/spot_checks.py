@@ -195,13 +195,9 @@ def _verify_and_run(model, kind, make, iterator):
         while len(batches) < model.steps_per_execution:
             batches.append(iterator.get_next())
     checks.verify_with(model, kind, batches[0])
-    _make_function(model, kind)
-    return make()(batches)
-
-
-def _make_function(model, kind):
     # A step that all replicas compute from the whole batch has another function.
-    model.make_train_function() if kind == TRAIN else model.make_test_function()
+    getattr(model, f"make_{kind}_function")()
+    return make()(batches)
 
 
 def _check(model, kind, samples, progress) -> Callable | None:
@@ -218,7 +214,7 @@ def _check(model, kind, samples, progress) -> Callable | None:
     drawn = samples.latest(progress.in_pass - 1)
     verification.spot_check(model, kind, drawn, progress.steps, checks.WORKERS)
     progress.spent += time.perf_counter() - begin
-    _make_function(model, kind)
+    getattr(model, f"make_{kind}_function")()
     now = getattr(model, f"{kind}_function")
     return None if now is before else now
 
@@ -276,7 +272,7 @@ class VerifyAgain(keras.callbacks.Callback):
         if self._changes <= _ALWAYS or self._changes.bit_count() == 1:
             verified.forget(self.model, TRAIN)
             _verify_within_fit(self.model)
-            _make_function(self.model, TRAIN)
+            self.model.make_train_function()
         if self._attributes is not None:
             self._attributes = attributes_of(self.model)
 

@@ -154,13 +154,9 @@ def _train(config: TrainConfig, verbose: bool) -> int:
     return 0
 
 
-def _show_metric(value) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_show_metric, value))
-    return f"{value:.4f}"
-
-
 def _show(result, workdir):
+    from tfmulti.callbacks.progress import show_value
+
     metrics, rate = result["metrics"], result["examples_per_second"]
     # Keras sorts them by name.
     names = sorted(metrics, key=lambda name: name.removeprefix("val_") != "loss")
@@ -172,7 +168,7 @@ def _show(result, workdir):
         "global batch size": result["global_batch_size"],
         "steps": f"{result['steps']:,} in {result['seconds']:,.1f} s",
         "examples per second": f"{rate:,.0f}" if rate else "not measured",
-        **{words[name]: _show_metric(metrics[name]) for name in names},
+        **{words[name]: show_value(metrics[name]) for name in names},
         "model": f"{workdir}/model.keras" if workdir else "not kept: no --workdir",
         "curves": f"tensorboard --logdir {workdir}/logs" if workdir else "not kept: no --workdir",
     }

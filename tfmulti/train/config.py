@@ -88,7 +88,10 @@ class TrainConfig:
     remainder: str = setting("uneven", "What to do with the last, short batch.", REMAINDERS)
     communication: str = setting("auto", "How workers reduce gradients.", choices.COMMUNICATIONS)
     bucket_bytes: int | None = setting(
-        None, "Bytes of small gradients that workers send together; by default 4 MiB.", at_least=1
+        None,
+        "Bytes of small gradients that workers send together; by default 4 MiB over MPI, and all "
+        "of them over the ring and NCCL.",
+        at_least=1,
     )
     compression: str | None = setting(
         None, "Send gradients rounded to half precision.", choices.COMPRESSIONS, on_servers=False
