@@ -307,7 +307,12 @@ def test_no_worker_ends_before_the_others_have_received_what_it_sends(tmp_path, 
         model.compile("sgd", "mse")
     saver = tfmulti.callbacks.Checkpoint(tmp_path / "checkpoints", train)
     model.fit(train, verbose=0, callbacks=[saver])
-    assert calls[-2:] == ["min_and_max", "leave_together"]
+    # The end of `Checkpoint` and that of `fit`.
+    assert calls[-3:] == ["min_and_max", "leave_together", "leave_together"]
+    for end in (model.fit, model.evaluate, model.predict):
+        calls.clear()
+        end(train, verbose=0)
+        assert calls[-1] == "leave_together", end
     run_reporter.RunReporter(strategy, tmp_path, print).finish(model, {})
     assert calls[-2:] == ["min_and_max", "leave_together"]
 

@@ -301,10 +301,9 @@ class Checkpoint(keras.callbacks.Callback):
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
         on_chief(self._strategy, lambda: _raise(failed))
-        # The program may end with `fit`.
+        # A request that came to this worker while the others had agreed already ends it here.
         coordination.leave_together(self._strategy)
         if self._requests.is_late():
-            # It came to this worker while the others had agreed already.
             os.kill(os.getpid(), signal.SIGTERM)
 
 

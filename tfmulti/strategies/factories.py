@@ -232,6 +232,7 @@ def _during_call(model, name):
         # `fit` and `evaluate` end theirs before they read results.
         if name == "predict":
             program_order.end_pass(model)
+    coordination.leave_together(model.distribute_strategy)
 
 
 def _before_batch(model, name, given):
