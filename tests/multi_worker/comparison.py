@@ -121,6 +121,10 @@ class Comparison:
         seen["evaluate"] = max(abs(a - b) for a, b in pairs)
         predictions = [each.predict(x, verbose=0) for each in (copies, divided)]
         seen["predict"] = float(np.abs(predictions[0] - predictions[1]).max())
+        # All workers make the call, each with rows of its own.
+        number = 4 + topology.worker_index(strategy)
+        of_batch = divided.predict_on_batch(x[:number]) - predictions[0][:number]
+        seen["predict_on_batch"] = float(np.abs(of_batch).max())
         if topology.is_chief(strategy):
             divided.save(folder / "divided.keras")
             copies.save(folder / "copies.keras")

@@ -83,6 +83,16 @@ def test_a_call_in_a_callback_of_one_worker_alone_is_told(run_workers, who, when
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("who", ["chief", "other"])
+def test_one_worker_that_predicts_a_batch_alone_by_weights_of_others_is_told(run_workers, who):
+    told = "".join(run_workers(2, [PROGRAM, f"{who} by shards"], check=False))
+    call, other = "a call of predict_on_batch()", "a call of fit("
+    here, there = (other, call) if who == "chief" else (call, other)
+    assert f"on worker 1 {here}" in told and f"on the first worker {there}" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case, steps", [("stop together", 1), ("stop at the end", 2)])
 def test_workers_that_stop_together_do_as_one_device(run_workers, case, steps):
     seen = run_workers(2, [PROGRAM, case])

@@ -67,6 +67,8 @@ def batches_of(x):
 
 
 def build():
+    if CASE.endswith("by shards"):
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2048), keras.layers.Dense(1)])
     activations = ["relu", "tanh"] if here("order") else ["tanh", "relu"]
     given = keras.Input((4,))
     branches = [keras.layers.Dense(3, each)(given) for each in activations]
@@ -84,7 +86,9 @@ def main():
     rate = keras.optimizers.schedules.CosineDecay(0.1, 9) if CASE == "alike" else 0.01
     with strategy.scope():
         model = build()
-        model.compile(keras.optimizers.SGD(rate), "mae" if here("loss") else "mse")
+        shard = "parameters" if CASE.endswith("by shards") else None
+        optimizer = tfmulti.DistributedOptimizer(keras.optimizers.SGD(rate), shard=shard)
+        model.compile(optimizer, "mae" if here("loss") else "mse")
     x = np.random.RandomState(1 if here("rows") or here("own rows") else 0).randn(32, 4)
     x = x.astype("float32")[: 12 if here("fewer") else 16 if CASE == "fewer" else None]
     given = {"x": x, "y": -x[:, :1] if here("labels") else x[:, :1], "batch_size": 16}
@@ -103,6 +107,10 @@ def main():
         model.predict(batches_of(x), verbose=0)
     if CASE == "batches":
         given = {"x": batches_of(x)}
+    if CASE.endswith("by shards"):
+        model.fit(**given, verbose=0)
+    if alone("by shards"):
+        model.predict_on_batch(DATA)
     callbacks = [Change()]
     if CASE == "stop and save":
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, marks, verification
 from tfmulti.step import wrapped_step
+from tfmulti.strategies import program_order
 from tfmulti.verification.case import PREDICT
 
 
@@ -24,7 +25,8 @@ def predict(original, model: keras.Model, x):
     Each of them predicts a part of the rows, or the first one all of them, where a model has parts
     that are not Keras's own, unless the strategy has `verify="never"`. Keras would give every
     replica the whole batch, and concatenate all predictions. No other worker takes part, so each
-    worker can predict different rows at any time.
+    worker can predict different rows at any time, unless workers hold weights for one another, or
+    the first call creates some: then every worker must make the call, each with rows of its own.
 
     Args:
         original: Keras's own method, which one replica has.
@@ -34,9 +36,15 @@ def predict(original, model: keras.Model, x):
     Returns:
         The predictions for these rows, in their order, as NumPy arrays; ragged and sparse tensors
         stay tensors.
+
+    Raises:
+        ValueError: If only some workers make a call that all must make.
     """
-    if model.distribute_strategy.num_replicas_in_sync == 1:
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
         return original(model, x)
+    if _needs_all_workers(model):
+        program_order.compare_call(strategy, "predict_on_batch", {}, waits=True)
     function, made_for = marks.PREDICT.get(model)
     how = model.run_eagerly, _is_by_one_device(model)
     if function is None or made_for != how:
@@ -45,7 +53,6 @@ def predict(original, model: keras.Model, x):
     x = tf.nest.map_structure(
         lambda part: tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part, x
     )
-    strategy = model.distribute_strategy
     with _as_one_device(strategy) if _is_by_one_device(model) else contextlib.nullcontext():
         outputs = function((x,))
     return tf.nest.map_structure(
@@ -53,6 +60,12 @@ def predict(original, model: keras.Model, x):
         outputs,
         expand_composites=False,
     )
+
+
+def _needs_all_workers(model) -> bool:
+    """Whether a prediction on one worker uses what others hold, or creates variables."""
+    held = (isinstance(variable, keras_compat.HeldVariable) for variable in model.variables)
+    return not keras_compat.has_built_layers(model) or any(held)
 
 
 def _is_by_one_device(model) -> bool:

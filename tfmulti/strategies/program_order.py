@@ -41,19 +41,22 @@ def compare_variable(path: str, shape: tuple[int, ...] | None, dtype: str) -> No
     compare_with_chief(tf.distribute.get_strategy(), text)
 
 
-def compare_call(strategy: tf.distribute.Strategy, name: str, given: dict) -> None:
+def compare_call(
+    strategy: tf.distribute.Strategy, name: str, given: dict, waits: bool = False
+) -> None:
     """Raises ValueError if the chief does not call the same method, with the same settings.
 
     Args:
         strategy: The strategy of this worker.
         name: The method, such as `"fit"`.
         given: Its arguments by name.
+        waits: Whether the chief waits for the others, and all for a limited time, as they do in a
+            call within another.
     """
-    doing = f"a call of {describe_call(name, given)}"
+    doing, waits = f"a call of {describe_call(name, given)}", waits or failed_calls.is_nested()
     # A worker may prepare for hours before it calls `fit`, and not amid a step of it.
-    timeout_s = WAIT_TIMEOUT_S if failed_calls.is_nested() else math.inf
-    compare_with_chief(strategy, doing, timeout_s)
-    if failed_calls.is_nested():
+    compare_with_chief(strategy, doing, WAIT_TIMEOUT_S if waits else math.inf)
+    if waits:
         _wait_for_others(strategy, doing)
 
 
