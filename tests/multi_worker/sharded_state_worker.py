@@ -261,6 +261,25 @@ def two_optimizers(strategy, folder, name):
     return {"same": same(*weights), "held": [held(m.second) for m in weights]}
 
 
+def compiled_again(strategy, folder, name):
+    """A part is frozen, and `compile` puts another loss scale around the same optimizer."""
+    strategy.verify = "never"
+    keras.config.set_dtype_policy("mixed_float16")
+    models, held_by = [], []
+    for shard in (None, "state", "parameters"):
+        model = build(strategy, OPTIMIZERS["adamw"], shard)
+        inner = model.optimizer.inner_optimizer
+        fit(model, epochs=1)
+        model.layers[3].trainable = False
+        with strategy.scope():
+            model.compile(inner, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        fit(model, epochs=1)
+        models.append(model)
+        held_by.append(held(inner))
+    keras.config.set_dtype_policy("float32")
+    return {"same": [same(models[0], each) for each in models[1:]], "held": held_by}
+
+
 class InTurn(keras.Model):
     def __init__(self):
         super().__init__()
@@ -357,6 +376,7 @@ CASES |= {
     "divided life": divided_life,
     "skips": skips,
     "two optimizers": two_optimizers,
+    "compiled again": compiled_again,
     "refusals": refusals,
 }
 

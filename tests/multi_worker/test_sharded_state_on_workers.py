@@ -41,7 +41,7 @@ def life_fixture(run_cases, tmp_path_factory):
 
 @pytest.fixture(scope="module", name="slow")
 def slow_fixture(run_cases, tmp_path_factory):
-    names = (*SLOW, *DIVIDED, "table adamw", "table muon")
+    names = (*SLOW, *DIVIDED, "table adamw", "table muon", "compiled again")
     return run_cases(tmp_path_factory.mktemp("sharded"), names)
 
 
@@ -79,6 +79,13 @@ def test_the_rows_of_a_table_larger_than_all_else_are_divided(slow):
 @pytest.mark.parametrize("case", DIVIDED)
 def test_every_optimizer_of_elements_divides_rows(slow, case):
     assert_divided([each[case] for each in slow])
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_compiled_again_keeps_its_owners_and_slots(slow):
+    for each in (each["compiled again"] for each in slow):
+        copies, *shards = each["held"]
+        assert each["same"] == [True, True] and max(shards) < copies
 
 
 @pytest.mark.slow

@@ -191,6 +191,10 @@ class Shards:
         Args:
             variables: The variables that the optimizer will update.
         """
+        # As Keras's own: around an optimizer that was used before, `compile` may put a new
+        # `LossScaleOptimizer`, which builds it for the variables that are trained now.
+        if self._optimizer.built:
+            return
         variables = list(variables)
         split_weights.refuse_other_updates(self._optimizer, variables)
         number = topology.num_workers(self._strategy)
