@@ -236,10 +236,12 @@ def test_a_gradient_in_parts_below_its_limit_stays_what_it_is_in_float64():
 
 
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="in a later Keras")
-def test_an_optimizer_of_several_is_not_sharded():
+@pytest.mark.parametrize("setting", [{"shard": "state"}, {"synchronize_every": 2}])
+def test_an_optimizer_of_several_is_not_sharded_and_takes_no_local_steps(setting):
     several = keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Adam())
-    with pytest.raises(ValueError, match="shard='state' for a MultiOptimizer"):
-        tfmulti.DistributedOptimizer(several, shard="state")
+    [(name, value)] = setting.items()
+    with pytest.raises(ValueError, match=f"`{name}` needs.*{name}={value!r} for a MultiOptimizer"):
+        tfmulti.DistributedOptimizer(several, **setting)
 
 
 def test_something_else_is_refused():

@@ -103,7 +103,8 @@ def _settings(optimizer, inner, compression, shard, synchronize_every):
     shard = _kept("shard", shard, _what_is_sharded(inner))
     before = marks.SYNCHRONIZE_EVERY.get(inner)
     synchronize_every = _kept("synchronize_every", synchronize_every, before, 1)
-    _check_shard(inner, compression, shard)
+    _refuse_several(inner, shard=shard, synchronize_every=synchronize_every)
+    _check_shard(compression, shard)
     _check_local_steps(synchronize_every, compression, shard)
     strategy = keras_compat.strategy_of(inner)
     for name, value, default in (
@@ -144,17 +145,26 @@ def _distribute(optimizer) -> None:
         marks.DISTRIBUTED.set(optimizer, True)
 
 
-def _check_shard(inner, compression, shard) -> None:
+def _refuse_several(inner, **settings) -> None:
+    """Raises ValueError for settings of an optimizer that hands its updates to others within it.
+
+    The slots that would be sharded are theirs, and each counts its own updates, which a local step
+    without rows would have to do for it.
+    """
+    name, value = next(((n, v) for n, v in settings.items() if v not in (None, 1)), (None, None))
+    if name is not None and hasattr(inner, "optimizers"):
+        raise ValueError(
+            f"`{name}` needs an optimizer that updates all weights itself. Received: "
+            f"{name}={value!r} for a {type(inner).__name__}, which holds other optimizers. Leave "
+            f"{name} out, or use several optimizers in your own `train_step`."
+        )
+
+
+def _check_shard(compression, shard) -> None:
     if compression is not None and shard == "parameters":
         raise ValueError(
             "Gradients of sharded parameters are sent in full precision. Received: "
             f"shard='parameters', compression={compression!r}. Leave compression out."
-        )
-    if shard is not None and hasattr(inner, "optimizers"):
-        raise ValueError(
-            "`shard` needs an optimizer that updates all weights itself. Received: "
-            f"shard={shard!r} for a {type(inner).__name__}, which holds other optimizers. Leave "
-            "shard out, or use several optimizers in your own `train_step`."
         )
 
 
