@@ -15,7 +15,14 @@ import tensorflow as tf
 from replicas import create_strategy, not_on_gpu
 
 import tfmulti
-from tfmulti.checkpoint import folder_lock, generations, own_variables, saved_in, state
+from tfmulti.checkpoint import (
+    folder_lock,
+    generations,
+    optimizers,
+    own_variables,
+    saved_in,
+    state,
+)
 
 NUM_ROWS, BATCH_SIZE, EPOCHS = 43, 16, 4  # Three steps an epoch, the last one short.
 
@@ -839,6 +846,18 @@ def test_a_learning_rate_that_is_not_used_is_told_and_one_that_callbacks_changed
     begun, told = fit(0.3, 4)
     assert begun == 0.1 and len(told) == 1
     assert "the checkpoint's learning rate 0.0" in told[0] and "and not 0.3" in told[0]
+
+
+@pytest.mark.parametrize("kind", ["LossScaleOptimizer", "MultiOptimizer"])
+def test_the_learning_rate_is_that_of_the_optimizer_within(kind):
+    if not hasattr(keras.optimizers, kind):
+        pytest.skip("in a later Keras")
+    adam = keras.optimizers.Adam(0.25)
+    around = getattr(keras.optimizers, kind)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(around(adam if kind.startswith("Loss") else lambda variable: adam), "mse")
+    model.optimizer.build(model.trainable_variables)
+    assert optimizers.rates_of(model) == [None, 0.25]
 
 
 @pytest.mark.slow

@@ -80,7 +80,11 @@ def check_updated(state: dict, model: keras.Model) -> None:
 
 
 def rates_of(model: keras.Model) -> list[float | None]:
-    """Returns the optimizers' learning rates now; None for a schedule, which is no state."""
+    """Returns the optimizers' learning rates now.
+
+    It is None for a schedule, which is no state, and for an optimizer around others, which have
+    the rates: its own is a 0 that nothing uses.
+    """
     return list(map(_rate_of, _optimizers_of(model)))
 
 
@@ -119,6 +123,8 @@ def _what_they_update(model, found) -> list:
 
 
 def _rate_of(optimizer) -> float | None:
+    if hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers"):
+        return None
     rates = [v for v in optimizer.variables if v.name == "learning_rate"]
     # As it was written: 0.1, and not the float32 next to it.
     return float(str(keras.ops.convert_to_numpy(rates[0]))) if rates else None
