@@ -784,6 +784,33 @@ def test_generations_are_kept_and_no_others(tmp_path):
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "4"]
 
 
+def test_a_checkpoint_whose_writer_was_killed_while_it_replaced_it_is_still_there(
+    tmp_path, monkeypatch
+):
+    class Killed(BaseException):
+        pass
+
+    def replace(source, target, rename=os.replace):
+        if target.name.startswith("step"):
+            raise Killed
+        rename(source, target)
+
+    generations.write(tmp_path, 7, {"a": np.zeros(3)}, {"number": 0}, keep=1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", replace)
+        generations.write(tmp_path, 7, {"a": np.zeros(3)}, {"number": 1}, keep=1)
+    assert not list(tmp_path.glob("step_*"))
+    assert generations.latest_good(tmp_path).state == {"number": 0}
+    # It stays until another is written.
+    with pytest.raises(generations.CheckpointError):
+        generations.write(tmp_path, 8, {"a": object()}, {}, keep=1)
+    assert generations.latest_good(tmp_path).state == {"number": 0}
+    for number in (7, 8):
+        generations.write(tmp_path, number, {"a": np.zeros(3)}, {"number": number}, keep=1)
+        assert generations.latest_good(tmp_path).state == {"number": number}
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000000008"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool"])
 def test_every_dtype_comes_back(dtype, tmp_path):
     value = keras.ops.cast(np.array([[0, 1], [1, 0]]), dtype).numpy()

@@ -20,6 +20,8 @@ FOLDER = "checkpoints"
 """The folder of a run's checkpoints, within its `workdir`."""
 
 _NAME = re.compile(r"step_(\d+)")
+# A complete checkpoint that another of the same step replaces.
+_PUT_ASIDE = ".before"
 
 
 def name_of(step: int) -> str:
@@ -31,15 +33,32 @@ def name_of(step: int) -> str:
     return f"step_{step:012d}"
 
 
+def put_aside(unfinished: Path) -> Path:
+    """Returns the name of an earlier checkpoint while one of the same step takes its place.
+
+    >>> put_aside(Path(".7.step_000000000012")).name
+    '.before.7.step_000000000012'
+    """
+    return unfinished.with_name(f"{_PUT_ASIDE}{unfinished.name}")
+
+
 def unfinished_in(folder: str | os.PathLike[str]) -> list[Path]:
     """Returns what is left of checkpoints whose writer was killed, `.PID.step_N` each."""
-    paths = Path(folder).glob(".*.*")
-    return [path for path in paths if _NAME.fullmatch(path.name.rpartition(".")[2])]
+    paths, saved = Path(folder).glob(".*.*"), saved_in(folder).values()
+    left = [path for path in paths if _NAME.fullmatch(path.name.rpartition(".")[2])]
+    return [path for path in left if path not in saved]
 
 
 def saved_in(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Returns the checkpoints in a folder by their step, the latest first."""
-    folder = Path(folder)
-    paths = list(folder.iterdir()) if folder.is_dir() else []
-    found = [(name, path) for path in paths if (name := _NAME.fullmatch(path.name))]
-    return dict(sorted(((int(name[1]), path) for name, path in found), reverse=True))
+    """Returns the checkpoints in a folder by their step, the latest first.
+
+    One that was put aside counts if none has taken its place, because the writer was killed.
+    """
+    folder, found = Path(folder), {}
+    # Those that were put aside come first: a name of its own replaces them.
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        start, _, name = path.name.rpartition(".")
+        step = _NAME.fullmatch(name)
+        if step and (not start or start.startswith(_PUT_ASIDE)):
+            found[int(step[1])] = path
+    return dict(sorted(found.items(), reverse=True))

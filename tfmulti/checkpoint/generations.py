@@ -90,7 +90,7 @@ def write(
 
 def _put_in_place(temporary, final):
     """Renames a generation; an earlier one of the same number is removed only afterwards."""
-    before = final.with_name(f".before{temporary.name}")
+    before = checkpoint.put_aside(temporary)
     if final.exists():
         os.replace(final, before)
     try:
@@ -188,7 +188,7 @@ def latest_good(
 
 def remove_all(folder: str | os.PathLike[str]) -> None:
     """Removes all generations in a folder."""
-    for path in checkpoint.saved_in(folder).values():
+    for path in (*checkpoint.unfinished_in(folder), *checkpoint.saved_in(folder).values()):
         shutil.rmtree(path, ignore_errors=True)
 
 
