@@ -68,13 +68,22 @@ def batches_of(x):
 
 def build():
     if CASE.endswith("by shards"):
-        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2048), keras.layers.Dense(1)])
+        hidden = keras.layers.Dense(2048)
+        return keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(1)])
     activations = ["relu", "tanh"] if here("order") else ["tanh", "relu"]
     given = keras.Input((4,))
     branches = [keras.layers.Dense(3, each)(given) for each in activations]
     hidden = keras.layers.LeakyReLU(0.1 if here("slope") else 0.2)(keras.layers.Add()(branches))
     hidden = keras.layers.Dropout(0.1)(hidden)
     return keras.Model(given, keras.layers.Dense(1)(hidden))
+
+
+def predict_by_shards(model, given):
+    """Predicts a batch on one worker, once `fit` has sharded the weights."""
+    if CASE.endswith("by shards"):
+        model.fit(**given, verbose=0)
+    if alone("by shards"):
+        model.predict_on_batch(DATA)
 
 
 def main():
@@ -107,10 +116,7 @@ def main():
         model.predict(batches_of(x), verbose=0)
     if CASE == "batches":
         given = {"x": batches_of(x)}
-    if CASE.endswith("by shards"):
-        model.fit(**given, verbose=0)
-    if alone("by shards"):
-        model.predict_on_batch(DATA)
+    predict_by_shards(model, given)
     callbacks = [Change()]
     if CASE == "stop and save":
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
