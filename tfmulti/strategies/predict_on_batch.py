@@ -64,8 +64,9 @@ def predict(original, model: keras.Model, x):
 
 def _needs_all_workers(model) -> bool:
     """Whether a prediction on one worker uses what others hold, or creates variables."""
-    held = (isinstance(variable, keras_compat.HeldVariable) for variable in model.variables)
-    return not keras_compat.has_built_layers(model) or any(held)
+    weights = model.weights
+    creates = not (weights or model.built)
+    return creates or any(isinstance(each, keras_compat.HeldVariable) for each in weights)
 
 
 def _is_by_one_device(model) -> bool:
