@@ -121,6 +121,15 @@ def test_weights_excluded_from_decay_before_the_cut_stay_so(devices):
     assert decayed == [v.path for v in model.trainable_variables if "kernel" in v.path]
 
 
+def test_weights_keep_their_names_on_their_devices():
+    def names(devices):
+        keras.utils.clear_session()
+        model = create(worker.TRAINED["dense"], devices)
+        return {weight.value.name for weight in model.weights if weight.trainable}
+
+    assert names(DEVICES) == names(None)
+
+
 @contextlib.contextmanager
 def running_graphs():
     """Yields the nodes of the graphs that devices run within the context, once it has ended."""

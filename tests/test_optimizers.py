@@ -115,6 +115,57 @@ def test_without_the_weights_of_rows_uneven_batches_are_wrong(monkeypatch):
     assert np.abs(weights - reference[0]).max() > 1e-4
 
 
+def decayed_but_for_layers():
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["embedding", "dense_1/kernel"])
+    return optimizer
+
+
+class ByName(keras.optimizers.SGD):
+    """Updates single rows in place, and biases at another rate, which it knows by their names."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = tf.cast(learning_rate, variable.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            variable.scatter_sub(tf.IndexedSlices(rate * gradient.values, gradient.indices))
+        else:
+            factor = 0.5 if variable.name.endswith("dense/bias:0") else 1.0
+            variable.assign_sub(factor * rate * gradient)
+
+
+def updated_table(num_replicas, optimizer):
+    """A table and two dense layers after two updates; of plain Keras for no replicas."""
+    keras.utils.clear_session()
+    strategy = create_strategy(num_replicas) if num_replicas else tf.distribute.get_strategy()
+    with strategy.scope():
+        table, *dense = keras.layers.Embedding(9, 4), *(keras.layers.Dense(4) for _ in range(2))
+        keras.Sequential([keras.Input((3,), dtype="int32"), table, *dense])
+        variables = [table.embeddings, *(v for layer in dense for v in layer.weights)]
+        for variable in variables:
+            variable.assign(tf.reshape(tf.range(float(np.prod(variable.shape))), variable.shape))
+        optimizer = optimizer()
+
+        def update():
+            # A custom loop adds the gradients of replicas.
+            part = 1 / max(num_replicas, 1)
+            rows = tf.IndexedSlices(part * tf.ones((2, 4)), tf.constant([1, 7]), (9, 4))
+            # Several replicas add sparse gradients of steps that are traced only.
+            rows = rows if num_replicas < 2 else tf.convert_to_tensor(rows)
+            optimizer.apply([rows, *(part * tf.ones(v.shape) for v in variables[1:])], variables)
+
+        for _ in range(2):
+            strategy.run(update)
+    return [variable.numpy() for variable in variables]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("optimizer", [decayed_but_for_layers, lambda: ByName(0.1)])
+def test_optimizers_know_weights_by_their_names_on_one_device(optimizer, num_replicas):
+    found, expected = updated_table(num_replicas, optimizer), updated_table(0, optimizer)
+    for each, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(each, other, rtol=0, atol=1e-5)
+
+
 def test_the_class_and_the_file_stay_the_users(tmp_path):
     strategy = create_strategy(2)
     with strategy.scope():

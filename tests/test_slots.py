@@ -76,6 +76,23 @@ def test_a_value_of_another_shape_is_not_kept():
     slots.refuse_other_shape(Slot, np.ones((51, 16)))
 
 
+def test_a_weight_keeps_its_name_where_it_is_held():
+    def name():
+        with keras_compat.held_values():
+            return layer.kernel.value.name
+
+    strategy = replicas.create_strategy(1)
+    with strategy.scope():
+        layer = keras.layers.Dense(3, name="last")
+        layer(np.ones((1, 2)))
+    expected = name()
+    assert expected.endswith("last/kernel:0")
+    keras_compat.hold(layer.kernel, keras_compat.HeldVariable, strategy, is_here=False)
+    assert name() == expected
+    keras_compat.move_held(layer.kernel, strategy, tf.ones((2, 3)))
+    assert name() == expected
+
+
 def test_averages_are_stale_after_every_call_of_an_optimizer_that_accumulates():
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer = keras.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=4)

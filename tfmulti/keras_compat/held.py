@@ -73,13 +73,13 @@ class UpdatedRows:
 
     Args:
         optimizer: The optimizer.
-        variable: The weight, with one replica.
+        variable: The weight, or its `own_variable`, with one replica.
         begin: The first of the rows.
         end: The row after the last one.
     """
 
     def __init__(self, optimizer, variable: keras.Variable, begin: int, end: int):
-        value = variable.value
+        value = own_variable(variable)
         self._whole = getattr(value, "values", (value,))[0]
         self._begin, self._end = begin, end
         # `Optimizer._var_key` takes this attribute of what it is given.
@@ -136,6 +136,19 @@ def are_held_values() -> bool:
     return _reads_held.value
 
 
+def own_variable(variable):
+    """Returns the `tf.Variable` with what this worker holds of a variable.
+
+    Keras's optimizers on one device update and decay it, and may decide by its name, in which the
+    names of the layers precede that of the weight.
+
+    Args:
+        variable: A Keras variable, or already a `tf.Variable`.
+    """
+    with held_values():
+        return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def hold(variable: keras.Variable, kind: type, strategy: tf.distribute.Strategy, is_here: bool):
     """Turns a variable into a `HeldVariable`, in place; frees its value on other workers.
 
@@ -171,11 +184,16 @@ def _set_value(variable, strategy, value):
     def create():
         with tf.device(strategy.extended.worker_devices[0]):
             # `trainable` as at creation: Keras does not change it to freeze or unfreeze weights.
-            return tf.Variable(value, trainable=old.trainable, name=variable.name)
+            return tf.Variable(value, trainable=old.trainable, name=_name_of(old))
 
     # In a strategy's scope, creating a variable is a collective.
     new = _with_key_of(old, call_outside_scope(create))
     variable._value = distributed_values.MirroredVariable(strategy, [new], old.aggregation)
+
+
+def _name_of(value: tf.Variable) -> str:
+    """Returns the name by which a variable of TensorFlow was created."""
+    return value.name.split(":")[0]
 
 
 def _with_key_of(old, new: tf.Variable) -> tf.Variable:
@@ -207,7 +225,7 @@ def put_on(variable: keras.Variable, device: str) -> None:
             return tf.Variable(
                 old,
                 trainable=old.trainable,
-                name=variable.name,
+                name=_name_of(old),
                 aggregation=old.aggregation,
                 synchronization=old.synchronization,
             )

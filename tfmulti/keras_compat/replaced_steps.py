@@ -15,6 +15,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager.polymorphic_function import autograph_util
 
 from tfmulti import marks
+from tfmulti.keras_compat import held
 
 
 def update_alike(plain):
@@ -45,18 +46,25 @@ def update_on_devices(self, grads, trainable_variables, learning_rate) -> None:
             base_optimizer.BaseOptimizer._backend_update_step(
                 self,
                 [grads[place] for place in places],
-                [trainable_variables[place] for place in places],
+                [held.own_variable(trainable_variables[place]) for place in places],
                 learning_rate,
             )
 
 
 def decay_on_devices(self, variables) -> None:
     """Decays weights, each on its own device if pipeline stages are on several devices."""
+    if self.weight_decay is None:
+        return
     variables = list(variables)
     for device, places in _by_device(variables):
         with device:
-            chosen = [variables[place] for place in places]
-            base_optimizer.BaseOptimizer._apply_weight_decay(self, chosen)
+            for place in places:
+                variable = held.own_variable(variables[place])
+                # The base class would ask with Keras's variable, whose name lacks its layer's.
+                if self._use_weight_decay(variable):
+                    rate = tf.cast(self.learning_rate, variable.dtype)
+                    decay = tf.cast(self.weight_decay, variable.dtype)
+                    variable.assign_sub(variable * decay * rate)
 
 
 def _by_device(variables):

@@ -284,12 +284,13 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
 
     Args:
         optimizer: The optimizer, with sharded state.
-        variable: The variable that is updated.
+        variable: The variable that is updated; Keras's or TensorFlow's.
 
     Raises:
         RuntimeError: For such a variable, with its name.
     """
-    others = [v for v in keras_compat.updated_variables(optimizer) if v is not variable]
+    others = keras_compat.updated_variables(optimizer)
+    path = others.pop(keras_compat.variable_index(optimizer, variable)).path
     since = 0 if tf.executing_eagerly() else keras_compat.next_op()
     shared = [v for v in optimizer.variables if not isinstance(v, SlotVariable)]
     with keras_compat.noting_assigned(shared) as changed:
@@ -298,7 +299,7 @@ def refusing_shared_state(optimizer: keras.optimizers.Optimizer, variable) -> It
     if read:
         raise RuntimeError(
             "With sharded state an update of a variable may read only that variable. "
-            f"Received: {type(optimizer).__name__}.update_step of {variable.path}, which "
+            f"Received: {type(optimizer).__name__}.update_step of {path}, which "
             f"reads {read[0].path}. Compute what needs all variables before the updates, in "
             "the step, or leave shard out for this optimizer."
         )

@@ -12,11 +12,20 @@ from tfmulti import topology
 
 optimizers = keras.optimizers
 
+
+def decayed_by_names(**settings):
+    """Not to decay a layer, whose name is before that of the weight in TensorFlow's names."""
+    optimizer = optimizers.AdamW(0.01, weight_decay=0.5, **settings)
+    optimizer.exclude_from_weight_decay(var_names=["dense/", "dense_1/bias"])
+    return optimizer
+
+
 MAKERS = {
     "SGD, momentum, nesterov": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "Adam": lambda: optimizers.Adam(0.01),
     "AMSGrad": lambda: optimizers.Adam(0.01, amsgrad=True),
     "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "AdamW, decay by names of layers": decayed_by_names,
     "Adamax": lambda: optimizers.Adamax(0.01),
     "RMSprop": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
     "Nadam": lambda: optimizers.Nadam(0.01),
@@ -85,6 +94,7 @@ def wide():
 
 
 SHARDED = {
+    "sharded state, AdamW, decay by names of layers": decayed_by_names,
     "sharded state, AdamW, clipped": lambda: optimizers.AdamW(
         0.01, weight_decay=0.1, global_clipnorm=0.3
     ),
@@ -96,6 +106,9 @@ SHARDED = {
     ),
 }
 SHARDED_PARAMETERS = {
+    "sharded parameters, AdamW, decay by names, accumulated": lambda: decayed_by_names(
+        gradient_accumulation_steps=2
+    ),
     "sharded parameters, AdamW, clipped": SHARDED["sharded state, AdamW, clipped"],
     "sharded parameters, Lamb, accumulated": SHARDED["sharded state, Lamb, accumulated"],
     "sharded parameters, SGD, averaged": lambda: optimizers.SGD(
