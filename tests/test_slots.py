@@ -39,6 +39,28 @@ def test_values_of_other_workers_are_read_back(values):
             np.testing.assert_array_equal(read.astype("float32"), numbers)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
+def test_an_assigned_value_of_another_dtype_is_read_back_in_that_of_the_variable(values, dtype):
+    for own in ("float32", "bfloat16"):
+        variable = of_another_worker((2, 3), own)
+        values.keep_value(variable, np.arange(6, dtype=dtype).reshape(2, 3))
+        read = values.read(variable)
+        assert read.dtype == tf.as_dtype(own).as_numpy_dtype
+        np.testing.assert_array_equal(read.astype("float32"), np.arange(6).reshape(2, 3))
+
+
+def test_an_update_does_not_keep_what_a_worker_without_the_slot_has(values):
+    class Shards:
+        worker = 0
+
+    Shards.values = values
+    slot = slots.SlotVariable(Shards, 1, False, (2,), "zeros", "float32", "average", True)
+    slot.assign(np.ones(2, "float32"))
+    with keras_compat.held_values():
+        slot.assign(slot.value)
+    np.testing.assert_array_equal(values.read(slot), np.ones(2))
+
+
 def test_a_killed_process_leaves_no_file_of_values(values, tmp_path):
     values.keep_value(of_another_worker((2,), "float32"), np.ones(2, "float32"))
     assert not list(tmp_path.iterdir())

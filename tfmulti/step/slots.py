@@ -101,8 +101,11 @@ class SlotVariable(keras.Variable):
             super().assign(value)
         elif not keras_compat.are_held_values():
             refuse_other_shape(self, value)
-        # On the owner too: all workers must agree on whether the value is known.
-        return self._shards.values.keep_value(self, value)
+        # In an update only the owner has the value, and others an empty one.
+        if not keras_compat.are_held_values():
+            # On the owner too: all workers must agree on whether the value is known.
+            self._shards.values.keep_value(self, value)
+        return value
 
     def numpy(self) -> np.ndarray:
         """Returns the whole value; see `OwnedValues.read`."""
@@ -179,7 +182,9 @@ class OwnedValues:
                 with self._lock:
                     end = self._file.seek(0, os.SEEK_END)
                     self._file.seek(self._begins.setdefault(number, end))
-                    np.save(self._file, np.asarray(value))
+                    # As the owner's assignment does: `read` takes the file's bytes for this dtype.
+                    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+                    np.save(self._file, np.asarray(value, dtype))
             self._kept_at[number] = self._step(variable)
         return value
 
