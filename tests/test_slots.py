@@ -1,5 +1,6 @@
 """What one worker keeps of the values of others."""
 
+import gc
 import tempfile
 
 import keras
@@ -59,6 +60,23 @@ def test_an_update_does_not_keep_what_a_worker_without_the_slot_has(values):
     with keras_compat.held_values():
         slot.assign(slot.value)
     np.testing.assert_array_equal(values.read(slot), np.ones(2))
+
+
+def test_variables_of_new_models_take_the_places_of_deleted_ones(values):
+    def keep(number):
+        variable = of_another_worker(shape, "float32")
+        values.keep_value(variable, np.full(shape, float(number), "float32"))
+        return variable
+
+    shape, sizes = (2, 3), []
+    stays = keep(7)
+    for number in range(3):
+        several = [keep(number + each) for each in range(2)]
+        assert [values.read(v)[0, 0] for v in (*several, stays)] == [number, number + 1, 7]
+        sizes.append(values._file.seek(0, 2))
+        several.clear()
+        gc.collect()
+    assert len(set(sizes)) == 1
 
 
 def test_a_killed_process_leaves_no_file_of_values(values, tmp_path):

@@ -130,6 +130,8 @@ class OwnedValues:
         # By the number of a variable: the step at which its value was kept, and where in the file.
         self._kept_at: dict[int, int] = {}
         self._begins: dict[int, int] = {}
+        # By shape and dtype: where values of variables that no longer exist are in the file.
+        self._free: dict[tuple, list[int]] = {}
         # Not in memory, which may be too small for the values of all workers. The file has no name,
         # so that a killed process leaves nothing behind.
         self._file, self._lock = tempfile.TemporaryFile(), threading.Lock()
@@ -180,13 +182,22 @@ class OwnedValues:
             number = _number_of(variable)
             if not variable.has_whole:
                 with self._lock:
-                    end = self._file.seek(0, os.SEEK_END)
-                    self._file.seek(self._begins.setdefault(number, end))
+                    if number not in self._begins:
+                        self._begins[number] = self._new_begin(variable)
+                    self._file.seek(self._begins[number])
                     # As the owner's assignment does: `read` takes the file's bytes for this dtype.
                     dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
                     np.save(self._file, np.asarray(value, dtype))
             self._kept_at[number] = self._step(variable)
         return value
+
+    def _new_begin(self, variable) -> int:
+        """Returns a place in the file, which another variable can have when this one is deleted."""
+        free = self._free.setdefault((tuple(variable.shape), variable.dtype), [])
+        begin = free.pop() if free else self._file.seek(0, os.SEEK_END)
+        # It holds no reference to this object, and takes no lock: it may run at any time.
+        weakref.finalize(variable, free.append, begin).atexit = False
+        return begin
 
     def forget(self, variable) -> None:
         """Forgets a kept value, before steps that may change it."""
