@@ -47,6 +47,10 @@ def plain():
     return chain(*hidden)
 
 
+def deep():
+    return chain(*(layers.Dense(WIDE, activation="tanh") for _ in range(4)))
+
+
 def functional():
     """Two skip connections, a layer that is used twice, and a constraint."""
     given = keras.Input((64,))
@@ -302,7 +306,8 @@ def compare(strategy, folder, name):
 def settings(strategy, folder, name):
     """Eager steps, several steps at once, and half precision."""
     seen = {}
-    eager = {"run_eagerly": True, "optimizer": "averages at the end"}
+    # Each worker reads several averages that the other one has.
+    eager = {"create": deep, "run_eagerly": True, "optimizer": "averages at the end"}
     for each in (eager, {"steps_per_execution": 2}):
         models = [build(strategy, shard=shard, **each) for shard in (None, "parameters")]
         for model in models:
