@@ -87,6 +87,7 @@ READ = (
     (keras.optimizers.Optimizer, "_clip_gradients", ("grads",)),
     (keras.optimizers.Optimizer, "_get_variable_index", ("variable",)),
     (keras.optimizers.Optimizer, "_track_variable", ("variable",)),
+    (keras.optimizers.Optimizer, "_use_weight_decay", ("variable",)),
     (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
     (epoch_iterator.EpochIterator, "reset", ()),
     (keras_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
