@@ -33,6 +33,12 @@ def unseeded(model):
     model.fit(data, epochs=3, verbose=0)
 
 
+def predicted_first(model):
+    data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).shuffle(43).batch(16)
+    model.predict(data, verbose=0)
+    model.fit(data, epochs=2, verbose=0)
+
+
 class Changing(keras.utils.PyDataset):
     """Gives other rows in each epoch."""
 
@@ -65,7 +71,7 @@ def train(num_replicas, kind, fit):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("fit", [arrays, seeded, unseeded, changing])
+@pytest.mark.parametrize("fit", [arrays, predicted_first, seeded, unseeded, changing])
 @pytest.mark.parametrize("kind", [keras.Sequential, CustomModel])
 def test_the_order_is_one_devices(kind, fit):
     np.testing.assert_allclose(train(3, kind, fit), train(0, kind, fit), rtol=0, atol=1e-6)

@@ -185,3 +185,62 @@ def test_a_step_that_changes_is_verified_with_the_next_batch():
             continue
         with pytest.raises(ValueError, match="it was exact before it was changed"):
             model.fit(mapped(noise, strategy), epochs=2, verbose=0, callbacks=[Phase()])
+
+
+class Predictor(keras.Sequential):
+    """A model with a step of its own, which is verified."""
+
+    def predict_step(self, data):
+        return self(data[0] if isinstance(data, tuple) else data)
+
+
+class Centred(Predictor):
+    def predict_step(self, data):
+        predictions = super().predict_step(data)
+        return predictions - tf.reduce_mean(predictions)
+
+
+def predictor(kind, num_replicas=2, **settings):
+    with create_strategy(num_replicas, **settings).scope():
+        model = kind([keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def once():
+    """A dataset that goes on where it was, as one of a queue does."""
+    rows = iter(ROWS)
+    spec = tf.TensorSpec((4,))
+    return tf.data.Dataset.from_generator(lambda: rows, output_signature=spec).batch(SIZE)
+
+
+def batches_of_rows():
+    return ((ROWS[SIZE * index : SIZE * (index + 1)],) for index in range(NUM_BATCHES))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", [keras.Sequential, Predictor])
+def test_predict_loses_no_batch_of_data_that_are_read_once(kind):
+    found = predictor(kind).predict(once(), verbose=0)
+    np.testing.assert_allclose(found[:, 0], ROWS.sum(axis=1), atol=1e-5)
+
+
+def test_predict_draws_random_numbers_as_on_one_device():
+    first, second = (
+        predictor(keras.Sequential, number).predict(Batches(Noise(False), None), verbose=0)
+        for number in (1, 2)
+    )
+    np.testing.assert_allclose(first, second, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [once, batches_of_rows])
+def test_predict_is_verified_with_the_first_batch_that_it_draws(make):
+    with pytest.raises(ValueError, match="`predict_step` must give"):
+        predictor(Centred).predict(make(), verbose=0)
+    model = predictor(Centred, on_difference="replicate")
+    with pytest.warns(UserWarning, match="Every replica computes"):
+        found = model.predict(make(), verbose=0)
+    sums = ROWS.sum(axis=1).reshape(NUM_BATCHES, SIZE)
+    expected = sums - sums.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(found[:, 0], expected.reshape(-1), atol=1e-5)

@@ -205,10 +205,14 @@ def reads_by_python(epoch_iterator) -> bool:
     adapter = epoch_iterator.data_adapter
     if hasattr(adapter, "py_dataset"):
         return True
-    own = getattr(adapter, "_dataset", None)
-    if hasattr(own, "distribute_to"):
-        own = own.stream
-    return isinstance(own, tf.data.Dataset) and _calls_python(own)
+    return calls_python(getattr(adapter, "_dataset", None))
+
+
+def calls_python(dataset) -> bool:
+    """Whether reading a batch of a dataset calls Python code; False for anything else."""
+    if hasattr(dataset, "distribute_to"):
+        dataset = dataset.stream
+    return isinstance(dataset, tf.data.Dataset) and _calls_python(dataset)
 
 
 def _calls_python(dataset) -> bool:

@@ -222,7 +222,7 @@ def _verify(model, peek, iterator):
     feed.validates = name == "fit" and validates
     marks.SAMPLES.set(model, {**marks.SAMPLES.get(model), kind: feeds.samples_of(iterator)})
     # Of an earlier call that has failed.
-    marks.PENDING.set(model, {})
+    take_pending(model, kind)
     if name == "fit":
         marks.FEED.set(model, None)
     if not feed.by_python:
@@ -238,10 +238,25 @@ def verify_at_first_batch(model: keras.Model, kind: str, feed: Feed) -> None:
 
     Args:
         model: The model.
-        kind: `"train"` or `"test"`.
+        kind: `"train"`, `"test"` or `"predict"`.
         feed: The description of its data.
     """
     marks.PENDING.set(model, {**marks.PENDING.get(model), kind: feed})
+
+
+def take_pending(model: keras.Model, kind: str) -> Feed | None:
+    """Returns the data with which a step was to be verified, and no longer is; None if none.
+
+    Steps of other kinds are left alone: a callback may call `predict` before the first step.
+
+    Args:
+        model: The model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    pending = dict(marks.PENDING.get(model))
+    feed = pending.pop(kind, None)
+    marks.PENDING.set(model, pending)
+    return feed
 
 
 def verify_with(model: keras.Model, kind: str, batch) -> None:
@@ -249,11 +264,10 @@ def verify_with(model: keras.Model, kind: str, batch) -> None:
 
     Args:
         model: The model.
-        kind: `"train"` or `"test"`.
+        kind: `"train"`, `"test"` or `"predict"`.
         batch: The batch, as the replicas receive it.
     """
-    feed = marks.PENDING.get(model)[kind]
-    marks.PENDING.set(model, {})
+    feed = take_pending(model, kind)
     feed.peek = lambda: rows.as_user_sees(batch)
     verify_feed(model, kind, feed)
     verified.note_feed(model, kind, feed)
@@ -331,22 +345,24 @@ def before_saving(model: keras.Model) -> None:
 
 
 def before_call(model: keras.Model, name: str, data) -> None:
-    """Refuses models that replicas cannot run, and verifies `predict` with rows of its data."""
+    """Refuses models that replicas cannot run, and has `predict` verified with rows of its data.
+
+    Those are rows from all over arrays and tensors. Of other data no batch may be read but those
+    that Keras draws: it would be lost, or the next pass would have another order.
+    """
     strategy = model.distribute_strategy
     in_parts = strategy.num_replicas_in_sync > 1 or num_micro_batches(model) > 1
     if name != "predict" or not (keras_compat.is_ours(strategy) and in_parts):
         return
     _refuse_stateful(model)
     keras_compat.prepare_global_seeds(strategy)
-    if strategy.verify != "never":
-        batch = feeds.first_rows(data)
-        if batch is not None:
-            feed = Feed(
-                lambda: batch,
-                batches=keras_compat.batch_sizes_of_dataset(data),
-                in_chunks=feeds.is_in_chunks(data),
-            )
-            verification.verify_once(model, PREDICT, feed, WORKERS)
+    if not verification.may_be_verified(model, PREDICT):
+        return
+    feed = feeds.feed_of_predict(data)
+    if feeds.are_arrays(data):
+        verification.verify_once(model, PREDICT, feed, WORKERS)
+    else:
+        verify_at_first_batch(model, PREDICT, feed)
 
 
 def adopt_optimizers(model: keras.Model, name: str) -> None:

@@ -227,7 +227,8 @@ def _before_call(model, name, given):
 
 @contextlib.contextmanager
 def _during_call(model, name):
-    with failed_calls.shared_call(model.distribute_strategy, name):
+    verifying = spot_checks.verifying_predictions(model, name)
+    with failed_calls.shared_call(model.distribute_strategy, name), verifying:
         yield
         # `fit` and `evaluate` end theirs before they read results.
         if name == "predict":
@@ -255,7 +256,6 @@ def _warn_of_others(name, cluster):
 
 
 def _repair_keras():
-    take = functools.partial(gradients.take_gradient, accumulation.defers_reduction)
     keras_compat.install(
         accumulate=accumulation.accumulate,
         agree=coordination.agree_on_stopping,
@@ -289,7 +289,7 @@ def _repair_keras():
         refuse=checks.refuse_outside_scope,
         regularization_loss=losses.regularization_loss,
         settle=_settle,
-        take_gradient=take,
+        take_gradient=functools.partial(gradients.take_gradient, accumulation.defers_reduction),
         finite_on_all=finite.finite_on_all,
         result_or_logs=program_order.result_or_logs,
         update_metric_function=whole_batch.update_metric_function,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -14,20 +16,30 @@ _EVEN = ("drop", "repeat_first")
 _MAX_ROWS = 64
 
 
-def first_rows(data):
-    """Returns some rows of the data of `predict`, or None if reading would consume them."""
-    if isinstance(data, tf.data.Dataset):
-        iterator = iter(data)
-        peek = getattr(iterator, "peek", None)
-        return peek() if peek else next(iterator, None)
-    if isinstance(data, keras.utils.PyDataset):
-        batch = data[0]
-        # As Keras does.
-        return (batch,) if isinstance(batch, np.ndarray) else batch
+def feed_of_predict(data) -> Feed:
+    """Describes the data of `predict`.
+
+    Args:
+        data: The data, as the user gives them.
+    """
+    by_tensorflow = are_arrays(data) or isinstance(data, tf.data.Dataset)
+    return Feed(
+        functools.partial(_rows_of_arrays, data),
+        batches=keras_compat.batch_sizes_of_dataset(data),
+        in_chunks=is_in_chunks(data),
+        by_python=not by_tensorflow or keras_compat.calls_python(data),
+    )
+
+
+def are_arrays(data) -> bool:
+    """Whether data are arrays and tensors, of which rows can be taken without reading batches."""
     kinds = (np.ndarray, tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
     parts = tf.nest.flatten(data, expand_composites=False)
-    if not all(isinstance(part, kinds) for part in parts):
-        return None
+    return all(isinstance(part, kinds) for part in parts)
+
+
+def _rows_of_arrays(data):
+    parts = tf.nest.flatten(data, expand_composites=False)
     if all(isinstance(part, (np.ndarray, tf.Tensor)) for part in parts):
         rows = keras_compat.rows_from_all_over(data)
     else:

@@ -16,16 +16,17 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks, topology, verification
+from tfmulti.runtime.scoped import with_attributes
 from tfmulti.step.samples import fibonacci
 from tfmulti.strategies import checks, coordination
 from tfmulti.verification import verified
-from tfmulti.verification.case import TEST, TRAIN, Case
+from tfmulti.verification.case import PREDICT, TEST, TRAIN, Case
 from tfmulti.verification.differences import same_bits
 from tfmulti.verification.python_values import attributes_of
 
@@ -198,6 +199,43 @@ def _verify_and_run(model, kind, make, iterator):
     # A step that all replicas compute from the whole batch has another function.
     getattr(model, f"make_{kind}_function")()
     return make()(batches)
+
+
+@contextlib.contextmanager
+def verifying_predictions(model: keras.Model, name: str) -> Iterator[None]:
+    """Has `predict` verified with the first batch that it draws, if it is to be.
+
+    Args:
+        model: The model whose method is called.
+        name: The name of the method.
+    """
+    if name != "predict":
+        yield
+        return
+    make, made = model.make_predict_function, None
+
+    def verify_and_run(data):
+        model.predict_function = made
+        if PREDICT in marks.PENDING.get(model):
+            checks.verify_with(model, PREDICT, data[0])
+            # A step that all replicas compute from the whole batch has another function.
+            make()
+        return model.predict_function(data)
+
+    def make_function(*args, **kwargs):
+        nonlocal made
+        make(*args, **kwargs)
+        if PREDICT in marks.PENDING.get(model) and model.predict_function is not verify_and_run:
+            made, model.predict_function = model.predict_function, verify_and_run
+        return model.predict_function
+
+    try:
+        with with_attributes(model, make_predict_function=make_function):
+            yield
+    finally:
+        checks.take_pending(model, PREDICT)
+        if model.predict_function is verify_and_run:
+            model.predict_function = made
 
 
 def _check(model, kind, samples, progress) -> Callable | None:
