@@ -396,6 +396,26 @@ def test_masks_are_gathered_with_the_predictions(num_replicas):
     assert_alike(fit(num_replicas), fit(1))
 
 
+class OwnAccuracy(keras.metrics.SparseCategoricalAccuracy):
+    """A class of the user's own, whose base applies the mask of the predictions."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(ops.maximum(y_true, 0), y_pred, sample_weight)
+
+
+def test_own_classes_of_metrics_see_the_masks_of_all_rows():
+    def accuracy(num_replicas):
+        keras.utils.set_random_seed(1)
+        x = np.random.RandomState(0).randint(0, 4, (21, 6))
+        y = np.random.RandomState(1).randint(0, 3, (21, 6))
+        with create_strategy(num_replicas, verify="never").scope():
+            model = keras.Sequential([layers.Embedding(9, 5, mask_zero=True), layers.Dense(3)])
+            model.compile(loss="sparse_categorical_crossentropy", metrics=[OwnAccuracy()])
+        return model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+
+    assert accuracy(2) == pytest.approx(accuracy(1), abs=1e-6)
+
+
 METRICS = {
     "a largest": Largest,
     "a moving average": Average,

@@ -288,14 +288,14 @@ def _update_own(metric, update, *args, **kwargs):
 
 
 def _of_all_replicas(structure):
-    """Gathers rows, and averages scalars, which are assumed to be means over rows."""
+    """Gathers rows and their masks, and averages scalars, which are assumed to be means."""
     replica_batch, context = current_replica_batch(), tf.distribute.get_replica_context()
 
     def of_all(part):
         if not isinstance(part, tf.Tensor):
             return part
         if part.shape.rank != 0:
-            return gather_batch(part)
+            return _with_masks(part)
         if not part.dtype.is_floating:
             return part
         return context.all_reduce("SUM", replica_batch.weighted(part))
@@ -348,9 +348,14 @@ def _get(where, identifier):
 
 def _gather(y_true, y_pred, sample_weight) -> tuple:
     """Gathers the inputs of a loss or a metric, and the masks of the predictions."""
+    return _with_masks((y_true, y_pred, sample_weight))
+
+
+def _with_masks(structure):
+    """Gathers rows; where layers have attached masks to them, these too."""
     # A mask is an attribute of the tensor, which the gathered one does not have.
-    masks = [keras_compat.mask_of(part) for part in tf.nest.flatten(y_pred)]
-    whole = gather_batch((y_true, y_pred, sample_weight, masks))
-    for part, mask in zip(tf.nest.flatten(whole[1]), whole[3]):
+    masks = [keras_compat.mask_of(part) for part in tf.nest.flatten(structure)]
+    whole, masks = gather_batch((structure, masks))
+    for part, mask in zip(tf.nest.flatten(whole), masks):
         keras_compat.set_mask(part, mask)
-    return whole[:3]
+    return whole
