@@ -416,6 +416,40 @@ def test_own_classes_of_metrics_see_the_masks_of_all_rows():
     assert accuracy(2) == pytest.approx(accuracy(1), abs=1e-6)
 
 
+class NoisyTargets(keras.losses.Loss):
+    """Draws random numbers: a second call in a step would shift all that follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, y_true, y_pred):
+        noise = 0.1 * keras.random.normal(ops.shape(y_true), seed=self.seed)
+        return ops.mean(ops.square(y_true + noise - y_pred), axis=-1)
+
+
+def fit_with_noise(**settings):
+    eager = settings.pop("run_eagerly", False)
+    with create_strategy(2, **settings).scope():
+        loss, model = NoisyTargets(), keras.Sequential([layers.Dense(3)])
+        model.compile("sgd", loss, run_eagerly=eager)
+    model.fit(*rows(16)[:2], batch_size=8, verbose=0)
+    return loss
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_step_calls_a_loss_that_draws_numbers_once(run_eagerly):
+    loss = fit_with_noise(verify="never", run_eagerly=run_eagerly)
+    # Its second number is that of the calls.
+    np.testing.assert_array_equal(np.asarray(loss.seed.state.value), [3, 2])
+
+
+@pytest.mark.slow
+def test_such_a_loss_is_no_difference():
+    fit_with_noise(on_difference="error")
+
+
 METRICS = {
     "a largest": Largest,
     "a moving average": Average,

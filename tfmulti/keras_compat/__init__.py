@@ -48,7 +48,7 @@ from tfmulti.keras_compat.replaced_models import (
     without_tuning,
 )
 from tfmulti.keras_compat.randomness import (
-    Draws, draws_of, fixed_random_numbers, same_draws_along,
+    Draws, draws_of, fixed_random_numbers, same_draws_along, scratch_graph,
 )
 from tfmulti.keras_compat.reference import (
     among_all_replicas, as_first_replica, as_one_device, compiled_state,

@@ -274,6 +274,15 @@ def draws_of(rows: Callable | None = None, number: int | None = None) -> Iterato
 
 
 @contextlib.contextmanager
+def scratch_graph() -> Iterator[None]:
+    """Makes a graph of which nothing runs, and no draw counts; it may use tensors from outside."""
+    draws = _current_draws()
+    with draws._pause() if draws is not None else contextlib.nullcontext():
+        with tf.__internal__.FuncGraph("scratch").as_default():
+            yield
+
+
+@contextlib.contextmanager
 def same_draws_along(axis: int) -> Iterator[None]:
     """Draws the same numbers for all rows, and along one more axis, in `fixed_random_numbers`.
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat
-from tfmulti.step import row_axis
+from tfmulti.step import losses, row_axis
 
 # Keras's own losses that return a number for each row, and take labels of 0 for -1 if all labels of
 # the batch are 0 or 1.
@@ -68,15 +68,40 @@ def _stock_name(part) -> str:
 
 def _combines_rows(function, y_true, y_pred) -> bool:
     """Whether a function returns one number for a batch, or numbers for rows that need others."""
+    # An eager step has no graph that could be followed.
+    follows = not tf.executing_eagerly()
     try:
-        values = function(y_true, y_pred)
+        # The step calls it once, as one device does: it may draw numbers, or change a variable.
+        with keras_compat.scratch_graph(), losses.of_whole_batch():
+            return _is_of_batch(function, *_stand_ins((y_true, y_pred)), follows)
+    except Exception:
+        # It communicates, computes in Python, or has too few rows.
+        pass
+    try:
+        return _is_of_batch(function, y_true, y_pred, follows)
     except (ValueError, tf.errors.InvalidArgumentError):
         # As for want of rows.
         return True
+
+
+def _stand_ins(structure):
+    """Returns placeholders for tensors, with their masks."""
+
+    def stand_in(part):
+        return tf.compat.v1.placeholder(part.dtype, part.shape) if tf.is_tensor(part) else part
+
+    made = tf.nest.map_structure(stand_in, structure, expand_composites=True)
+    parts = zip(tf.nest.flatten(made), tf.nest.flatten(structure))
+    for part, original in parts:
+        keras_compat.set_mask(part, keras_compat.mask_of(original))
+    return made
+
+
+def _is_of_batch(function, y_true, y_pred, follows) -> bool:
+    values = function(y_true, y_pred)
     if values is None or keras.ops.ndim(values) == 0:
         return True
-    # An eager step has no graph that could be followed.
-    if not tf.is_symbolic_tensor(values):
+    if not follows or not tf.is_symbolic_tensor(values):
         return False
     given = [
         tensor for tensor in tf.nest.flatten((y_true, y_pred)) if tf.is_symbolic_tensor(tensor)
