@@ -123,6 +123,33 @@ def test_ratios_and_roots_of_what_no_row_shows_are_warned_of_with_their_line(los
     assert f"{operation} at " in told and "test_verification_unseen.py:" in told
 
 
+class MeanOfSome(keras.Model):
+    """Evaluates the mean error of some rows, which come late in sorted data."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.some = keras.layers.Dense(1), keras.metrics.Mean(name="some")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def test_step(self, data):
+        x, y = data
+        self.some.update_state(of_equal_columns(x, tf.square(self(x) - y)))
+        return {"some": self.some.result()}
+
+
+@pytest.mark.slow
+def test_ratios_of_an_evaluation_are_warned_of(recwarn):
+    with tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"]).scope():
+        model = MeanOfSome()
+        model.compile()
+    model.evaluate(positive_at_first(), verbose=0)
+    told = [str(each.message) for each in recwarn if "from its own rows" in str(each.message)]
+    assert len(told) == 1 and told[0].startswith("`test_step` divides by a number"), told
+    assert "test_verification_unseen.py:" in told[0]
+
+
 def by_features_and_rows(x, errors):
     """Divides by what has rows, by numbers of the data, and by all replicas' rows."""
     errors = errors / (1.0 + tf.reduce_max(tf.abs(x), 1, keepdims=True))

@@ -112,7 +112,7 @@ class Distributed:
             else:
                 self.function = _traced(case, self._run, example)
         is_split = case.num_replicas > 1 and not case.is_replicated
-        if is_split and not only_build and not case.eager and case.kind == TRAIN:
+        if is_split and not only_build and not case.eager and case.kind != PREDICT:
             self.decisions = find_decisions(self.function.graph, self._rows)
             # A trace for one number of rows does not tell which numbers belong to a row.
             if not case.is_traced_static:
