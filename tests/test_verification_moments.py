@@ -8,6 +8,8 @@ import tensorflow as tf
 import verification_later as later
 from replicas import create_strategy
 
+from tfmulti.verification.graph_search import find_shared_objects
+
 ROWS, LABELS = later.sorted_classes()
 
 
@@ -172,6 +174,31 @@ def test_an_object_that_all_replicas_would_change_is_refused_and_stays(make, on_
         tf.debugging.assert_equal(next(thing), 0.1 * ROWS[0])
     else:
         assert thing.size() == (48 if make is of_a_queue else 0)
+
+
+def in_a_branch(change):
+    return lambda x: tf.cond(x[0, 0] > 0.0, lambda: change(x), lambda: x)
+
+
+def in_a_loop(change):
+    def changed(x):
+        def body(number):
+            change(x)
+            return number + 1
+
+        return tf.while_loop(lambda number: number < 1, body, [0])
+
+    return changed
+
+
+@pytest.mark.parametrize("within", [in_a_branch, in_a_loop, tf.function])
+@pytest.mark.parametrize("make", [of_an_iterator, of_a_table, of_a_queue])
+def test_an_object_that_a_part_of_the_step_changes_is_found(make, within):
+    _, change = make()
+    step = tf.function(within(change), autograph=False)
+    graph = step.get_concrete_function(tf.TensorSpec((4, 4))).graph
+    places = find_shared_objects(graph, num_local_replicas=2)
+    assert places and all("moments.py:" in place for place in places)
 
 
 @pytest.mark.slow

@@ -334,14 +334,16 @@ def _shared(draws) -> set:
 def find_shared_objects(graph, num_local_replicas: int) -> list[str]:
     """Returns where a step changes such an object: the operation, file and line.
 
-    Each of several workers has its own iterator, so that they all draw the same.
+    It can be changed in a branch, a loop or a function, too. Each of several workers has its own
+    iterator, so that they all draw the same.
 
     Args:
         graph: The graph of the step on the local replicas.
         num_local_replicas: How many replicas this worker has.
     """
     kinds = _CHANGING + (_DRAWING if num_local_replicas > 1 else ())
-    return _named(x for x in graph.get_operations() if x.type.startswith(kinds))
+    operations = keras_compat.operations_within(graph)
+    return _named(x for x in operations if x.type.startswith(kinds))
 
 
 def find_writes(function) -> list[str]:
