@@ -1000,6 +1000,25 @@ def test_canary_a_function_of_the_users_own_is_not_traced_again_within_another_t
         assert len(traced) == (2 if separate else 1)
 
 
+def test_canary_a_step_records_summaries_also_within_a_record_if_around_it(tmp_path):
+    strategy, writer = ours(), tf.summary.create_file_writer(str(tmp_path))
+
+    def step():
+        with writer.as_default(), tf.summary.record_if(True):
+            return tf.summary.should_record_summaries()
+
+    def recorded():
+        with tf.summary.record_if(False):
+            return [bool(x) for x in strategy.experimental_local_results(strategy.run(step))]
+
+    assert recorded() == [True, False]
+    with keras_compat.separate_traces():
+        assert recorded() == [False, False]
+        # Another thread of the user's goes on.
+        assert step()
+    assert recorded() == [True, False]
+
+
 @pytest.mark.slow
 def test_canary_replicas_reduce_unless_prevented():
     """Sums, means, gathers and their gradients are each replica's own."""

@@ -224,3 +224,30 @@ def test_equal_results_by_chance_do_not_hide_state_that_is_in_no_variable():
 
     with pytest.warns(UserWarning, match="not verified: random: .*state that is in no variable"):
         fit(lambda: later.Step(loss), 2, run_eagerly=True)
+
+
+class Summarizing(later.Step):
+    """Writes to a file of events, by a condition of its own."""
+
+    def __init__(self, folder):
+        super().__init__(later.mean)
+        self.writer = tf.summary.create_file_writer(str(folder))
+
+    def train_step(self, data):
+        with self.writer.as_default(), tf.summary.record_if(True):
+            step = tf.cast(self.optimizer.iterations, tf.int64)
+            tf.summary.scalar("largest", tf.reduce_max(tf.abs(data[0])), step)
+        return super().train_step(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_the_file_of_events_has_the_summaries_of_training_alone(tmp_path, run_eagerly):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = fit(lambda: Summarizing(tmp_path), 2, run_eagerly=run_eagerly)
+    model.writer.close()
+    (path,) = map(str, tmp_path.iterdir())
+    records = tf.data.TFRecordDataset(path).as_numpy_iterator()
+    events = map(tf.compat.v1.Event.FromString, records)
+    assert [event.step for event in events if event.summary.value] == [0, 1, 2, 3, 4, 5]

@@ -12,8 +12,9 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import summary_ops_v2
 
-from tfmulti.keras_compat.replacement import replace
+from tfmulti.keras_compat.replacement import in_scope, replace
 from tfmulti.runtime.scoped import Scoped, with_attributes
 
 _numbers = itertools.count(1)
@@ -133,10 +134,13 @@ def separate_traces():
 
     TensorFlow keeps the gradient of every `tf.custom_gradient` and every all-reduce that is traced,
     and with it the graph, as long as the process lives. Those of these traces are let go.
+
+    Steps in the context write no summaries: a user's file of events cannot be restored.
     """
     global _mark
-    # Once replaced it stays, but acts only while there is a mark.
+    # Once replaced they stay, but act only while there is a mark.
     replace(function_context, "make_function_context", _marked, _separates)
+    replace(summary_ops_v2, "_should_record_summaries_internal", _never_records, _separates_here)
     previous, _mark = _mark, next(_numbers)
     kept = set(ops.gradient_registry.list())
     try:
@@ -165,6 +169,16 @@ def _marked(original):
         return made._replace(context=made.context._replace(xla_context_id=mark))
 
     return make_function_context
+
+
+def _separates_here(*_, **__):
+    # Another thread of the user's may record meanwhile.
+    return _mark is not None and in_scope()
+
+
+def _never_records(original):
+    # A step may have a `tf.summary.record_if` of its own, which replaces one around it.
+    return lambda default_state: tf.constant(False)
 
 
 def handles_of(function) -> list[tf.Tensor]:

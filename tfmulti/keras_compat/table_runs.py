@@ -13,6 +13,7 @@ from tensorflow.python.distribute import cross_device_utils, input_lib, values
 from tensorflow.python.distribute import mirrored_strategy as mirrored
 from tensorflow.python.eager import execute
 from tensorflow.python.eager.polymorphic_function import function_context
+from tensorflow.python.ops import summary_ops_v2
 
 from tfmulti.keras_compat import (
     calls,
@@ -278,6 +279,14 @@ _FOR_A_TIME = (
             (execute, "execute", "replaced_ops", ("op_name", "inputs")),
             (pywrap_tfe, "TFE_Py_FastPathExecute", "replaced_ops", None),
         )
+    ),
+    temporary_entry(
+        summary_ops_v2,
+        "_should_record_summaries_internal",
+        "separate_traces",
+        "summaries of verification's runs in a user's files of events",
+        "test_canary_a_step_records_summaries_also_within_a_record_if_around_it",
+        arguments=("default_state",),
     ),
     *(
         temporary_entry(
