@@ -3,10 +3,11 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from replicas import create_strategy
 
 from tfmulti.verification.own_names import is_own
-from tfmulti.verification.python_values import Containers, restored, walk
+from tfmulti.verification.python_values import Containers, Numbers, restored, walk
 
 
 class Labels(keras.metrics.Metric):
@@ -72,10 +73,12 @@ class SetsInBuild(keras.layers.Layer):
     def __init__(self):
         super().__init__()
         self.size, self._half, self.sizes, self.inner = 0, 0.0, [], Tracker()
+        self.form = None
 
     def build(self, shape):
         self.size, self._half = shape[-1], shape[-1] / 2
         self.sizes.append(shape[-1])
+        self.form = "flat"
         self.inner.seen = [shape[-1]]
         self.kernel = self.add_weight(shape=(shape[-1], 1))
 
@@ -118,6 +121,7 @@ def test_what_is_set_in_build_stays(num_replicas):
 def test_what_the_step_counts_while_it_builds_does_not_stay():
     model = fit_built_by_its_step(1, run_eagerly=True)
     assert (model.step, model._steps, model.layer.size) == (2, 2, 4)
+    assert model.layer.form == "flat"
 
 
 @pytest.mark.slow
@@ -188,3 +192,72 @@ def test_keras_own_lists_of_variables_are_left_alone():
     assert model.own.seen == [1]
     assert layer.kernel is layer.trainable_variables[0]
     assert model.more is layer
+
+
+class Remembers(keras.Model):
+    """Keeps what a step has seen in attributes of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.last, self.mean, self.phase, self._own = None, tf.constant(0.0), "first", Tracker()
+
+    def call(self, x):
+        return self.dense(x)
+
+    def remember(self, loss):
+        self.last, self.mean, self.phase = loss, 0.9 * self.mean + loss, "later"
+        self._own.last, self.history_of_losses, self.weight_of_rows = loss, [loss], {"a": 1.0}
+
+    def kept(self):
+        own = vars(self._own).keys() | vars(self).keys()
+        came = own & {"last", "history_of_losses", "weight_of_rows"}
+        return self.last, float(self.mean), self.phase, came
+
+
+def test_none_tensors_and_texts_are_as_they_were_and_what_has_come_is_gone():
+    model = Remembers()
+    before = model.kept()
+    with restored(Numbers(model)) as numbers:
+        model.remember(2.0)
+        assert numbers.changed() == ["mean", "phase"]
+        assert not numbers.changed_numbers()
+    assert model.kept() == before == (None, 0.0, "first", {"last"})
+    assert list(vars(model._own)) == ["seen"]
+
+
+def test_an_equal_tensor_is_no_change():
+    model = Remembers()
+    model.mean = tf.constant(np.nan)
+    with restored(Numbers(model)) as numbers:
+        model.mean, model.phase = tf.identity(model.mean) + 0.0, "".join(["fir", "st"])
+        assert not numbers.changed()
+
+
+def test_what_is_set_with_a_new_variable_stays():
+    model = Remembers()
+    with restored(Numbers(model)):
+        model._own.state, model._own.ready = tf.Variable(1.0), "yes"
+        model.last = 1.0
+    assert model._own.ready == "yes"
+    assert model.last is None
+
+
+class MakesOnce(Remembers):
+    """Makes a constant in its first step."""
+
+    def train_step(self, data):
+        if self.last is None:
+            self.last = tf.constant([1.0, 2.0, 3.0])
+        return super().train_step((data[0] * self.last, data[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_step_does_not_meet_a_tensor_of_an_earlier_trace(num_replicas, run_eagerly):
+    with create_strategy(num_replicas).scope():
+        model = MakesOnce()
+        model.compile("sgd", "mse", run_eagerly=run_eagerly)
+    model.fit(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"), batch_size=4, verbose=0)
+    assert model.optimizer.iterations == 2

@@ -41,6 +41,11 @@ def is_own(thing, name: str) -> bool:
     )
 
 
+def is_users(thing) -> bool:
+    """Whether an object is of a class of the user's, or of one that no known library defines."""
+    return not _is_library(type(thing))
+
+
 def _is_library(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] in _LIBRARIES
 

@@ -1,4 +1,4 @@
-"""The numbers, lists and dicts in a model's Python attributes; notices and undoes changes."""
+"""What a model's Python attributes hold: numbers, tensors, lists; notices and undoes changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfmulti import marks
 from tfmulti.runtime.scoped import with_attributes
-from tfmulti.verification.own_names import is_own
+from tfmulti.verification.differences import same_bits
+from tfmulti.verification.own_names import is_own, is_users
 
 # Keys of dicts that are not looked at, and what tfmulti sets.
 _PRIVATE = ("_", marks.PREFIX)
@@ -73,7 +74,7 @@ _MOST_IN_ARRAY = 2**20
 
 
 class Numbers:
-    """The numbers and arrays that a model, and the objects that it holds, have as attributes.
+    """The numbers, arrays, tensors and texts that a model and its objects have as attributes.
 
     Args:
         model: The model; None for nothing.
@@ -81,19 +82,28 @@ class Numbers:
 
     def __init__(self, model: keras.Model | None):
         self.walked = _objects(model)
-        self.held = [
+        self._numbers = [
             _Number(path, thing, name)
             for path, thing in self.walked
             for name, value in vars(thing).items()
             if _is_number(value) and is_own(thing, name) and name not in _OF_KERAS
         ]
+        self._objects = [_Object(path, thing) for path, thing in self.walked if is_users(thing)]
+        self.held = [*self._numbers, *self._objects]
+
+    def changed_numbers(self) -> list[str]:
+        """Returns the names of numbers and arrays that have another value now."""
+        return [each.path_of_name for each in self._numbers if each.has_changed()]
 
     def changed(self) -> list[str]:
-        """Returns the names of those that have another value now."""
-        return [each.path_of_name for each in self.held if each.has_changed()]
+        """Returns the names of all that have another value now.
+
+        What is set where nothing was, or None, is left out: it may be what a call keeps for itself.
+        """
+        return self.changed_numbers() + [name for each in self._objects for name in each.changed()]
 
     def restore(self) -> None:
-        """Gives them the values that they had."""
+        """Gives them the values that they had, and removes what has come."""
         for each in self.held:
             each.restore()
 
@@ -101,6 +111,53 @@ class Numbers:
 def _objects(model) -> list:
     walked = walk(model) if model is not None else []
     return [(path, thing) for path, thing in walked if hasattr(thing, "__dict__")]
+
+
+class _Object:
+    """The attributes of an object of the user's, as they were; numbers apart.
+
+    A step that runs eagerly keeps the last loss in an attribute that begins as None, or a moving
+    mean in a tensor. A trace leaves tensors of its graph there, which no other trace can read.
+    """
+
+    def __init__(self, path: str, thing):
+        self.path, self._thing = path, thing
+        self._was = dict(vars(thing))
+
+    def again(self) -> _Object:
+        return _Object(self.path, self._thing)
+
+    def keep_since(self, then: _Object) -> None:
+        self._was.update(then._others())
+
+    def changed(self) -> list[str]:
+        now = vars(self._thing)
+        names = [name for name in self._others() if _is_known(self._was.get(name))]
+        start = f"{self.path}/" if self.path else ""
+        return [f"{start}{each}" for each in names if not _is_same(now[each], self._was[each])]
+
+    def restore(self):
+        others = self._others()
+        # An object that has got variables is as after a `build`.
+        if any(map(_has_variables, others.values())):
+            return
+        for name, value in others.items():
+            if not _is_plain(value):
+                continue
+            if name not in self._was:
+                del vars(self._thing)[name]
+            elif self._was[name] is None or isinstance(self._was[name], _HELD_AS_ONE):
+                vars(self._thing)[name] = self._was[name]
+
+    def _others(self) -> dict:
+        """Returns what attributes hold now that were not there, or held another object."""
+        return {
+            name: value
+            for name, value in vars(self._thing).items()
+            if (name not in self._was or value is not self._was[name])
+            and is_own(self._thing, name)
+            and name not in (*_OF_KERAS, *_MADE_BY_KERAS)
+        }
 
 
 class _Attribute:
@@ -117,6 +174,13 @@ class _Attribute:
     @property
     def now(self):
         return vars(self.thing).get(self.name)
+
+    def again(self):
+        return type(self)(self.path, self.thing, self.name)
+
+    def keep_since(self, then):
+        if then.is_other():
+            self.note()
 
 
 class _Number(_Attribute):
@@ -156,7 +220,11 @@ def attributes_of(model: keras.Model) -> dict[str, object]:
 
 
 _CONTAINERS = (list, dict, set, collections.deque)
-_PLAIN = (*_NUMBERS, str, bytes, type(None), np.ndarray, tf.Tensor)
+_HELD_AS_ONE = (str, bytes, tf.Tensor)
+_PLAIN = (*_NUMBERS, *_HELD_AS_ONE, type(None), np.ndarray)
+_WITH_VARIABLES = (keras.Variable, keras.Layer, keras.Metric, keras.Optimizer, tf.Module)
+_WITH_VARIABLES += (tf.Variable,)
+_EAGER, _UNREADABLE = tf.__internal__.EagerTensor, (tf.resource, tf.variant)
 
 
 class Containers:
@@ -234,11 +302,10 @@ def _noting_build(values, path, thing):
     @functools.wraps(build)
     def noting(*args, **kwargs):
         held = [each for each in values.held if not path or f"{each.path}/".startswith(f"{path}/")]
-        begin = [type(each)(each.path, each.thing, each.name) for each in held]
+        begin = [each.again() for each in held]
         build(*args, **kwargs)
         for each, then in zip(held, begin):
-            if then.is_other():
-                each.note()
+            each.keep_since(then)
 
     return with_attributes(thing, build=noting)
 
@@ -263,6 +330,17 @@ def _is_plain(value, depth=_DEPTH) -> bool:
     if isinstance(value, (*_CONTAINERS, tuple)) and depth:
         return all(_is_plain(part, depth - 1) for part in _values(value))
     return isinstance(value, _PLAIN)
+
+
+def _has_variables(value, depth=_DEPTH) -> bool:
+    if isinstance(value, (*_CONTAINERS, tuple)) and depth:
+        return any(_has_variables(part, depth - 1) for part in _values(value))
+    return isinstance(value, _WITH_VARIABLES)
+
+
+def _is_known(value) -> bool:
+    """Whether it is a text, or a tensor that is not one of a graph."""
+    return isinstance(value, _HELD_AS_ONE) and not tf.is_symbolic_tensor(value)
 
 
 def _containers_in(value, depth=_DEPTH) -> list:
@@ -291,4 +369,12 @@ def _differs(container, was) -> bool:
 def _is_same(value, other) -> bool:
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
         return value.dtype == other.dtype and np.array_equal(value, other, equal_nan=True)
-    return value is other or (isinstance(value, _NUMBERS) and bool(value == other))
+    if isinstance(value, _EAGER) and isinstance(other, _EAGER):
+        return value is other or (value.dtype not in _UNREADABLE and _is_equal(value, other))
+    both = all(isinstance(each, (*_NUMBERS, str, bytes)) for each in (value, other))
+    return value is other or (both and bool(value == other))
+
+
+def _is_equal(tensor, other) -> bool:
+    # A single text has no dtype of NumPy.
+    return tensor.dtype == other.dtype and same_bits(*map(np.asarray, (tensor, other)))

@@ -18,6 +18,7 @@ from tfmulti.verification import rows as rows_lib
 from tfmulti.verification.case import PREDICT, TRAIN, Case
 from tfmulti.verification.comparison import Outcome, by_name
 from tfmulti.verification.graph_search import find_decisions, find_own_noise, find_ratios
+from tfmulti.verification.python_values import Numbers, restored
 
 # A gate that is open half of the time is the same on two replicas in every other run.
 _NUM_SALTS = 6
@@ -258,7 +259,9 @@ def _trace_built(case, function, example, is_done=lambda: False):
     while not is_done():
         optimizers = model_contents.optimizers_of(case.model, nested=True)
         noting = keras_compat.noting_unbuilt(optimizers, case.model, noted)
-        with same_random_numbers(case, seed=0), noting as unbuilt:
+        # What one trace keeps in an attribute no other trace can read.
+        as_before = restored(Numbers(case.model))
+        with same_random_numbers(case, seed=0), as_before, noting as unbuilt:
             run = _ending_at(unbuilt, function)
             traced = tf.function(run).get_concrete_function(*specs)
             if not unbuilt:
