@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from replicas import create_strategy
+from tensorflow.python.ops import stateful_random_ops
 
 import tfmulti
+from tfmulti import keras_compat
 from tfmulti.verification import verdict
 from tfmulti.verification.differences import CLOSE_ON_GPUS, are_apart
-from tfmulti.verification.state import End
+from tfmulti.verification.state import End, State
 from tfmulti.verification.verdict import Workers
 
 RNG = np.random.default_rng(0)
@@ -391,3 +393,23 @@ def test_the_same_noise_everywhere_meets_a_reduced_value_exactly():
 )
 def test_noise_that_enters_a_loss_raises_nothing(make, num_replicas, num_rows):
     assert not train(make, num_replicas, num_rows)[1]
+
+
+def test_generators_of_draws_without_a_seed_are_restored_where_nothing_is_traced(monkeypatch):
+    generator = tf.random.Generator.from_seed(3)
+    monkeypatch.setattr(stateful_random_ops, "global_generator", generator)
+    strategy = create_strategy(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    keras_compat.prepare_global_seeds(strategy)
+
+    def draw():
+        seed = keras.random.normal((2,))
+        return tf.concat([seed, tf.random.get_global_generator().normal((2,))], axis=0).numpy()
+
+    state = State(model)
+    begin = state.read()
+    first, second = strategy.run(draw), strategy.run(draw)
+    state.write(begin)
+    assert np.array_equal(strategy.run(draw), first)
+    assert not np.any(first == second)

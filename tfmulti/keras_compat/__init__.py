@@ -59,8 +59,8 @@ from tfmulti.keras_compat.reference import (
 )
 from tfmulti.keras_compat.replacement import has_servers, is_ours, note_strategy
 from tfmulti.keras_compat.seeds import (
-    global_seed, global_seed_state, is_seed_state, prepare_global_seeds, random_stream,
-    set_global_seed_state,
+    global_seed, global_seed_state, global_states, is_seed_state, prepare_global_seeds,
+    random_stream, set_global_seed_state,
 )
 from tfmulti.keras_compat.replaced_steps import (
     accumulators, after_updates, clip_by, has_custom_step, is_accumulating,

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
+from tensorflow.python.ops import stateful_random_ops
 
 from tfmulti.keras_compat import reference
 from tfmulti.runtime.scoped import Scoped
@@ -41,6 +42,16 @@ def global_seed_state() -> list[int]:
 def set_global_seed_state(state: list[int]) -> None:
     """Restores a state that `global_seed_state` has returned."""
     seed_generator.global_seed_generator().state.assign(state)
+
+
+def global_states(strategy: tf.distribute.Strategy) -> list:
+    """Returns the variables from which steps draw that have no generator of their own.
+
+    They are Keras's for all replicas of a strategy and TensorFlow's, as far as these exist.
+    """
+    keras_seeds, of_tensorflow = strategy.global_seeds, stateful_random_ops.global_generator
+    states = [] if keras_seeds is None else [keras_seeds.generator.state]
+    return states + ([] if of_tensorflow is None else [of_tensorflow.state])
 
 
 class GlobalSeeds:

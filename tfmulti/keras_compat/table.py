@@ -142,6 +142,7 @@ ATTRIBUTES = {
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     node.Node: ("_keras_history",),
     keras.activations.softmax: ("_keras_logits",),
+    tf.random.get_global_generator: ("global_generator",),
     keras.layers.Embedding: ("_embeddings",),
     keras_losses.LossFunctionWrapper: ("_fn_kwargs",),
     keras.metrics.MeanMetricWrapper: ("_fn", "_fn_kwargs"),

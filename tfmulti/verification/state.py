@@ -104,6 +104,9 @@ class State:
         # By attribute path, such as `moving/0`.
         held = {path: thing for path, thing in walk(model) if isinstance(thing, kinds)}
         self._add(held.values(), OWN, list(held))
+        if not functions:
+            # A trace names what it draws from.
+            self._add(keras_compat.global_states(model.distribute_strategy), OWN)
         for function in functions:
             names = {keras_compat.handle_key(v.handle): v.name for v in function.graph.variables}
             for handle in keras_compat.handles_of(function):
