@@ -382,6 +382,17 @@ def refusals(strategy, folder, name):
         model = create(strategy, {"model": lambda: stepping(kind)})
         model.fit(batches(strategy, {}), verbose=0)
 
+    def in_a_branch():
+        class Deciding(keras.Sequential):
+            def predict_step(self, data):
+                few = tf.reduce_any(data > 0.999)
+                none = lambda: tf.zeros([tf.shape(data)[0], 3], data.dtype)
+                return tf.cond(few, lambda: self(data), none)
+
+        hidden = dense().layers
+        model = tfmulti.pipeline(Deciding([keras.Input((WIDTH,)), *hidden]))
+        model.predict(NUMBERS, verbose=0)
+
     def warnings_of(kind):
         model = create(strategy, {"model": lambda: stepping(kind)})
         with warnings.catch_warnings(record=True) as told:
@@ -404,6 +415,7 @@ def refusals(strategy, folder, name):
         "optimizer": needs(wrong_optimizer),
         "penalized": needs(lambda: penalized(Penalized)),
         "penalized weights": needs(lambda: penalized(OfSteepWeights)),
+        "branch": needs(in_a_branch),
     }
 
 

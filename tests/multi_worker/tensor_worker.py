@@ -125,6 +125,35 @@ def normalized():
     )
 
 
+class Deciding(layers.Layer):
+    """A loop and a branch that workers run more or less often, by their rows."""
+
+    def build(self, shape):
+        self.often = layers.Dense(16, "tanh", name="wide")
+        self.seldom = layers.Dense(16, "tanh", name="back")
+        self.looks = layers.MultiHeadAttention(2, 8, name="attention")
+        self.often.build(shape)
+        self.seldom.build(shape)
+        self.looks.build(shape, shape)
+
+    def call(self, x):
+        counts = tf.cast(tf.abs(x[:, :1, :1]) * 1e5, tf.int32) % 5
+
+        def again(i, x):
+            return i + 1, tf.where(i < counts, self.often(x), x)
+
+        _, x = tf.while_loop(lambda i, _: tf.reduce_any(i < counts), again, (0, x))
+        few = counts > 3
+        looked = lambda: tf.where(few, self.seldom(self.looks(x, x)), x)
+        return tf.cond(tf.reduce_any(few), looked, lambda: x)
+
+
+def deciding():
+    table = layers.Embedding(WORDS_KNOWN, 16)
+    hidden = [table, Deciding(), layers.GlobalAveragePooling1D(), layers.Dense(3)]
+    return keras.Sequential([keras.Input((TOKENS,), dtype="int32"), *hidden])
+
+
 class Tied(keras.Model):
     """A table that is looked up and multiplied with, and a layer that is called twice."""
 
@@ -279,6 +308,7 @@ TRAINED = {
         "layout": {"table/embeddings": "vocabulary", "wide/kernel": "column"},
         "x": WORDS,
     },
+    "in branches": {"model": deciding, "layout": HEADS | PAIR, "x": WORDS},
     "frozen": {"model": frozen, "layout": PAIR, "optimizer": adam()},
     "unfrozen": {"model": frozen, "layout": PAIR, "later": unfreeze},
     "another activation": {"model": mlp, "layout": PAIR, "later": normalize_features},

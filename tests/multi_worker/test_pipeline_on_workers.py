@@ -57,6 +57,7 @@ def test_what_cannot_be_cut_is_told(fast):
     assert "shard='parameters'" in told["optimizer"]
     for name in ("penalized", "penalized weights"):
         assert "A pipeline does not support second derivatives" in told[name]
+    assert "a branch or a loop of a step" in told["branch"]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tfmulti.parallel import tensor_layers
 from tfmulti.parallel.group_rows import Group
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import parameters
-from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.rows import current_replica_batch, in_branch
 
 _KINDS = {
     "query": tensor_layers.COLUMN,
@@ -105,12 +105,13 @@ class Heads:
         return outputs
 
     def _stays_split(self, given) -> bool:
-        """Whether a call is one within a step, of dense tensors, that does not return scores."""
+        """Whether a call of dense tensors in a step, and in no branch, returns no scores."""
         is_step = parameters.in_replica() and current_replica_batch() is not None
         tensors = [given[name] for name in ("query", "key", "value") if given.get(name) is not None]
         mask = tf.TensorShape(getattr(given.get("attention_mask"), "shape", ()))
         return (
             is_step
+            and not in_branch()
             and all(isinstance(each, tf.Tensor) for each in tensors)
             and all(each.shape.rank == _RANK for each in tensors)
             # A mask may differ between heads.

@@ -14,7 +14,7 @@ from tfmulti.choices import SPLITS
 from tfmulti.parallel.group_rows import Group, with_dummy_row
 from tfmulti.runtime.scoped import Scoped
 from tfmulti.step import parameters, sparse_gradients
-from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.rows import current_replica_batch, in_branch
 from tfmulti.step.split_weights import Split, SplitParameter, compute_with
 
 COLUMN, ROW, VOCABULARY = KINDS = SPLITS
@@ -251,6 +251,8 @@ def split_call(
                 f"for {layer.name}. Convert it to a dense tensor in the dataset, or leave the "
                 "layer out of `layout`."
             )
+        if in_branch():
+            return _with_whole_weight(layer, call, inputs)
         if pair is not None and pair.is_open():
             return getattr(pair, kind)(layer, group, inputs)
         if isinstance(layer, keras.layers.Embedding):
@@ -261,6 +263,17 @@ def split_call(
         return _add_bias(layer, with_dummy_row(rows, inputs))
 
     return run
+
+
+def _with_whole_weight(layer, call, inputs):
+    """Returns a layer's outputs in a branch or a loop, which workers may run unlike each other.
+
+    They gather the weight before it, and exchange nothing within it.
+    """
+    if isinstance(layer, keras.layers.Embedding):
+        return call(inputs)
+    weight = tf.convert_to_tensor(weight_of(layer))
+    return _add_bias(layer, _product(layer, inputs, weight))
 
 
 def refuse_other_weights(layer: keras.layers.Layer) -> None:

@@ -29,7 +29,7 @@ from tfmulti.parallel.staged_call import (
 from tfmulti.parallel.stages import weights_of
 from tfmulti.step import normalization, owners, parameters
 from tfmulti.step.row_axis import OF_ALL_ROWS
-from tfmulti.step.rows import current_replica_batch
+from tfmulti.step.rows import current_replica_batch, in_branch
 from tfmulti.step.sums import values_of_gradient, with_values
 
 
@@ -94,7 +94,16 @@ class WorkerStages(StagedCall):
             )
 
     def _is_step(self):
-        return parameters.in_replica() and current_replica_batch() is not None
+        is_step = parameters.in_replica() and current_replica_batch() is not None
+        if is_step and in_branch():
+            raise ValueError(
+                "Workers must not pass rows through a pipeline within tf.cond, tf.while_loop or "
+                "tf.map_fn: one worker could enter the branch and another not. Received: a call of "
+                f"{self._model.name!r} in a branch or a loop of a step. Call it before the branch, "
+                "a fixed number of times in Python, or use shard='parameters' without "
+                "tfmulti.pipeline."
+            )
+        return is_step
 
     def _run_stages(self, plan, before, flat):
         self._refuse_synchronized()

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfmulti import keras_compat, topology
 from tfmulti.step import owners, parameters, slots
+from tfmulti.step.rows import in_graph_of_step
 
 # Optimizers whose update of an element reads no other element.
 _OF_ELEMENTS = (
@@ -115,7 +116,10 @@ class SplitParameter(parameters.ShardedParameter):
 
     def whole(self) -> tf.Tensor:
         """Returns the whole value; in a step a collective, with a gradient."""
-        return _gather(self) if parameters.in_replica() else super().whole()
+        if not parameters.in_replica():
+            return super().whole()
+        with in_graph_of_step():
+            return _gather(self)
 
     def assign(self, value):
         """Assigns the whole value; each worker keeps its part."""
