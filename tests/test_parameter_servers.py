@@ -31,7 +31,7 @@ from tfmulti.strategies import factories
 from tfmulti.strategies.parameter_server import ServerLost, WorkersLost
 from tfmulti.strategies.task_monitor import TaskMonitor
 from tfmulti.train import __main__ as command
-from tfmulti.train import remote_runs
+from tfmulti.train import asynchronous, remote_runs
 from tfmulti.train.config import TrainConfig
 from tfmulti.train.remote_runs import RemoteRuns, StalenessBound, summarize_staleness
 
@@ -554,6 +554,66 @@ def test_what_an_evaluation_returns_is_logged_as_of_the_last_step(cluster):
     metrics, logs = RemoteRuns(strategy, step, None, print).evaluate(batches)
     expected = {"loss": loss_of(model), "largest": X.max()}
     assert step.results(metrics, "test") | logs == pytest.approx(expected)
+
+
+class RunsHere:
+    """Stands for the runs of one training: takes each step at once, in this process."""
+
+    under_way, logs = False, {}
+
+    def __init__(self, step):
+        self.step = step
+
+    def train(self, batches, first, may_go_on, apply):
+        for batch in batches:
+            [answer] = train(self.step, batch)
+            self.logs, self.metrics = mean_logs([answer]), answer.metrics
+            apply(lambda: None)
+
+
+def epochs_of(model, **callbacks):
+    """Two epochs of one step, with a callback."""
+    plan = types.SimpleNamespace(steps_per_epoch=1)
+    data = types.SimpleNamespace(plan=plan, steps_left=lambda: 1, train_pass=lambda: [BATCH])
+    step = steps_of(model)
+    chosen = keras.callbacks.CallbackList(
+        [keras.callbacks.LambdaCallback(**callbacks)], add_history=True, model=model
+    )
+    runs, requests = RunsHere(step), types.SimpleNamespace(is_asked=False)
+    asynchronous._Epochs(model, data, None, chosen, step, runs, requests).run(2)
+    return model.history.history
+
+
+def staged():
+    model = own(lambda model, x: {"stage": float(model.stage)})
+    model.stage = 1
+    return model
+
+
+@pytest.mark.slow
+def test_a_callback_that_has_the_step_traced_again_changes_it():
+    model = staged()
+
+    def begin(epoch, logs):
+        if epoch:
+            model.stage = 2
+            model.make_train_function(force=True)
+
+    assert epochs_of(model, on_epoch_begin=begin)["stage"] == [1, 2]
+    assert model.train_function is None
+
+
+def test_a_model_that_is_compiled_during_training_is_told():
+    model = staged()
+    with pytest.raises(ValueError, match="`compile` must not be called during training"):
+        epochs_of(model, on_epoch_end=lambda epoch, logs: model.compile("sgd", "mse"))
+
+
+def test_eager_steps_are_refused_with_servers(monkeypatch):
+    monkeypatch.setattr(asynchronous.keras_compat, "has_servers", lambda strategy: True)
+    model = own(lambda model, x: None, run_eagerly=True)
+    with pytest.raises(ValueError, match="as graphs.*Compile it without run_eagerly=True"):
+        tfmulti.train_async(model, BATCH, batch_size=2)
 
 
 def test_metrics_that_a_step_updates_are_those_of_all_rows():

@@ -103,6 +103,15 @@ class RemoteStep:
         step_checks.refuse_writes("train_step", self._lost["train"], traced)
         step_checks.refuse_infinite(self._changed["train"])
 
+    def trace_again(self) -> None:
+        """Traces the training step again, for code that reads what a callback has changed.
+
+        Call it when no step is under way.
+        """
+        self._train = tf.function(self._train_on, input_signature=self._train.input_signature)
+        self._apply = tf.function(self._apply_now, reduce_retracing=True)
+        self.check_train()
+
     def check_test(self, name: str) -> None:
         """Traces the evaluation step, as it is done anyway before it is first computed.
 

@@ -118,6 +118,11 @@ def train_async(
     return model.history
 
 
+def _is_traced(iterator):
+    """Stands for the function of `fit`, which `make_train_function(force=True)` replaces."""
+    raise NotImplementedError
+
+
 class _Epochs:
     """The epochs of one training, as the loop of `fit`."""
 
@@ -130,12 +135,13 @@ class _Epochs:
 
     def run(self, epochs):
         model, logs = self._model, {}
-        model.stop_training = False
+        model.stop_training, model.train_function = False, _is_traced
         keras_compat.take_initial_epoch(model)
         self._callbacks.on_train_begin()
         for epoch in range(keras_compat.take_initial_epoch(model) or 0, epochs):
             model.reset_metrics()
             self._callbacks.on_epoch_begin(epoch)
+            self._trace_again()
             logs = self._train_epoch(epoch)
             if self._test is not None:
                 logs |= {f"val_{name}": value for name, value in self._evaluate().items()}
@@ -145,7 +151,20 @@ class _Epochs:
         if epochs > 0:
             # Puts moving averages of the weights in their place, as `fit` does.
             model.optimizer.finalize_variable_values(model.trainable_weights)
+        model.train_function = None
         self._callbacks.on_train_end(logs)
+
+    def _trace_again(self):
+        """Traces the step again after `make_train_function(force=True)` in a callback."""
+        if self._model.train_function is None:
+            raise ValueError(
+                "`compile` must not be called during training. Received: "
+                f"{self._model.name!r}, which a callback has compiled. Call train_async again, "
+                "with initial values from the trained model."
+            )
+        if self._model.train_function is not _is_traced:
+            self._model.train_function = _is_traced
+            self._step.trace_again()
 
     def _train_epoch(self, epoch) -> dict:
         runs, plan = self._runs, self._train.plan
@@ -183,6 +202,12 @@ class _Epochs:
             logs |= summarize_staleness(self._runs.staleness)
         self._callbacks.on_train_batch_end(self._batch, logs)
         self._batch += 1
+        if self._model.train_function is not _is_traced and self._runs.under_way:
+            raise ValueError(
+                "With parameter servers a step can change only when an epoch begins. Received: "
+                "`make_train_function` or `compile` in a callback within an epoch, while workers "
+                "compute. Call it in `on_epoch_begin` or `on_epoch_end`."
+            )
 
     def _evaluate(self) -> dict:
         self._callbacks.on_test_begin()
@@ -199,6 +224,12 @@ def _check(model, callbacks, max_staleness, epochs):
             "`train_async` trains models that were created in the scope of parameter servers. "
             f"Received: {model.name!r}, of {type(model.distribute_strategy).__name__}. Create and "
             'compile it in the scope of create_strategy("parameter_server"), or call model.fit.'
+        )
+    if model.run_eagerly or tf.config.functions_run_eagerly():
+        raise ValueError(
+            "`train_async` sends steps to workers as graphs, which `run_eagerly` does not change. "
+            f"Received: {model.name!r}, which runs eagerly. Compile it without run_eagerly=True "
+            "(and leave out tf.config.run_functions_eagerly), or debug it on one device."
         )
     if tf.distribute.has_strategy():
         raise ValueError(
