@@ -360,6 +360,83 @@ def test_a_state_that_adds_up_rows_is_refused_where_batches_are_split(kind):
         check_split(step)
 
 
+def sequences(layer, loss, batch):
+    """Checks a model of sequences that is trained from batches that are split."""
+    layers = [keras.Input(batch[0].shape[1:], dtype=batch[0].dtype), *layer, keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", loss)
+    split_check.check(steps_of(model, batch), tf.nest.map_structure(tf.constant, batch), True)
+
+
+FLOATS = np.random.RandomState(0).rand(6, 4, 2).astype("float32") + 0.1
+LABELS = np.random.RandomState(0).randint(0, 3, (6, 4))
+CLASSES = keras.losses.SparseCategoricalCrossentropy
+
+
+def ignoring(y, logits):
+    """A loss of one's own, in which -1 is no class."""
+    valid = keras.ops.cast(y >= 0, logits.dtype)
+    losses = keras.losses.sparse_categorical_crossentropy(keras.ops.maximum(y, 0), logits, True)
+    return keras.ops.sum(losses * valid) / keras.ops.sum(valid)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "layers, loss, weights, told",
+    [
+        ([keras.layers.Masking(0.0)], CLASSES(True), (), "the values that a mask leaves"),
+        ([], CLASSES(True, ignore_class=-1), (), "the values that a mask leaves"),
+        (
+            [],
+            CLASSES(True, reduction="mean_with_sample_weight"),
+            (np.ones((6, 4)),),
+            "the sum of sample weights",
+        ),
+        ([], ignoring, (), "the gradient of"),
+        ([], CLASSES(True), (np.ones((6, 4)),), None),
+        ([], CLASSES(True, reduction="mean_with_sample_weight"), (), None),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_rows_is_refused_though_the_first_rows_do_not_show_it(
+    layers, loss, weights, told
+):
+    batch = (FLOATS, LABELS, *weights)
+    if told is None:
+        sequences(layers, loss, batch)
+    else:
+        with pytest.raises(ValueError, match=f"must be a mean over rows.*Received: .*{told}"):
+            sequences(layers, loss, batch)
+
+
+class Bounded(Own):
+    """Clips gradients that the first rows do not have, by hand."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.test_step(data)["loss"]
+        variables = self.trainable_variables
+        grads, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 1000.0)
+        self.optimizer.apply(grads, variables)
+        return {"loss": loss}
+
+
+def test_a_step_that_clips_larger_gradients_than_those_of_the_first_rows_is_refused():
+    model = Bounded(lambda model, x: None)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    with pytest.raises(ValueError, match="clip by the optimizer and not in the step"):
+        check_split(steps_of(model))
+
+
+def test_a_step_whose_random_numbers_cannot_be_repeated_is_told_not_to_be_verified():
+    def within(model, x):
+        sampled = tf.random.uniform_candidate_sampler([[0]], 1, 1, True, 9)
+        return {"drawn": sampled.sampled_candidates[0]}
+
+    step = steps_of(own(within))
+    with pytest.warns(UserWarning, match="`train_step` was not verified"):
+        check_split(step)
+
+
 def normalized(reduction, trainable=True):
     normalize = keras.layers.BatchNormalization(trainable=trainable)
     layers = [keras.Input((3,)), keras.layers.Dense(2), normalize, keras.layers.Dense(1)]

@@ -347,6 +347,19 @@ class Subclassed(keras.Model):
         return inputs
 
 
+class Deciding(keras.Sequential):
+    """Computes a batch only if any of its rows needs it."""
+
+    def predict_step(self, data):
+        none = lambda: tf.zeros([tf.shape(data)[0], 3], data.dtype)
+        return tf.cond(tf.reduce_any(data > 0.999), lambda: self(data), none)
+
+
+def predict_in_a_branch():
+    model = tfmulti.pipeline(Deciding([keras.Input((WIDTH,)), *dense().layers]))
+    model.predict(NUMBERS, verbose=0)
+
+
 def refusals(strategy, folder, name):
     keras.config.set_floatx("float64")
 
@@ -382,17 +395,6 @@ def refusals(strategy, folder, name):
         model = create(strategy, {"model": lambda: stepping(kind)})
         model.fit(batches(strategy, {}), verbose=0)
 
-    def in_a_branch():
-        class Deciding(keras.Sequential):
-            def predict_step(self, data):
-                few = tf.reduce_any(data > 0.999)
-                none = lambda: tf.zeros([tf.shape(data)[0], 3], data.dtype)
-                return tf.cond(few, lambda: self(data), none)
-
-        hidden = dense().layers
-        model = tfmulti.pipeline(Deciding([keras.Input((WIDTH,)), *hidden]))
-        model.predict(NUMBERS, verbose=0)
-
     def warnings_of(kind):
         model = create(strategy, {"model": lambda: stepping(kind)})
         with warnings.catch_warnings(record=True) as told:
@@ -415,7 +417,7 @@ def refusals(strategy, folder, name):
         "optimizer": needs(wrong_optimizer),
         "penalized": needs(lambda: penalized(Penalized)),
         "penalized weights": needs(lambda: penalized(OfSteepWeights)),
-        "branch": needs(in_a_branch),
+        "branch": needs(predict_in_a_branch),
     }
 
 

@@ -14,6 +14,7 @@ from tfmulti.keras_compat.accessors import (
     compiled_losses, inner_optimizer, is_batched, is_from_python, is_stock, keep_on_each_replica,
     reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
+    noting_reductions,
     output_loss_trackers,
     own_losses, random_layers, remove_mask, replace_table, set_initial_epoch, set_mask, slots_of,
     stateful_layers,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -231,6 +233,29 @@ def loss_of(fn) -> keras.losses.Loss:
 def mask_of(tensor):
     """Returns the mask that a layer has attached to its output, or None."""
     return keras_backend.get_keras_mask(tensor)
+
+
+@contextlib.contextmanager
+def noting_reductions() -> Iterator[list[tuple[str | None, bool, bool]]]:
+    """Notes the losses of Keras's kind that are reduced to a number within the context.
+
+    Yields:
+        A list with the reduction of each, whether it has sample weights, and whether it has a mask:
+        that of the outputs, or of classes that it ignores.
+    """
+    noted: list = []
+    original = keras_loss.reduce_weighted_values
+
+    @functools.wraps(original)
+    def reduce(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
+        noted.append((reduction, sample_weight is not None, mask is not None))
+        return original(values, sample_weight, mask, reduction, dtype)
+
+    keras_loss.reduce_weighted_values = reduce
+    try:
+        yield noted
+    finally:
+        keras_loss.reduce_weighted_values = original
 
 
 def masked_weights(metric: keras.metrics.Metric, y_pred, sample_weight):

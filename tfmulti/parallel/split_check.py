@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import tensorflow as tf
 
+from tfmulti import keras_compat
 from tfmulti.parallel.answers import Answer, add_gradients
 from tfmulti.parallel.remote_step import RemoteStep
 from tfmulti.runtime.scoped import with_attributes
@@ -47,8 +48,16 @@ def check(step: RemoteStep, batch, splits: bool) -> None:
 
 def _compare(step, batch, splits):
     rows = int(num_rows(batch))
-    parts = _compute_parts(step, batch, rows)
+    with keras_compat.noting_reductions() as reductions:
+        parts = _compute_parts(step, batch, rows)
+    if splits:
+        _refuse_other_divisors(reductions)
     if step.is_random:
+        warnings.warn(
+            "`train_step` was not verified: it draws random numbers that cannot be repeated, as "
+            "tf.random does. With keras.random it would be.",
+            stacklevel=4,
+        )
         return
     if not splits:
         second = some_rows(batch, _rows_of_first_part(rows), rows)
@@ -59,8 +68,29 @@ def _compare(step, batch, splits):
     # First: what is wrong in a loss is wrong in its metric, too.
     _compare_gradients(step, whole, parts)
     _compare_metrics(step, whole, parts, "at once")
-    batch = _with_zeros(batch, rows)
-    _compare_gradients(step, step.compute_here(batch), _compute_parts(step, batch, rows))
+    for other in _variations(step.model, batch, rows):
+        try:
+            whole, parts = step.compute_here(other), _compute_parts(step, other, rows)
+        except tf.errors.InvalidArgumentError:
+            # Made-up labels need not be classes.
+            continue
+        if all(map(_is_finite, whole.gradients)):
+            _compare_gradients(step, whole, parts)
+
+
+def _refuse_other_divisors(reductions):
+    """Raises ValueError if a loss divides by a number that rows do not tell."""
+    for reduction, has_weights, has_mask in reductions:
+        by_weights = reduction == "mean_with_sample_weight" and has_weights
+        if by_weights or (has_mask and reduction not in ("sum", "none", None)):
+            divisor = "the sum of sample weights" if by_weights else "the values that a mask leaves"
+            raise ValueError(
+                "With `max_staleness=0` each batch is split over the workers, so the loss must be "
+                f"a mean over rows. Received: a loss with reduction={reduction!r} that divides by "
+                f"{divisor}. Use reduction='sum_over_batch_size' without a mask of the outputs and "
+                "without ignore_class, or leave max_staleness out; each batch then goes to one "
+                "worker."
+            )
 
 
 @contextlib.contextmanager
@@ -86,6 +116,38 @@ def _rows_of_first_part(rows):
     return rows // 3 or 1
 
 
+def _variations(model, batch, rows):
+    """Yields other batches, for what the first rows of a training need not show."""
+    yield _with_zeros(batch, rows)
+    if isinstance(batch, tuple) and len(batch) > 1:
+        inputs, labels, *others = batch
+        yield (inputs, _changed(labels, _without_classes(rows)), *others)
+    if keras_compat.has_custom_step(model, "train"):
+        # A step may clip gradients once they are large.
+        yield _changed(batch, lambda x: x * 1000 if x.dtype.is_floating else x)
+
+
+def _changed(structure, change):
+    return tf.nest.map_structure(lambda x: change(x) if tf.is_tensor(x) else x, structure)
+
+
+def _without_classes(rows):
+    """Returns a function that replaces labels of one part by -1, which often means none."""
+    is_first = np.arange(rows) < _rows_of_first_part(rows)
+
+    def change(labels):
+        if not labels.dtype.is_integer or labels.dtype.is_unsigned:
+            return labels
+        return tf.where(is_first.reshape([rows] + [1] * (labels.ndim - 1)), -1, labels)
+
+    return change
+
+
+def _is_finite(gradient):
+    values = gradient[0] if isinstance(gradient, tuple) else gradient
+    return values is None or bool(np.all(np.isfinite(values)))
+
+
 def _with_zeros(batch, rows):
     """Returns a batch with zeros in one part, where token ids and labels often mean padding.
 
@@ -94,14 +156,15 @@ def _with_zeros(batch, rows):
     is_first = np.arange(rows) < _rows_of_first_part(rows)
 
     def change(tensor):
-        if not isinstance(tensor, tf.Tensor) or not tensor.dtype.is_integer or tensor.ndim < 2:
+        is_number = tensor.dtype.is_integer or tensor.dtype.is_floating
+        if not is_number or tensor.ndim < (2 if tensor.dtype.is_integer else 3):
             return tensor
         is_second_half = np.arange(tensor.shape[1]) >= (tensor.shape[1] + 1) // 2
         zeros = is_first[:, np.newaxis] & is_second_half
         zeros = zeros.reshape(zeros.shape + (1,) * (tensor.ndim - 2))
         return tf.where(zeros, tf.zeros_like(tensor), tensor)
 
-    return tf.nest.map_structure(change, batch)
+    return _changed(batch, change)
 
 
 def _compare_metrics(step, whole, parts, how):
@@ -131,7 +194,8 @@ def _compare_gradients(step, whole, parts):
                 f"a mean over rows. Received: the gradient of {step.name_of(number)} is "
                 f"{_show(one)} for {whole.rows} rows, but {_show(other)} when they are split in "
                 "two. Use a loss that is a mean over rows (reduction='sum_over_batch_size', "
-                "without a mask), or leave max_staleness out; each batch then goes to one worker."
+                "without a mask), clip by the optimizer and not in the step, or leave "
+                "max_staleness out; each batch then goes to one worker."
             )
     for number, (one, other) in enumerate(zip(whole.changes, changes)):
         if not _are_close(one, other):
