@@ -162,8 +162,9 @@ def test_a_part_is_drawn_in_pieces_that_differ(monkeypatch, seed):
 
 def test_a_row_beyond_the_table_is_an_error():
     parts = [tf.zeros([2, 1]), tf.zeros([2, 1])]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="input_dim"):
-        partitioned.look_up(parts, tf.constant([1, 4]))
+    for tables in (parts, parts[:1]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="input_dim"):
+            partitioned.look_up(tables, tf.constant([1, 4]))
 
 
 class Here:
@@ -571,6 +572,63 @@ def test_a_table_that_is_cut_takes_the_values_of_the_whole(on_servers, as_list):
     np.testing.assert_array_equal(table.embeddings.numpy(), values + 1)
     with pytest.raises(ValueError, match="expecting 2 weights"):
         table.set_weights([values[:3]])
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_negative_numbers_of_rows_count_from_the_end_as_in_keras(on_servers, servers):
+    ids = tf.constant([[-1, 0], [3, -9]])
+    plain = keras.layers.Embedding(9, 4)
+    expected = plain(ids)
+    on_servers(servers)
+    mine = keras.layers.Embedding(9, 4)
+    mine.build()
+    mine.set_weights(plain.get_weights())
+    np.testing.assert_array_equal(mine(ids), expected)
+
+
+@pytest.mark.parametrize(
+    "penalty, parts",
+    [("l2", 2), (keras.regularizers.L1L2(0.1, 0.1), 2), (None, 2)]
+    + [(lambda w: 0.01 * keras.ops.mean(w**2), 1), (keras.regularizers.OrthogonalRegularizer(), 1)],
+)
+def test_a_table_is_whole_for_a_penalty_that_is_no_sum_over_its_elements(
+    on_servers, penalty, parts
+):
+    on_servers(2)
+    layer = keras.layers.Embedding(40, 3, embeddings_regularizer=penalty)
+    layer.build()
+    assert len(layer.weights) == parts
+
+
+def test_a_table_that_is_cut_is_excluded_from_weight_decay_as_a_whole(on_servers):
+    on_servers(2)
+    model, table = embedding()
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=1.0)
+    optimizer.exclude_from_weight_decay(var_list=[table.embeddings])
+    model.compile(optimizer, "mse")
+    partitioned.prepare_optimizer(model)
+    before = table.embeddings.numpy()
+    optimizer.apply(
+        [keras.ops.zeros_like(v) for v in model.trainable_variables], model.trainable_variables
+    )
+    np.testing.assert_array_equal(table.embeddings.numpy(), before)
+
+
+def test_a_step_of_ones_own_is_told_that_it_gets_the_gradients_of_parts(on_servers):
+    on_servers(2)
+    model, table = embedding()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        partitioned.prepare_optimizer(model)
+
+    class Stepping(keras.Model):
+        def train_step(self, data):
+            return super().train_step(data)
+
+    own = Stepping(model.inputs, model.outputs)
+    own.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="a gradient for each partition.*embeddings_0"):
+        partitioned.prepare_optimizer(own)
 
 
 def test_a_table_that_is_cut_can_be_frozen(on_servers):

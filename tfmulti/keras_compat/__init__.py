@@ -11,10 +11,9 @@ Keras and TensorFlow no longer need it. `table.TRIED` has the tested versions, `
 from tfmulti.keras_compat.accessors import (
     HAS_AVERAGES, WithLogits, activated, activation_of, adopt_optimizer, all_layers, all_metrics,
     averages_and_sums, axes_of, build_model, call_counter, calls_python,
-    compiled_losses, inner_optimizer, is_batched, is_from_python, is_stock, keep_on_each_replica,
-    reads_by_python,
+    compiled_losses, exclude_parts, inner_optimizer, is_batched, is_from_python, is_stock,
+    keep_on_each_replica, reads_by_python,
     local_statistics, loss_of, mask_of, masked_weights, metric_variables, noted_logits,
-    noting_reductions,
     output_loss_trackers,
     own_losses, random_layers, remove_mask, replace_table, set_initial_epoch, set_mask, slots_of,
     stateful_layers,
@@ -45,8 +44,8 @@ from tfmulti.keras_compat.replaced_calls import (
     distributed_dataset_of, feed_of, follow_position, number_of_batches, set_number_of_batches,
 )
 from tfmulti.keras_compat.replaced_models import (
-    MAX_BYTES, MAX_ROWS, around_call_of, gather_local, rows_from_all_over, update_metric_by,
-    without_tuning,
+    MAX_BYTES, MAX_ROWS, around_call_of, gather_local, noting_reductions, rows_from_all_over,
+    update_metric_by, without_tuning,
 )
 from tfmulti.keras_compat.randomness import (
     Draws, draws_of, fixed_random_numbers, same_draws_along, scratch_graph,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -235,29 +233,6 @@ def mask_of(tensor):
     return keras_backend.get_keras_mask(tensor)
 
 
-@contextlib.contextmanager
-def noting_reductions() -> Iterator[list[tuple[str | None, bool, bool]]]:
-    """Notes the losses of Keras's kind that are reduced to a number within the context.
-
-    Yields:
-        A list with the reduction of each, whether it has sample weights, and whether it has a mask:
-        that of the outputs, or of classes that it ignores.
-    """
-    noted: list = []
-    original = keras_loss.reduce_weighted_values
-
-    @functools.wraps(original)
-    def reduce(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
-        noted.append((reduction, sample_weight is not None, mask is not None))
-        return original(values, sample_weight, mask, reduction, dtype)
-
-    keras_loss.reduce_weighted_values = reduce
-    try:
-        yield noted
-    finally:
-        keras_loss.reduce_weighted_values = original
-
-
 def masked_weights(metric: keras.metrics.Metric, y_pred, sample_weight):
     """Returns the weights of values, as a metric that is a function of rows masks them."""
     mask, dtype = mask_of(y_pred), metric.dtype
@@ -343,6 +318,16 @@ def keep_on_each_replica(variables) -> None:
 def replace_table(layer: keras.layers.Embedding, table) -> None:
     """Makes an object the table of an embedding, `layer.embeddings`, in place of a variable."""
     object.__setattr__(layer, "_embeddings", table)
+    # By which an optimizer knows what it leaves out of weight decay; see `exclude_parts`.
+    table._unique_id = f"tfmulti_table_{id(table)}"
+
+
+def exclude_parts(optimizer: keras.optimizers.Optimizer, parts_of: dict) -> None:
+    """Excludes the parts of tables from weight decay that were excluded as a whole."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", set())
+    for table, parts in parts_of.items():
+        if optimizer._var_key(table) in excluded:
+            excluded.update(map(optimizer._var_key, parts))
 
 
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.losses import loss as keras_loss
 
 from tfmulti.keras_compat import replaced_calls, replacement
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of
@@ -351,3 +353,26 @@ def around(original, function):
         return function(original, *args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def noting_reductions() -> Iterator[list[tuple[str | None, bool, bool]]]:
+    """Notes the losses of Keras's kind that are reduced to a number within the context.
+
+    Yields:
+        A list with the reduction of each, whether it has sample weights, and whether it has a mask:
+        that of the outputs, or of classes that it ignores.
+    """
+    noted: list = []
+    original = keras_loss.reduce_weighted_values
+
+    @functools.wraps(original)
+    def reduce(values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None):
+        noted.append((reduction, sample_weight is not None, mask is not None))
+        return original(values, sample_weight, mask, reduction, dtype)
+
+    keras_loss.reduce_weighted_values = reduce
+    try:
+        yield noted
+    finally:
+        keras_loss.reduce_weighted_values = original

@@ -88,6 +88,7 @@ READ = (
     (keras.optimizers.Optimizer, "_get_variable_index", ("variable",)),
     (keras.optimizers.Optimizer, "_track_variable", ("variable",)),
     (keras.optimizers.Optimizer, "_use_weight_decay", ("variable",)),
+    (keras.optimizers.Optimizer, "_var_key", ("variable",)),
     (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
     (epoch_iterator.EpochIterator, "reset", ()),
     (keras_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
@@ -149,7 +150,7 @@ ATTRIBUTES = {
     keras.metrics.FBetaScore: ("_built",),
     base_optimizer.BaseOptimizer: (
         *("_accumulated_gradients", "_iterations", "_learning_rate", "_trainable_variables"),
-        "_model_variables_moving_average",
+        *("_model_variables_moving_average", "_exclude_from_weight_decay"),
     ),
     keras_optimizer.TFOptimizer: ("_distribution_strategy",),
     base_trainer.Trainer: (

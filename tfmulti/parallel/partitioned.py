@@ -31,6 +31,10 @@ _DRAWN_IN_PIECES = (
     keras.initializers.Zeros,
 )
 
+# Penalties that are sums over elements.
+_ADDED_UP = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+_ONE_SERVER = "one server (--num_ps 1), which does not partition tables"
+
 
 def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
     """Builds an embedding whose rows are looked up on the servers.
@@ -46,7 +50,7 @@ def build(original, layer: keras.layers.Embedding, input_shape=None) -> None:
     if not plain or layer.lora_rank or layer.quantization_mode:
         original(layer, input_shape)
         return
-    parts = 1 if layer.embeddings_constraint else _number_of_parts(layer)
+    parts = _number_of_parts(layer) if _may_be_cut(layer) else 1
     if parts == 1:
         original(layer, input_shape)
         tables = [layer.embeddings]
@@ -123,7 +127,16 @@ def prepare_optimizer(model: keras.Model) -> None:
     if not cut:
         return
     _refuse_whole_updates(optimizer, cut[0])
+    if keras_compat.has_custom_step(model, "train"):
+        warnings.warn(
+            "A custom `train_step` gets a gradient for each partition of a large table: "
+            f"{_where(cut[0])}. If it computes from a variable's whole gradient, as "
+            "tf.clip_by_norm does, the result differs from that of the unpartitioned table. Use "
+            f"{_ONE_SERVER}, or the optimizer's `clipnorm`.",
+            stacklevel=4,
+        )
     clipping.clip_together(optimizer, [table.parts for table in cut])
+    keras_compat.exclude_parts(optimizer, {table: table.parts for table in cut})
 
 
 def tables_of(model: keras.Model) -> list[keras.Variable]:
@@ -139,20 +152,28 @@ def _refuse_whole_updates(optimizer, table):
     if split_weights.updates_elements(optimizer):
         return
     name = type(optimizer).__name__
-    where = f"{table.parts[0].path}, which is partitioned into {len(table.parts)} parts"
-    one_server = "one server (--num_ps 1), which does not partition tables"
     if keras_compat.is_stock(type(optimizer)):
         raise ValueError(
             "Large embedding tables are partitioned over the servers, so the optimizer must be "
-            f"element-wise. Received: {name}, for {where}. Use for example Adam or SGD, or "
-            f"{one_server}."
+            f"element-wise. Received: {name}, for {_where(table)}. Use for example Adam or SGD, or "
+            f"{_ONE_SERVER}."
         )
     warnings.warn(
-        f"{name} updates each partition of a large table separately: {where}. If the update of "
-        "one element depends on others, the result differs from that of the unpartitioned table. "
-        f"In that case use {one_server}.",
+        f"{name} updates each partition of a large table separately: {_where(table)}. If the "
+        "update of one element depends on others, the result differs from that of the "
+        f"unpartitioned table. In that case use {_ONE_SERVER}.",
         stacklevel=5,
     )
+
+
+def _where(table) -> str:
+    return f"{table.parts[0].path}, which is partitioned into {len(table.parts)} parts"
+
+
+def _may_be_cut(layer) -> bool:
+    """Whether a constraint or a penalty of the whole table is that of its parts together."""
+    penalty = layer.embeddings_regularizer
+    return layer.embeddings_constraint is None and (penalty is None or type(penalty) in _ADDED_UP)
 
 
 def _ranges_of(parts):
@@ -271,6 +292,7 @@ def _call(layer, tables, inputs):
     if keras.backend.is_keras_tensor(inputs):
         return keras.ops.cast(keras.ops.take(tables[0], inputs, axis=0), layer.compute_dtype)
     ids = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+    ids = tf.where(ids < 0, ids + layer.input_dim, ids)
     rows = look_up([table.value for table in tables], ids)
     return tf.cast(rows, layer.compute_dtype)
 
@@ -285,6 +307,15 @@ def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
     Returns:
         The rows, of shape `(*ids.shape, columns)`.
     """
+    # A GPU, or a look-up in parts, would give zeros without an error.
+    size = sum(int(table.shape[0]) for table in tables)
+    inside = tf.debugging.Assert(
+        tf.reduce_all((ids >= 0) & (ids < size)),
+        ["`inputs` of an Embedding must be from -input_dim to input_dim - 1.", size, ids],
+    )
+    # Eagerly an assertion returns nothing.
+    with tf.control_dependencies([inside] if inside is not None else []):
+        ids = tf.identity(ids)
     if len(tables) == 1:
         return tf.gather(tables[0], ids)
     flat = tf.reshape(ids, [-1])
@@ -293,14 +324,7 @@ def look_up(tables, ids: tf.Tensor) -> tf.Tensor:
         indices = tf.where((flat >= start) & (flat < stop))[:, 0]
         places.append(tf.cast(indices, tf.int32))
         parts.append(tf.gather(table, tf.gather(flat, indices) - start))
-    # An id that no part has would otherwise give zeros without an error.
-    inside = tf.debugging.assert_equal(
-        sum(tf.size(place) for place in places),
-        tf.size(flat),
-        "`inputs` of an Embedding must be from 0 to input_dim - 1.",
-    )
-    with tf.control_dependencies([inside] if inside is not None else []):
-        rows = tf.dynamic_stitch(places, parts)
+    rows = tf.dynamic_stitch(places, parts)
     return tf.reshape(rows, tf.concat([tf.shape(ids), tf.shape(rows)[1:]], 0))
 
 
