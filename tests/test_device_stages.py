@@ -576,6 +576,25 @@ def test_a_layer_that_is_added_after_the_cut_is_refused():
         model.fit(worker.NUMBERS, worker.CLASSES, verbose=0)
 
 
+def test_lora_that_is_enabled_after_the_cut_is_refused():
+    with replicas.create_strategy(1).scope():
+        model = tfmulti.pipeline(worker.dense(), devices=DEVICES)
+        model.layers[0].enable_lora(2)
+        model.compile("sgd", CROSS_ENTROPY)
+    with pytest.raises(ValueError, match="must keep its weights.*lora.*before `pipeline`"):
+        model.fit(worker.NUMBERS, worker.CLASSES, verbose=0)
+
+
+@pytest.mark.slow
+def test_lora_that_is_enabled_before_the_cut_trains():
+    with replicas.create_strategy(1).scope():
+        model = worker.dense()
+        model.layers[0].enable_lora(2)
+        model = tfmulti.pipeline(model, devices=DEVICES)
+        model.compile("sgd", CROSS_ENTROPY)
+    model.train_on_batch(worker.NUMBERS, worker.CLASSES)
+
+
 @pytest.mark.slow
 def test_a_weight_that_no_loss_depends_on_is_not_updated():
     """Not even by weight decay, which Keras applies to each weight that has a gradient."""

@@ -1,6 +1,7 @@
 """Where a pipeline cuts a model, and how the rows pass; the workers are in `multi_worker/`."""
 
 import itertools
+import random
 
 import keras
 import numpy as np
@@ -54,10 +55,10 @@ def test_of_cuts_that_are_nearly_as_even_the_one_that_sends_least_is_taken():
 
 def test_the_most_even_cut_is_found_among_all():
     model = chain(*[16] * 8)
-    random = np.random.RandomState(0)
+    chance = np.random.RandomState(0)
     for num_parts in (2, 3, 4):
         for _ in range(10):
-            costs = random.exponential(size=8).tolist()
+            costs = chance.exponential(size=8).tolist()
             every = itertools.combinations(range(1, 8), num_parts - 1)
             least = min(costliest(costs, starts) for starts in every)
             found = cutting.starts_by_cost(model, costs, num_parts)
@@ -74,11 +75,13 @@ def test_layers_are_timed_without_the_model():
     hidden = [layers.LSTM(32), layers.Dense(8), layers.Lambda(lambda x: x)]
     with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
         model = keras.Sequential([keras.Input((256, 8)), *hidden])
-    before = [weight.numpy() for weight in model.weights]
+    before, drawn = [weight.numpy() for weight in model.weights], random.getstate()
     lstm, dense, nothing = layer_costs.measured_costs(model, rows=4)
     assert lstm > 2 * dense and nothing > 0
     for weight, value in zip(model.weights, before, strict=True):
         np.testing.assert_array_equal(weight.numpy(), value)
+    # Worker 0 alone times them, and all workers draw the same seeds afterwards.
+    assert random.getstate() == drawn
 
 
 def test_a_layer_that_cannot_be_copied_counts_as_free():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import random
 import time
 import warnings
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -64,7 +67,8 @@ def measured_costs(model: keras.Model, rows: int) -> list[float]:
     strategy, seconds = model.distribute_strategy, np.zeros(len(keras_compat.nodes_of(model)))
     if topology.worker_index(strategy) == 0:
         # In the strategy's scope, all workers would create the layers.
-        keras_compat.call_outside_scope(lambda: _time_all(model, rows, seconds))
+        with _same_numbers_after():
+            keras_compat.call_outside_scope(lambda: _time_all(model, rows, seconds))
     seconds = tf.constant(seconds)
 
     @tf.function(autograph=False)
@@ -72,6 +76,18 @@ def measured_costs(model: keras.Model, rows: int) -> list[float]:
         return strategy.run(lambda: owners.all_reduce(strategy, seconds))
 
     return strategy.experimental_local_results(add())[0].numpy().tolist()
+
+
+@contextlib.contextmanager
+def _same_numbers_after() -> Iterator[None]:
+    """Restores the states of random numbers: to create copies of layers draws their seeds."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with keras_compat.same_eager_numbers():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _time_all(model, rows, seconds):

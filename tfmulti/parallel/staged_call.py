@@ -207,6 +207,7 @@ class StagedCall:
             _refuse_shared_state(trace_stages(stages_of(self._cut), before, True))
         self._place_weights()
         self._stages = stages_of(self._cut)
+        self._variables = [part.model.variables for part in self._cut.parts]
         self._model.call = self.call
         marks.MICRO_BATCHES.set(self._model, self._num_micro_batches)
         # A function that `predict` has already traced reads the weights where they were before.
@@ -215,6 +216,7 @@ class StagedCall:
     def call(self, inputs, training=None, mask=None, **kwargs):
         """Passes a batch through the stages within a step; elsewhere runs the model's own call."""
         self._cut.refuse_changed()
+        self._refuse_new_weights()
         if not self._is_step() or keras_compat.is_symbolic(inputs):
             return self._original_call(inputs, training=training, mask=mask, **kwargs)
         _refuse_inputs(keras.tree.flatten(self._cut.taken(inputs)))
@@ -226,6 +228,18 @@ class StagedCall:
         for loss in losses:
             keras.layers.Layer.add_loss(self._model, tf.reduce_mean(loss))
         return self._cut.pack_outputs(values)
+
+    def _refuse_new_weights(self) -> None:
+        """Raises ValueError if layers have other variables than when the model was cut."""
+        for part, variables in zip(self._cut.parts, self._variables):
+            known = set(map(id, variables))
+            new = [v.path for v in part.model.variables if id(v) not in known]
+            if new or len(part.model.variables) != len(variables):
+                raise ValueError(
+                    "A model that `pipeline` has cut must keep its weights, which are with their "
+                    f"stages. Received: {self._model.name!r}, with {', '.join(new) or 'fewer'} "
+                    "since then. Enable LoRA or quantize before `pipeline`."
+                )
 
     def _may_share_state(self) -> bool:
         """Whether two stages have a non-trainable variable in common; most never change it."""
