@@ -364,6 +364,90 @@ def test_what_cannot_run_twice_is_refused(draw, op):
         model.fit(X, Y, verbose=0)
 
 
+class Router(layers.Layer):
+    """Keeps a part of the loss, or what it was handed beside its inputs, in attributes."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.dense, self.calls, self.kept = layers.Dense(6, "tanh"), 0.0, []
+        self.handed = lambda: 1.0
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        hidden = self.dense(x)
+        self.balance = keras.ops.mean(hidden**2)
+        # The next call finds what this one leaves.
+        self.calls = self.calls + 0.1 * keras.ops.mean(hidden)
+        self.kept.append(self.balance * 2)
+        return x + hidden * (self.handed() if callable(self.handed) else self.handed)
+
+
+class Routed(keras.Model):
+    def __init__(self, uses):
+        super().__init__()
+        self.first, self.out, self.router = layers.Dense(6), layers.Dense(1), Router(name="router")
+        self.uses = uses
+
+    def build(self, shape):
+        for each in (self.first, self.router, self.out):
+            each.build((None, 6))
+        self.built = True
+
+    def call(self, x):
+        self.router.calls = 0.0
+        x = self.first(x)
+        if self.uses != "list":
+            self.router.handed = x if self.uses == "attribute" else lambda: x
+        return self.out(self.router(self.router(x)))
+
+    def compute_loss(self, *args, **kwargs):
+        router, loss = self.router, super().compute_loss(*args, **kwargs)
+        more = {"attribute": lambda: router.balance + router.calls, "list": lambda: router.kept[-1]}
+        return loss + 0.5 * more.get(self.uses, lambda: 0.0)()
+
+
+def routed(uses):
+    model = Routed(uses)
+    model.build((None, 6))
+    return model
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_a_call_finds_or_leaves_in_an_attribute_has_its_gradient(eager):
+    found = []
+    for checkpointed in (False, True):
+        keras.utils.set_random_seed(1)
+        model = routed("attribute")
+        if checkpointed:
+            tfmulti.checkpoint_activations(model, ["router"])
+
+        def gradients(model=model):
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(y=Y, y_pred=model(tf.constant(X)))
+            return [loss, *tape.gradient(loss, [v.value for v in model.trainable_variables])]
+
+        model.compile(loss="mse")
+        results = gradients() if eager else tf.function(gradients, autograph=False)()
+        found.append([each.numpy() for each in results])
+    assert difference(*found) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "uses, told",
+    [
+        ("function", "as arguments(.|\n)*Received: router, which reads(.|\n)*as an argument"),
+        ("list", "must return its tensors(.|\n)*Received: router, whose(.|\n)*`add_loss`"),
+    ],
+)
+def test_tensors_that_would_have_no_gradient_are_refused(uses, told):
+    model = tfmulti.checkpoint_activations(routed(uses), ["router"])
+    model.compile("sgd", "mse")
+    with pytest.raises(RuntimeError, match=told):
+        model.fit(X, Y, verbose=0)
+
+
 class Noise(layers.Layer):
     """Draws from the generator of Keras, whose state it changes with that."""
 

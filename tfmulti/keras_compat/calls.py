@@ -143,24 +143,32 @@ def next_op() -> int:
     return ops[-1]._id + 1 if ops else 0
 
 
-def unrepeatable_ops(since: int) -> list[str]:
+def unrepeatable_ops(ops: list[tf.Operation]) -> list[str]:
     """Returns the types of ops whose second run would differ from the first.
 
     They draw random numbers from TensorFlow's own state, or assign to a `tf.Variable`.
 
     Args:
-        since: `next_op()` before the ops in question were created.
+        ops: The ops in question.
     """
-    graph = tf.compat.v1.get_default_graph()
-    # A new op is placed on the device of the replica that is being traced.
-    device = tf.identity(0, name="device_of_this_replica").device
-    # The replicas build one graph in turns; the ops of each are on its own device.
-    ops = [op for op in graph.get_operations() if op._id >= since and op.device == device]
-    ops = [op for op in ops if COMMUNICATION not in op.name]
     kinds = {op.type for op in ops}
     for op in ops:
-        kinds.update(_kinds_within(graph, op))
+        kinds.update(_kinds_within(op.graph, op))
     return sorted(kind for kind in kinds if _is_unrepeatable(kind))
+
+
+def own_ops(since: int) -> list[tf.Operation]:
+    """Returns this replica's new ops of the default graph, without those that communicate.
+
+    Args:
+        since: `next_op()` before the ops in question were created.
+    """
+    # A new op is placed on the device of the replica that is being traced.
+    device = tf.identity(0, name="device_of_this_replica").device
+    ops = tf.compat.v1.get_default_graph().get_operations()
+    # The replicas build one graph in turns; the ops of each are on its own device.
+    ops = [op for op in ops if op._id >= since and op.device == device]
+    return [op for op in ops if COMMUNICATION not in op.name]
 
 
 def assigns(kind: str) -> bool:

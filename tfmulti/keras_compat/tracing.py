@@ -12,6 +12,8 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from tensorflow.python.distribute import values as distributed_values
 
+from tfmulti.keras_compat.calls import is_recorded
+
 # More layers of a class than this that the model does not hold are made by the step, at each trace.
 _MOST_OF_A_CLASS = 30
 
@@ -284,3 +286,28 @@ def without_search_in_functions(original):
         return original(input_ops, output_ops)
 
     return get_dependent_variables
+
+
+def tensors_read_from_before(ops: list[tf.Operation], since: int) -> list[tf.Tensor]:
+    """Returns floating-point tensors that some ops read, older than these, and on a tape.
+
+    Args:
+        ops: The ops.
+        since: `next_op()` before they were created.
+    """
+    read = {id(x): x for op in ops for x in op.inputs if x.dtype.is_floating}
+    # A tensor of an outer graph, or an eager one, is captured when it is first read.
+    old = [x for x in read.values() if x.op._id < since or x.op.type == "Placeholder"]
+    return [x for x in old if is_recorded([x])]
+
+
+def tensors_read_after(ops: list[tf.Operation], end: int) -> list[tf.Tensor]:
+    """Returns floating-point tensors made by some ops that later ones read, and differentiate.
+
+    Args:
+        ops: The ops.
+        end: `next_op()` after they were created.
+    """
+    ops = [op for op in ops if op.type != "StopGradient"]
+    made = [tensor for op in ops for tensor in op.outputs if tensor.dtype.is_floating]
+    return [x for x in made if any(reader._id >= end for reader in x.consumers())]

@@ -5,7 +5,6 @@ A layer runs without keeping its activations, and runs again in the backward pas
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Iterable
 
@@ -13,7 +12,8 @@ import keras
 import tensorflow as tf
 
 from tfmulti import keras_compat, marks
-from tfmulti.parallel import components, prefetch
+from tfmulti.parallel import components, kept_tensors, prefetch
+from tfmulti.parallel.blocks import find_layers, layers_with_layers
 from tfmulti.parallel.cutting import Cut, refuse_own_call, starts_by_activations
 from tfmulti.settings import check_type
 from tfmulti.step.parameters import (
@@ -72,7 +72,7 @@ def checkpoint_activations(
             f"own option for it. Received: {model.name!r}, which tfmulti.pipeline has cut. Use "
             "tfmulti.pipeline(..., checkpoint_activations=True)."
         )
-    blocks = _layers_with_layers(model) if layers is None else _find_layers(model, layers)
+    blocks = layers_with_layers(model) if layers is None else find_layers(model, layers)
     # Another call for the same layers would make each of them run three times.
     new = [layer for layer in blocks or [model] if not marks.CHECKPOINTED.get(layer)]
     for layer in new:
@@ -85,34 +85,6 @@ def checkpoint_activations(
     # ones.
     model.train_function = model.test_function = model.predict_function = None
     return model
-
-
-def _layers_with_layers(model):
-    """Returns the outermost layers of a model that contain layers and have weights."""
-    return [layer for layer in model.layers if layer.weights and keras_compat.all_layers(layer)]
-
-
-def _find_layers(model, layers):
-    """Returns the layers that are named, once each, and not those within another named one."""
-    every = keras_compat.all_layers(model)
-    wanted = [layers] if isinstance(layers, (str, keras.layers.Layer)) else layers
-    wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
-    blocks = []
-    # An empty list fits no layer.
-    for each in wanted or [layers]:
-        matches = [layer for layer in every if layer is each or _matches(layer, each)]
-        if not matches:
-            raise ValueError(
-                "`layers` must be names or patterns of layers of the model. Received: "
-                f"{each!r}, which fits none of {[layer.name for layer in every]}. Give one of them."
-            )
-        blocks += matches
-    within = {id(inner) for layer in blocks for inner in keras_compat.all_layers(layer)}
-    return list({id(layer): layer for layer in blocks if id(layer) not in within}.values())
-
-
-def _matches(layer, pattern):
-    return isinstance(pattern, str) and fnmatch.fnmatchcase(layer.name, pattern)
 
 
 def _checkpoint_parts(model):
@@ -193,13 +165,15 @@ class _RepeatedCall:
             and this worker's parts of the gathered parameters.
         num_inputs: How many of them are inputs.
         num_gathered: How many of them, the last ones, are parts of gathered parameters.
+        reads: Checks which tensors the call and code outside of it read.
     """
 
     def __init__(self, layer, call, args, kwargs, loss_owner, gathered):
         self.name = getattr(layer or call, "name", getattr(call, "__qualname__", "a function"))
         self._call, self._loss_owner = call, loss_owner
         self._arguments = (args, kwargs)
-        self._inputs = components.tensors_of(self._arguments)
+        self._kept = kept_tensors.KeptTensors(layer)
+        self._inputs = [*components.tensors_of(self._arguments), *self._kept.found]
         self.num_inputs = len(components.parts_of(self._inputs))
         self._masks = [keras_compat.mask_of(value) for value in self._inputs]
         variables = layer.variables if layer is not None else []
@@ -209,6 +183,7 @@ class _RepeatedCall:
         self._context = keras_compat.call_context()
         # Variables of other layers that the first run has updated, with their values before it.
         self._others = []
+        self.reads = kept_tensors.Reads(self.name, layer)
 
     def outputs(self):
         """Runs the call, assigns the variables that it updated, and returns its outputs."""
@@ -244,6 +219,7 @@ class _RepeatedCall:
             gathers.end(flat)
         self._with_logits = [keras_compat.WithLogits(value) for value in flat]
         flat = [tensor for output in self._with_logits for tensor in output.tensors]
+        flat += self._kept.left()
         self._output_masks = [mask is not None for mask in masks]
         self._num_losses = len(scope.losses)
         if scope.losses and self._loss_owner is None:
@@ -257,12 +233,18 @@ class _RepeatedCall:
         self._updates = [scope.get_current_value(variable) for variable in self._updated]
         return [*flat, *scope.losses, *[mask for mask in masks if mask is not None]]
 
+    def others(self) -> list[tf.Tensor]:
+        """Returns tensors of the first run that are used later, beside those it has returned."""
+        states = [value for _, value in self._others]
+        return [*states, *self._updates, *components.parts_of(self._tensors)]
+
     def second_run(self, tensors, whole):
         """Runs the call again, and returns its outputs and losses, which have gradients."""
-        outputs, scope = self._run(tensors, whole)
+        with self._kept.again() as kept:
+            outputs, scope = self._run(tensors, whole)
         flat = components.parts_of(components.tensors_of(outputs))
         with_logits = [tensor for x in flat for tensor in keras_compat.WithLogits(x).tensors]
-        return [*with_logits, *scope.losses]
+        return [*with_logits, *kept, *scope.losses]
 
     def num_weights(self, tensors: list[tf.Tensor]) -> int:
         """Returns how many of a run's tensors are differentiable weights."""
@@ -286,7 +268,8 @@ class _RepeatedCall:
         for value, mask in zip(inputs, self._masks):
             if mask is not None:
                 keras_compat.set_mask(value, tensors.pop(0))
-        args, kwargs = _filled(self._arguments, inputs)
+        args, kwargs = components.filled(self._arguments, inputs)
+        self._kept.give(inputs[len(inputs) - len(self._kept.found) :])
         held = tensors[len(self._variables) :]
         gathered = zip(self._gathered, held, whole)
         whole = [gather(v, part, whole=value) for v, part, value in gathered]
@@ -300,6 +283,7 @@ class _RepeatedCall:
             output.restored([results.pop(0) for _ in output.tensors])
             for output in self._with_logits
         ]
+        self._kept.replace([results.pop(0) for _ in range(self._kept.number)])
         flat = components.take(self._tensors, restored)
         for loss in [results.pop(0) for _ in range(self._num_losses)]:
             # `Functional.add_loss` takes symbolic tensors only.
@@ -309,15 +293,7 @@ class _RepeatedCall:
                 keras_compat.set_mask(value, results.pop(0))
         for variable, value in zip(self._updated, self._updates):
             variable.assign(value)
-        return _filled(self._outputs, flat)
-
-
-def _filled(structure, tensors):
-    """Returns a structure with its tensors replaced by others, in order."""
-    remaining = list(tensors)
-    return keras.tree.map_structure(
-        lambda value: remaining.pop(0) if tf.is_tensor(value) else value, structure
-    )
+        return components.filled(self._outputs, flat)
 
 
 def _without_activations(run: _RepeatedCall) -> Callable:
@@ -330,6 +306,7 @@ def _without_activations(run: _RepeatedCall) -> Callable:
         outputs = _run_repeatable(run, stopped)
 
         def gradient(*upstream, variables=None):
+            run.reads.refuse_later()
             again = _computed_after(upstream, tensors, run.num_inputs)
             gathers = prefetch.of_step()
             whole = gathers.take(run, again, again[: run.num_inputs])
@@ -362,7 +339,8 @@ def _run_repeatable(run, tensors):
         return run.first_run(tensors)
     since = keras_compat.next_op()
     outputs = run.first_run(tensors)
-    unrepeatable = keras_compat.unrepeatable_ops(since)
+    end, ops = keras_compat.next_op(), keras_compat.own_ops(since)
+    unrepeatable = keras_compat.unrepeatable_ops(ops)
     if unrepeatable:
         raise RuntimeError(
             "A layer whose activations are checkpointed runs twice, and must do the same both "
@@ -370,6 +348,8 @@ def _run_repeatable(run, tensors):
             "`keras.random` and a `keras.random.SeedGenerator`, keep state in `self.add_weight`, "
             "or leave the layer out of `layers`."
         )
+    run.reads.refuse_older(ops, since)
+    run.reads.note(ops, end, [*outputs, *run.others()])
     return outputs
 
 

@@ -32,6 +32,14 @@ def take(like, parts: list[tf.Tensor]) -> list:
     ]
 
 
+def filled(structure, tensors: list):
+    """Returns a structure with its tensors replaced by others, in order."""
+    remaining = list(tensors)
+    return keras.tree.map_structure(
+        lambda value: remaining.pop(0) if tf.is_tensor(value) else value, structure
+    )
+
+
 def _parts(tensor):
     return tf.nest.flatten(tensor, expand_composites=True) if _is_composite(tensor) else [tensor]
 
