@@ -310,4 +310,5 @@ def tensors_read_after(ops: list[tf.Operation], end: int) -> list[tf.Tensor]:
     """
     ops = [op for op in ops if op.type != "StopGradient"]
     made = [tensor for op in ops for tensor in op.outputs if tensor.dtype.is_floating]
-    return [x for x in made if any(reader._id >= end for reader in x.consumers())]
+    # Other replicas, on their devices, read what crosses replicas, as in batch normalization.
+    return [x for x in made if any(y._id >= end and y.device == x.op.device for y in x.consumers())]
