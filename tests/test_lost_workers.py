@@ -2,7 +2,9 @@
 
 import dataclasses
 import threading
+import time
 import types
+from concurrent.futures import Future
 
 import pytest
 import tensorflow as tf
@@ -119,6 +121,51 @@ def test_a_silent_worker_counts_as_lost_after_the_timeout_that_was_given(monkeyp
     with coordination.heartbeats(2.5):
         runtime.configure_coordination_service(service_type="standalone")
     assert seen == [{"service_type": "standalone", "heartbeat_timeout_in_ms": 2500}]
+
+
+class Service:
+    """A coordination service in which nobody publishes but this process."""
+
+    def __init__(self):
+        self.texts, self.check_collective_ops_peer_health = {}, lambda *_, **__: None
+        self.set_config_key_value = self.texts.__setitem__
+        self.abort_collective_ops = lambda *_: None
+
+    def get_config_key_value(self, key, timeout_in_ms=0):
+        if key not in self.texts:
+            raise tf.errors.DeadlineExceededError(None, None, key)
+        return self.texts[key]
+
+
+@pytest.fixture(name="service")
+def service_fixture(monkeypatch):
+    service = Service()
+    monkeypatch.setattr(coordination.context, "context", lambda: service)
+    monkeypatch.setattr(coordination, "_failure_of_another", Future)
+    for name, value in (("_aborted", []), ("_first_ended", []), ("_ENDED_S", 0.0)):
+        monkeypatch.setattr(coordination, name, value)
+    return service
+
+
+def test_a_worker_that_has_ended_is_waited_for_no_more(service):
+    zero, one, two = (f"/job:worker/replica:0/task:{index}" for index in range(3))
+    for task in (two, zero):
+        coordination.report_end(task)
+    coordination.listen_for_ends()
+    while not coordination._first_ended:
+        time.sleep(0.01)
+    coordination.check_peers([one])
+    for task in (zero, two):
+        with pytest.raises(RuntimeError) as error:
+            coordination.check_peers([one, task])
+        ending = find_peer_error(error.value, CLUSTER)
+        assert ending.exit_code == 144 and "lost: its program has ended" in ending.text
+
+
+def test_no_text_is_waited_for_once_a_call_has_failed_elsewhere(service):
+    coordination.abort_collectives("a call failed")
+    with pytest.raises(RuntimeError, match="a call failed"):
+        coordination.read_published("key", "worker", 0, timeout_s=1.0)
 
 
 def test_a_service_that_cannot_be_reached_delays_no_error(monkeypatch):

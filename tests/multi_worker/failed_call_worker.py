@@ -1,6 +1,11 @@
-"""A worker whose second call of `fit` fails on worker 1 alone, in a program that catches errors."""
+"""A worker whose second call of `fit` fails on one worker alone, in a program that catches errors.
 
+Its argument says how: one of `HOW`, or `"ends"`, where the program of worker 1 ends instead.
+"""
+
+import functools
 import os
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -14,12 +19,17 @@ from tfmulti.strategies import failed_calls
 failed_calls.GRACE_S = 1.0
 
 
-class Failing(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 2:
-            raise ValueError("a callback of worker 1")
+def fail_with(error, *_, **__):
+    raise error
 
 
+# The worker that fails, and the callback with which it does.
+HOW = {
+    "amid an epoch": (1, {"on_train_batch_begin": ValueError("a callback")}),
+    "as an epoch ends": (0, {"on_epoch_end": ValueError("a callback")}),
+    "interrupted": (1, {"on_train_batch_begin": KeyboardInterrupt()}),
+}
+how = sys.argv[1]
 strategy = tfmulti.create_strategy("auto")
 worker = topology.worker_index(strategy)
 with strategy.scope():
@@ -27,9 +37,17 @@ with strategy.scope():
     model.compile("sgd", "mse")
 x = np.ones((64, 4), "float32")
 for number in range(3):
-    callbacks = [Failing()] if number == 1 and worker == 1 else []
+    callbacks = []
+    if number == 1 and how == "ends" and worker == 1:
+        break
+    if number == 1 and how in HOW and worker == HOW[how][0]:
+        [(method, error)] = HOW[how][1].items()
+        method_of_callback = {method: functools.partial(fail_with, error)}
+        callbacks = [keras.callbacks.LambdaCallback(**method_of_callback)]
     try:
         model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
         print(f"{number}: ended")
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if how == "ends":
+            raise
         print(f"{number}: {type(error).__name__}: {error}".splitlines()[0])

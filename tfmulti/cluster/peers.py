@@ -121,6 +121,7 @@ _LOST = (
     "unhealthy",
     "CoordinationService",
     "Error reported from",
+    "its program has ended",
 )
 # A program's own connections fail with the same words. An error is the others' only where it also
 # has words of TensorFlow's cluster runtime or of our MPI, names another task, or is gRPC's own.
@@ -211,6 +212,7 @@ def _reason(text) -> str:
         "stopped sending heartbeats": silent,
         "unhealthy": silent,
         "eartbeat": "it no longer answers heartbeats (frozen or cut off)",
+        "program has ended": "its program has ended, and this one waits for it",
         "gives no answer": "it no longer answers (frozen or cut off)",
     }
     found = [words for sign, words in reasons.items() if sign in text]

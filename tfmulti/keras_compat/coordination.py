@@ -19,13 +19,16 @@ from tfmulti.runtime.scoped import with_attributes
 
 # The code of `tf.errors.InternalError`.
 _INTERNAL = 13
-_FAILURE = "tfmulti/failure"
-_LOOK_MS, _HEALTH_MS = 2_000, 8_000
+_FAILURE, _ENDED = "tfmulti/failure", "tfmulti/ended"
+_SOON_MS, _LOOK_MS, _HEALTH_MS = 100, 2_000, 8_000
 _REPORT_S = 1.0
 # How long the service may take to answer, beside the time that a call is to wait. TensorFlow waits
 # for many minutes if the network to the chief, which runs the service, is gone.
 _ANSWER_S = 30.0
 _LAST_WORDS_S = 3.0
+# How long a worker may still be finishing a collective whose last words another one has sent.
+_ENDED_S = 5.0
+_aborted: list[str] = []
 
 
 def report_error(text: str, task: str) -> None:
@@ -76,7 +79,7 @@ def read_published(key: str, job: str, index: int, timeout_s: float = math.inf) 
         timeout_s: The longest time to wait, in seconds.
 
     Raises:
-        RuntimeError: If that worker does not answer.
+        RuntimeError: If that worker does not answer, or collectives of this process were aborted.
         TimeoutError: If it answers, and publishes nothing.
     """
     runtime, end = context.context(), time.monotonic() + timeout_s
@@ -100,16 +103,53 @@ def read_if_published(key: str, timeout_ms: int) -> str | None:
 
 
 def abort_collectives(text: str) -> None:
-    """Makes the collectives that wait in this process, and all later ones, fail with a text."""
+    """Makes all that waits for other workers in this process, now or later, fail with a text."""
+    _aborted.append(text)
     context.context().abort_collective_ops(_INTERNAL, text)
 
 
+def report_end(task: str) -> None:
+    """Tells the other workers that this one's program ends, where its connections stay open.
+
+    Args:
+        task: This worker, as `/job:worker/replica:0/task:1`.
+    """
+    for key in (f"{_ENDED}{task}", _ENDED):
+        with contextlib.suppress(tf.errors.OpError, ValueError):
+            # Refused if another worker has ended before.
+            publish_failure(key, task)
+
+
+def listen_for_ends() -> None:
+    """Makes `check_peers`, and collectives that wait, fail once another worker's program ends."""
+
+    def listen():
+        with contextlib.suppress(tf.errors.OpError):
+            task = context.context().get_config_key_value(_ENDED)
+            time.sleep(_ENDED_S)
+            _first_ended.append(task)
+            context.context().abort_collective_ops(_INTERNAL, _ended_text(task))
+
+    threading.Thread(target=listen, name="tfmulti-listen-ends", daemon=True).start()
+
+
+_first_ended: list[str] = []
+
+
+def _ended_text(task) -> str:
+    return f"{task} is gone: its program has ended"
+
+
 def check_peers(tasks: list[str]) -> None:
-    """Raises RuntimeError if another worker does not answer, or has reported an error.
+    """Raises RuntimeError if another worker does not answer, has ended, or has reported an error.
+
+    It also does so once `abort_collectives` was called.
 
     Args:
         tasks: The others, as `/job:worker/replica:0/task:1`.
     """
+    if _aborted:
+        raise RuntimeError(_aborted[0])
     runtime = context.context()
     reported = _failure_of_another()
     for task in tasks:
@@ -124,6 +164,9 @@ def check_peers(tasks: list[str]) -> None:
             raise RuntimeError(f"{task} {what}: {error}") from error
     if reported.done():
         raise RuntimeError(reported.result())
+    for task in tasks if _first_ended else ():
+        if task in _first_ended or read_if_published(f"{_ENDED}{task}", _SOON_MS):
+            raise RuntimeError(_ended_text(task))
 
 
 @functools.cache

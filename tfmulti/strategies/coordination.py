@@ -5,14 +5,17 @@ They use small reductions, and texts in TensorFlow's coordination service.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tfmulti import keras_compat, marks, topology
-from tfmulti.strategies import program_order
+from tfmulti.strategies import failed_calls, program_order
 
 _UNKNOWN = -1
 # A number of bytes is compared in two parts, below and above this: floats are exact up to 2**24.
@@ -77,13 +80,50 @@ def all_fail(strategy: tf.distribute.Strategy) -> bool:
     return _all_arrive(strategy, f"failure/{next(_failure_numbers)}")
 
 
-def leave_together(strategy: tf.distribute.Strategy) -> None:
+@contextlib.contextmanager
+def call_together(model: keras.Model, name: str) -> Iterator[None]:
+    """Makes a call on all workers, which end it together, also where it fails on one of them.
+
+    Args:
+        model: The model.
+        name: `"fit"`, `"evaluate"` or `"predict"`.
+    """
+    strategy, is_part = model.distribute_strategy, failed_calls.is_under_way()
+    try:
+        with failed_calls.shared_call(strategy, name):
+            yield
+            # `fit` and `evaluate` end theirs before they read results.
+            if name == "predict":
+                program_order.end_pass(model)
+    except BaseException:
+        if not is_part:
+            leave_together(strategy, waits=False)
+        raise
+    if not is_part:
+        leave_together(strategy)
+
+
+def leave_together(strategy: tf.distribute.Strategy, waits: bool = True) -> None:
     """Waits some seconds for the other workers at a place where the program may end.
 
     A worker that ended earlier could close a connection on which another still receives.
+
+    Args:
+        strategy: The strategy of this worker.
+        waits: False only tells the others that this worker does not come otherwise.
     """
-    if getattr(strategy, "checks_call_order", False):
-        _all_arrive(strategy, f"end/{next(_end_numbers)}")
+    if not getattr(strategy, "checks_call_order", False):
+        return
+    place = f"end/{next(_end_numbers)}"
+    if waits:
+        _all_arrive(strategy, place)
+        return
+    with contextlib.suppress(tf.errors.OpError):
+        keras_compat.publish_failure(_place_key(strategy, place), "failed")
+
+
+def _place_key(strategy, place) -> str:
+    return f"tfmulti/{place}/{topology.worker_index(strategy)}"
 
 
 def _all_arrive(strategy, place) -> bool:
@@ -94,7 +134,7 @@ def _all_arrive(strategy, place) -> bool:
     workers = range(topology.num_workers(strategy))
     if len(workers) == 1:
         return True
-    keras_compat.publish(f"tfmulti/{place}/{topology.worker_index(strategy)}", "here")
+    keras_compat.publish(_place_key(strategy, place), "here")
     keys = (f"tfmulti/{place}/{worker}" for worker in workers)
     return all(keras_compat.read_if_published(key, _ARRIVAL_MS) for key in keys)
 

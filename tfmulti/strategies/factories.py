@@ -45,7 +45,6 @@ from tfmulti.strategies import (
     alike,
     checks,
     coordination,
-    failed_calls,
     feeds,
     fit_callbacks,
     predict_on_batch,
@@ -227,13 +226,8 @@ def _before_call(model, name, given):
 
 @contextlib.contextmanager
 def _during_call(model, name):
-    verifying = spot_checks.verifying_predictions(model, name)
-    with failed_calls.shared_call(model.distribute_strategy, name), verifying:
+    with coordination.call_together(model, name), spot_checks.verifying_predictions(model, name):
         yield
-        # `fit` and `evaluate` end theirs before they read results.
-        if name == "predict":
-            program_order.end_pass(model)
-    coordination.leave_together(model.distribute_strategy)
 
 
 def _before_batch(model, name, given):

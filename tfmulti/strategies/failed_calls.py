@@ -67,10 +67,11 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
     _start_watching()
     try:
         yield
-    except Exception as error:
-        if _failure:
+    except (Exception, KeyboardInterrupt) as error:
+        if _failure and isinstance(error, Exception):
             raise RuntimeError(_failure[0]) from error
-        text = f"worker {topology.worker_index(strategy)}: {type(error).__name__}: {error}"
+        said = f": {error}" if str(error) else ""
+        text = f"worker {topology.worker_index(strategy)}: {type(error).__name__}{said}"
         with contextlib.suppress(tf.errors.OpError):
             # Refused if another worker has published an error before.
             keras_compat.publish_failure(call.key, text[:_LENGTH])
@@ -86,15 +87,34 @@ def shared_call(strategy: tf.distribute.Strategy, name: str) -> Iterator[None]:
         _under_way.clear()
 
 
+def is_under_way() -> bool:
+    """Whether a call is under way that all workers make."""
+    return bool(_under_way)
+
+
 def is_nested() -> bool:
     """Whether a call is made within another, as by a callback."""
     return len(_under_way) > 1
 
 
-def raise_if_failed() -> None:
-    """Raises RuntimeError if a call on another worker has failed, and left this one waiting."""
-    if _failure:
+def raise_if_others_failed() -> None:
+    """Raises RuntimeError if this call has failed on another worker, which does something else.
+
+    Call it where that shows. As the two no longer do the same, all later calls fail here, too.
+    """
+    call = next(iter(_under_way), None)
+    text = call and keras_compat.read_if_published(call.key, _LOOK_MS)
+    if text:
+        _give_up(call, text)
         raise RuntimeError(_failure[0])
+
+
+def _give_up(call, text):
+    _failure.append(
+        f"All workers must run `{call.name}` together. Received: an error on only one of them, "
+        f"{text}. Let that error end its program, so that all can be restarted."
+    )
+    keras_compat.abort_collectives(_failure[0])
 
 
 @functools.cache
@@ -109,8 +129,4 @@ def _watch():
         if not text:
             time.sleep(_PAUSE_S)
         elif not call.ended.wait(GRACE_S):
-            _failure.append(
-                f"All workers must run `{call.name}` together. Received: an error on only one of "
-                f"them, {text}. Let that error end its program, so that all can be restarted."
-            )
-            keras_compat.abort_collectives(_failure[0])
+            _give_up(call, text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import signal
 import sys
@@ -16,7 +18,7 @@ from tfmulti.cluster import environment, mpi, network, peers, schedulers
 from tfmulti.cluster.task import Cluster
 from tfmulti.mpi.all_reduce import CACHED_PIECE_BYTES, MPI_CALLS, MpiAllReduce
 from tfmulti.runtime import command_line, errors, processes
-from tfmulti.strategies import coordination, failed_calls
+from tfmulti.strategies import coordination
 from tfmulti.strategies.base import MultiWorkerMirroredStrategy
 
 _RPC_LAYER = "grpc"
@@ -80,6 +82,7 @@ def create_multi_worker(
     strategy.communication = f"{communication} ({reason})"
     if communicator is not None:
         _use_mpi(strategy, communicator, cluster, bucket_bytes)
+        _report_end(cluster)
     return strategy
 
 
@@ -104,12 +107,23 @@ def _create_mpi_all_reduce(communicator, cluster, bucket_bytes) -> MpiAllReduce:
     settings = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     if mpi.on_one_host(communicator):
         settings["piece_bytes"] = CACHED_PIECE_BYTES
-
-    def check_peers():
-        keras_compat.check_peers(others)
-        failed_calls.raise_if_failed()
-
+    check_peers = functools.partial(keras_compat.check_peers, others)
     return MpiAllReduce(communicator, check_peers, **settings)
+
+
+def _report_end(cluster) -> None:
+    """Tells the others, over MPI, when this program ends: its process then waits for theirs.
+
+    Its connections stay open, and without a word the others would wait for it in turn.
+    """
+
+    def report():
+        # Such an end waits for nobody.
+        if not processes.is_ending():
+            keras_compat.report_end(_task_of(cluster))
+
+    keras_compat.listen_for_ends()
+    atexit.register(report)
 
 
 def choose_communication(asked: str, num_workers: int, logical_cpus: int = 0) -> tuple[str, str]:
@@ -217,8 +231,11 @@ _HEARD_S = 1.0
 def report_to_others(error: BaseException, cluster: Cluster) -> None:
     """Reports this worker's error to all workers, so that they need not wait for a timeout."""
     cause = " ".join(errors.short_message(error).split())
-    task = f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
-    keras_compat.report_error(f"{peers.REPORT}{cause}"[:_REPORT_LENGTH], task)
+    keras_compat.report_error(f"{peers.REPORT}{cause}"[:_REPORT_LENGTH], _task_of(cluster))
+
+
+def _task_of(cluster) -> str:
+    return f"/job:{cluster.task_type}/replica:0/task:{cluster.task_index}"
 
 
 def end_worker(error: BaseException, cluster: Cluster | None) -> peers.PeerError | None:

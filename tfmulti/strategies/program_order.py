@@ -120,6 +120,8 @@ def compare_with_chief(
 ) -> None:
     """Raises ValueError if the chief's next collective action differs from this worker's.
 
+    It is a RuntimeError if the chief has gone on because its call has failed.
+
     Args:
         strategy: The strategy of this worker.
         doing: The action of this worker, as text.
@@ -133,6 +135,7 @@ def compare_with_chief(
         return
     on_chief = _await(strategy, key, 0, doing, timeout_s)
     if _COUNTER.sub("", on_chief) != _COUNTER.sub("", doing):
+        failed_calls.raise_if_others_failed()
         raise ValueError(
             "All workers must build the same model, and train and evaluate it in the same order, "
             f"with the same settings. Received: on {topology.worker_name(strategy)} {doing}; on "
