@@ -340,6 +340,36 @@ def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
 
 
 @pytest.mark.parametrize("part_of_it", [False, True])
+def test_workers_resume_together_where_each_launcher_counts_its_own_restarts(tmp_path, monkeypatch):
+    """One resumed from the chief's checkpoint, and waited for a worker that did not."""
+    reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
+    asked = []
+    any_worker = lambda strategy, condition: asked.append(condition) or True
+    monkeypatch.setattr(run_reporter.coordination, "any_worker", any_worker)
+    train = tfmulti.distribute_train((np.zeros((2, 1)),), reporter.strategy, 2)
+    reporter.create_callbacks(train, config(tmp_path, resume="never"))
+    reporter.close()
+    assert asked == [False] and reporter.saver._resume
+
+
+def test_an_error_is_told_after_the_program_has_left_the_folder_of_its_cluster(
+    tmp_path, monkeypatch, capsys
+):
+    """Looking for the file again, to report the error to others, failed and hid it."""
+    one = {"cluster": {"worker": ["127.0.0.1:20000"]}, "task": {"type": "worker", "index": 0}}
+    (tmp_path / "cluster.json").write_text(json.dumps(one))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def train(config, print_fn):
+        os.chdir(tmp_path / "elsewhere")
+        raise ValueError("the cause")
+
+    monkeypatch.setattr(loop, "train_and_evaluate", train)
+    assert command.main(["train", "--strategy=multi_worker", "--tf_config=cluster.json"]) == 1
+    assert "the cause" in capsys.readouterr().err
+
+
 def test_other_workers_save_a_model_only_where_they_hold_parts_of_it(
     tmp_path, monkeypatch, part_of_it
 ):

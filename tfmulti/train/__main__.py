@@ -19,6 +19,8 @@ from tfmulti.train.config import TrainConfig
 
 USAGE = "python -m tfmulti.train [flags]: trains a Keras 3 model on every device of this job."
 _print_line = functools.partial(print, flush=True)
+# This process's task, once it is known: the program may leave the folder in which its file was.
+_known_task: list[cluster.Cluster | None] = []
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     if code is not None:
         return code
+    _known_task.clear()
     try:
         return _train(config, values.verbose)
     except Exception as error:
@@ -41,7 +44,7 @@ def _end_interrupted(config) -> int:
     """Prints what was saved, and reports to the other workers why this one ends."""
     print("Interrupted: finishing the current write.", file=sys.stderr, flush=True)
     _end_servers(KeyboardInterrupt())
-    _end_worker(RuntimeError("interrupted by Ctrl-C"), config)
+    _end_worker(RuntimeError("interrupted by Ctrl-C"))
     processes.wait_for_threads()
     folder = Path(config.workdir) / checkpoint.FOLDER if config.workdir else None
     saved = checkpoint.saved_in(folder) if folder else {}
@@ -54,11 +57,11 @@ def _end_interrupted(config) -> int:
     return command_line.INTERRUPTED
 
 
-def _find_task(config, **settings):
+def _find_task(config):
     servers = config.strategy != "multi_worker"
-    return cluster.resolve_cluster(
-        config.tf_config, servers=servers, num_ps=config.num_ps, **settings
-    )
+    task = cluster.resolve_cluster(config.tf_config, servers=servers, num_ps=config.num_ps)
+    _known_task[:] = [task]
+    return task
 
 
 def _refuse_servers(config):
@@ -76,15 +79,13 @@ def _refuse_servers(config):
         )
 
 
-def _end_worker(error, config):
+def _end_worker(error):
     """Reports an error to the other workers of `multi_worker`, once TensorFlow is there.
 
     Returns the `PeerError` by which this one ends, or None.
     """
-    if "tensorflow" not in sys.modules or config.strategy not in ("auto", "multi_worker"):
-        return None
-    task = _find_task(config, check_network=False)
-    if task is None or task.has_servers:
+    task = next(iter(_known_task), None)
+    if "tensorflow" not in sys.modules or task is None or task.has_servers:
         return None
     from tfmulti.strategies.multi_worker import end_worker
 
@@ -106,7 +107,7 @@ def _end(error, config, with_traceback) -> int:
     if code is not None:
         command_line.show_error(error, with_traceback)
         return code
-    peer = _end_worker(error, config)
+    peer = _end_worker(error)
     command_line.show_error(error, with_traceback, None if peer is None else peer.text)
     if isinstance(error, rendezvous.WorkersMissingError) and _has_begun_before(config):
         # They ran with the same settings before: a scheduler may give them their places late.

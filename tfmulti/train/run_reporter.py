@@ -161,6 +161,8 @@ class RunReporter:
             train: The training data.
             config: The run.
         """
+        # Each host's launcher counts its own restarts.
+        resumes = coordination.any_worker(self.strategy, config.resumes())
         chosen = [callbacks.NonFinite(config.on_nonfinite, self.print_fn)]
         if train.audit is not None:
             print_fn = self.print_fn if self.is_chief else None
@@ -175,7 +177,7 @@ class RunReporter:
         if self.is_chief:
             self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
-            if not config.resumes() or not checkpoint.saved_in(self._checkpoints):
+            if not resumes or not checkpoint.saved_in(self._checkpoints):
                 shutil.rmtree(logs, ignore_errors=True)
             chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
             chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
@@ -184,7 +186,7 @@ class RunReporter:
             train,
             every_steps=config.checkpoint_steps,
             every_minutes=config.checkpoint_minutes,
-            resume=config.resumes(),
+            resume=resumes,
             print_fn=self.print_fn,
         )
         return [*chosen, self.saver, progress]
