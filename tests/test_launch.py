@@ -278,6 +278,7 @@ def test_an_error_before_the_first_step_is_not_repeated(run_job, code):
     assert done == code
     assert told.count("failed with") == 1
     assert "Not restarted: it failed before the first training step." in told
+    assert "a loop of your own must do so itself: see TFMULTI_PROGRESS" in told
 
 
 def test_an_error_after_a_step_is(run_job, tmp_path):
@@ -291,6 +292,29 @@ def test_an_error_after_a_step_is(run_job, tmp_path):
     """
     done, told = run_job(code, max_restarts=1)
     assert done == 0 and told.count("failed with exit code 1") == 1
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_sigterm_that_ends_a_worker_at_once_counts_unless_a_step_was_done(run_job, steps):
+    """With nothing saved, a job that gets no further would be restarted for ever."""
+    code = f"""
+        if restarts < 2:
+            {"step()" if steps else "pass"}
+            os.kill(os.getpid(), signal.SIGTERM)
+    """
+    done, told = run_job(code, num_workers=1)
+    assert done == (0 if steps else 128 + signal.SIGTERM)
+    assert told.count("(preempted, not counted)") == (2 if steps else 0)
+
+
+def test_a_signal_after_the_chief_of_servers_has_ended_well_is_no_failure(monkeypatch):
+    config = LaunchConfig(num_workers=1, num_ps=1)
+    watch = job._Watch(job.Job(config, ["true"], print), None, range(3))
+    watch._ended = [logs.WorkerExit(0, 0, 1.0), logs.WorkerExit(2, -signal.SIGKILL, 1.0)]
+    watch._running, watch._signalled = set(), int(signal.SIGTERM)
+    monkeypatch.setattr(watch._job, "next_event", lambda wait_s: None)
+    outcome = watch.run()
+    assert (outcome.first, outcome.signalled) == (None, None)
 
 
 def test_a_preempted_worker_does_not_count(run_job):
@@ -810,8 +834,12 @@ def test_mpi_goes_with_workers_of_this_machine():
         LaunchConfig(hosts="hosts.txt", mpi=True)
 
 
-def test_workers_of_an_mpi_job_have_nothing_of_the_srun_around_the_launcher(monkeypatch, tmp_path):
-    """As in `srun --pty bash` where PMI-2 is the default: MPI reads PMI_FD before PMI_PORT."""
+@pytest.mark.parametrize("mpi", [False, True])
+def test_workers_have_nothing_of_the_mpi_process_that_the_launcher_is(monkeypatch, tmp_path, mpi):
+    """As in `srun --pty bash` where PMI-2 is the default: MPI reads PMI_FD before PMI_PORT.
+
+    Or as in `mpiexec -ppn 1 python -m tfmulti.launch --hosts`: a worker would join that MPI job.
+    """
     inherited = {"PMI_FD": "13", "PMI_JOBID": "7.0", "PMI_RANK": "0", "PMI_SIZE": "2"}
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
     for name, value in {**inherited, **step}.items():
@@ -822,10 +850,11 @@ def test_workers_of_an_mpi_job_have_nothing_of_the_srun_around_the_launcher(monk
         shown = [*map(os.environ.get, {names!r}), mpi.size_in_environment()]
         print(json.dumps(shown))
     """
-    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), mpi=True)
+    config = LaunchConfig(num_workers=2, log_dir=str(tmp_path), mpi=mpi)
     assert job.Job(config, worker(code)).run() == 0
     shown = [json.loads((tmp_path / f"worker_{index}.log").read_text()) for index in range(2)]
-    assert shown == [[None, str(index), "2", 2] for index in range(2)]
+    own = [[None, str(index), "2", 2] for index in range(2)]
+    assert shown == (own if mpi else [[None, None, None, 0]] * 2)
 
 
 class Process:

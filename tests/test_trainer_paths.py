@@ -1,5 +1,7 @@
 """The ways into Keras's trainer other than `fit` on dense arrays, under several replicas."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,8 @@ import tensorflow as tf
 from replicas import create_strategy
 
 import tfmulti
+from tfmulti.cluster import environment
+from tfmulti.strategies import fit_callbacks
 
 NUM_ROWS, BATCH_SIZE = 33, 16  # The last batch has one row.
 
@@ -380,3 +384,16 @@ def test_a_train_function_of_ones_own_runs_the_step_by_the_strategy():
         np.testing.assert_allclose(three, one, atol=1e-6)
     with pytest.raises(ValueError, match="custom `make_train_function` must.* Write `outputs"):
         trained(3, by_strategy=False)
+
+
+def test_the_launcher_learns_of_the_first_step_of_train_on_batch(tmp_path, monkeypatch):
+    """It took a failure after hours of such a loop for one before the first step."""
+    path = tmp_path / "progress"
+    monkeypatch.setenv(environment.PROGRESS, str(path))
+    monkeypatch.setattr(fit_callbacks, "_batches", itertools.count())
+    model, seen = build(1, lambda: [keras.layers.Dense(1)]), []
+    x, y, _ = rows(BATCH_SIZE)
+    for _ in range(2):
+        seen.append(path.exists())
+        model.train_on_batch(x, y)
+    assert seen == [False, False] and path.exists()

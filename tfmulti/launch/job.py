@@ -31,7 +31,7 @@ from tfmulti.launch.config import (
 )
 from tfmulti.launch.group import Group, signals_as_events
 from tfmulti.launch.logs import Log, WorkerExit, open_logs
-from tfmulti.launch.pmi import OF_OTHERS, ProcessManager
+from tfmulti.launch.pmi import ProcessManager, variables_of_others
 from tfmulti.runtime import command_line
 
 PEERS_GRACE_S = 5.0
@@ -136,16 +136,16 @@ class Job:
     def _run_until_done(self, configs) -> int:
         while True:
             with tempfile.TemporaryDirectory(prefix="tfmulti_progress_") as progress:
-                self.outcome = outcome = self._run_once(configs, Path(progress))
-                # Workers keep temporary folders there, too.
-                self._has_progress |= any(each.is_file() for each in Path(progress).iterdir())
-            if outcome.signalled is not None:
-                done = not any(exited.returncode for exited in outcome.ended)
-                return 0 if done else 128 + outcome.signalled
-            if outcome.first is None:
-                return 0
-            self._report_failure(outcome.first, outcome.ended)
-            delay = self._delay_of_restart(outcome.first)
+                self._progress = Path(progress)
+                self.outcome = outcome = self._run_once(configs, self._progress)
+                self._has_progress |= _has_files(self._progress)
+                if outcome.signalled is not None:
+                    done = not any(exited.returncode for exited in outcome.ended)
+                    return 0 if done else 128 + outcome.signalled
+                if outcome.first is None:
+                    return 0
+                self._report_failure(outcome.first, outcome.ended)
+                delay = self._delay_of_restart(outcome.first)
             if delay is None:
                 return outcome.first.exit_code
             signalled = self._pause(delay)
@@ -155,7 +155,8 @@ class Job:
 
     def _run_once(self, configs, progress) -> Outcome:
         token = os.environ.get(environment.TOKEN) if self.config.hosts else secrets.token_hex(32)
-        common = {environment.RESTARTS: str(self.restarts), "PYTHONUNBUFFERED": "1"}
+        common = dict.fromkeys(variables_of_others(os.environ))
+        common |= {environment.RESTARTS: str(self.restarts), "PYTHONUNBUFFERED": "1"}
         # The worker's output must not be lost among the log lines of TensorFlow's services.
         common["TF_CPP_MIN_LOG_LEVEL"] = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")
         if token:
@@ -177,7 +178,7 @@ class Job:
             if self.config.mpi:
                 manager = stack.enter_context(ProcessManager(len(configs)))
                 for index, variables in environments.items():
-                    variables |= {**dict.fromkeys(OF_OTHERS), **manager.variables(index)}
+                    variables |= manager.variables(index)
             group = Group(self.command, environments, self._logs, self._events, heading)
             return _Watch(self, stack.enter_context(group), self._logs).run()
 
@@ -206,7 +207,11 @@ class Job:
         """Returns the seconds until the restart; None where there is none. Counts it."""
         if first.returncode in _PERMANENT and not self._has_progress:
             if self.config.max_restarts:
-                self.print_fn("Not restarted: it failed before the first training step.")
+                self.print_fn(
+                    "Not restarted: it failed before the first training step. `fit` and "
+                    "`train_on_batch` note that step; a loop of your own must do so itself: see "
+                    "TFMULTI_PROGRESS on the page on the launcher."
+                )
             return None
         # Bounded before: a job that is often preempted has more restarts than a float exponents.
         delay = min(FIRST_DELAY_S * 2.0 ** min(self.restarts, 10), _LONGEST_DELAY_S)
@@ -219,7 +224,10 @@ class Job:
     def _count_restart(self, ended) -> str | None:
         """Counts a restart, and returns its number as text; None where no more are allowed."""
         most = self.config.max_restarts
-        if ended.exit_code == environment.PREEMPTED:
+        # One that SIGTERM ends at once has saved nothing: with no step done it gets nowhere.
+        is_preempted = ended.returncode == environment.PREEMPTED
+        is_preempted |= ended.returncode == -signal.SIGTERM and _has_files(self._progress)
+        if is_preempted:
             self.restarts += 1
             return f"Restart {self.restarts} (preempted, not counted)"
         if self._counted >= most:
@@ -252,6 +260,11 @@ class Job:
             self.print_fn("\n".join(f"[{name}] {line}" for line in words.splitlines()))
 
 
+def _has_files(folder: Path) -> bool:
+    # Workers keep temporary folders there, too.
+    return any(each.is_file() for each in folder.iterdir())
+
+
 class _Watch:
     """Watches one start until all tasks have ended; `run` returns the outcome."""
 
@@ -279,7 +292,9 @@ class _Watch:
         self._job.next_event(0.0)
         good = self._signalled or self._chief_is_done()
         first = None if good else self._first or logs.first_failure(self._ended)
-        return Outcome(self._ended, first, self._signalled)
+        # A signal that came once the chief had ended well ended what was to end in any case.
+        signalled = None if self._chief_is_done() else self._signalled
+        return Outcome(self._ended, first, signalled)
 
     def _pass_on(self, signum):
         now = time.monotonic()

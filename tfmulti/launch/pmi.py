@@ -14,11 +14,21 @@ import socket
 import threading
 from collections.abc import Mapping
 
-OF_OTHERS = ("PMI_FD",)
-"""What MPI reads before PMI_PORT: that of the srun in whose shell the launcher runs."""
+_IDENTITY = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 _TABLE = "tfmulti"
 _MAX_VALUE = 4096
+
+
+def variables_of_others(environ: Mapping[str, str]) -> list[str]:
+    """Returns what srun or mpiexec has told the launcher, which its workers must not inherit.
+
+    They would take themselves for that MPI process, and read its PMI_FD, which is closed.
+
+    >>> variables_of_others({"PMI_RANK": "1", "PMI_FD": "9", "I_MPI_FABRICS": "shm"})
+    ['PMI_RANK', 'PMI_FD']
+    """
+    return [name for name in environ if name.startswith(_IDENTITY)]
 
 
 class ProcessManager:
@@ -47,7 +57,7 @@ class ProcessManager:
     def variables(self, index: int) -> Mapping[str, str]:
         """Returns the environment variables by which a worker finds this manager.
 
-        `OF_OTHERS` must not be in the worker's environment.
+        `variables_of_others` must not be in the worker's environment.
         """
         host, port = self._server.getsockname()
         number = {"PMI_ID": str(index), "PMI_RANK": str(index), "PMI_SIZE": str(self._size)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import shutil
 import tempfile
@@ -92,6 +93,16 @@ class FirstStepFile(keras.callbacks.Callback):
         if not self._exists:
             self._path.touch()
             self._exists = True
+
+
+_batches = itertools.count()
+
+
+def before_train_on_batch() -> None:
+    """Creates the file of the first step before the second batch of a loop of `train_on_batch`."""
+    path = os.environ.get(environment.PROGRESS)
+    if path and next(_batches) == 1:
+        Path(path).touch()
 
 
 def callbacks_for(model: keras.Model) -> tuple[list[keras.callbacks.Callback], ...]:
