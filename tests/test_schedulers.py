@@ -532,6 +532,17 @@ def test_hosts_of_sagemaker(lacking):
     assert cluster.names_come_late
 
 
+def test_hosts_of_sagemaker_in_a_container_without_its_toolkit(tmp_path, monkeypatch):
+    path, job = tmp_path / "resourceconfig.json", {"TRAINING_JOB_NAME": "train"}
+    monkeypatch.setattr(schedulers, "_RESOURCES", path)
+    assert resolve(job) is None
+    path.write_text(SAGEMAKER["SM_RESOURCE_CONFIG"])
+    assert resolve({}) is None
+    cluster = resolve(job)
+    assert cluster.spec["worker"] == ("algo-1:2222", "algo-2:2222")
+    assert (cluster.source, cluster.worker_index) == ("SageMaker", 1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -653,6 +664,20 @@ def test_a_cluster_that_the_strategy_leaves_aside_is_warned_of(monkeypatch):
     tfmulti.create_strategy("auto", devices=["CPU:0"], tf_config=config)
     [line] = lines
     assert "one of 2 processes, but under 'one_device' each of" in line
+
+
+def test_auto_warns_of_a_cluster_beside_a_tpu(monkeypatch):
+    import tfmulti
+    from tfmulti import devices
+
+    lines = []
+    monkeypatch.setattr(logging, "warning", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(devices, "has_tpu", lambda: True)
+    config = json.loads(tf_config("worker", "worker"))
+    with pytest.raises(RuntimeError, match="`tpu` needs a TPU"):
+        tfmulti.create_strategy("auto", tf_config=config)
+    [line] = lines
+    assert "one of 2 processes, but under 'tpu' each of" in line
 
 
 def test_restarts_of_slurm_are_counted():

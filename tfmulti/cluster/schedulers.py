@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from absl import logging
@@ -22,6 +23,8 @@ from tfmulti.cluster.task import Cluster
 KUBERNETES, SAGEMAKER = "Kubernetes", "SageMaker"
 _INDEX = "JOB_COMPLETION_INDEX"
 _PORT = 2222
+# What SageMaker itself writes into every container of a training job.
+_RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 
 def find_in_kubernetes(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | None:
@@ -109,7 +112,8 @@ def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | 
     https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
 
     Args:
-        environ: the environment: SM_HOSTS and SM_CURRENT_HOST, or SM_RESOURCE_CONFIG.
+        environ: the environment: SM_HOSTS and SM_CURRENT_HOST, or SM_RESOURCE_CONFIG, which the
+            training toolkit sets; without it TRAINING_JOB_NAME, which SageMaker sets, and its file.
         num_ps: how many hosts will be parameter servers; it makes no difference here.
 
     Raises:
@@ -121,11 +125,15 @@ def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | 
         'algo-2:2222'
     """
     name = next((name for name in ("SM_HOSTS", "SM_RESOURCE_CONFIG") if environ.get(name)), None)
-    if name is None:
+    if name is not None:
+        text = environ[name]
+    elif environ.get("TRAINING_JOB_NAME") and _RESOURCES.is_file():
+        name, text = str(_RESOURCES), _RESOURCES.read_text()
+    else:
         return None
     value = None
     with contextlib.suppress(ValueError):
-        value = json.loads(environ[name])
+        value = json.loads(text)
     if name == "SM_HOSTS":
         hosts, current = value, environ.get("SM_CURRENT_HOST")
     else:
@@ -136,10 +144,10 @@ def find_in_sagemaker(environ: Mapping[str, str], num_ps: int = 0) -> Cluster | 
         raise setting_error(
             name,
             "must list all hosts as JSON, the current one among them",
-            received=f"{name}={show(environ[name])}, current host {show(current)}",
+            received=f"{name}={show(text)}, current host {show(current)}",
             source=SAGEMAKER,
             advice="SageMaker sets it so: leave it as it is, or unset all of SM_HOSTS,"
-            " SM_CURRENT_HOST and SM_RESOURCE_CONFIG.",
+            " SM_CURRENT_HOST, SM_RESOURCE_CONFIG and TRAINING_JOB_NAME.",
         )
     if len(hosts) == 1:
         return single_worker(SAGEMAKER)

@@ -247,7 +247,7 @@ def _settle(model):
 
 
 def _warn_of_others(name, cluster):
-    if name in ("one_device", "mirrored"):
+    if name in ("one_device", "mirrored", "tpu"):
         schedulers.warn_of_others(os.environ, name, cluster)
 
 
