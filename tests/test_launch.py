@@ -535,6 +535,10 @@ def test_a_command_that_is_not_there(tmp_path):
             ["--num_workers=2", "--host_index=0", "--", "true"],
             "`host_index` can be used with hosts",
         ),
+        (
+            ["--num_workers=2", "--base_port=5000", "--", "true"],
+            "`base_port` can be used with hosts",
+        ),
         (["--hosts=/no/such", "--", "true"], "`hosts` must be a file of text. Received: /no/such"),
     ],
 )

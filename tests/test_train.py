@@ -66,6 +66,7 @@ def test_workers_that_are_late_after_a_restart_end_that_start_alone(
         ("--strategy horovod", ["horovod", "mirrored"]),
         ("--epochs 0", ["`epochs` must be at least 1", "epochs=0"]),
         ("--global_batch_size=8 --per_replica_batch_size=4", ["exclude each other"]),
+        ("--base_batch_size=8", ["`base_batch_size` needs a rule", "base_batch_size=8, lea"]),
         ("--checkpoint_steps=3", ["`checkpoint_steps` needs a folder", "3 without workdir"]),
         ("--strategy=mirrored --tf_config=x.json", ["`tf_config` can be used with multi_worker"]),
         ("--strategy=mirrored --communication=ring", ["`communication` can be used with"]),
@@ -339,7 +340,6 @@ def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
     assert saved.exists() == bool(restarts)
 
 
-@pytest.mark.parametrize("part_of_it", [False, True])
 def test_workers_resume_together_where_each_launcher_counts_its_own_restarts(tmp_path, monkeypatch):
     """One resumed from the chief's checkpoint, and waited for a worker that did not."""
     reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
@@ -370,6 +370,7 @@ def test_an_error_is_told_after_the_program_has_left_the_folder_of_its_cluster(
     assert "the cause" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part_of_it", [False, True])
 def test_other_workers_save_a_model_only_where_they_hold_parts_of_it(
     tmp_path, monkeypatch, part_of_it
 ):

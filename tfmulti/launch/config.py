@@ -109,11 +109,14 @@ class LaunchConfig:
                 f"Received: num_ps={self.num_ps}, hosts={self.hosts}, mpi={self.mpi}. "
                 "On several hosts start each task with its own TF_CONFIG."
             )
-        if self.host_index is not None and self.hosts is None:
-            raise ValueError(
-                "`host_index` can be used with hosts only. "
-                f"Received: host_index={self.host_index}, hosts=None. Leave --host_index out."
-            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("host_index", "base_port"):
+            value = getattr(self, name)
+            if value != defaults[name] and self.hosts is None:
+                raise ValueError(
+                    f"`{name}` can be used with hosts only. "
+                    f"Received: {name}={value}, hosts=None. Leave --{name} out."
+                )
 
 
 def tf_configs_here(

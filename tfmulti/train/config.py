@@ -241,6 +241,7 @@ class TrainConfig:
                 "Use --strategy mirrored."
             )
         self._check_checkpoints()
+        self._check_rate()
         self._check_servers()
         techniques.check(self)
 
@@ -250,6 +251,16 @@ class TrainConfig:
                 raise ValueError(
                     f"`{name}` needs a folder for the checkpoints. Received: "
                     f"{name}={getattr(self, name)} without workdir. Add --workdir FOLDER."
+                )
+
+    def _check_rate(self):
+        if self.learning_rate_scaling == "none":
+            name = "base_batch_size"
+            if self.base_batch_size != self.defaults()[name]:
+                raise ValueError(
+                    f"`{name}` needs a rule by which the rate grows with the batch. Received: "
+                    f"{name}={self.base_batch_size}, learning_rate_scaling='none'. "
+                    f"Add --learning_rate_scaling linear, or leave --{name} out."
                 )
 
     def _check_servers(self):
