@@ -129,7 +129,7 @@ def _events(case, run, examples) -> list[list[_Event]]:
     def on_call(layer, call, args, kwargs):
         given, numbers = _arrays((args, kwargs)), Numbers(layer)
         outputs = call(*args, **kwargs)
-        note(layer, given, _arrays(outputs), bool(numbers.changed_numbers()))
+        note(layer, given, _arrays(outputs), bool(numbers.changed()))
         return outputs
 
     layers = [case.model, *keras_compat.all_layers(case.model)]

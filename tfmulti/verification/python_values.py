@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfmulti import marks
 from tfmulti.runtime.scoped import with_attributes
-from tfmulti.verification.differences import same_bits
 from tfmulti.verification.own_names import is_own, is_users
 
 # Keys of dicts that are not looked at, and what tfmulti sets.
@@ -91,16 +90,13 @@ class Numbers:
         self._objects = [_Object(path, thing) for path, thing in self.walked if is_users(thing)]
         self.held = [*self._numbers, *self._objects]
 
-    def changed_numbers(self) -> list[str]:
-        """Returns the names of numbers and arrays that have another value now."""
-        return [each.path_of_name for each in self._numbers if each.has_changed()]
-
     def changed(self) -> list[str]:
-        """Returns the names of all that have another value now.
+        """Returns the names of numbers and arrays that have another value now.
 
-        What is set where nothing was, or None, is left out: it may be what a call keeps for itself.
+        Tensors are left out: many layers keep those of their last call, such as attention scores. A
+        step that goes on from one gives other results, which are compared.
         """
-        return self.changed_numbers() + [name for each in self._objects for name in each.changed()]
+        return [each.path_of_name for each in self._numbers if each.has_changed()]
 
     def restore(self) -> None:
         """Gives them the values that they had, and removes what has come."""
@@ -129,12 +125,6 @@ class _Object:
 
     def keep_since(self, then: _Object) -> None:
         self._was.update(then._others())
-
-    def changed(self) -> list[str]:
-        now = vars(self._thing)
-        names = [name for name in self._others() if _is_known(self._was.get(name))]
-        start = f"{self.path}/" if self.path else ""
-        return [f"{start}{each}" for each in names if not _is_same(now[each], self._was[each])]
 
     def restore(self):
         others = self._others()
@@ -224,7 +214,6 @@ _HELD_AS_ONE = (str, bytes, tf.Tensor)
 _PLAIN = (*_NUMBERS, *_HELD_AS_ONE, type(None), np.ndarray)
 _WITH_VARIABLES = (keras.Variable, keras.Layer, keras.Metric, keras.Optimizer, tf.Module)
 _WITH_VARIABLES += (tf.Variable,)
-_EAGER, _UNREADABLE = tf.__internal__.EagerTensor, (tf.resource, tf.variant)
 
 
 class Containers:
@@ -338,11 +327,6 @@ def _has_variables(value, depth=_DEPTH) -> bool:
     return isinstance(value, _WITH_VARIABLES)
 
 
-def _is_known(value) -> bool:
-    """Whether it is a text, or a tensor that is not one of a graph."""
-    return isinstance(value, _HELD_AS_ONE) and not tf.is_symbolic_tensor(value)
-
-
 def _containers_in(value, depth=_DEPTH) -> list:
     """Returns a container and those within it."""
     if not isinstance(value, (*_CONTAINERS, tuple)) or not depth:
@@ -369,12 +353,4 @@ def _differs(container, was) -> bool:
 def _is_same(value, other) -> bool:
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
         return value.dtype == other.dtype and np.array_equal(value, other, equal_nan=True)
-    if isinstance(value, _EAGER) and isinstance(other, _EAGER):
-        return value is other or (value.dtype not in _UNREADABLE and _is_equal(value, other))
-    both = all(isinstance(each, (*_NUMBERS, str, bytes)) for each in (value, other))
-    return value is other or (both and bool(value == other))
-
-
-def _is_equal(tensor, other) -> bool:
-    # A single text has no dtype of NumPy.
-    return tensor.dtype == other.dtype and same_bits(*map(np.asarray, (tensor, other)))
+    return value is other or (isinstance(value, _NUMBERS) and bool(value == other))
