@@ -29,25 +29,31 @@ HOW = {
     "as an epoch ends": (0, {"on_epoch_end": ValueError("a callback")}),
     "interrupted": (1, {"on_train_batch_begin": KeyboardInterrupt()}),
 }
-how = sys.argv[1]
-strategy = tfmulti.create_strategy("auto")
-worker = topology.worker_index(strategy)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-x = np.ones((64, 4), "float32")
-for number in range(3):
-    callbacks = []
-    if number == 1 and how == "ends" and worker == 1:
-        break
-    if number == 1 and how in HOW and worker == HOW[how][0]:
-        [(method, error)] = HOW[how][1].items()
-        method_of_callback = {method: functools.partial(fail_with, error)}
-        callbacks = [keras.callbacks.LambdaCallback(**method_of_callback)]
-    try:
-        model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
-        print(f"{number}: ended")
-    except (Exception, KeyboardInterrupt) as error:
-        if how == "ends":
-            raise
-        print(f"{number}: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def main(how):
+    strategy = tfmulti.create_strategy("auto")
+    worker = topology.worker_index(strategy)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((64, 4), "float32")
+    for number in range(3):
+        callbacks = []
+        if number == 1 and how == "ends" and worker == 1:
+            break
+        if number == 1 and how in HOW and worker == HOW[how][0]:
+            [(method, error)] = HOW[how][1].items()
+            method_of_callback = {method: functools.partial(fail_with, error)}
+            callbacks = [keras.callbacks.LambdaCallback(**method_of_callback)]
+        try:
+            model.fit(x, x[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
+            print(f"{number}: ended")
+        except (Exception, KeyboardInterrupt) as error:
+            if how == "ends":
+                raise
+            print(f"{number}: {type(error).__name__}: {error}".splitlines()[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -49,7 +49,8 @@ def global_states(strategy: tf.distribute.Strategy) -> list:
 
     They are Keras's for all replicas of a strategy and TensorFlow's, as far as these exist.
     """
-    keras_seeds, of_tensorflow = strategy.global_seeds, stateful_random_ops.global_generator
+    keras_seeds = getattr(strategy, "global_seeds", None)
+    of_tensorflow = stateful_random_ops.global_generator
     states = [] if keras_seeds is None else [keras_seeds.generator.state]
     return states + ([] if of_tensorflow is None else [of_tensorflow.state])
 
