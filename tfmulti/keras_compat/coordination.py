@@ -28,7 +28,9 @@ _ANSWER_S = 30.0
 _LAST_WORDS_S = 3.0
 # How long a worker may still be finishing a collective whose last words another one has sent.
 _ENDED_S = 5.0
+# Why collectives were aborted, and the first other worker whose program has ended.
 _aborted: list[str] = []
+_first_ended: list[str] = []
 
 
 def report_error(text: str, task: str) -> None:
@@ -131,9 +133,6 @@ def listen_for_ends() -> None:
             context.context().abort_collective_ops(_INTERNAL, _ended_text(task))
 
     threading.Thread(target=listen, name="tfmulti-listen-ends", daemon=True).start()
-
-
-_first_ended: list[str] = []
 
 
 def _ended_text(task) -> str:

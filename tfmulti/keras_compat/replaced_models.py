@@ -15,6 +15,7 @@ from keras.src.losses import loss as keras_loss
 from tfmulti.keras_compat import replaced_calls, replacement
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of
 from tfmulti.keras_compat.reference import computes_like_one_device
+from tfmulti.runtime.scoped import with_attributes
 
 # The number of rows of arrays with which a model is built and verified: more where they are small.
 _FEW_ROWS, MAX_ROWS, MAX_BYTES = 64, 256, 2**24
@@ -371,8 +372,5 @@ def noting_reductions() -> Iterator[list[tuple[str | None, bool, bool]]]:
         noted.append((reduction, sample_weight is not None, mask is not None))
         return original(values, sample_weight, mask, reduction, dtype)
 
-    keras_loss.reduce_weighted_values = reduce
-    try:
+    with with_attributes(keras_loss, reduce_weighted_values=reduce):
         yield noted
-    finally:
-        keras_loss.reduce_weighted_values = original

@@ -53,18 +53,12 @@ def update_on_devices(self, grads, trainable_variables, learning_rate) -> None:
 
 def decay_on_devices(self, variables) -> None:
     """Decays weights, each on its own device if pipeline stages are on several devices."""
-    if self.weight_decay is None:
-        return
     variables = list(variables)
     for device, places in _by_device(variables):
         with device:
-            for place in places:
-                variable = held.own_variable(variables[place])
-                # The base class would ask with Keras's variable, whose name lacks its layer's.
-                if self._use_weight_decay(variable):
-                    rate = tf.cast(self.learning_rate, variable.dtype)
-                    decay = tf.cast(self.weight_decay, variable.dtype)
-                    variable.assign_sub(variable * decay * rate)
+            # What is left out may be named, and the name of Keras's variable lacks its layer's.
+            chosen = [held.own_variable(variables[place]) for place in places]
+            base_optimizer.BaseOptimizer._apply_weight_decay(self, chosen)
 
 
 def _by_device(variables):

@@ -87,7 +87,6 @@ READ = (
     (keras.optimizers.Optimizer, "_clip_gradients", ("grads",)),
     (keras.optimizers.Optimizer, "_get_variable_index", ("variable",)),
     (keras.optimizers.Optimizer, "_track_variable", ("variable",)),
-    (keras.optimizers.Optimizer, "_use_weight_decay", ("variable",)),
     (keras.optimizers.Optimizer, "_var_key", ("variable",)),
     (epoch_iterator.EpochIterator, "_enumerate_iterator", ()),
     (epoch_iterator.EpochIterator, "reset", ()),

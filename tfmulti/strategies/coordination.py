@@ -115,11 +115,12 @@ def leave_together(strategy: tf.distribute.Strategy, waits: bool = True) -> None
     if not getattr(strategy, "checks_call_order", False):
         return
     place = f"end/{next(_end_numbers)}"
-    if waits:
-        _all_arrive(strategy, place)
-        return
+    # The chief, through which they exchange texts, may have ended.
     with contextlib.suppress(tf.errors.OpError):
-        keras_compat.publish_failure(_place_key(strategy, place), "failed")
+        if waits:
+            _all_arrive(strategy, place)
+        else:
+            keras_compat.publish_failure(_place_key(strategy, place), "failed")
 
 
 def _place_key(strategy, place) -> str:

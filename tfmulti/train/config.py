@@ -254,14 +254,13 @@ class TrainConfig:
                 )
 
     def _check_rate(self):
-        if self.learning_rate_scaling == "none":
-            name = "base_batch_size"
-            if self.base_batch_size != self.defaults()[name]:
-                raise ValueError(
-                    f"`{name}` needs a rule by which the rate grows with the batch. Received: "
-                    f"{name}={self.base_batch_size}, learning_rate_scaling='none'. "
-                    f"Add --learning_rate_scaling linear, or leave --{name} out."
-                )
+        is_given = self.base_batch_size != self.defaults()["base_batch_size"]
+        if is_given and self.learning_rate_scaling == "none":
+            raise ValueError(
+                "`base_batch_size` needs a rule by which the rate grows with the batch. Received: "
+                f"base_batch_size={self.base_batch_size}, learning_rate_scaling='none'. "
+                "Add --learning_rate_scaling linear, or leave --base_batch_size out."
+            )
 
     def _check_servers(self):
         """Raises ValueError for what belongs to parameter servers, or cannot be used with them."""
