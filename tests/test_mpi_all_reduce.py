@@ -183,6 +183,23 @@ def test_an_environment_that_is_given_is_not_mpis():
     assert mpi.size_in_environment({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
 
 
+def test_mpiexec_does_not_kill_who_still_works_after_another_is_done(mpiexec):
+    program = """
+import time
+from tfmulti.cluster import mpi
+from tfmulti.runtime import command_line
+
+def main():
+    if mpi.world().Get_rank() == 1:
+        time.sleep(1)
+        print("saved")
+    return 0
+
+command_line.run_and_exit(main)
+"""
+    assert mpiexec("-c", program) == "saved\n"
+
+
 @pytest.mark.slow
 def test_mpiexec_needs_no_tf_config(mpiexec):
     """Two processes; the digest of the weights is the same on both, and one device's."""

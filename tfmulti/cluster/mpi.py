@@ -6,12 +6,15 @@ through MPI itself. mpi4py is imported when it is needed, and then starts MPI.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import os
 import socket
+import threading
 from collections.abc import Mapping
 
+from tfmulti.cluster.environment import PREEMPTED
 from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 from tfmulti.runtime import processes
@@ -75,7 +78,29 @@ def world():
             "Install both with: pip install 'tfmulti[mpi]', or use the MPI of the cluster "
             "with: pip install mpi4py."
         ) from error
+    atexit.register(_end_mpi)
     return MPI.COMM_WORLD
+
+
+def waits_at_end() -> bool:
+    """Whether this process ends through `end_process` as all workers do: done, or preempted.
+
+    After an error, or from another thread, it waits for nobody.
+    """
+    in_order = processes.ending_with() in (0, PREEMPTED)
+    return in_order and threading.current_thread() is threading.main_thread()
+
+
+def _end_mpi():
+    """Ends MPI where Python's own shutdown, in which mpi4py would do so, does not come.
+
+    `mpiexec` takes a process that ends without it for a failed one, and kills all others, which
+    may still save.
+    """
+    from mpi4py import MPI
+
+    if waits_at_end() and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 @functools.cache

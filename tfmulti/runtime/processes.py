@@ -215,7 +215,7 @@ def _read(file) -> str:
 # The prefix of the names of this package's threads.
 OWN_THREADS = "tfmulti"
 _THREADS_S = 5.0
-_is_ending = False
+_exit_code: int | None = None
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -226,8 +226,8 @@ def end_process(exit_code: int) -> NoReturn:
     handlers, and waits for threads: for those of this package until they are done, for others
     some seconds.
     """
-    global _is_ending
-    _is_ending = True
+    global _exit_code
+    _exit_code = exit_code
     wait_for_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -235,9 +235,9 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def is_ending() -> bool:
-    """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
-    return _is_ending
+def ending_with() -> int | None:
+    """Returns the exit code with which `end_process` ends this process; else None."""
+    return _exit_code
 
 
 def signal_name(number: int) -> str:

@@ -118,8 +118,7 @@ def _report_end(cluster) -> None:
     """
 
     def report():
-        # Such an end waits for nobody.
-        if not processes.is_ending():
+        if processes.ending_with() is None or mpi.waits_at_end():
             keras_compat.report_end(_task_of(cluster))
 
     keras_compat.listen_for_ends()
