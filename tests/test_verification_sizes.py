@@ -105,3 +105,81 @@ def test_batches_of_unknown_sizes_are_told():
     assert len(told) == 1
     assert "does not take every number of rows" in told[0]
     assert "Received: a first batch of 8 rows" in told[0]
+
+
+class TrimmedPairs(Pairs):
+    """An odd row at the end has no partner: pairs are in step only on one device."""
+
+    def loss_of(self, x, y):
+        z = self(x, training=True)[:, 0]
+        even = tf.shape(z)[0] // 2 * 2
+        pairs = tf.reshape(z[:even], [-1, 2])
+        return tf.reduce_mean(tf.nn.softplus(pairs[:, 0] - pairs[:, 1]))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"loss": loss}
+
+    def test_step(self, data):
+        return {"loss": self.loss_of(*data)}
+
+
+class WholePairs(TrimmedPairs):
+    """Cannot run with an odd row."""
+
+    def loss_of(self, x, y):
+        pairs = tf.reshape(self(x, training=True)[:, 0], [-1, 2])
+        return tf.reduce_mean(tf.nn.softplus(pairs[:, 0] - pairs[:, 1]))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", [TrimmedPairs, WholePairs])
+def test_another_size_in_a_later_call_is_verified_before_it_runs(make):
+    """Batches of 8 leave pairs whole on two replicas, those of 10 do not."""
+    x, y = rows(40)
+
+    def results(num_replicas):
+        keras.utils.set_random_seed(0)
+        devices = [f"CPU:{index}" for index in range(num_replicas)]
+        with tfmulti.create_strategy("mirrored", devices=devices).scope():
+            model = make()
+            model.compile(keras.optimizers.SGD(0.05))
+        settings = {"shuffle": False, "verbose": 0}
+        model.fit(x[:16], y[:16], batch_size=8, **settings)
+        losses = [model.evaluate(x[:16], y[:16], batch_size=8, verbose=0)]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model.fit(x[:20], y[:20], batch_size=10, **settings)
+            losses.append(model.evaluate(x[:20], y[:20], batch_size=10, verbose=0))
+        told = [str(each.message) for each in told if PACKAGE in Path(each.filename).parents]
+        return np.concatenate([losses, *(each.ravel() for each in model.get_weights())]), told
+
+    expected, nothing = results(1)
+    found, told = results(2)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert not nothing
+    assert [("train_step" in each, "test_step" in each) for each in told] == [(1, 0), (0, 1)], told
+
+
+def test_a_step_of_any_size_is_verified_once(monkeypatch):
+    """Batches of other sizes cost nothing where one of 5 rows and one of 2 were the same."""
+    runs = []
+    find_out = tfmulti.verification.find_out
+    monkeypatch.setattr(
+        tfmulti.verification, "find_out", lambda *args: runs.append(1) or find_out(*args)
+    )
+    x, y = rows(40)
+    keras.utils.set_random_seed(0)
+    with tfmulti.create_strategy("mirrored", devices=["CPU:0", "CPU:1"], verify="always").scope():
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    for size in (8, 10, 6):
+        model.fit(x[:39], y[:39], batch_size=size, verbose=0)
+    assert len(runs) == 1
+    # A batch by itself may leave a replica without rows.
+    for size in (1, 4, 7, 9):
+        model.train_on_batch(x[:size], y[:size])
+    assert len(runs) == 2

@@ -73,6 +73,7 @@ def verify_once(
     if kind == TRAIN:
         on_any = workers.any(strategy, bool(found.settings))
         marks.SETTINGS.set(model, found.settings if on_any else None)
+    verified.note_any_size(case, form)
     seconds = time.perf_counter() - begin
     strategy.seconds_verified += seconds
     case.seconds = seconds

@@ -135,13 +135,17 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if first.least > _UNKNOWN:
             case.trial = trial
             drift = _find_drift(trial, case, workers)
-            bad = _compare_sizes(case, workers) if drift is None else Verdict(drift)
-            if bad is not None:
-                return bad
+            if drift is not None:
+                return Verdict(drift)
             if case.is_replicated:
                 told = _lists_of_replicas(trial, case)
                 return Verdict(None, settings=trial.settings, warnings=told)
-            later, error = _look_further(trial, case, workers)
+            many = _try_view(trial, View((MANY,)), case, workers)
+            takes_some = case.is_traced_static or many.least == _FAILED
+            bad = _compare_sizes(case, workers) if takes_some else None
+            if bad is not None:
+                return bad
+            later, error = _look_further(trial, many, case, workers)
             told = _found_in_graph(trial, case)
             if later == _DIFFERS:
                 return Verdict(error, settings=trial.settings, warnings=told)
@@ -158,7 +162,7 @@ def _compare_sizes(case, workers) -> Verdict | None:
     Returns:
         The verdict on the first of them for which it differs or cannot run in parts, or None.
     """
-    if not case.is_traced_static or case.takes_whole_batch or case.is_replicated:
+    if case.takes_whole_batch:
         return None
     agree = functools.partial(workers.agree, case.strategy)
     case.takes_whole_batch = True
@@ -170,8 +174,11 @@ def _compare_sizes(case, workers) -> Verdict | None:
                 seen = _try_view(trial, PLAIN, case, workers)
                 if seen.most == _DIFFERS:
                     return Verdict(seen.error)
-                continue
-            workers.align(case.strategy)
+                if seen.least > _FAILED:
+                    continue
+                reason = seen.reason
+            else:
+                workers.align(case.strategy)
             on_one, _ = _try(lambda: Reference(case, case.examples()[0]), case)
             # What one device cannot run either fails there with TensorFlow's own error.
             if agree(on_one is not None):
@@ -266,17 +273,22 @@ def _lists_of_replicas(trial, case) -> list[str]:
     return [hidden_differences.describe_containers(case, trial.containers)]
 
 
-def _look_further(trial, case, workers) -> tuple[int, ValueError | None]:
-    """Compares many rows, and rows and state that are made up.
+def _look_further(trial, many, case, workers) -> tuple[int, ValueError | None]:
+    """Compares rows and state that are made up, where many rows of the data show no difference.
+
+    Args:
+        trial: The comparison.
+        many: What many rows of the data have shown.
+        case: The step.
+        workers: Collective functions of the workers.
 
     Returns:
         Whether results differ on any worker, are equal somewhere, or could not be compared; and
         this worker's error, or None.
     """
-    seen = _try_view(trial, View((MANY,)), case, workers)
-    if seen.most == _DIFFERS:
-        return _DIFFERS, seen.error
-    ways, proven = (), seen.least == _SAME
+    if many.most == _DIFFERS:
+        return _DIFFERS, many.error
+    ways, proven = (), many.least == _SAME
     for some in (WAYS, *((way,) for way in WAYS)):
         seen = _try_view(trial, View(some), case, workers)
         if seen.most == _DIFFERS:

@@ -17,12 +17,13 @@ class Verified:
 
     Attributes:
         compiled: What changes with each `compile`.
-        forms: Kinds of steps, each with a form of data.
+        forms: Kinds of steps, each with a form of data, and the numbers of rows with which it was
+            verified; None for any number.
         next_functions: Kinds of steps whose next function is made for what was verified last.
     """
 
     compiled: Any
-    forms: set[tuple] = dataclasses.field(default_factory=set)
+    forms: dict[tuple, set | None] = dataclasses.field(default_factory=dict)
     next_functions: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -33,31 +34,47 @@ def note(case: Case) -> tuple | None:
         case: The step.
 
     Returns:
-        Its kind and the form of its data; None if it was verified with such data before.
+        Its kind and the form of its data; None if it was verified with such data before, and with
+        their numbers of rows, where it has only been run on some.
     """
     compiled = keras_compat.compiled_state(case.model)
     done = marks.VERIFIED.get(case.model)
     if done is None or done.compiled is not compiled:
         done = Verified(compiled)
         marks.VERIFIED.set(case.model, done)
-    form = _form_of(case)
-    if not done.forms.isdisjoint((form, _form_of(case, small=True))):
-        return None
-    done.forms.add(form)
+    form, sizes = _form_of(case), _sizes_of(case)
+    for known in (form, _form_of(case, small=True)):
+        if known in done.forms and (done.forms[known] is None or sizes <= done.forms[known]):
+            return None
+    before = done.forms.get(form)
+    done.forms[form] = sizes | (before or set())
     done.next_functions.add(case.kind)
     return form
 
 
+def note_any_size(case: Case, form: tuple) -> None:
+    """Notes that a step was verified with numbers of rows that stand for any other.
+
+    Not if it was run with those of its data only, as all have one, or as it needs groups of rows.
+
+    Args:
+        case: The step, after its verification.
+        form: What `note` returned.
+    """
+    if case.is_replicated or not (case.static or case.is_traced_static):
+        marks.VERIFIED.get(case.model).forms[form] = None
+
+
 def withdraw(model: keras.Model, form: tuple) -> None:
     """Has the next call verify a step again with data of a form that `note` returned."""
-    marks.VERIFIED.get(model).forms.discard(form)
+    marks.VERIFIED.get(model).forms.pop(form, None)
 
 
 def forget(model: keras.Model, kind: str) -> None:
     """Has the next call verify a kind of step again, whatever its data."""
     done = marks.VERIFIED.get(model)
     if done is not None:
-        done.forms = {form for form in done.forms if form[0] != kind}
+        done.forms = {form: sizes for form, sizes in done.forms.items() if form[0] != kind}
 
 
 def expect_function(model: keras.Model, kind: str) -> None:
@@ -93,8 +110,10 @@ def knows(model: keras.Model, kind: str, feed: Feed) -> bool:
         feed: The description of its data.
     """
     done = marks.VERIFIED.get(model)
-    is_current = done is not None and done.compiled is keras_compat.compiled_state(model)
-    return is_current and (kind, feed.key) in done.forms
+    if done is None or done.compiled is not keras_compat.compiled_state(model):
+        return False
+    any_size = all(sizes is None for form, sizes in done.forms.items() if form[0] == kind)
+    return any_size and (kind, feed.key) in done.forms
 
 
 def note_feed(model: keras.Model, kind: str, feed: Feed) -> None:
@@ -107,7 +126,7 @@ def note_feed(model: keras.Model, kind: str, feed: Feed) -> None:
     """
     done = marks.VERIFIED.get(model)
     if done is not None:
-        done.forms.add((kind, feed.key))
+        done.forms[kind, feed.key] = None
         if getattr(model, f"{kind}_function") is not None:
             done.next_functions.discard(kind)
 
@@ -115,3 +134,8 @@ def note_feed(model: keras.Model, kind: str, feed: Feed) -> None:
 def _form_of(case, small=False):
     shares = case.rows.are_unequal and tuple(case.shares_alike(each) for each in case.sizes())
     return case.kind, case.rows.form(), case.padded, small or case.may_leave_empty, shares
+
+
+def _sizes_of(case) -> set:
+    counts = tuple(case.rows.counts)
+    return {counts, *(each * len(counts) if len(each) == 1 else each for each in case.batches or ())}
