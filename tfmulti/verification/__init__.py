@@ -9,6 +9,7 @@ afterwards.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import warnings
@@ -60,7 +61,7 @@ def verify_once(
     if early and not feed.alone:
         # The numbers of rows of later data are not those of this feed.
         case.batches = None
-    form = verified.note(case)
+    form = verified.note(case, functools.partial(workers.any, strategy))
     if form is None:
         return
     _choose_rows(case, drawn, workers, early)

@@ -133,27 +133,32 @@ def find_out(case: Case, workers: Workers) -> Verdict:
         if first.least == _UNKNOWN:
             return Verdict(None, reason or ELSEWHERE)
         if first.least > _UNKNOWN:
-            case.trial = trial
-            drift = _find_drift(trial, case, workers)
-            if drift is not None:
-                return Verdict(drift)
-            if case.is_replicated:
-                told = _lists_of_replicas(trial, case)
-                return Verdict(None, settings=trial.settings, warnings=told)
-            many = _try_view(trial, View((MANY,)), case, workers)
-            takes_some = case.is_traced_static or many.least == _FAILED
-            bad = _compare_sizes(case, workers) if takes_some else None
-            if bad is not None:
-                return bad
-            later, error = _look_further(trial, many, case, workers)
-            told = _found_in_graph(trial, case)
-            if later == _DIFFERS:
-                return Verdict(error, settings=trial.settings, warnings=told)
-            # Equal results are chance in a step that gives another one each time.
-            reason = trial.random or ("" if _SAME in (first.least, later) else reason)
-            told += _unlike_later(trial, case, workers)
-            return Verdict(None, reason, settings=trial.settings, warnings=told)
+            return _compare_more(trial, first, case, workers)
     return Verdict(None, reason or ELSEWHERE, runs)
+
+
+def _compare_more(trial, first, case, workers) -> Verdict:
+    """Compares a step in which a few rows have shown no difference."""
+    case.trial = trial
+    drift = _find_drift(trial, case, workers)
+    if drift is not None:
+        return Verdict(drift)
+    if case.is_replicated:
+        told = _lists_of_replicas(trial, case)
+        return Verdict(None, settings=trial.settings, warnings=told)
+    many = _try_view(trial, View((MANY,)), case, workers)
+    takes_some = case.is_traced_static or many.least == _FAILED
+    bad = _compare_sizes(case, workers) if takes_some else None
+    if bad is not None:
+        return bad
+    later, error = _look_further(trial, many, case, workers)
+    told = _found_in_graph(trial, case)
+    if later == _DIFFERS:
+        return Verdict(error, settings=trial.settings, warnings=told)
+    # Equal results are chance in a step that gives another one each time.
+    reason = trial.random or ("" if _SAME in (first.least, later) else first.reason)
+    told += _unlike_later(trial, case, workers)
+    return Verdict(None, reason, settings=trial.settings, warnings=told)
 
 
 def _compare_sizes(case, workers) -> Verdict | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -27,11 +28,12 @@ class Verified:
     next_functions: set[str] = dataclasses.field(default_factory=set)
 
 
-def note(case: Case) -> tuple | None:
+def note(case: Case, any_worker: Callable[[bool], bool]) -> tuple | None:
     """Notes that a step is verified now, with data of this form.
 
     Args:
         case: The step.
+        any_worker: Returns whether something is true on any worker; all must call it.
 
     Returns:
         Its kind and the form of its data; None if it was verified with such data before, and with
@@ -44,10 +46,13 @@ def note(case: Case) -> tuple | None:
         marks.VERIFIED.set(case.model, done)
     form, sizes = _form_of(case), _sizes_of(case)
     for known in (form, _form_of(case, small=True)):
-        if known in done.forms and (done.forms[known] is None or sizes <= done.forms[known]):
+        if known not in done.forms:
+            continue
+        before = done.forms[known]
+        # Workers can have other numbers of rows, and must all verify it or none.
+        if before is None or not any_worker(not sizes <= before):
             return None
-    before = done.forms.get(form)
-    done.forms[form] = sizes | (before or set())
+    done.forms[form] = sizes | done.forms.get(form, set())
     done.next_functions.add(case.kind)
     return form
 
@@ -138,4 +143,7 @@ def _form_of(case, small=False):
 
 def _sizes_of(case) -> set:
     counts = tuple(case.rows.counts)
-    return {counts, *(each * len(counts) if len(each) == 1 else each for each in case.batches or ())}
+    return {
+        counts,
+        *(each * len(counts) if len(each) == 1 else each for each in case.batches or ()),
+    }
