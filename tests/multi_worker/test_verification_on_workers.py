@@ -47,22 +47,26 @@ def test_workers_of_mpi_are_told_alike(mpiexec):
     assert said.count('"right": "trained"') == 2
 
 
+def own_lines(worker):
+    """What the program printed: a slow machine has a notice of the verification amid it."""
+    return [line for line in worker.splitlines() if not line.startswith("tfmulti: verifying")]
+
+
 @pytest.mark.slow
 def test_workers_go_on_together_after_one_of_them_could_not_trace_the_step(run_workers):
     # Traces of verification: of the step on replicas, and of the step as on one device.
     workers = run_workers(2, [FAILING, "fails_in_trace=2", "fails_in_trace=3"])
-    for number, line in zip((2, 3), workers[1].splitlines()):
+    lines = [own_lines(worker) for worker in workers]
+    for number, line in zip((2, 3), lines[1]):
         assert line.startswith(f"fails_in_trace={number} 1")
-    assert [line[:18] for line in workers[0].splitlines()] == [
-        line[:18] for line in workers[1].splitlines()
-    ]
+    assert [line[:18] for line in lines[0]] == [line[:18] for line in lines[1]]
 
 
 @pytest.mark.slow
 def test_all_are_told_of_a_step_that_one_worker_can_never_trace(run_workers):
     # A program that catches the error goes on: no worker waits for the one that could not.
     workers = run_workers(2, [FAILING, "fails_from=1", "fails_from=2", "fails_from=0"])
-    lines = [worker.splitlines() for worker in workers]
+    lines = [own_lines(worker) for worker in workers]
     # The first trace builds the model.
     for number in (0, 1):
         assert "must run on all workers or on none" in lines[0][number]

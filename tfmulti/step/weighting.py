@@ -30,8 +30,8 @@ import tensorflow as tf
 
 
 def dtype() -> tf.DType:
-    """The dtype of weights and counts: float32, or `keras.config.floatx()` if that is float64."""
-    return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+    """The dtype of weights and counts, whatever that of a model: theirs would round models of it."""
+    return tf.float64
 
 
 def row_weight(num_real: tf.Tensor, num_global: tf.Tensor) -> tf.Tensor:
