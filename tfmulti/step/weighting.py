@@ -25,7 +25,6 @@ one device computes is the sum over replicas of w_r times the replica's local me
 
 from __future__ import annotations
 
-import keras
 import tensorflow as tf
 
 
