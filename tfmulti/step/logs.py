@@ -231,7 +231,7 @@ def _to_tensor(value) -> tf.Tensor | None:
 
 def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
     """Returns this replica's flat contribution to the sum over all rows, for each float log."""
-    rows = tf.cast(replica_batch.num_real, weighting.dtype())
+    rows = tf.cast(replica_batch.num_real, weighting.DTYPE)
     parts = {}
     for path, log in logs.items():
         value = _to_tensor(log)
@@ -240,13 +240,13 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
         if value.shape.rank and tf.executing_eagerly():
             # It may have a number for each row, and replicas have different numbers of rows.
             continue
-        flat = tf.reshape(tf.cast(value, weighting.dtype()), [-1])
+        flat = tf.reshape(tf.cast(value, weighting.DTYPE), [-1])
         parts[path] = replica_batch.zero_if_empty(flat * rows)
     return parts
 
 
 def _concat(parts) -> tf.Tensor:
-    return tf.concat([tf.reshape(tf.cast(part, weighting.dtype()), [-1]) for part in parts], axis=0)
+    return tf.concat([tf.reshape(tf.cast(part, weighting.DTYPE), [-1]) for part in parts], axis=0)
 
 
 def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:

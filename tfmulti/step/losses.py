@@ -181,7 +181,7 @@ def refuse_sums_of_means(values) -> None:
 
 
 def _number_of(values):
-    return tf.cast(tf.size(values), weighting.dtype())
+    return tf.cast(tf.size(values), weighting.DTYPE)
 
 
 def _refuse_weights_of_rows(values, sample_weight):
@@ -203,8 +203,8 @@ def _refuse_weights_of_rows(values, sample_weight):
 def _denominator(sample_weight, mask, reduction):
     """Returns Keras's divisor as a scalar, or None if it is proportional to rows."""
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        weights = None if sample_weight is None else tf.cast(sample_weight, weighting.dtype())
-        valid = None if mask is None else tf.cast(mask, weighting.dtype())
+        weights = None if sample_weight is None else tf.cast(sample_weight, weighting.DTYPE)
+        valid = None if mask is None else tf.cast(mask, weighting.DTYPE)
         if weights is None or valid is None:
             return tf.reduce_sum(valid if weights is None else weights)
         # Keras gives the weight of a row to all of its steps.
@@ -213,5 +213,5 @@ def _denominator(sample_weight, mask, reduction):
         return tf.reduce_sum(weights * valid)
     # Keras scales the mask, so that the number of valid steps is the divisor.
     if reduction in ("mean", "sum_over_batch_size") and mask is not None:
-        return tf.reduce_sum(tf.cast(mask, weighting.dtype()))
+        return tf.reduce_sum(tf.cast(mask, weighting.DTYPE))
     return None

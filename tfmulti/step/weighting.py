@@ -27,24 +27,22 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-
-def dtype() -> tf.DType:
-    """The dtype of weights and counts, whatever that of a model: theirs would round models of it."""
-    return tf.float64
+# Of weights and counts. In float32 they would round models of float64.
+DTYPE = tf.float64
 
 
 def row_weight(num_real: tf.Tensor, num_global: tf.Tensor) -> tf.Tensor:
-    """Returns w_r as a scalar of `dtype()`, from the rows of this replica and of the batch."""
-    return tf.math.divide_no_nan(tf.cast(num_real, dtype()), tf.cast(num_global, dtype()))
+    """Returns w_r as a scalar of `DTYPE`, from the rows of this replica and of the batch."""
+    return tf.math.divide_no_nan(tf.cast(num_real, DTYPE), tf.cast(num_global, DTYPE))
 
 
 def mean_correction(count: tf.Tensor, replica_batch) -> tf.Tensor:
-    """Returns (c_r / c) / w_r for a loss that divides by a local count, a scalar of `dtype()`.
+    """Returns (c_r / c) / w_r for a loss that divides by a local count, a scalar of `DTYPE`.
 
     It is a collective: every replica must call it.
 
     Args:
-        count: The divisor of this replica's loss, a scalar of `dtype()`.
+        count: The divisor of this replica's loss, a scalar of `DTYPE`.
         replica_batch: This replica's batch.
     """
     count = replica_batch.zero_if_empty(count)
