@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from tfmulti import keras_compat
 from tfmulti.runtime.scoped import Scoped
-from tfmulti.step import weighting
 from tfmulti.step.rows import current_replica_batch
 from tfmulti.step.sums import add_by_dtype
 
@@ -229,9 +228,14 @@ def _to_tensor(value) -> tf.Tensor | None:
         return None
 
 
+def _dtype() -> tf.DType:
+    """That of metrics' states mostly, with which they are added in one reduction."""
+    return tf.float64 if keras.config.floatx() == "float64" else tf.float32
+
+
 def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
     """Returns this replica's flat contribution to the sum over all rows, for each float log."""
-    rows = tf.cast(replica_batch.num_real, weighting.DTYPE)
+    rows = tf.cast(replica_batch.num_real, _dtype())
     parts = {}
     for path, log in logs.items():
         value = _to_tensor(log)
@@ -240,13 +244,13 @@ def _parts_of_means(logs, replica_batch) -> dict[tuple, tf.Tensor]:
         if value.shape.rank and tf.executing_eagerly():
             # It may have a number for each row, and replicas have different numbers of rows.
             continue
-        flat = tf.reshape(tf.cast(value, weighting.DTYPE), [-1])
+        flat = tf.reshape(tf.cast(value, _dtype()), [-1])
         parts[path] = replica_batch.zero_if_empty(flat * rows)
     return parts
 
 
 def _concat(parts) -> tf.Tensor:
-    return tf.concat([tf.reshape(tf.cast(part, weighting.DTYPE), [-1]) for part in parts], axis=0)
+    return tf.concat([tf.reshape(tf.cast(part, _dtype()), [-1]) for part in parts], axis=0)
 
 
 def _split(means, logs, parts) -> dict[tuple, tf.Tensor]:
