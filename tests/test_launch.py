@@ -525,7 +525,10 @@ def test_a_command_that_is_not_there(tmp_path):
     ("arguments", "words"),
     [
         ([], "must follow after `--`. Received: no command."),
-        (["--num_workers=2", "python"], "The command takes flags only. Received: python."),
+        (
+            ["--num_workers=2", "python"],
+            "flags only. Received: python. Write flags, `--` and the command",
+        ),
         (["--num_workers=2", "--"], "must follow after `--`"),
         (["--num_worker=2", "--", "true"], "Unknown command line flag 'num_worker'"),
         (["--num_workers=0", "--", "true"], "`num_workers` must be at least 1"),

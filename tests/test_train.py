@@ -60,7 +60,10 @@ def test_workers_that_are_late_after_a_restart_end_that_start_alone(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--model=cnnn", ["`model` must be one of cnn, mlp, or", "Received: model='cnnn'."]),
+        (
+            "--model=cnnn",
+            ["`model` must be one of cnn, mlp, or", "model='cnnn'. Use", "'mine:create'"],
+        ),
         ("extra", ["flags only", "Received: extra"]),
         ("--stratgy mirrored", ["Unknown command line flag 'stratgy'", "strategy"]),
         ("--strategy horovod", ["horovod", "mirrored"]),

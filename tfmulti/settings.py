@@ -158,12 +158,13 @@ def check_model(name: str) -> None:
     >>> check_model("cnnn")
     Traceback (most recent call last):
     ValueError: `model` must be one of cnn, mlp, or 'package.module:function'. Received: \
-model='cnnn'. Use 'cnn' for images.
+model='cnnn'. Use 'cnn' for images, or 'mine:create' for the function create of mine.py.
     """
     if ":" not in name and name not in MODELS:
         raise ValueError(
             f"`model` must be one of {', '.join(MODELS)}, or 'package.module:function'. "
-            f"Received: model={name!r}. Use 'cnn' for images."
+            f"Received: model={name!r}. Use 'cnn' for images, or 'mine:create' for the function "
+            "create of mine.py."
         )
 
 

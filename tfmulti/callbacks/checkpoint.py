@@ -14,7 +14,7 @@ from absl import logging
 
 from tfmulti import keras_compat, topology
 from tfmulti.callbacks.throughput import check_dataset, steps_before
-from tfmulti.checkpoint import generations, optimizers, state
+from tfmulti.checkpoint import callback_states, generations, optimizers, state
 from tfmulti.checkpoint.folder_lock import FolderLock
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
@@ -41,7 +41,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     A checkpoint has the model, the optimizer, other variables that the model holds, random states,
     the position in the data, the history, and the state of callbacks that stop training or lower
-    the rate. Pass the callback on every worker, last in the list: all take part in reading the
+    the rate, and of those with `state_dict` and `load_state_dict`. Pass the callback on every worker, last in the list: all take part in reading the
     state; the chief writes in the background, atomically and with checksums. Resuming needs the
     folder on the chief only. After SIGTERM to any worker, all save the same step and exit with 143.
 
@@ -116,6 +116,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._take_sigterm()
         self._first_rates = optimizers.rates_of(self.model)
         on_chief(self._strategy, self._take_folder)
+        self._first_numbers = callback_states.numbers_of(self._callbacks)
         if self._resume:
             self._resumed = state.resume(
                 self._folder, self.model, self._dataset, self._callbacks, self._print_fn
@@ -278,6 +279,7 @@ class Checkpoint(keras.callbacks.Callback):
             *run, epoch, self._step, begun=begun, within_epoch=within_epoch
         )
         others |= {"epochs": self.params["epochs"], "first_rates": self._first_rates}
+        others["unsaved"] = callback_states.changed(self._callbacks, self._first_numbers)
         if within_epoch and self._dataset.position[1] == self._dataset.plan.steps_per_epoch:
             # A pass without steps has no others, and metrics need not be all that a step logs.
             others["last_logs"] = state.plain_logs(self._logs or {})

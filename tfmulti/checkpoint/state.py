@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,15 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfmulti import checkpoint, keras_compat, marks, topology
-from tfmulti.checkpoint import generations, optimizers, own_variables, random_states
+from tfmulti.checkpoint import (
+    callback_states,
+    generations,
+    optimizers,
+    own_variables,
+    random_states,
+)
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.step import accumulation, local_steps, model_contents, slots
 from tfmulti.strategies import coordination
-
-# The state of callbacks that stop training, lower the rate, keep the best weights or swap them.
-_REMEMBERED = ("best", "best_epoch", "wait", "stopped_epoch", "cooldown_counter")
-_REMEMBERED += (keras_compat.HAS_AVERAGES,)
-_BEST_WEIGHTS = "best_weights"
 
 
 def take_snapshot(
@@ -61,14 +60,8 @@ def take_snapshot(
         # What other workers keep a part of needs memory on the chief alone, which writes it.
         if writes or not _may_be_elsewhere(variable) or getattr(variable, "has_whole", True):
             tensors[name] = value
-    remembered = []
-    for number, callback in enumerate(callbacks):
-        values = {n: getattr(callback, n) for n in _REMEMBERED if hasattr(callback, n)}
-        values = {n: _plain(v) for n, v in values.items() if _is_json(_plain(v))}
-        remembered.append([type(callback).__name__, values])
-        for index, weights in enumerate(_best_weights(callback)):
-            tensors[f"callback/{number}/{index:06d}"] = weights
-    return tensors, {
+    remembered, best_weights = callback_states.take(callbacks)
+    return tensors | best_weights, {
         "callbacks": remembered,
         **random_states.take(model),
         **optimizers.describe(model),
@@ -86,7 +79,7 @@ def take_snapshot(
 def plain_logs(logs: dict) -> dict:
     """Returns the numbers and arrays of a step's logs, as JSON."""
     plain = {name: np.asarray(value).tolist() for name, value in logs.items()}
-    return {name: value for name, value in plain.items() if _is_json(value)}
+    return {name: value for name, value in plain.items() if callback_states.is_json(value)}
 
 
 def history_of(model: keras.Model, epoch: int | None) -> dict:
@@ -146,33 +139,6 @@ def _value_of(variable) -> np.ndarray:
     return np.asarray(keras.ops.convert_to_numpy(variable))
 
 
-def _plain(value):
-    """Returns a scalar as a Python number, a copy of a collection, anything else unchanged."""
-    if isinstance(value, dict | list):
-        return copy.deepcopy(value)
-    if isinstance(value, bool | str):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return value
-
-
-def _is_json(value) -> bool:
-    """Whether a checkpoint preserves a value; a callback's value can be anything."""
-    try:
-        return value != value or json.loads(json.dumps(value)) == value
-    except (TypeError, ValueError):
-        return False
-
-
-def _best_weights(callback) -> list[np.ndarray]:
-    weights = getattr(callback, _BEST_WEIGHTS, None)
-    arrays = [np.asarray(weight) for weight in weights] if isinstance(weights, list | tuple) else []
-    # Not of what is no number.
-    return arrays if all(array.dtype.kind not in "OSU" for array in arrays) else []
-
-
 def named_variables(model: keras.Model) -> dict[str, keras.Variable | tf.Variable]:
     """Returns a model's, its optimizers' and its objects' variables by names that do not change."""
     named = {f"model/{i:06d}": v for i, v in enumerate(model.variables)}
@@ -201,7 +167,7 @@ def _put_back(state: dict, tensors: dict, model: keras.Model, callbacks: Sequenc
         if isinstance(variable, keras.Variable):
             # Assigned on its owner alone; workers must agree on which values they have kept.
             slots.forget_kept(variable)
-    _restore_callbacks(state["callbacks"], tensors, callbacks)
+    callback_states.restore(state["callbacks"], tensors, callbacks)
     random_states.put_back(state, model)
 
 
@@ -234,31 +200,6 @@ def _is_alike(kept, mine) -> bool:
     if kept is None or mine is None or kept[0] != mine[0]:
         return False
     return tf.TensorShape(mine[1]).is_compatible_with(kept[1])
-
-
-def _pair(remembered, callbacks) -> list:
-    """Returns the callback that has each remembered state, or None: the next of the same class.
-
-    Their places do not tell: several workers have more callbacks than one process.
-    """
-    left, found = list(callbacks), []
-    for kind, _ in remembered:
-        places = [i for i, each in enumerate(left) if type(each).__name__ == kind]
-        found.append(left.pop(places[0]) if places else None)
-    return found
-
-
-def _restore_callbacks(remembered, tensors, callbacks):
-    for number, callback in enumerate(_pair(remembered, callbacks)):
-        if callback is None:
-            continue
-        for name, value in remembered[number][1].items():
-            whole = type(getattr(callback, name, None)) is int and isinstance(value, float)
-            setattr(callback, name, int(value) if whole else value)
-        start = f"callback/{number}/"
-        weights = [tensors[n].numpy() for n in sorted(tensors) if n.startswith(start)]
-        if weights:
-            setattr(callback, _BEST_WEIGHTS, weights)
 
 
 class Resumed:
@@ -332,12 +273,8 @@ def resume(
     print_fn(f"resumed at step {state['step']}, epoch {state['epoch']}, from {folder}")
     own_variables.report_others(generation.tensors, variables, print_fn)
     optimizers.report_rates(state.get("first_rates", rates), rates, model, print_fn)
-    for (kind, values), callback in zip(state["callbacks"], _pair(state["callbacks"], callbacks)):
-        if values and callback is None:
-            print_fn(
-                f"the checkpoint has state for the callback {kind}, which this run does not "
-                "use; the state is ignored"
-            )
+    callback_states.report_unused(state["callbacks"], callbacks, print_fn)
+    callback_states.report_changed(state.get("unsaved", ()), print_fn)
     if state["num_replicas"] != strategy.num_replicas_in_sync:
         _report_differences(model, state["num_replicas"], strategy, print_fn)
     return Resumed(state, tensors)

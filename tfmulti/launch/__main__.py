@@ -9,6 +9,7 @@ from tfmulti.launch.job import Job
 from tfmulti.runtime import command_line, errors
 
 USAGE = "python -m tfmulti.launch [flags] -- COMMAND: runs a command on all workers of this host."
+_EXAMPLE = "Write flags, `--` and the command: --num_workers 2 -- python train.py"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,13 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     own, command = argv[:at], argv[at + 1 :]
     values = command_line.define_flags(LaunchConfig)
-    code = command_line.parse(values, own, USAGE)
+    code = command_line.parse(values, own, USAGE, _EXAMPLE)
     if code is not None:
         return code
     if not command:
         print(
-            "error: The command to run must follow after `--`. Received: no command. "
-            "Write for example: --num_workers 2 -- python train.py",
+            f"error: The command to run must follow after `--`. Received: no command. {_EXAMPLE}",
             file=sys.stderr,
         )
         return command_line.BAD_USAGE

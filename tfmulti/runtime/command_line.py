@@ -82,13 +82,19 @@ class _NumberOr(flags.ArgumentParser):
         return f"number or {self.word}"
 
 
-def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
+def parse(
+    values: flags.FlagValues,
+    argv: list[str],
+    usage: str,
+    advice: str = "Write --name=value or --name value.",
+) -> int | None:
     """Parses a command line.
 
     Args:
         values: The flags.
         argv: The command line, the program's name first.
         usage: What the program is for, the first line of `--help`.
+        advice: What to do about words that belong to no flag.
 
     Returns:
         None if the program should continue, else its exit code.
@@ -106,8 +112,7 @@ def parse(values: flags.FlagValues, argv: list[str], usage: str) -> int | None:
         return BAD_USAGE
     if len(rest) > 1:
         print(
-            "error: The command takes flags only. "
-            f"Received: {' '.join(rest[1:])}. Write --name=value or --name value.",
+            f"error: The command takes flags only. Received: {' '.join(rest[1:])}. {advice}",
             file=sys.stderr,
         )
         return BAD_USAGE

@@ -1,0 +1,74 @@
+"""The state of the user's own callbacks is saved where they give it, and told where it is lost."""
+
+import keras
+import numpy as np
+import pytest
+from replicas import create_strategy
+
+import tfmulti
+
+
+class Halving(keras.callbacks.Callback):
+    """Halves the learning rate after every second epoch, which it counts itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.every = 0, 2
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.count += 1
+        if self.count % self.every == 0:
+            self.model.optimizer.learning_rate = self.model.optimizer.learning_rate * 0.5
+
+
+class Keeping(Halving):
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class KeepingAnArray(Halving):
+    def state_dict(self):
+        return {"count": np.array([self.count])}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def train(folder, callback, epochs):
+    """Trains from a new process's point of view; returns the rate and what was said."""
+    strategy, told = create_strategy(2), []
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+    rng = np.random.RandomState(0)
+    rows = rng.rand(16, 4).astype("float32"), rng.rand(16, 1).astype("float32")
+    data = tfmulti.distribute_train(rows, strategy, 8, seed=3)
+    saver = tfmulti.callbacks.Checkpoint(folder, data, print_fn=told.append)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[callback, saver])
+    return float(model.optimizer.learning_rate), told
+
+
+def test_what_a_callback_returns_from_state_dict_goes_on(tmp_path):
+    train(tmp_path, Keeping(), 3)
+    rate, told = train(tmp_path, Keeping(), 4)
+    assert rate == 0.125
+    assert not [line for line in told if "the callback" in line]
+
+
+def test_what_a_callback_without_state_dict_has_changed_is_told(tmp_path):
+    train(tmp_path, Halving(), 3)
+    rate, told = train(tmp_path, Halving(), 4)
+    assert rate == 0.25
+    [line] = [line for line in told if "the callback" in line]
+    assert "the callback Halving had changed count, which a checkpoint does not have" in line
+    assert "`state_dict()`" in line
+
+
+def test_a_state_that_json_does_not_keep_is_refused(tmp_path):
+    words = r"`state_dict` of a callback must return JSON.* Received: .*from KeepingAnArray"
+    with pytest.raises(ValueError, match=words):
+        train(tmp_path, KeepingAnArray(), 1)
