@@ -21,7 +21,7 @@ HEALTHY = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs",
 RUN = ("--dataset", "faulty:healthy", "--model", "faulty:dense", "--epochs", "6")
 SAVING = (*RUN, "--optimizer", "sgd", "--checkpoint_steps", "4")
 BY_THE_CLOCK = (*RUN, "--optimizer", "sgd", "--checkpoint_minutes", "0.001")
-NOTICE_S = 15.0
+NOTICE_S = 30.0
 
 
 def expect(condition, *seen):

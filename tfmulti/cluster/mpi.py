@@ -11,10 +11,8 @@ import dataclasses
 import functools
 import os
 import socket
-import threading
 from collections.abc import Mapping
 
-from tfmulti.cluster.environment import PREEMPTED
 from tfmulti.cluster.parsing import from_tf_config
 from tfmulti.cluster.task import Cluster
 from tfmulti.runtime import processes
@@ -82,15 +80,6 @@ def world():
     return MPI.COMM_WORLD
 
 
-def waits_at_end() -> bool:
-    """Whether this process ends through `end_process` as all workers do: done, or preempted.
-
-    After an error, or from another thread, it waits for nobody.
-    """
-    in_order = processes.ending_with() in (0, PREEMPTED)
-    return in_order and threading.current_thread() is threading.main_thread()
-
-
 def _end_mpi():
     """Ends MPI where Python's own shutdown, in which mpi4py would do so, does not come.
 
@@ -99,7 +88,7 @@ def _end_mpi():
     """
     from mpi4py import MPI
 
-    if waits_at_end() and not MPI.Is_finalized():
+    if processes.is_done() and not MPI.Is_finalized():
         MPI.Finalize()
 
 

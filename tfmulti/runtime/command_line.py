@@ -236,14 +236,16 @@ def show_error(error: BaseException, with_traceback: bool, text: str | None = No
 
 def run_and_exit(main) -> NoReturn:
     """Exits with the result of `main` or the code of its SystemExit, by `end_process`."""
+    is_done = False
     try:
         code = main()
+        is_done = code == 0
     except SystemExit as error:
         code = error.code
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         code = INTERRUPTED
-    end_process(code if isinstance(code, int) else ERROR)
+    end_process(code if isinstance(code, int) else ERROR, is_done=is_done)
 
 
 @contextlib.contextmanager

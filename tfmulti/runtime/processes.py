@@ -215,19 +215,24 @@ def _read(file) -> str:
 # The prefix of the names of this package's threads.
 OWN_THREADS = "tfmulti"
 _THREADS_S = 5.0
-_exit_code: int | None = None
+_is_ending = _is_done = False
 
 
-def end_process(exit_code: int) -> NoReturn:
+def end_process(exit_code: int, *, is_done: bool = False) -> NoReturn:
     """Ends the process without Python's own shutdown.
 
     During Python's shutdown a thread of TensorFlow's data pipeline that calls Python blocks
     forever, and the destructor of the pipeline waits for it. This function runs the exit
     handlers, and waits for threads: for those of this package until they are done, for others
     some seconds.
+
+    Args:
+        exit_code: The exit code.
+        is_done: Whether the program is done, as those of all workers are: its exit handlers may
+            wait for theirs.
     """
-    global _exit_code
-    _exit_code = exit_code
+    global _is_ending, _is_done
+    _is_ending, _is_done = True, is_done
     wait_for_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -235,9 +240,14 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def ending_with() -> int | None:
-    """Returns the exit code with which `end_process` ends this process; else None."""
-    return _exit_code
+def is_ending() -> bool:
+    """Whether `end_process` ends this process, whatever Python's own shutdown would wait for."""
+    return _is_ending
+
+
+def is_done() -> bool:
+    """Whether `end_process` ends this process as one that is done."""
+    return _is_done
 
 
 def signal_name(number: int) -> str:

@@ -118,7 +118,8 @@ def _report_end(cluster) -> None:
     """
 
     def report():
-        if processes.ending_with() is None or mpi.waits_at_end():
+        # After an error nothing is waited for.
+        if processes.is_done() or not processes.is_ending():
             keras_compat.report_end(_task_of(cluster))
 
     keras_compat.listen_for_ends()

@@ -347,7 +347,7 @@ def _end_with(strategy) -> None:
             thread = threading.Thread(target=say_goodbye, args=(strategy,), daemon=True)
             thread.start()
             thread.join(_GOODBYE_S)
-            if thread.is_alive() and processes.ending_with() is None:
+            if thread.is_alive() and not processes.is_ending():
                 # While TensorFlow waits for a lost worker to return, nothing can be sent, and
                 # Python's shutdown waits too. The other tasks notice that the chief has gone.
                 _exit_at_once(0)
