@@ -20,10 +20,6 @@ _REMEMBERED += (keras_compat.HAS_AVERAGES,)
 _BEST_WEIGHTS = "best_weights"
 # What Keras gives to each callback.
 _OF_KERAS = ("_model", "params")
-_STATE_ADVICE = (
-    "To keep such state, give the callback `state_dict()`, which returns it, and "
-    "`load_state_dict(state)`"
-)
 
 
 def take(callbacks: Sequence) -> tuple[list, dict[str, np.ndarray]]:
@@ -110,7 +106,8 @@ def report_changed(unsaved: Sequence, print_fn: Callable[[str], None]) -> None:
     for kind, names in unsaved:
         print_fn(
             f"the callback {kind} had changed {', '.join(names)}, which a checkpoint does not "
-            f"have: here they begin anew. {_STATE_ADVICE}"
+            "have: here they begin anew. To keep such state, give the callback `state_dict()`, "
+            "which returns it, and `load_state_dict(state)`"
         )
 
 
@@ -125,8 +122,8 @@ def _own_state(callback):
     state = callback.state_dict()
     if not is_json(state):
         raise ValueError(
-            "`state_dict` of a callback must return JSON: numbers, texts, lists and dicts whose "
-            f"keys are texts. Received: {state!r} from {type(callback).__name__}. "
+            "`state_dict` of a callback must return JSON: numbers, strings, lists and dicts whose "
+            f"keys are strings. Received: {state!r} from {type(callback).__name__}. "
             "Return tuples as lists and arrays as array.tolist()."
         )
     return copy.deepcopy(state)
