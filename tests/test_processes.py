@@ -171,6 +171,13 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
     assert done.stdout == "exit functions are called\n"
 
 
+def test_the_exit_code_stays_where_output_cannot_be_written():
+    code = BEGIN + "print('more'); processes.end_process(144)"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full)
+    assert done.returncode == 144
+
+
 @pytest.mark.slow
 def test_a_thread_that_never_ends_holds_nothing_up():
     done, seconds = run_to_its_end(WAITS_FOR_EVER + "processes.end_process(1)")

@@ -235,9 +235,18 @@ def end_process(exit_code: int, *, is_done: bool = False) -> NoReturn:
     _is_ending, _is_done = True, is_done
     wait_for_threads()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    exit_at_once(exit_code)
+
+
+def exit_at_once(exit_code: int) -> NoReturn:
+    """Ends the process without exit handlers, whether or not its output can still be written."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            # On a full disk, or where no one reads the pipe any more.
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(exit_code)
 
 
 def is_ending() -> bool:

@@ -264,14 +264,8 @@ def end_stuck_chief(error: ServerLost) -> NoReturn:
     """Ends the chief's process, which waits in TensorFlow without a timeout for a server."""
     code = end_chief(error)
     command_line.show_error(error, False)
-    _exit_at_once(code)
-
-
-def _exit_at_once(code: int) -> NoReturn:
-    """Ends the process without exit handlers; TensorFlow's would wait for a lost task."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    # TensorFlow's exit handlers would wait for a lost task.
+    processes.exit_at_once(code)
 
 
 def _token(function: Callable, arguments: list[int]) -> str:
@@ -350,7 +344,7 @@ def _end_with(strategy) -> None:
             if thread.is_alive() and not processes.is_ending():
                 # While TensorFlow waits for a lost worker to return, nothing can be sent, and
                 # Python's shutdown waits too. The other tasks notice that the chief has gone.
-                _exit_at_once(0)
+                processes.exit_at_once(0)
 
     sys.excepthook = hook
     atexit.register(end)
