@@ -17,7 +17,7 @@ from tfmulti import hardware
 from tfmulti.runtime import processes
 
 ROOT = Path(__file__).parents[1]
-WORKER_TIMEOUT_S = 240
+WORKER_TIMEOUT_S = 600
 
 
 def pytest_configure(config):

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# A worker that waits for ever for another one fails, and says where it waits.
+# A worker that waits for ever in a case fails, and says where it waits.
 DEADLINE_S = 200
 
 
 def main(folder, logical_cpus, *names):
-    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     import odd_cases
 
     import tfmulti
@@ -25,6 +24,7 @@ def main(folder, logical_cpus, *names):
     index = strategy.cluster_resolver.task_id
     arrays = {}
     for name in names:
+        faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
         results = odd_cases.run_case(name, strategy, index)
         arrays |= {f"{name}/{key}": np.asarray(value) for key, value in results.items()}
     np.savez(Path(folder) / f"worker_{index}.npz", **arrays)
