@@ -889,8 +889,8 @@ def test_the_private_names_are_there():
 
 
 def test_versions_that_were_not_tried_are_told():
-    tried = "was tried with keras {} to {}".format(*table.TRIED["keras"])
-    with pytest.warns(UserWarning, match=f"{tried}.*This is keras 3.99.0"):
+    tried = "is tested with keras {} to {}".format(*table.TRIED["keras"])
+    with pytest.warns(UserWarning, match=f"{tried}.*Installed: keras 3.99.0"):
         keras_compat.check_versions({"keras": "3.99.0", "tensorflow": tf.__version__})
 
 

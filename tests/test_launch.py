@@ -278,7 +278,7 @@ def test_an_error_before_the_first_step_is_not_repeated(run_job, code):
     assert done == code
     assert told.count("failed with") == 1
     assert "Not restarted: it failed before the first training step." in told
-    assert "a loop of your own must do so itself: see TFMULTI_PROGRESS" in told
+    assert "a custom loop must create the file that TFMULTI_PROGRESS names" in told
 
 
 def test_an_error_after_a_step_is(run_job, tmp_path):

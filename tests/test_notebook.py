@@ -261,7 +261,12 @@ def test_what_cannot_go_to_another_process_is_named():
 @pytest.mark.parametrize(
     ("function", "num_workers", "settings", "rule"),
     [
-        (5, 2, {}, "`function` must be what every worker calls. Received: function=5. "),
+        (
+            5,
+            2,
+            {},
+            "`function` must be a function for every worker to call. Received: function=5. ",
+        ),
         (print, 0, {}, "`num_workers` must be a whole number from 1. Received: num_workers=0. "),
         (print, "2", {}, "`num_workers` must be a whole .* Received: num_workers='2'. "),
         (print, 2, {"start_timeout": "9"}, "`start_timeout` must be None or a number. Rec.*='9'. "),

@@ -422,7 +422,10 @@ def test_in_a_notebook_a_loop_runs_already():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"settings": {"model": object()}}, "`must_agree` must hold values for JSON"),
+        (
+            {"settings": {"model": object()}},
+            "`must_agree` must hold values that JSON can represent",
+        ),
         ({"settings": {"long": "x" * messages.MAX_BYTES}}, "shorter than 65536 bytes"),
         ({"timeout_s": 0}, "`timeout_s` must be a number of seconds above 0"),
         ({"timeout_s": float("nan")}, "Received: timeout_s=nan"),

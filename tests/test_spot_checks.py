@@ -104,7 +104,7 @@ def fit(
 @pytest.mark.slow
 @pytest.mark.parametrize("feed", [arrays, dataset, distributed])
 def test_a_term_that_begins_amid_an_epoch_is_told(feed):
-    with pytest.raises(ValueError, match="that was so on the first rows, and is not 13 steps") as e:
+    with pytest.raises(ValueError, match="this held on the first rows, but not 13 steps") as e:
         fit(3, feed=feed, callbacks=[Switch(after=10)])
     assert "Received: loss:" in str(e.value) or "weight" in str(e.value)
     assert "one step, of 8 rows" in str(e.value)

@@ -14,7 +14,7 @@ import tfmulti
 from tfmulti.keras_compat import batch_sizes_of_dataset
 from tfmulti.verification import case, rows
 
-UNLIKE = "parts of a batch of which replicas get unlike shares, in train_step"
+UNLIKE = "parts of a batch of which replicas get unequal shares, in train_step"
 
 
 def trained(data, num_replicas, make=cases.TwoParts, verify="auto", **arguments):

@@ -103,7 +103,7 @@ def test_pairs_of_rows_that_a_last_batch_would_part(make, number, batch_size, re
 def test_batches_of_unknown_sizes_are_told():
     _, told = trained(2, Pairs, {"x": batches(16, 8)})
     assert len(told) == 1
-    assert "does not take every number of rows" in told[0]
+    assert "works only with some numbers of rows" in told[0]
     assert "Received: a first batch of 8 rows" in told[0]
 
 

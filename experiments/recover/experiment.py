@@ -1,7 +1,7 @@
 """Kills a worker in the middle of an epoch; the run goes on and ends as one that was not killed.
 
-Two workers are started by `tfmulti.launch --max_restarts 1`, twice: once in peace, and once with
-SIGKILL for worker 1, as soon as a checkpoint within an epoch in the second half is on disk.
+Two workers are started by `tfmulti.launch --max_restarts 1`, twice: once uninterrupted, and once
+with SIGKILL for worker 1, as soon as a checkpoint within an epoch in the second half is on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from experiments import common
 from tfmulti import checkpoint
 
 METRICS = ()
-COMPARISONS = (common.Comparison("Killed, and in peace", setups=("as it is",)),)
+COMPARISONS = (common.Comparison("Killed, and uninterrupted", setups=("as it is",)),)
 # The lines of the launcher and the chief that tell the story.
 TOLD = re.compile(
     r"exited early|worker \d.*(SIGKILL|lost)|Restart|[Rr]esum|[Gg]oing on|weights_sha"
@@ -134,7 +134,7 @@ def draw(whole: Run, killed: Run, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for name, each, style in (("in peace", whole, "--"), ("killed once", killed, "-")):
+    for name, each, style in (("uninterrupted", whole, "--"), ("killed once", killed, "-")):
         seconds, epochs = zip(*each.epochs)
         axis.step(seconds, [n - 1 for n in epochs], style, where="post", label=name)
     axis.axvline(killed.killed_s, color="#d94801", lw=1)
@@ -150,10 +150,10 @@ def draw(whole: Run, killed: Run, path: Path) -> None:
 def report(whole: Run, killed: Run) -> str:
     """Returns the table and the lines that tell the story, in Markdown."""
     lines = [
-        "run | restarts | steps since the last start | loss | weights_sha256 | seconds",
+        "run | restarts | steps | loss | weights_sha256 | seconds",
         "---" + " | ---:" * 5,
     ]
-    for name, each in (("in peace", whole), ("killed once", killed)):
+    for name, each in (("uninterrupted", whole), ("killed once", killed)):
         found = each.result
         cells = [name, found["restarts"], found["steps"], f"{found['metrics']['loss']:.9f}"]
         cells += [f"{found['weights_sha256'][:16]}...", f"{each.epochs[-1][0]:.1f}"]

@@ -38,7 +38,7 @@ def assert_told(workers):
             [told] = said[f"begins, {name}"]["told"]
             assert "13 steps after it was verified" in told
             assert said[f"begins, {name}"]["weights"] == workers[0][f"begins, {name}"]["weights"]
-            assert "is not 13 steps later" in said[f"error, {name}"]["error"]
+            assert "but not 13 steps later" in said[f"error, {name}"]["error"]
             assert said[f"stays, {name}"]["told"] == []
             np.testing.assert_allclose(said[f"stays, {name}"]["loss"], stays["loss"], atol=1e-6)
             for found, one in zip(said[f"stays, {name}"]["weights"], stays["weights"]):

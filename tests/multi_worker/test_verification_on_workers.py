@@ -11,8 +11,8 @@ FAILING = SCRIPT.with_name("failing_step_worker.py")
 TOLD = {
     "wrong state": "RunningMean",
     "wrong counted steps": "own_loss",
-    "unlike parts": "unlike shares",
-    "unlike parts from Python": "unlike shares",
+    "unlike parts": "unequal shares",
+    "unlike parts from Python": "unequal shares",
 }
 
 

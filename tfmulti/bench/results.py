@@ -117,7 +117,8 @@ ADVICE = {
     "decode less, store prepared examples; then measure again.",
     COMPUTE: "More workers help. Within one: mixed_bfloat16 where the processor has it, "
     "or a smaller model.",
-    COMMUNICATION: "Try --communication mpi, DistributedOptimizer(compression='bfloat16'), a "
+    COMMUNICATION: "Start workers with tfmulti.launch --mpi; try "
+    "DistributedOptimizer(compression='bfloat16'), a "
     "larger batch per replica, or gradient_accumulation_steps.",
     HOST: "Raise steps_per_execution, or the batch size.",
 }

@@ -356,8 +356,8 @@ def _check_moved(dataset, began: tuple[int, int]) -> None:
     """Raises ValueError if a step was taken that was none of the data's."""
     if dataset.position == began:
         raise ValueError(
-            "`fit` must train from the `dataset` of `Checkpoint`, or a resumed run takes rows "
-            f"twice. Received: a step of `fit` that has left its position at {began}. Call "
+            "`fit` must train from the `dataset` given to `Checkpoint`, or resuming repeats rows. "
+            f"Received: a training step that did not advance its position, {began}. Call "
             "model.fit(dataset), with the same result of distribute_train, for a strategy that "
             "create_strategy has made."
         )

@@ -180,8 +180,8 @@ def latest_good(
         # To begin anew would lose the run if its file system only did not answer for a moment.
         raise CheckpointError(
             "A run resumes if its folder has checkpoints, so one of them must be readable. "
-            f"Received: {why} in {paths[-1]}. Start again if the file system did not answer; else "
-            "remove them, or do not resume (`resume=False`, `--resume never`)."
+            f"Received: {why} in {paths[-1]}. If the file system did not answer, start again; "
+            "otherwise remove the checkpoints, or do not resume (`resume=False`, `--resume never`)."
         )
     return None
 

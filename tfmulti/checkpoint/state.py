@@ -212,8 +212,8 @@ class Resumed:
         """Returns the epoch in which training resumes; the last one's end if it had ended."""
         if self.state.get("stopped_early") and epochs <= self.state["epochs"]:
             print_fn(
-                f"EarlyStopping had ended this run after epoch {self.state['epoch']}: "
-                "it is not trained further"
+                f"EarlyStopping ended this run after epoch {self.state['epoch']}; "
+                "nothing is trained. To continue, ask for more epochs"
             )
             return epochs
         return self.state["epoch"]
@@ -324,5 +324,5 @@ def _check_data(before, now):
         raise generations.CheckpointError(
             "A run must resume with the same data in the same order. "
             f"Received: {name}={now[name]}, and {before[name]} in the checkpoint. "
-            "Give the same, or start again in another folder."
+            "Use the value of the checkpoint, or another folder."
         )

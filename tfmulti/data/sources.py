@@ -229,7 +229,7 @@ def _refuse_shuffles(dataset):
     if keras_compat.shuffles_anew(dataset):
         raise ValueError(
             "A `tf.data.Dataset` must have the same order on every worker and in every pass: each "
-            "worker keeps its own rows of it, and training resumes amid a pass. Received: a "
+            "worker keeps its own rows of it, and training can resume within a pass. Received: a "
             "dataset with a shuffle of its own. Pass it before .shuffle(), or with shuffle=False "
             "of Keras's *_dataset_from_directory: distribute_train shuffles by itself. Or give "
             ".shuffle() a seed and reshuffle_each_iteration=False."
@@ -256,7 +256,7 @@ def _refuse_dtype(array):
     if others or array.dtype.kind in "Mm":
         of = f" with values of type {', '.join(sorted(others))}" if others else ""
         raise ValueError(
-            "Each array of `data` must hold numbers, or texts only. "
+            "Each array of `data` must hold only numbers or only strings. "
             f"Received: dtype {array.dtype}{of}. "
             'Use array.astype("float32"), or frame.to_numpy("float32") of a table.'
         )

@@ -76,7 +76,7 @@ def check_python(version: str, wanted: str) -> Check:
     'failure'
     """
     if not wanted:
-        return Check("Python", UNKNOWN, version, "Install tfmulti, so that its needs are known.")
+        return Check("Python", UNKNOWN, version, "Install tfmulti, to check its requirements.")
     if SpecifierSet(wanted).contains(version, prereleases=True):
         return Check("Python", OK, f"{version} (wanted: {wanted})")
     return Check("Python", FAILURE, f"{version} (wanted: {wanted})", "Use another Python.")
@@ -94,7 +94,7 @@ def check_version(
         hint = f"pip uninstall {' '.join(found)}, then install one: they overwrite each other."
         return Check(title, FAILURE, f"{text} are installed together", hint)
     if wanted is None:
-        return Check(title, UNKNOWN, text, "Install tfmulti, so that its needs are known.")
+        return Check(title, UNKNOWN, text, "Install tfmulti, to check its requirements.")
     [version] = found.values()
     text = f"{text} (wanted: {wanted.specifier})"
     if wanted.specifier.contains(version, prereleases=True):

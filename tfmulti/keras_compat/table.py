@@ -219,7 +219,7 @@ def check_versions(versions: dict[str, str] | None = None, names=NAMES) -> None:
             f"{', '.join(missing)}. Received: {have}. Install the tested versions: {tried}."
         )
     if not all(_was_tried(name, version) for name, version in versions.items()):
-        warnings.warn(f"tfmulti was tried with {tried}. This is {have}.", stacklevel=3)
+        warnings.warn(f"tfmulti is tested with {tried}. Installed: {have}.", stacklevel=3)
 
 
 def _fits(owner, name, arguments) -> bool:

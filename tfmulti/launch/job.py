@@ -209,8 +209,8 @@ class Job:
             if self.config.max_restarts:
                 self.print_fn(
                     "Not restarted: it failed before the first training step. `fit` and "
-                    "`train_on_batch` note that step; a loop of your own must do so itself: see "
-                    "TFMULTI_PROGRESS on the page on the launcher."
+                    "`train_on_batch` note that step; a custom loop must create the file that "
+                    "TFMULTI_PROGRESS names: see docs/howto/launcher.md."
                 )
             return None
         # Bounded before: a job that is often preempted has more restarts than a float exponents.

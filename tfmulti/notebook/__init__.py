@@ -116,8 +116,8 @@ def notebook_launch(
 def _read_settings(function, num_workers, settings) -> LaunchConfig:
     if not callable(function):
         raise ValueError(
-            f"`function` must be what every worker calls. Received: function={function!r}. Give "
-            "its name, without parentheses."
+            f"`function` must be a function for every worker to call. Received: "
+            f"function={function!r}. Pass the function itself, without parentheses."
         )
     unknown = sorted(set(settings) - set(_SETTINGS))
     if unknown:

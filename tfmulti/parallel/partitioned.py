@@ -349,7 +349,7 @@ def _set(layer, table, weights):
 
 def _refuse_lora(layer, parts):
     raise ValueError(
-        "`enable_lora` adds to the whole of a table, so the table must not be partitioned over the "
+        "`enable_lora` needs the whole table on one server, so it must not be partitioned over the "
         f"servers. Received: {layer.name}, which is partitioned into {parts} parts. Use one server "
         "(--num_ps 1), which does not partition tables, or leave enable_lora out."
     )

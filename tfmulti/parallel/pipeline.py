@@ -208,7 +208,7 @@ def _number_of_stages(stages, strategy, devices) -> int:
         raise ValueError(
             "`stages` must be two or more, or the names of the layers at which all stages but the "
             f"first begin. Received: stages={stages!r}, {most} {places}. Leave it out for one "
-            "stage on each, given at least two."
+            f"stage on each; a pipeline needs at least two {places}."
         )
     if devices is not None and number != most:
         raise ValueError(
@@ -223,13 +223,13 @@ def _refuse_workers(strategy, number):
     if workers % number:
         raise ValueError(
             "The number of workers must be a multiple of `stages`. "
-            f"Received: {number} stages, {workers} workers. Start {number} workers, or "
-            f"twice as many: python -m tfmulti.launch --num_workers {number} --mpi."
+            f"Received: {number} stages, {workers} workers. Start {number} workers, or a "
+            f"multiple of that: python -m tfmulti.launch --num_workers {number} --mpi."
         )
     if getattr(strategy.extended, "send", None) is None:
         raise ValueError(
             "`pipeline` needs MPI, with which one worker sends to another. Received: "
             f"communication {strategy.communication}. Start the workers with python -m "
-            "tfmulti.launch --mpi, after pip install tfmulti[mpi]; on GPUs also set communication "
+            "tfmulti.launch --mpi, after pip install 'tfmulti[mpi]'; on GPUs set communication "
             'to "mpi" (--communication mpi).'
         )

@@ -236,9 +236,10 @@ class StagedCall:
             new = [v.path for v in part.model.variables if id(v) not in known]
             if new or len(part.model.variables) != len(variables):
                 raise ValueError(
-                    "A model that `pipeline` has cut must keep its weights, which are with their "
-                    f"stages. Received: {self._model.name!r}, with {', '.join(new) or 'fewer'} "
-                    "since then. Enable LoRA or quantize before `pipeline`."
+                    "A model that `pipeline` has cut must keep its weights. Received: "
+                    f"{self._model.name!r}, whose layers now have "
+                    f"{', '.join(new) or 'fewer weights'}. "
+                    "Enable LoRA or quantize before `pipeline`."
                 )
 
     def _may_share_state(self) -> bool:

@@ -40,8 +40,8 @@ def refuse_writes(name: str, lost: Sequence[keras.Variable], traced) -> None:
         )
     if found := graph_search.find_writes(traced):
         raise ValueError(
-            f"With parameter servers a `{name}` must change variables of Keras only: a worker "
-            "changes others itself, and once more in a step that it repeats for another. "
+            f"With parameter servers a `{name}` must change variables of Keras only: each worker "
+            "would change its own copy of any other, and again when it repeats another's step. "
             f"Received: {', '.join(found)}. Hold such numbers in "
             "self.add_weight(..., trainable=False), or use the strategy multi_worker."
         )

@@ -220,7 +220,7 @@ def _number_in_group(strategy, group) -> int:
         raise ValueError(
             "`tensor_parallel` needs MPI, with which workers of a group exchange rows. Received: "
             f"communication {strategy.communication}. Start the workers with python -m "
-            "tfmulti.launch --mpi, after pip install tfmulti[mpi]; on GPUs also set communication "
+            "tfmulti.launch --mpi, after pip install 'tfmulti[mpi]'; on GPUs set communication "
             'to "mpi" (--communication mpi).'
         )
     return number

@@ -87,10 +87,11 @@ class WorkerStages(StagedCall):
         number = len(self._cut.parts)
         if _is_placed(weight) and (weight.owner, weight.stages) != (stage, number):
             raise ValueError(
-                "Pipelines that share a layer must have it in the same one of as many stages. "
+                "Pipelines that share a layer must have the same number of stages, and the layer "
+                "in the same one. "
                 f"Received: {weight.path}, in stage {stage} of {number} of {self._model.name!r}, "
                 f"and in stage {weight.owner} of {weight.stages} of another pipeline. Choose "
-                "`stages` so that it is in the same one."
+                "the same number of `stages`, cut so that the layer is in the same stage."
             )
 
     def _is_step(self):

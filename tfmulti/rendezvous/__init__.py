@@ -142,7 +142,8 @@ def _complete(cluster, settings) -> dict:
         text = json.dumps(everything)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"`must_agree` must hold values for JSON. Received: {error}. Use numbers and strings."
+            "`must_agree` must hold values that JSON can represent. "
+            f"Received: {error}. Use numbers and strings."
         ) from error
     if len(text) > MAX_BYTES - _SPARE_BYTES:
         raise ValueError(

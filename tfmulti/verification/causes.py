@@ -75,8 +75,8 @@ SCALED = Cause(
 )
 SUM_STEP = Cause(
     "a step that sums over the batch",
-    f"Write the loss as {_MEAN}; to keep the sum, as "
-    "tf.reduce_sum(tfmulti.gather_batch(losses)) of one number for each row.",
+    f"Write the loss as {_MEAN}; to keep the sum, write "
+    "tf.reduce_sum(tfmulti.gather_batch(losses)), where losses has one number for each row.",
 )
 INPUT_GRADIENT = Cause(
     "a gradient with respect to inputs that mixes rows",
@@ -88,8 +88,9 @@ INPUT_GRADIENT = Cause(
 BATCH_STEP = Cause(
     "a step that depends on the whole batch at once",
     "Compute terms that compare or combine rows, and the numbers by which the step "
-    f"decides, clips or takes a maximum, from {ALL_ROWS}; make a loss for each gathered row one "
-    "number: tf.reduce_sum, which a tape does by itself on one device, or tf.reduce_mean. A weight "
+    f"decides, clips or takes a maximum, from {ALL_ROWS}; reduce a loss with one value for each "
+    "gathered row to one number: by tf.reduce_sum, as a tape does on one device, or "
+    "tf.reduce_mean. A weight "
     "that the step itself assigns from rows needs trainable=False: replicas then average its "
     "changes.",
 )
@@ -127,9 +128,9 @@ PREDICTION = Cause(
     f"Compute the prediction of a row from that row alone, or from {ALL_ROWS}.",
 )
 UNEQUAL = Cause(
-    "parts of a batch of which replicas get unlike shares",
+    "parts of a batch of which replicas get unequal shares",
     "A replica weights all of its means by its share of the rows of the first part. Batch "
-    "the parts so that their numbers of rows divide by the number of replicas in every batch, the "
+    "the parts so that their sizes are multiples of the number of replicas in every batch, the "
     "last one too (drop_remainder=True), or compute the means of the other parts from "
     f"{ALL_ROWS}, where every replica has a row of them.",
 )

@@ -14,7 +14,7 @@ SHUFFLES = (
 
 
 def describe_unlike(case: Case) -> str:
-    """Returns the warning for batches whose parts replicas could get unlike shares of.
+    """Returns the warning for batches whose parts replicas could get unequal shares of.
 
     Args:
         case: The verified step.
@@ -23,9 +23,9 @@ def describe_unlike(case: Case) -> str:
     counts = " + ".join(str(count) for count in dict.fromkeys(case.rows.counts))
     share = "the same share" if case.shares_alike(case.rows.counts) else "a row"
     return (
-        f"`{case.method}` has one device's result on {number} replicas only where each replica "
-        f"gets {share} of every part of a batch, as of the first one, of {counts} rows. "
-        "The numbers of rows of later batches are not known. "
+        f"`{case.method}` gives one device's result on {number} replicas only if each replica "
+        f"gets {share} of every part of each batch. Received: a first batch of {counts} rows, for "
+        "which that holds; the sizes of later batches are not known. "
         f"{causes.UNEQUAL.advice}"
     )
 
@@ -38,7 +38,7 @@ def describe_unknown_sizes(case: Case) -> str:
     """
     number = case.num_replicas
     return (
-        f"`{case.method}` does not take every number of rows, and those of later batches "
+        f"`{case.method}` works only with some numbers of rows, and the sizes of later batches "
         f"are not known. Received: a first batch of {max(case.rows.counts)} rows, for which the "
         f"result on {number} replicas is that of one device. Make all batches of this size: "
         "dataset.batch(..., drop_remainder=True)."

@@ -54,7 +54,7 @@ def describe(
 def _so_far(case) -> str:
     """Says what has been done before the step that was verified."""
     if case.num_later:
-        return f"that was so on the first rows, and is not {case.num_later} steps later"
+        return f"this held on the first rows, but not {case.num_later} steps later"
     if case.kind == TRAIN and marks.FEED.get(case.model) is not None:
         return "it was exact before it was changed"
     return f"nothing has been {'trained' if case.kind == TRAIN else 'computed'} yet"
@@ -83,8 +83,8 @@ def describe_replicated(case: Case, error: ValueError | None, reason: str) -> st
         head = "From now on every replica computes"
         again = "train" if case.kind == TRAIN else "evaluate"
         later = (
-            f" That showed {case.num_later} steps after it was verified, with rows of a later "
-            f"batch; steps before may have differed too, so {again} again once it is changed."
+            f" The difference showed {case.num_later} steps after verification, with rows of a "
+            f"later batch. Earlier steps may have differed too: change it, then {again} again."
         )
     rule = (
         f"{head} `{case.method}` from the whole global batch, because in "
@@ -126,7 +126,10 @@ def with_reason(error: ValueError, why: str) -> ValueError:
     """
     if not why:
         return error
-    told = ValueError(f"{error} It is not replicated either: {why.removesuffix('.')}.")
+    told = ValueError(
+        f"{error} Computing the whole batch on every replica does not help: "
+        f"{why.removesuffix('.')}."
+    )
     told.__dict__.update(error.__dict__)
     return told
 
