@@ -173,8 +173,9 @@ def test_the_exit_code_and_exit_functions(end, exit_code):
 
 def test_the_exit_code_stays_where_output_cannot_be_written():
     code = BEGIN + "print('more'); processes.end_process(144)"
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full)
+        done = subprocess.run([sys.executable, "-c", code], env=buffered, stdout=full, stderr=full)
     assert done.returncode == 144
 
 
