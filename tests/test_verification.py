@@ -194,6 +194,7 @@ def texts(**settings):
 
 
 LAYERS_ACROSS_ROWS = {
+    "a histogram": (keras.Input((4, 4, 3)), lambda: layers.Equalization(dtype="float64")),
     "a floor below the loudest": (
         keras.Input((16,)),
         lambda: layers.MelSpectrogram(8, sampling_rate=100, min_freq=1, num_mel_bins=2),

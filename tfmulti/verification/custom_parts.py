@@ -32,9 +32,9 @@ _ALONG_AXES = frozenset(
     "Concatenate ExpandDims LogSoftmax Max Mean Min Normalize Norm Prod Softmax Squeeze Stack "
     "Std Sum Var".split()
 )
-# Layers of Keras's own whose rows depend on others of the batch: mixed with one of them, or limited
-# by the loudest. (`Equalization` does too, but has no effect in a functional model.)
-_MIXING = ("CutMix", "MelSpectrogram", "MixUp")
+# Layers of Keras's own whose rows depend on others of the batch: mixed with one of them, limited by
+# the loudest, or changed by the histogram of all.
+_MIXING = ("CutMix", "Equalization", "MelSpectrogram", "MixUp")
 # Layers of Keras's own that run code of the user's or of another library.
 _FOREIGN = ("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper")
 # Activity penalties that are sums over rows; any other one may combine them.
