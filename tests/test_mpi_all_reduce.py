@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tfmulti import topology
-from tfmulti.cluster import mpi, resolve_cluster
+from tfmulti.cluster import Cluster, mpi, peers, resolve_cluster
 from tfmulti.mpi import all_reduce
 from tfmulti.step import owners
 
@@ -131,6 +131,13 @@ def test_large_tensors_go_in_pieces_where_that_is_asked_for():
     assert communicator.sent == [16, 28, 80_000, 80_000, 40_000, 4, 48]
 
 
+def test_no_piece_is_larger_than_mpi_can_count():
+    # Nothing writes to it, so it takes no memory.
+    large = np.empty([3, 2**28], np.float32)
+    sender = all_reduce.MpiAllReduce(Communicator(), lambda: None)
+    assert [piece.nbytes for piece in sender._pieces(large)] == [2**30] * 3
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_sent_as_halves_and_added_in_full_precision(dtype):
     communicator = Communicator()
@@ -168,14 +175,28 @@ def test_whoever_waits_asks_whether_the_others_are_there():
     never.set()
 
 
-def test_an_error_of_mpi_reaches_the_step():
-    class Broken(Communicator):
-        def Allreduce(self, array, result):  # noqa: N802
-            raise OSError("no route")
+class Broken(Communicator):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
 
-    sender = all_reduce.MpiAllReduce(Broken(), lambda: None)
+    def Allreduce(self, array, result):  # noqa: N802
+        raise self.error
+
+
+def test_an_error_of_mpi_reaches_the_step():
+    kind = type("Exception", (RuntimeError,), {"__module__": "mpi4py.MPI"})
+    sender = all_reduce.MpiAllReduce(Broken(kind("no route")), lambda: None)
     with pytest.raises(tf.errors.OpError, match="Broken pipe to another worker: no route"):
         tf.function(sender.add)([tf.ones([2])])
+
+
+def test_an_error_of_this_worker_alone_is_not_called_a_loss_of_another():
+    cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
+    sender = all_reduce.MpiAllReduce(Broken(MemoryError("no 8 GiB")), lambda: None)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="no 8 GiB") as caught:
+        tf.function(sender.add)([tf.ones([2])])
+    assert peers.find_peer_error(caught.value, cluster) is None
 
 
 def test_an_environment_that_is_given_is_not_mpis():

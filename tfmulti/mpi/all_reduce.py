@@ -61,7 +61,7 @@ class MpiAllReduce:
         check_peers: Function that is called repeatedly while a result is awaited, and raises if
             another worker does not answer.
         bucket_bytes: Bytes of small tensors to send together.
-        piece_bytes: Bytes of a large tensor that MPI adds in one call; None for all of it.
+        piece_bytes: Bytes of a large tensor that MPI adds in one call.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class MpiAllReduce:
         communicator,
         check_peers: Callable[[], None],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        piece_bytes: int | None = None,
+        piece_bytes: int = buffers.MOST_BYTES,
     ):
         self._communicator, self._check_peers = communicator, check_peers
         self._bucket_bytes = bucket_bytes
         self._size = communicator.size
-        self._piece_bytes = piece_bytes
+        self._pieces = functools.partial(buffers.pieces_of, most_bytes=piece_bytes)
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._work: queue.SimpleQueue = queue.SimpleQueue()
@@ -303,6 +303,9 @@ class MpiAllReduce:
         while not call.done.wait(_POLL_S):
             self._check_peers()
         if call.error is not None:
+            if not type(call.error).__module__.startswith("mpi4py"):
+                # This worker's own, such as too little memory for a result.
+                raise call.error
             self._check_peers()
             raise RuntimeError(f"Broken pipe to another worker: {call.error}")
         return call.result
@@ -392,9 +395,3 @@ class MpiAllReduce:
         for sent, part in zip(self._pieces(array), received):
             self._communicator.Reduce(sent, part, root=owner)
         return result
-
-    def _pieces(self, array) -> list[np.ndarray]:
-        if self._piece_bytes is None or array.nbytes <= self._piece_bytes:
-            return [array]
-        flat, step = array.reshape(-1), self._piece_bytes // array.dtype.itemsize
-        return [flat[begin : begin + step] for begin in range(0, flat.size, step)]

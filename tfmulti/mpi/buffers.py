@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
-_MOST_BYTES = 2**30
+MOST_BYTES = 2**30
+"""The largest message: MPI counts with 32 bits."""
 # TensorFlow takes over an array without a copy if its address is a multiple of this.
 _ALIGNMENT = 64
 # A tensor of at least 1/8 of a bucket is sent by itself: packing would cost a copy.
@@ -24,10 +25,17 @@ def shape_of(tensor: tf.Tensor) -> tf.TensorShape | tf.Tensor:
     return tensor.shape if tensor.shape.is_fully_defined() else tf.shape(tensor)
 
 
+def pieces_of(array, most_bytes: int = MOST_BYTES) -> list[np.ndarray]:
+    """Cuts an array into pieces of at most so many bytes; a small one stays as it is."""
+    if array.nbytes <= most_bytes:
+        return [array]
+    flat, step = array.reshape(-1), most_bytes // array.dtype.itemsize
+    return [flat[begin : begin + step] for begin in range(0, flat.size, step)]
+
+
 def bytes_of(array) -> list[np.ndarray]:
-    """Cuts an array into pieces small enough for MPI's 32-bit count of bytes."""
-    flat = array.reshape(-1).view(np.uint8)
-    return [flat[begin : begin + _MOST_BYTES] for begin in range(0, flat.size, _MOST_BYTES)]
+    """Returns the bytes of an array, in pieces that MPI can send."""
+    return pieces_of(array.reshape(-1).view(np.uint8))
 
 
 def empty(shape, dtype) -> np.ndarray:
