@@ -111,6 +111,21 @@ def test_another_internal_error_is_none_of_memory():
     assert not errors.is_out_of_memory(RuntimeError("out of memory"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "runs/model.keras; No space left on device",
+        "runs/model.keras; Disk quota exceeded",
+        "data.tfrecord; Too many open files",
+        "Received message larger than max (4194305 vs. 4194304)",
+    ],
+)
+def test_a_resource_that_is_no_memory_is_called_what_it_is(words):
+    error = tf.errors.ResourceExhaustedError(None, None, words)
+    assert not errors.is_out_of_memory(error)
+    assert errors.short_message(error) == f"ResourceExhaustedError: {words}"
+
+
 def test_an_error_is_shown_with_its_line_and_without_frames(capsys):
     def fail():
         raise KeyError("large")

@@ -24,6 +24,8 @@ _IN_CALL = re.compile(
 )
 _ARGUMENT = re.compile(r"^  • (\w+)=(.*)$", re.MULTILINE)
 _NO_MEMORY = ("OOM when allocating", "out of memory", "OUT_OF_MEMORY", "CUDNN_STATUS_ALLOC_FAILED")
+# A ResourceExhaustedError of these is one of disks, files or messages.
+_NOT_MEMORY = ("No space left", "quota", "Too many open files", "larger than max")
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _SAYS_NOTHING = ("None", "False", "True", "<class 'inspect._empty'>")
@@ -78,8 +80,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(ValueError("no"))
     (True, False)
     """
-    if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
+    if isinstance(error, MemoryError):
         return True
+    if type(error).__name__ == "ResourceExhaustedError":
+        return not any(words in str(error) for words in _NOT_MEMORY)
     is_of_tensorflow = (type(error).__module__ or "").startswith("tensorflow")
     return is_of_tensorflow and any(words in str(error) for words in _NO_MEMORY)
 
