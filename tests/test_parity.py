@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -133,6 +134,18 @@ def test_noise_is_measured_only_where_the_order_of_rows_means_nothing():
     noise, why = compare.noise_of(same, 2**-23)
     assert noise is None and "random numbers" in why
     assert compare.noise_of(same, 2**-7)[0] == same.largest
+    same.largest["weights"] = float("inf")
+    noise, why = compare.noise_of(same, 2**-7)
+    assert noise is None and "infinite" in why
+
+
+def test_weights_of_bfloat16_are_compared_as_numbers(tmp_path):
+    record = Record(tmp_path)
+    weights = np.array([1.0, 2.5], ml_dtypes.bfloat16), np.array([1 / 3])
+    record.write_weights(1, list(weights))
+    read = record.read_weights(1)
+    assert compare.difference(read[0], [1.0, 2.0]) == 0.25
+    assert (read[1].dtype, compare.difference(*read[1:], weights[1])) == ("float64", 0.0)
 
 
 # The causes, by experiments in this process.

@@ -50,7 +50,7 @@ class Record:
     def write_weights(self, step: int, weights: list[np.ndarray]) -> None:
         """Writes the weights after a step."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        np.savez(self._file(step), *weights)
+        np.savez(self._file(step), *map(_as_numpy_reads, weights))
 
     def read_weights(self, step: int) -> list[np.ndarray]:
         """Returns the weights after a step, in the model's order."""
@@ -72,6 +72,11 @@ class Record:
 
     def _file(self, step) -> Path:
         return self.folder / f"step_{step:06d}.npz"
+
+
+def _as_numpy_reads(array) -> np.ndarray:
+    """Returns float32 for bfloat16 and float8, exactly: NumPy's files have no dtype for them."""
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
 
 
 WEIGHTS, LOSS, METRICS = "weights", "loss", "metrics"
@@ -204,6 +209,8 @@ def noise_of(comparison: Comparison, rounding: float) -> tuple[dict[str, float] 
             None,
             "random numbers, or other rows, are assigned to a row by its place in the batch",
         )
+    if not all(map(math.isfinite, comparison.largest.values())):
+        return None, "a number is NaN or infinite with the rows in one order only"
     return dict(comparison.largest), ""
 
 
