@@ -308,6 +308,17 @@ def test_folders_that_cannot_be_used(tmp_path):
     assert slow.status == "warning"
 
 
+def test_a_folder_that_may_not_be_entered_is_a_failure(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    # As below a folder without permission, which an administrator has everywhere.
+    monkeypatch.setattr(host.Path, "exists", refuse)
+    [found] = host.check_workdir(tmp_path / "run")
+    assert (found.name, found.status) == ("work folder", "failure")
+    assert found.detail == f"{tmp_path / 'run'}: Permission denied"
+
+
 def test_a_disk_that_does_not_answer_is_a_failure_in_time(tmp_path):
     import threading
 

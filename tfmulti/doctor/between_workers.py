@@ -126,7 +126,7 @@ class _Visitor:
         found.notes = outcome.get("settings", {}).get(str(found.index))
         if found.notes is None and client.fault is not None:
             found.fault = describe_fault(client.fault)
-            is_unknown = isinstance(client.fault, socket.gaierror)
+            is_unknown = isinstance(client.fault, (socket.gaierror, UnicodeError))
             found.has_no_address = is_unknown and not self._cluster.names_come_late
         return outcome
 

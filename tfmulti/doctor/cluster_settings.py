@@ -80,7 +80,7 @@ def check_own_address(cluster: Cluster) -> Check:
     host = split_address(cluster.address)[0]
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # A label that is empty is a UnicodeError.
         return Check(name, UNKNOWN, f"{host} has no address: {error}")
     if not any(_is_ours(family, address) for family, _, _, _, address in found):
         text = f"{found[0][4][0]} is no address of this host ({socket.gethostname()})"

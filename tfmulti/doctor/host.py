@@ -176,6 +176,7 @@ _DISK_S = 60.0
 _BLOCK = 4_000_000
 _LITTLE_SPACE, _NO_SPACE = 10e9, 1e9
 _SLOW_BYTES_PER_S = 30e6
+_NO_ANSWER = "See whether the file system answers; use a local one."
 
 
 def check_workdir(
@@ -192,18 +193,33 @@ def check_workdir(
         num_bytes: Bytes to write and read.
         measure: Returns the seconds of writing and of reading.
     """
-    wanted = Path(workdir or ".").absolute()
-    folder = next(each for each in (wanted, *wanted.parents) if each.exists())
+    name, wanted = "work folder", Path(workdir or ".").absolute()
+    hint = "Give another --workdir, or write permission there."
+    try:
+        # A network file system may never answer.
+        folder, fault, free = processes.in_thread(lambda: _find_folder(wanted), timeout_s)
+    except TimeoutError:
+        text = f"{wanted} has not been found in {timeout_s:g} s"
+        return [Check(name, FAILURE, text, _NO_ANSWER)]
+    except OSError as error:
+        return [Check(name, FAILURE, f"{wanted}: {error.strerror or error}", hint)]
+    if fault:
+        return [Check(name, FAILURE, f"{folder} {fault}", hint)]
     place = str(wanted) if folder == wanted else f"{wanted} (not there yet; {folder})"
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        fault = "is no folder" if not folder.is_dir() else "may not be written to"
-        hint = "Give another --workdir, or write permission there."
-        return [Check("work folder", FAILURE, f"{folder} {fault}", hint)]
-    free = shutil.disk_usage(folder).free
     space = _judge_space(place, free)
     if free < 2 * num_bytes:
         return [space, Check("work folder's speed", UNKNOWN, "too little space to try")]
     return [space, _judge_speed(folder, timeout_s, num_bytes, measure or write_and_read)]
+
+
+def _find_folder(wanted) -> tuple[Path, str, int]:
+    """Returns the nearest path that exists, what is wrong with it, and its free bytes."""
+    folder = next(each for each in (wanted, *wanted.parents) if each.exists())
+    if not folder.is_dir():
+        return folder, "is no folder", 0
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return folder, "may not be written to", 0
+    return folder, "", shutil.disk_usage(folder).free
 
 
 def _judge_space(place, free) -> Check:
@@ -223,7 +239,7 @@ def _judge_speed(folder, timeout_s, num_bytes, measure) -> Check:
         seconds = processes.in_thread(lambda: measure(folder, num_bytes), timeout_s)
     except TimeoutError:
         text = f"writing {show_size(num_bytes)} to {folder} has not ended in {timeout_s:g} s"
-        return Check(name, FAILURE, text, "See whether the file system answers; use a local one.")
+        return Check(name, FAILURE, text, _NO_ANSWER)
     except OSError as error:
         text = f"{folder}: {error.strerror or error}"
         return Check(name, FAILURE, text, "Give another --workdir.")

@@ -65,6 +65,8 @@ class Client:
                 return await self._visit(deadline)
             except (asyncio.TimeoutError, OSError, EOFError, messages.MessageError) as error:
                 self.fault = error
+            except UnicodeError as error:  # No name server can be asked for such a name.
+                self.fault = error
             await asyncio.sleep(min(_RETRY_S, max(deadline - clock(), 0)))
         fault = describe_fault(self.fault or asyncio.TimeoutError())
         remark = f"the last attempt to connect failed: {fault}"
