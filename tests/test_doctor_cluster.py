@@ -98,6 +98,18 @@ def test_addresses_that_cannot_work():
     check = cluster_settings.check_names(unknown)
     assert check.status == "failure"
     assert "no-such-host.invalid" in check.detail
+    assert "check_network" not in check.detail
+
+
+def test_names_that_come_with_their_hosts_are_no_fault_before():
+    spec = {"worker": [f"127.0.0.1:{processes.free_ports(1)[0]}", "no-such-host.invalid:1234"]}
+    pod = Cluster(spec, "worker", 0, "Kubernetes", names_come_late=True)
+    check = cluster_settings.check_names(pod)
+    assert (check.status, "Kubernetes gives" in check.detail) == ("unknown", True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        held = Cluster({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, "Slurm")
+        assert "(from Slurm)" in cluster_settings.check_own_port(held).detail
 
 
 # Visits.

@@ -188,7 +188,7 @@ def check_hosts(
                 received=f"{show(address)}, {fault}",
                 source=source,
                 advice=f"Try `getent hosts {host}` here, and correct the name or write the IP"
-                " address. Pass check_network=False where names appear only later.",
+                " address.",
             )
 
 

@@ -61,17 +61,19 @@ def _hosts(cluster) -> set[str]:
 
 def check_names(cluster: Cluster) -> Check:
     """Resolves the name of every host."""
+    title = "names of hosts"
     names = [host for host in _hosts(cluster) if not is_ip_address(host)]
     try:
-        network.check_hosts(cluster, source=_TF_CONFIG, timeout=_NAMES_S)
+        network.check_hosts(cluster, source=cluster.source, timeout=_NAMES_S)
     except ClusterError as error:
+        if cluster.names_come_late:
+            text = f"not all are found yet: {cluster.source} gives a host its name when it starts"
+            return Check(title, UNKNOWN, text)
         hint = "Correct the name, write the IP address, or ask your network administrator (DNS)."
-        return Check("names of hosts", FAILURE, str(error), hint)
+        return Check(title, FAILURE, str(error), hint)
     if not names:
-        return Check("names of hosts", OK, "all are IP addresses")
-    return Check(
-        "names of hosts", OK, f"{console.count(len(names), 'name')} found: {', '.join(names)}"
-    )
+        return Check(title, OK, "all are IP addresses")
+    return Check(title, OK, f"{console.count(len(names), 'name')} found: {', '.join(names)}")
 
 
 def check_own_address(cluster: Cluster) -> Check:
@@ -112,7 +114,7 @@ def check_own_port(cluster: Cluster) -> Check:
     """Checks that this worker's port is free."""
     port = split_address(cluster.address)[1]
     try:
-        network.check_port(cluster, source=_TF_CONFIG)
+        network.check_port(cluster, source=cluster.source)
     except ClusterError as error:
         hint = "See who holds it with `ss -ltnp`: an earlier run? End it, or use another port."
         return Check("own port", FAILURE, str(error), hint)
