@@ -252,6 +252,8 @@ def test_memory_is_compared_with_16_gb_for_each_gpu():
     assert "8 GPUs want 128 GB" in host.check_memory(large, 8).detail
     limited = Host(memory=64 * GB, available=60 * GB, limits=Limits(memory=20 * GB))
     assert host.check_memory(limited, 2).status == "warning"
+    little = Host(memory=64 * GB, available=60 * GB, limits=Limits(memory=GB))
+    assert host.check_memory(little, 0).status == "warning"
     assert host.check_memory(large, 0).status == "ok"
     assert host.check_memory(Host(memory=8 * GB, available=GB), 0).status == "warning"
     assert host.check_memory(Host(), 1).status == "unknown"
@@ -344,6 +346,7 @@ def test_variables_are_explained():
             "NCCL_P2P_DISABLE": "1",
             "NCCL_NEW_ONE": "2",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+            "TF_CPP_MIN_LOG_LEVEL": "3",  # The launcher sets it.
             "TF_VAR_password": "hidden",
             "PATH": "/bin",
         }
@@ -352,6 +355,7 @@ def test_variables_are_explained():
         "NCCL_DEBUG": "ok",
         "NCCL_NEW_ONE": "ok",
         "NCCL_P2P_DISABLE": "warning",
+        "TF_CPP_MIN_LOG_LEVEL": "ok",
         "TF_FORCE_GPU_ALLOW_GROWTH": "ok",
     }
     assert found["NCCL_DEBUG"].detail.startswith("=INFO: how much NCCL logs")
@@ -413,7 +417,10 @@ def test_traps_of_keras(tmp_path, monkeypatch):
 def test_workers_of_one_host_must_not_take_the_same_gpus():
     same = Cluster({"worker": ["h:1", "h:2"]}, "worker", 0)
     assert trapped({}, same, 2)["GPUs and workers"] == "failure"
-    assert trapped({"CUDA_VISIBLE_DEVICES": "0"}, same, 2)["GPUs and workers"] == "ok"
+    # Whether the other has the same ones cannot be seen here.
+    assert trapped({"CUDA_VISIBLE_DEVICES": "0,1"}, same, 2)["GPUs and workers"] == "unknown"
+    by_slurm = Cluster({"worker": ["h:1", "h:2"]}, "worker", 0, "Slurm")
+    assert trapped({"CUDA_VISIBLE_DEVICES": "0"}, by_slurm, 2)["GPUs and workers"] == "ok"
     assert trapped({}, TWO, 2)["GPUs and workers"] == "ok"
     assert trapped({}, TWO, 0)["GPUs and workers"] == "unknown"
 

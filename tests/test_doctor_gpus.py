@@ -191,8 +191,9 @@ def test_the_driver_must_know_the_cuda_of_tensorflow(theirs, status):
     )
 
 
-def statuses(installed, library=lambda name: None, devices=()):
-    found = gpus.check_cuda(driver(*devices), report(0), installed.get, WHEELS, library)
+def statuses(installed, library=lambda name: None, devices=(), said=None):
+    said = said or report(0)
+    found = gpus.check_cuda(driver(*devices), said, installed.get, WHEELS, library)
     return {check.name: check.status for check in found}
 
 
@@ -208,6 +209,11 @@ def test_cuda_cudnn_and_nccl_must_be_those_that_tensorflow_wants():
     assert statuses(old)["cuDNN"] == statuses(old)["CUDA's packages"] == "failure"
     assert [statuses({})[name] for name in names[:3]] == ["unknown"] * 3
     assert [statuses({}, devices=pair())[name] for name in names[:3]] == ["failure"] * 3
+    found = statuses({}, devices=pair(), said=report(2))
+    assert [found[name] for name in names[:3]] == ["ok", "ok", "unknown"]
+    faulty = report(2)
+    faulty.facts["gpus"][1]["fault"] = "no kernel image"
+    assert statuses({}, devices=pair(), said=faulty)["CUDA"] == "failure"
     asked = []
     found = statuses({}, lambda name: asked.append(name) or f"/usr/lib/{name}", pair())
     assert [found[name] for name in names[:3]] == ["ok"] * 3

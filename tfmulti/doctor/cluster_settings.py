@@ -210,7 +210,6 @@ _SLOWER = {
     "NCCL_IB_DISABLE": "1",
     "CUDA_LAUNCH_BLOCKING": "1",
     "CUDA_CACHE_DISABLE": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _OTHERS = ("NCCL_", "GRPC_")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")

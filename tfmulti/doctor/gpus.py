@@ -303,7 +303,7 @@ def check_cuda(
         mine = [each for each in wanted if each.name.startswith(package)]
         # The file name contains the major version.
         path = library(f"{name}.{built.split('.')[0] or 2}")
-        checks.append(_check_library(title, mine, built, installed, driver, path))
+        checks.append(_check_library(title, mine, built, installed, driver, path, report))
     rest = [each for each in wanted if each.name.startswith("nvidia-")]
     if any(installed(each.name) for each in rest):
         faults = unmet(rest, installed)
@@ -334,7 +334,7 @@ def check_driver_cuda(driver: Driver, build: dict) -> Check:
     return Check(name, OK, text)
 
 
-def _check_library(title, wanted, built, installed, driver, path) -> Check:
+def _check_library(title, wanted, built, installed, driver, path, report) -> Check:
     versions = {each.name: installed(each.name) for each in wanted}
     found = {name: version for name, version in versions.items() if version}
     text = f"TensorFlow is built for {built}; " if built else ""
@@ -349,6 +349,10 @@ def _check_library(title, wanted, built, installed, driver, path) -> Check:
         return Check(title, OK, f"{text}{words} is installed")
     if path:
         return Check(title, OK if driver.gpus else UNKNOWN, f"{text}this system has {path}")
+    if driver.gpus and check_computing(report).status == OK:
+        # In a folder that is not searched here, such as conda's. The sums need no NCCL.
+        where = "TensorFlow has found it elsewhere" if built else "not found here"
+        return Check(title, OK if built else UNKNOWN, f"{text}{where}, and computes on each GPU")
     if driver.gpus:
         hint = f"pip install '{_WHEELS}'"
         return Check(title, FAILURE, f"{text}neither a package nor a library of the system", hint)

@@ -106,7 +106,7 @@ def check_memory(host: Host, num_gpus: int) -> Check:
         wanted = show_size(num_gpus * BYTES_PER_GPU)
         hint = "Use fewer GPUs, more memory, or a smaller shuffle buffer and no cache()."
         return Check(name, WARNING, f"{text}; {console.count(num_gpus, 'GPU')} want {wanted}", hint)
-    if host.available is not None and host.available < _LITTLE_MEMORY:
+    if host.available is not None and min(host.available, bytes_here) < _LITTLE_MEMORY:
         hint = (
             "End other programs: TensorFlow alone needs 1 GB. python -m tfmulti.train "
             "--estimate_memory N prints what each of N workers needs."

@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from tfmulti.cluster import Cluster
 from tfmulti.cluster.network import split_address
+from tfmulti.cluster.slurm import SOURCE as SLURM
 from tfmulti.doctor.report import FAILURE, OK, UNKNOWN, WARNING, Check
 from tfmulti.runtime import console
 
@@ -269,11 +270,16 @@ def check_sharing(cluster: Cluster | None, num_gpus: int, environ: Mapping[str, 
     tasks = [task for task in cluster.tasks if not cluster.has_servers or task[0] == "worker"]
     hosts = [split_address(cluster.spec[kind][index])[0] for kind, index in tasks]
     mine = hosts.count(split_address(cluster.address)[0])
-    if mine > 1 and environ.get("CUDA_VISIBLE_DEVICES") is None:
+    text = f"{console.count(mine, 'worker')} on this host"
+    if mine == 1 or cluster.source == SLURM:
+        return Check(name, OK, f"{text}, each with its own" if mine > 1 else text)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         text = f"{console.count(mine, 'worker')} of this host would each take all {num_gpus} GPUs"
         hint = "Start them with python -m tfmulti.launch, which gives each its own, or only one."
         return Check(name, FAILURE, text, hint)
-    return Check(name, OK, f"{console.count(mine, 'worker')} on this host")
+    text += f', and CUDA_VISIBLE_DEVICES="{visible}" in this one: each must have its own'
+    return Check(name, UNKNOWN, text)
 
 
 def check_libraries(environ: Mapping[str, str], installed: VersionOf) -> Check:
