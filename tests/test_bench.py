@@ -1,6 +1,7 @@
 """The bench: its arithmetic, its jobs, and two small runs of the whole. No time is asserted."""
 
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import psutil
 import pytest
 
-from tfmulti.bench import __main__, report, results, setups
+from tfmulti.bench import __main__, report, results, schedule, setups
 from tfmulti.bench.jobs import Job, JobFailed
 from tfmulti.bench.results import Series, break_down, find_bottleneck, step_seconds, summarize
 from tfmulti.bench.setups import BenchConfig, Kind, Setup
@@ -161,6 +162,72 @@ def test_a_job_that_fails_says_why_and_leaves_nothing(tmp_path, code, words):
             job.start()
             job.train(steps=1)
     assert not processes_with(str(tmp_path))
+
+
+class FakeJob:
+    """A job of a kind by whose name it fails: at its start, or at orders with some word."""
+
+    began, facts = 0.0, [{}]
+    log: list
+
+    def __init__(self, setup, folder, timeout_s):
+        self.setup, self.is_killed = setup, False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def start(self):
+        self._fail_at("start")
+
+    def train(self, **order):
+        self.log.append((self.setup.kind.name, *order))
+        for word in order:
+            self._fail_at(word)
+        count = order.get("steps", order.get("times"))
+        ends = [0.01 * number for number in range(count)]
+        answer = {"ends": ends, "ended": ends[-1], "seconds": ends, "peak_bytes": 1}
+        # None answers for a job whose processes are gone.
+        return [] if self.is_killed else [answer]
+
+    def _fail_at(self, word):
+        if word == self.setup.kind.name:
+            raise JobFailed(word)
+
+    def kill(self):
+        self.is_killed = True
+        self.log.append((self.setup.kind.name, "killed"))
+
+    def end(self):
+        pass
+
+
+def fake_setups(monkeypatch, *names):
+    monkeypatch.setattr(schedule, "Job", FakeJob)
+    monkeypatch.setattr(FakeJob, "log", [], raising=False)
+    kinds = [dataclasses.replace(setups.ONE_WORKER, name=name) for name in names]
+    return [Setup(kind, 1, 10, (), ({},), (1, 10)) for kind in kinds]
+
+
+def test_a_job_that_fails_alone_does_not_end_the_bench(monkeypatch, tmp_path):
+    chosen = fake_setups(monkeypatch, "input_only", "good")
+    rounds = schedule.Rounds("compute", BenchConfig(rounds=1, steps=4), tmp_path, lambda line: None)
+    found = rounds.run(chosen, deadline=float("inf"))
+    assert [each.failure for each in found] == ["input_only"] * 2 + [""] * 2
+    assert all(each.blocks for each in found[2:])
+
+
+def test_a_transport_that_fails_is_ended_before_others_are_measured(monkeypatch, tmp_path):
+    chosen = fake_setups(monkeypatch, "start", "floats", "good")
+    config = BenchConfig(setups="one_worker")
+    found = schedule.measure_reductions(config, tmp_path, lambda line: None, chosen)
+    assert list(found["failures"]) == ["start", "floats"]
+    assert list(found["transports"]) == ["good"]
+    log = FakeJob.log
+    assert [log.count((name, "killed")) for name in ("start", "floats", "good")] == [1, 1, 0]
+    assert log.index(("floats", "killed")) < log.index(("good", "floats", "times"))
 
 
 def processes_with(text):

@@ -143,6 +143,9 @@ class Rounds:
         """Draws batches alone; trains long blocks."""
         self._tell("input alone, and long blocks")
         for job, series in self._running():
+            # One job has several series, which all end with it.
+            if series.failure:
+                continue
             kind, number = job.setup.kind, series.steps_per_execution
             with self._failing(job):
                 if number == 1 and not kind.is_peer:
@@ -217,13 +220,16 @@ def measure_reductions(
                 jobs[-1].start()
             except JobFailed as error:
                 failures[name] = str(error)
+                # Others that are measured would share the processor with it.
+                jobs[-1].kill()
         for number in range(_REDUCTION_ROUNDS):
             jobs = [job for job in jobs if job.setup.kind.name not in failures]
             print_fn(f"all-reduce: round {number + 1} of {_REDUCTION_ROUNDS}")
             for job in jobs[:: -1 if number % 2 else 1]:
                 _measure_sizes(job, seconds, failures)
         for job in jobs:
-            job.end()
+            if job.setup.kind.name not in failures:
+                job.end()
     found = {
         name: {str(size): summarize(values) for size, values in sizes.items()}
         for name, sizes in seconds.items()
@@ -241,3 +247,4 @@ def _measure_sizes(job, seconds, failures):
             sizes[size] += job.train(floats=size, times=times)[0]["seconds"]
     except JobFailed as error:
         failures[name] = str(error)
+        job.kill()
