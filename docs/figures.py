@@ -52,7 +52,7 @@ def benchmark_table(text: str) -> str:
     workloads, cells = [], {name: [] for name in _SETUPS}
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         title, _, kind = section.splitlines()[0].partition(": ")
-        if kind != "steps":
+        if kind != "steps on the CPU":
             continue
         workloads += [f"{title}: step ms", "efficiency"]
         for row in _rows(section)[1:]:

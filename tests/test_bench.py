@@ -133,10 +133,13 @@ def script(code, processes=1):
 
 def test_all_processes_of_a_job_do_an_order(tmp_path):
     code = "number = int(os.environ['NUMBER'])\n"
-    code += "worker.serve(number, lambda steps: {'ends': [float(number)] * steps}, size=5)"
+    code += "worker.serve(number, lambda steps: {'ends': [float(number)] * steps}, size=5, "
+    code += "gpus=os.environ.get('CUDA_VISIBLE_DEVICES'))"
     with Job(script(code, processes=3), tmp_path, 60.0) as job:
         job.start()
         assert [fact["size"] for fact in job.facts] == [5] * 3
+        # Some configurations would use GPUs, and others, on CPUs, be compared with these.
+        assert [fact["gpus"] for fact in job.facts] == ["-1"] * 3
         answers = job.train(steps=2)
         assert [answer["ends"] for answer in answers] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
         assert all(answer["peak_bytes"] > 0 for answer in answers)

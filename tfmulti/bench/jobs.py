@@ -22,6 +22,8 @@ from tfmulti.bench.worker import INDEX, PIPES
 from tfmulti.launch.group import Group
 from tfmulti.launch.logs import WorkerExit, log_tail, open_logs
 
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "-1"}
+"""Hides GPUs, which some configurations would use and others not."""
 _POLL_S = 0.1
 _END_S = 15.0
 
@@ -71,7 +73,7 @@ class Job:
         for index in range(self.setup.processes):
             self._open_pipes(Path(pipes), index)
         environments = {
-            index: {**variables, PIPES: pipes}
+            index: {**ON_CPU, **variables, PIPES: pipes}
             for index, variables in enumerate(self.setup.environments)
         }
         if len(environments) == self.setup.processes:

@@ -65,7 +65,7 @@ def _steps(name, workload) -> TextTable:
     ran = [row for row in workload["rows"] if row["status"] == OK]
     rows = [tuple(cell(row) for cell in _STEPS.values()) for row in ran]
     failed = [f"{row['setup']} {row['status']}" for row in workload["rows"] if row not in ran]
-    return TextTable(f"{name}: steps", tuple(_STEPS), rows, list(dict.fromkeys(failed)))
+    return TextTable(f"{name}: steps on the CPU", tuple(_STEPS), rows, list(dict.fromkeys(failed)))
 
 
 def _parts(name, workload) -> TextTable:
@@ -116,7 +116,7 @@ def _reductions(found) -> TextTable:
         rows.append((f"{floats:,}", *cells, number(best, 1)))
     columns = ("float32", *(f"{name} ms" for name in names), "best MB/s")
     notes = [f"{name} does not run: {shorten(words)}" for name, words in found["failures"].items()]
-    return TextTable(f"All-reduce, {found['workers']} workers", columns, rows, notes)
+    return TextTable(f"All-reduce on the CPU, {found['workers']} workers", columns, rows, notes)
 
 
 def _kinds(found, config) -> TextTable:
