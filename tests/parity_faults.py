@@ -23,8 +23,9 @@ def rows_of_the_moment():
     return (x, x[:, :2]), (x, x[:, :2])
 
 
-def sequential(*inner, loss="mse", optimizer=None, **compiled):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), *inner, layers.Dense(2)])
+def sequential(*inner, first=(), loss="mse", optimizer=None, **compiled):
+    hidden = [*first, layers.Dense(6, "tanh"), *inner]
+    model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(2)])
     model.compile(optimizer or keras.optimizers.SGD(0.1), loss, **compiled)
     return model
 
@@ -183,6 +184,21 @@ def worker_one_fails(train):
     if '"index": 1' in os.environ.get("TF_CONFIG", ""):
         raise ValueError("`worker` must not be 1. Received: 1. Do without.")
     return sequential()
+
+
+def worker_one_dies(train):
+    """In its first step, in which the other waits for its gradients."""
+    return sequential(first=[Fatal()])
+
+
+class Fatal(layers.Layer):
+    def call(self, x):
+        def end(x):
+            if '"index": 1' in os.environ.get("TF_CONFIG", ""):
+                os._exit(3)
+            return x
+
+        return tf.ensure_shape(tf.numpy_function(end, [x], x.dtype), x.shape)
 
 
 class Block(layers.Layer):

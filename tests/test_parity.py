@@ -267,6 +267,13 @@ def test_a_failing_worker_ends_the_others_and_its_message_is_shown():
 
 
 @pytest.mark.slow
+def test_the_worker_that_died_is_told_not_the_one_that_lost_it():
+    done = run("worker_one_dies", "--replicas=0", "--workers=2")
+    assert done.returncode == command_line.ERROR
+    assert "2 workers: The process ended with exit code 3." in words_of(done.stdout)
+
+
+@pytest.mark.slow
 def test_what_never_ends_is_ended():
     done = run("never_ends", "--replicas=2", "--workers=0", "--timeout=12")
     assert done.returncode == command_line.ERROR

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tfmulti.cluster.environment import PEER_LOST
 from tfmulti.launch.logs import log_tail
 from tfmulti.parity import worker
 from tfmulti.parity.compare import (
@@ -186,7 +187,9 @@ def _run(config, kind, count, folder, title) -> Outcome | None:
 
 
 def _describe_failure(config, finished, folder, title) -> Outcome:
-    for number, done in enumerate(finished):
+    # Others have only seen that one is lost, and may have ended first.
+    causes_first = sorted(enumerate(finished), key=lambda each: each[1].returncode == PEER_LOST)
+    for number, done in causes_first:
         if done.how != processes.FAILED:
             continue
         path = folder / f"error_{number}.json"

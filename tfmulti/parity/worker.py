@@ -12,6 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from tfmulti.cluster import peers, resolve_cluster
 from tfmulti.parity.config import ParityConfig
 from tfmulti.runtime import command_line, errors, processes
 
@@ -38,13 +39,24 @@ def main(argv: list[str]) -> int:
             "traceback": traceback.format_exc(),
         }
         (folder / f"error_{number}.json").write_text(json.dumps(failure))
-        return command_line.ERROR
+        return _exit_code(error)
     return 0
 
 
+def _exit_code(error) -> int:
+    """Returns the exit code of an error: one of its own where another worker was lost."""
+    config = _tf_config()
+    cluster = resolve_cluster(config, check_network=False) if config else None
+    peer_error = peers.find_peer_error(error, cluster)
+    return command_line.ERROR if peer_error is None else peer_error.exit_code
+
+
 def _worker_number() -> int:
-    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    return int(config.get("task", {}).get("index", 0))
+    return int(_tf_config().get("task", {}).get("index", 0))
+
+
+def _tf_config() -> dict:
+    return json.loads(os.environ.get("TF_CONFIG") or "{}")
 
 
 def _train(config, task, folder, number):
