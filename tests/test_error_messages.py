@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfmulti
+from tfmulti.doctor.__main__ import DoctorConfig
 from tfmulti.runtime import command_line, errors
 
 ROWS = np.zeros((4, 1), "float32")
@@ -145,6 +146,15 @@ def test_an_interrupt_leaves_no_traceback():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == command_line.INTERRUPTED
     assert done.stderr == "Interrupted.\n"
+
+
+def test_an_interrupt_of_a_command_leaves_no_traceback(monkeypatch, capsys):
+    def program(config, tracebacks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
+    assert command_line.run(DoctorConfig, "doctor", program, ["doctor"]) == command_line.INTERRUPTED
+    assert capsys.readouterr().err == "Interrupted.\n"
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def run(settings: type, usage: str, program: Callable, argv: list[str] | None) -
         argv: The command line; None for this process's.
 
     Returns:
-        The exit code: the program's, 1 for an error, 2 for a wrong command line.
+        The exit code: the program's, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C.
     """
     argv = sys.argv if argv is None else argv
     config, values, code = read_command_line(settings, argv, usage)
@@ -188,6 +188,9 @@ def run(settings: type, usage: str, program: Callable, argv: list[str] | None) -
     except Exception as error:
         show_error(error, values.traceback)
         return ERROR
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def import_tensorflow(environ=os.environ, *, verbose: bool = False) -> None:
