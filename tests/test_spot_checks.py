@@ -379,14 +379,30 @@ def test_checks_take_a_small_part_of_the_time():
     assert progress.is_affordable
 
 
+class Keeps(keras.callbacks.Callback):
+    """Notes whether batches are kept, before `predict` is called in `fit`, in it, and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def note(self, *_):
+        self.seen.append(self.model.distribute_strategy.keeps_samples)
+
+    def on_train_begin(self, logs=None):
+        self.note()
+        within = keras.callbacks.LambdaCallback(on_predict_begin=self.note)
+        self.model.predict(ROWS, verbose=0, callbacks=[within])
+        self.note()
+
+
 @pytest.mark.slow
 def test_stock_models_and_predict_keep_no_batches():
-    model, _ = fit(2, stock, compiled={"loss": "mse"})
-    assert not model.distribute_strategy.keeps_samples
-    model, _ = fit(2)
-    assert model.distribute_strategy.keeps_samples
-    model.predict(ROWS, verbose=0)
-    assert not model.distribute_strategy.keeps_samples
+    for make, settings, expected in ((stock, {"loss": "mse"}, False), (Step, {}, True)):
+        callback = Keeps()
+        model, _ = fit(2, make, callbacks=[callback], compiled=settings)
+        assert callback.seen == [expected, False, expected]
+        assert not model.distribute_strategy.keeps_samples
 
 
 def kept(data, read):

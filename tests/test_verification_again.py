@@ -232,6 +232,29 @@ def test_the_error_says_that_the_step_was_made_again():
     assert model.optimizer.iterations == len(ROWS) // 8
 
 
+class PredictsFirst(keras.callbacks.Callback):
+    """Calls another method of the model before the first step of `fit`."""
+
+    def on_train_begin(self, logs=None):
+        self.model.predict(ROWS[:8], verbose=0)
+
+
+@pytest.mark.slow
+def test_a_step_is_verified_again_also_if_a_callback_has_called_predict():
+    model = compiled(2, on_difference="error")
+    # It runs Python code, so that its first batch is drawn only after `on_train_begin`.
+    batches = tf.data.Dataset.from_generator(
+        lambda: ((ROWS[:8], LABELS[:8]) for _ in range(2)),
+        output_types=("float32", "int64"),
+        output_shapes=([8, 4], [8]),
+    ).apply(tf.data.experimental.assert_cardinality(2))
+    callbacks = [PredictsFirst(), SecondStage("made")]
+    with pytest.raises(ValueError, match="it was exact before it was changed"):
+        model.fit(batches, epochs=2, verbose=0, callbacks=callbacks)
+    # The first epoch, and nothing of the second.
+    assert model.optimizer.iterations == 2
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [True, False])

@@ -56,7 +56,7 @@ HAS_LOCAL_SUMS = Mark("has_local_sums", False)
 
 # Models.
 CALL = Mark("call", ("", False))
-"""Keras's method that was called last, and whether it also validates."""
+"""Keras's method that runs, the innermost one, and whether it also validates."""
 VERIFIED = Mark("verified")
 """The compiled state, what was verified with it, and the kinds whose function comes after that."""
 SETTINGS = Mark("settings")

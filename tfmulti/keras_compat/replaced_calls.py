@@ -120,6 +120,8 @@ def before_calls(name: str):
         def call(self, *args, **kwargs):
             given = dict(zip(names, args)) | kwargs
             validates = given.get("validation_data") is not None or given.get("validation_split")
+            # A callback may call another method: it belongs to the outer one again afterwards.
+            outer = marks.CALL.get(self)
             marks.CALL.set(self, (name, bool(validates)))
             try:
                 with during(self, name):
@@ -132,6 +134,8 @@ def before_calls(name: str):
                 if not is_own or "PerReplica" not in str(error):
                     raise
                 raise _own_function_error(own) from error
+            finally:
+                marks.CALL.set(self, outer)
 
         return call
 

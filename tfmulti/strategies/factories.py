@@ -221,12 +221,15 @@ def _before_call(model, name, given):
     if name == "fit":
         alike.compare_models(model, given)
     checks.before_call(model, name, data)
-    spot_checks.prepare(model, name)
 
 
 @contextlib.contextmanager
 def _during_call(model, name):
-    with coordination.call_together(model, name), spot_checks.verifying_predictions(model, name):
+    with (
+        coordination.call_together(model, name),
+        spot_checks.verifying_predictions(model, name),
+        spot_checks.keeping_samples(model, name),
+    ):
         yield
 
 

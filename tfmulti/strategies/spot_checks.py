@@ -135,7 +135,8 @@ class _Changes:
         return sum(marks.NUM_ASSIGNED.get(variable) for variable in self._variables)
 
 
-def prepare(model: keras.Model, name: str) -> None:
+@contextlib.contextmanager
+def keeping_samples(model: keras.Model, name: str) -> Iterator[None]:
     """Has the batches of `fit` and `evaluate` kept for spot checks, if there will be any.
 
     Args:
@@ -143,12 +144,15 @@ def prepare(model: keras.Model, name: str) -> None:
         name: The name of the method.
     """
     strategy = model.distribute_strategy
-    if keras_compat.is_ours(strategy):
-        kinds = {"fit": (TRAIN, TEST), "evaluate": (TEST,)}.get(name, ())
-        several = strategy.num_replicas_in_sync > 1
-        strategy.keeps_samples = several and any(
-            verification.may_be_verified(model, kind) for kind in kinds
-        )
+    if not keras_compat.is_ours(strategy):
+        yield
+        return
+    kinds = {"fit": (TRAIN, TEST), "evaluate": (TEST,)}.get(name, ())
+    several = strategy.num_replicas_in_sync > 1
+    keeps = several and any(verification.may_be_verified(model, kind) for kind in kinds)
+    # Only within the call: a callback may call `predict`, and `fit` then goes on.
+    with with_attributes(strategy, keeps_samples=keeps):
+        yield
 
 
 def watched(model: keras.Model, kind: str, make: Callable) -> Callable:
