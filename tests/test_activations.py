@@ -348,11 +348,16 @@ def in_a_branch(layer, x):
     return tf.cond(tf.size(x) > 0, lambda: tf.random.normal((), dtype=x.dtype), lambda: x[0, 0])
 
 
+def in_a_branch_of_a_loop(layer, x):
+    return tf.map_fn(lambda row: in_a_branch(layer, row[None]), x)[:, None]
+
+
 @pytest.mark.parametrize(
     ("draw", "op"),
     [
         (lambda layer, x: tf.random.uniform((), dtype=x.dtype), "RandomUniform"),
         (in_a_branch, "RandomStandardNormal"),
+        (in_a_branch_of_a_loop, "RandomStandardNormal"),
         (lambda layer, x: layer.counter.assign_add(1.0), "AssignAddVariableOp"),
     ],
 )

@@ -22,8 +22,8 @@ from tfmulti.keras_compat.accessors import (
 )
 from tfmulti.keras_compat.batch_sizes import batch_sizes_of, batch_sizes_of_dataset
 from tfmulti.keras_compat.calls import (
-    COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_recorded,
-    is_symbolic, layers_of_nodes, next_op, nodes_of, operations_inside, operations_within, own_ops,
+    COMMUNICATION, RecordingScope, arguments_of_nodes, assigns, call_context, is_symbolic,
+    layers_of_nodes, next_op, nodes_of, operations_inside, operations_within, own_ops,
     part_of_calls, sources_of, standardized_inputs, unrepeatable_ops, values_of, variables_assigned,
     variables_read,
 )
@@ -69,6 +69,6 @@ from tfmulti.keras_compat.replaced_steps import (
 from tfmulti.keras_compat.streams import made_of, shuffles_anew, source_tensors
 from tfmulti.keras_compat.table import TABLE, check_versions, install, installed_versions
 from tfmulti.keras_compat.tracing import (
-    has_built_layers, is_built, noting_unbuilt, tensors_read_after, tensors_read_from_before,
-    unbuilt_metrics, without_rows,
+    has_built_layers, is_built, is_recorded, noting_unbuilt, tensors_read_after,
+    tensors_read_from_before, unbuilt_metrics, without_rows,
 )

@@ -13,7 +13,6 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import op_def_registry, ops
 
 from tfmulti.keras_compat import randomness, replacement
@@ -151,9 +150,7 @@ def unrepeatable_ops(ops: list[tf.Operation]) -> list[str]:
     Args:
         ops: The ops in question.
     """
-    kinds = {op.type for op in ops}
-    for op in ops:
-        kinds.update(_kinds_within(op.graph, op))
+    kinds = {kind for op in ops for kind in _kinds_of(op)}
     return sorted(kind for kind in kinds if _is_unrepeatable(kind))
 
 
@@ -222,10 +219,11 @@ def operations_within(graph: tf.Graph, apart=()) -> Iterator[tf.Operation]:
 
 def operations_inside(op: tf.Operation, apart=()) -> Iterator[tf.Operation]:
     """Yields the operations of the branches, the loop or the function that an operation runs."""
-    for function in _bodies_of(op.graph, op):
+    for name in _bodies_of(op):
         # None for a function that was read from a file.
-        if getattr(function, "graph", None) is not None:
-            yield from operations_within(function.graph, apart)
+        graph = getattr(op.graph._get_function(name), "graph", None)
+        if graph is not None:
+            yield from operations_within(graph, apart)
 
 
 def _with_handles(variables, handles):
@@ -245,18 +243,26 @@ def _given_from_outside(tensor):
     return tensor
 
 
-def _kinds_within(graph, op):
-    """Yields the types of ops in the bodies of a branch, a loop or a function."""
-    for function in _bodies_of(graph, op):
-        nodes = function.cached_definition.node_def
-        yield from (node.op for node in nodes if COMMUNICATION not in node.name)
+def _kinds_of(op):
+    """Yields the types of an operation and of those in its branches, its loop or its function."""
+    yield op.type
+    names = _bodies_of(op)
+    for name in names:
+        # The graph also has the inner functions, of which those from a file have no graph.
+        for node in op.graph._get_function(name).cached_definition.node_def:
+            if COMMUNICATION not in node.name:
+                yield node.op
+                names += [inner for inner in _bodies_in(node) if inner not in names]
 
 
-def _bodies_of(graph, op):
-    for attribute in _attributes_of_bodies(op.type):
-        given = op.get_attr(attribute)
-        given = given if isinstance(given, list) else [given]
-        yield from (graph._get_function(body.name) for body in given)
+def _bodies_of(op):
+    # To make a definition takes long where it contains the values of a constant.
+    return _bodies_in(op.node_def) if _attributes_of_bodies(op.type) else []
+
+
+def _bodies_in(node):
+    given = [node.attr[attribute] for attribute in _attributes_of_bodies(node.op)]
+    return [body.name for each in given for body in each.list.func or [each.func]]
 
 
 @functools.cache
@@ -391,8 +397,3 @@ def standardized_inputs(model: keras.Model, inputs) -> list:
         inputs: What its call is given.
     """
     return (getattr(model, "_functional", None) or model)._standardize_inputs(inputs)
-
-
-def is_recorded(tensors: list[tf.Tensor]) -> bool:
-    """Whether a tape records one of the tensors, so that its gradient may be requested."""
-    return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)

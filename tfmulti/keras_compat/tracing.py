@@ -10,9 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import values as distributed_values
-
-from tfmulti.keras_compat.calls import is_recorded
 
 # More layers of a class than this that the model does not hold are made by the step, at each trace.
 _MOST_OF_A_CLASS = 30
@@ -312,3 +311,8 @@ def tensors_read_after(ops: list[tf.Operation], end: int) -> list[tf.Tensor]:
     made = [tensor for op in ops for tensor in op.outputs if tensor.dtype.is_floating]
     # Other replicas, on their devices, read what crosses replicas, as in batch normalization.
     return [x for x in made if any(y._id >= end and y.device == x.op.device for y in x.consumers())]
+
+
+def is_recorded(tensors: list[tf.Tensor]) -> bool:
+    """Whether a tape records one of the tensors, so that its gradient may be requested."""
+    return bool(tensors) and pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop(tensors)
