@@ -26,7 +26,7 @@ import tfmulti
 from tfmulti import keras_compat, marks
 from tfmulti.keras_compat import TABLE, coordination, table, without_tuning
 from tfmulti.keras_compat.tracing import NotBuilt
-from tfmulti.step import local_steps
+from tfmulti.step import local_steps, slots
 
 
 def stock(num_replicas=2):
@@ -618,6 +618,19 @@ def test_canary_callbacks_see_one_replicas_sum_of_gradients():
             model = dense()
             optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
             model.compile(optimizer, "mse")
+
+def test_a_model_is_saved_in_the_scope_as_its_workers_read_it_now(tmp_path):
+    class Noting(keras.layers.Dense):
+        def save_own_variables(self, store):
+            seen.append((slots.is_gathering(), tf.distribute.has_strategy()))
+            super().save_own_variables(store)
+
+    seen = []
+    model = compiled(ours(), keras.optimizers.SGD, [keras.Input((4,)), Noting(2)])
+    with model.distribute_strategy.scope(), slots.collective_reads():
+        model.save_weights(tmp_path / "model.weights.h5")
+    assert seen == [(True, False)]
+
 
         def look(epoch, logs):
             found.extend(v.numpy() for v in optimizer.variables if "accum" in v.path)

@@ -222,6 +222,17 @@ def life(strategy, folder, name):
     return resumed
 
 
+def in_scope(strategy, folder, name):
+    """A callback saves what workers hold for one another, while `fit` runs in the scope."""
+    strategy.verify = "never"
+    for shard in (None, "state", "parameters"):
+        model = build(strategy, OPTIMIZERS["adamw"], shard)
+        saving = keras.callbacks.ModelCheckpoint(folder / f"in_scope_{shard}.keras")
+        with strategy.scope():
+            fit(model, epochs=1, callbacks=[saving])
+    return {"fitted": True}
+
+
 def skips(strategy, folder, name):
     """An update whose gradients are not finite is left out, with and without sharding."""
     strategy.verify = "never"
@@ -374,6 +385,7 @@ CASES = {f"{kind} {name}": divided for kind in ("table", "tied") for name in OPT
 CASES |= {
     "life": life,
     "divided life": divided_life,
+    "in scope": in_scope,
     "skips": skips,
     "two optimizers": two_optimizers,
     "compiled again": compiled_again,

@@ -174,6 +174,19 @@ def test_files_are_those_of_one_device(life):
 
 
 @pytest.mark.slow
+def test_a_callback_saves_within_the_scope(run_cases, tmp_path):
+    run_cases(tmp_path, ["in scope"])
+    models = [
+        keras.models.load_model(tmp_path / f"in_scope_{shard}.keras")
+        for shard in (None, "state", "parameters")
+    ]
+    copies, *others = [[*model.variables, *model.optimizer.variables] for model in models]
+    for one, *same in zip(copies, *others, strict=True):
+        for other in same:
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_sharded_is_told(fast):
     for told in (each["refusals"] for each in fast):
         assert "read only in the update of its own variable" in told["together"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
 
 import keras
@@ -174,7 +175,9 @@ def before_saving(original, before):
             if not tf.distribute.has_strategy():
                 return original(model, filepath, *args, **kwargs)
             # Saving creates variables. In the scope all workers must do so; often only one saves.
-            return held.call_outside_scope(lambda: original(model, filepath, *args, **kwargs))
+            # Whether all workers read weights together holds in the other thread, too.
+            run = contextvars.copy_context().run
+            return held.call_outside_scope(lambda: run(original, model, filepath, *args, **kwargs))
         except BlockingIOError as error:
             raise BlockingIOError(
                 f"Only one process may write a file. Received: a save to {filepath}, which another "

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import contextvars
 from collections.abc import Iterator
 
 
-class Scoped(threading.local):
+class Scoped:
     """A value of the current thread: each replica's step is traced in its own.
 
-    Attributes:
-        value: The value; in a thread that has not set it, the default.
+    A thread that goes on with another one's work runs in a copy of its `contextvars` context.
 
     Args:
         default: Its value outside of `set_to`.
@@ -25,7 +24,16 @@ class Scoped(threading.local):
     """
 
     def __init__(self, default):
-        self.value = default
+        self._here = contextvars.ContextVar("tfmulti_scoped", default=default)
+
+    @property
+    def value(self):
+        """The value; in a thread that has not set it, the default."""
+        return self._here.get()
+
+    @value.setter
+    def value(self, value):
+        self._here.set(value)
 
     @contextlib.contextmanager
     def set_to(self, value) -> Iterator:
