@@ -176,3 +176,14 @@ def test_a_service_that_cannot_be_reached_delays_no_error(monkeypatch):
     with pytest.raises(tf.errors.UnavailableError, match="gives no answer in 0.1 s"):
         coordination.publish_failure("key", "text")
     never.set()
+
+
+def test_a_service_that_cannot_be_reached_has_published_nothing(monkeypatch):
+    never = threading.Event()
+    unreachable = types.SimpleNamespace(
+        get_config_key_value=lambda key, timeout_in_ms: never.wait(5.0) or "late"
+    )
+    monkeypatch.setattr(coordination, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(coordination.context, "context", lambda: unreachable)
+    assert coordination.read_if_published("key", 10) is None
+    never.set()

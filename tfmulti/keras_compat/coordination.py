@@ -100,7 +100,8 @@ def read_published(key: str, job: str, index: int, timeout_s: float = math.inf) 
 def read_if_published(key: str, timeout_ms: int) -> str | None:
     """Returns the text that another worker has published, or None if none comes in time."""
     with contextlib.suppress(tf.errors.OpError):
-        return context.context().get_config_key_value(key, timeout_in_ms=timeout_ms)
+        read = context.context().get_config_key_value
+        return _ask(timeout_ms / 1000 + _ANSWER_S, read, key, timeout_in_ms=timeout_ms)
     return None
 
 
