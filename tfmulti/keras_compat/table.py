@@ -100,7 +100,6 @@ READ = (
     (keras_backend, "set_keras_mask", ("x", "mask")),
     (cross_device_utils.CollectiveReplicaLauncher, "_next_instance_key", ()),
     (keras.Variable, "_maybe_autocast", ("value",)),
-    (keras.Variable, "_direct_assign", ("value",)),
     (distributed_values, "MirroredVariable", None),
     (ops, "gradient_registry", None),
     (ops, "get_gradient_function", ("op",)),
