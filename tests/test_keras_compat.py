@@ -383,6 +383,28 @@ def test_canary_a_tf_function_within_a_step_cannot_reduce():
     )
 
 
+@pytest.mark.parametrize("name", ["input_signature", "reduce_retracing"])
+def test_a_tf_function_within_a_step_makes_tensors_of_what_it_is_given(name):
+    """Of Python's values by its signature, and of NumPy's, as where it runs by itself."""
+    signature = [tf.TensorSpec([None, 4]), tf.TensorSpec([], tf.bool)]
+    has_signature = name == "input_signature"
+    kinds = []
+
+    @tf.function(**({name: signature} if has_signature else {name: True}))
+    def augment(x, strong=True):
+        kinds.append((tf.is_tensor(x), tf.is_tensor(strong)))
+        return tf.cond(strong, lambda: 2.0 * x, lambda: x) if has_signature else 2.0 * x
+
+    def loss(model, x, y):
+        return squares(model, augment(x=x, strong=True) + augment(np.ones([1, 4], "float32")), y)
+
+    with ours(verify="never").scope():
+        model = Custom(loss)
+        model.compile(keras.optimizers.SGD(0.1))
+    model.fit(*rows(8), batch_size=4, verbose=0)
+    assert set(kinds) == {(True, has_signature)}
+
+
 @pytest.mark.slow
 def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
     def run(strategy):

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.eager.polymorphic_function import autograph_util, function_type_utils
 
 from tfmulti import marks
 from tfmulti.keras_compat import held
@@ -290,11 +290,30 @@ def inline_functions(original, inlines):
         if self._autograph:
             function = autograph_util.py_func_from_autograph(function)
             status = ag_ctx.Status.ENABLED
-        # As in a trace of its own: Keras's steps are traced with AutoGraph disabled.
+        # Its signature makes tensors of Python's values, as in a trace of its own.
+        bound = function_type_utils.canonicalize_function_inputs(
+            args, kwargs, self._function_type, self._default_values, self._is_pure
+        )
+        # As there, too: Keras's steps are traced with AutoGraph disabled.
         with ag_ctx.ControlStatusCtx(status):
             return function(*args, **kwargs)
 
     return call
+
+
+def _with_tensors(argument):
+    """Returns an argument with tensors in place of NumPy's arrays."""
+    # What has none stays the same object, as a list that the function fills.
+    if not any(map(_is_array, tf.nest.flatten(argument))):
+        return argument
+    return tf.nest.map_structure(
+        lambda each: tf.convert_to_tensor(each) if _is_array(each) else each, argument
+    )
+
+
+def _is_array(value):
+    # TensorFlow takes NumPy's texts for Python's.
+    return isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.str_)
 
 
 def keep_losses_apart(kind):

@@ -53,7 +53,10 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute import parameter_server_strategy_v2 as servers_strategy
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.eager.polymorphic_function import (
+    function_type_utils,
+    polymorphic_function,
+)
 from tensorflow.python.framework import ops, registry
 from tensorflow.python.ops import resource_variable_ops
 
@@ -124,6 +127,11 @@ READ = (
     (keras_optimizer.TFOptimizer, "_backend_reset_gradient_accumulators", ()),
     (keras.optimizers.LossScaleOptimizer, "_common_apply", ("grads",)),
     (ops.Graph, "_get_function", ("name",)),
+    (
+        function_type_utils,
+        "canonicalize_function_inputs",
+        ("args", "kwargs", "function_type", "default_values", "is_pure"),
+    ),
     (ops.SymbolicTensor, "_id", None),
     (distribute_lib.StrategyExtendedV2, "_num_replicas_in_sync", None),
     (distributed_values.PerReplicaSpec, "_component_specs", None),
@@ -175,7 +183,10 @@ ATTRIBUTES = {
     ),
     resource_variable_ops.BaseResourceVariable: ("_unique_id",),
     resource_variable_ops.get_eager_safe_handle_data: ("_handle_data",),
-    polymorphic_function.Function: ("_autograph", "_jit_compile", "_python_function"),
+    polymorphic_function.Function: (
+        *("_autograph", "_default_values", "_function_type", "_is_pure", "_jit_compile"),
+        "_python_function",
+    ),
     context.Context: ("_thread_local_data", "_rng"),
     dataset_ops.DatasetV2: ("_variant_tensor",),
     flat_map_op._FlatMapDataset: ("_map_func",),
