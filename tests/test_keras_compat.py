@@ -413,7 +413,7 @@ def test_canary_penalties_of_replicas_are_kept_apart(monkeypatch):
     one = run(ours(1))
     assert largest_difference(run(ours()), one) < 2e-6
     for name in ("_losses", "_loss_ids"):
-        monkeypatch.setattr(vars(keras.Layer)[name], "_in_step", lambda: False)
+        monkeypatch.setattr(vars(keras.Layer)[name], "_notes_of_step", lambda: None)
     assert largest_difference(run(ours(verify="never")), one) > 1e-4
 
 
@@ -619,6 +619,19 @@ def test_canary_a_model_is_saved_between_averages(name, tmp_path):
     assert path.exists()
 
 
+def test_a_model_is_saved_in_the_scope_as_its_workers_read_it_now(tmp_path):
+    class Noting(keras.layers.Dense):
+        def save_own_variables(self, store):
+            seen.append((slots.is_gathering(), tf.distribute.has_strategy()))
+            super().save_own_variables(store)
+
+    seen = []
+    model = compiled(ours(), keras.optimizers.SGD, [keras.Input((4,)), Noting(2)])
+    with model.distribute_strategy.scope(), slots.collective_reads():
+        model.save_weights(tmp_path / "model.weights.h5")
+    assert seen == [(True, False)]
+
+
 def test_a_file_that_another_worker_writes_is_told(tmp_path):
     model = compiled(ours(), keras.optimizers.SGD, [keras.Input((4,)), keras.layers.Dense(2)])
     path = tmp_path / "model.weights.h5"
@@ -640,19 +653,6 @@ def test_canary_callbacks_see_one_replicas_sum_of_gradients():
             model = dense()
             optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
             model.compile(optimizer, "mse")
-
-def test_a_model_is_saved_in_the_scope_as_its_workers_read_it_now(tmp_path):
-    class Noting(keras.layers.Dense):
-        def save_own_variables(self, store):
-            seen.append((slots.is_gathering(), tf.distribute.has_strategy()))
-            super().save_own_variables(store)
-
-    seen = []
-    model = compiled(ours(), keras.optimizers.SGD, [keras.Input((4,)), Noting(2)])
-    with model.distribute_strategy.scope(), slots.collective_reads():
-        model.save_weights(tmp_path / "model.weights.h5")
-    assert seen == [(True, False)]
-
 
         def look(epoch, logs):
             found.extend(v.numpy() for v in optimizer.variables if "accum" in v.path)

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import types
+import weakref
 from pathlib import Path
 
 import keras
@@ -265,6 +266,17 @@ def test_layers_that_were_made_before_keep_their_losses():
         for name, descriptor in descriptors.items():
             setattr(keras.Layer, name, descriptor)
     assert np.sum(layer.losses) == 3.0
+
+
+def test_a_model_that_was_trained_is_let_go():
+    with tfmulti.create_strategy("one_device", devices=["CPU:0"]).scope():
+        model = keras.Sequential([keras.layers.Dense(1, kernel_regularizer="l2")])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    layer = weakref.ref(model.layers[0])
+    del model
+    gc.collect()
+    assert layer() is None
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=targets(TABLE))

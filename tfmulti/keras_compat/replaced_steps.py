@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import types
 
 import keras
@@ -296,7 +295,8 @@ def inline_functions(original, inlines):
         )
         # As there, too: Keras's steps are traced with AutoGraph disabled.
         with ag_ctx.ControlStatusCtx(status):
-            return function(*args, **kwargs)
+            args = [_with_tensors(each) for each in bound.args]
+            return function(*args, **{k: _with_tensors(v) for k, v in bound.kwargs.items()})
 
     return call
 
@@ -326,19 +326,18 @@ def keep_losses_apart(kind):
         kind: The type of the attribute, such as `list`.
     """
 
-    def make(original, in_step):
+    def make(original, notes_of_step):
         # There is no original attribute of the class: each layer has its own.
-        return _OfThread(kind, in_step)
+        return _OfStep(kind, notes_of_step)
 
     return make
 
 
-class _OfThread:
-    """An attribute with a value for each replica's thread, and one for outside of steps."""
+class _OfStep:
+    """An attribute with a value for each replica's step, and one for outside of steps."""
 
-    def __init__(self, kind, in_step):
-        self._name, self._kind, self._in_step = "", kind, in_step
-        self._local = threading.local()
+    def __init__(self, kind, notes_of_step):
+        self._name, self._kind, self._notes_of_step = "", kind, notes_of_step
 
     def __set_name__(self, owner, name):
         # Keras's own name, so that a layer that is copied or used without us keeps its value.
@@ -347,11 +346,11 @@ class _OfThread:
     def __get__(self, instance, owner=None):
         if instance is None:
             return self
-        if not self._in_step():
+        notes = self._notes_of_step()
+        if notes is None:
             return instance.__dict__.setdefault(self._name, self._kind())
-        values = vars(self._local).setdefault("values", {})
         # The instance is kept with its value, so that no other object gets its id.
-        return values.setdefault(id(instance), (instance, self._kind()))[1]
+        return notes.setdefault((self._name, id(instance)), (instance, self._kind()))[1]
 
     def __set__(self, instance, value):
         # Only `Layer.__init__` assigns it.

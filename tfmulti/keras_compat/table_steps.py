@@ -112,7 +112,7 @@ _STEPS = (
             "penalties lost, or counted for another replica, beside synchronized batch "
             "normalization",
             "test_canary_penalties_of_replicas_are_kept_apart",
-            needs=("in_step",),
+            needs=("notes_of_step",),
             arguments=None,
         )
         for name, kind in (("_losses", list), ("_loss_ids", set))

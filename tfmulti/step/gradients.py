@@ -53,6 +53,7 @@ class _StepState:
         deferred: Whether their reduction is left to the accumulating optimizer.
         weighted: Whether a target was multiplied by the replica's weight.
         in_step: Whether this is within such a function.
+        notes: What else is kept until the outermost such function of the thread ends.
     """
 
     reduced: bool = False
@@ -60,6 +61,7 @@ class _StepState:
     deferred: bool = False
     weighted: bool = False
     in_step: bool = False
+    notes: dict = dataclasses.field(default_factory=dict)
 
 
 def _state() -> _StepState:
@@ -154,7 +156,8 @@ def with_step_state(fn, reduced: bool = False):
 
     @functools.wraps(fn)
     def step(*args, **kwargs):
-        state = _StepState(reduced=reduced, in_step=True)
+        notes = notes_of_step()
+        state = _StepState(reduced=reduced, in_step=True, notes={} if notes is None else notes)
         try:
             with _state_of_thread.set_to(state), _unreduced.set_to(False), in_this_graph():
                 return fn(*args, **kwargs)
@@ -169,6 +172,11 @@ def with_step_state(fn, reduced: bool = False):
 def in_step() -> bool:
     """Whether this thread traces a function that a replica runs."""
     return _state().in_step
+
+
+def notes_of_step() -> dict | None:
+    """Returns what is kept until the step that this thread traces ends; None outside of steps."""
+    return _state().notes if in_step() else None
 
 
 def inlines_functions() -> bool:
