@@ -581,7 +581,50 @@ def within_each_file(tmp_path):
     return files.apply(tf.data.experimental.assert_cardinality(10))
 
 
-@pytest.mark.parametrize("create", [examples_of_a_folder, unseeded, seeded, within_each_file])
+def parallel_map(_):
+    data = tf.data.Dataset.range(10)
+    return data.map(lambda x: x, num_parallel_calls=2, deterministic=False).take(5)
+
+
+def parallel_interleave(_):
+    parallel = {"num_parallel_calls": 2, "deterministic": False}
+    data = tf.data.Dataset.range(2).interleave(lambda x: tf.data.Dataset.range(5), **parallel)
+    return data.apply(tf.data.experimental.assert_cardinality(10))
+
+
+def parallel_within_each_file(_):
+    files = tf.data.Dataset.range(2).flat_map(lambda file: parallel_map(None))
+    return files.apply(tf.data.experimental.assert_cardinality(10))
+
+
+def options_without_order(_):
+    options = tf.data.Options()
+    options.deterministic = False
+    return tf.data.Dataset.range(10).with_options(options).take(5)
+
+
+def sampled(_, **settings):
+    tf.random.set_seed(None)
+    parts = [tf.data.Dataset.range(5)] * 2
+    data = tf.data.Dataset.sample_from_datasets(parts, **settings)
+    return data.apply(tf.data.experimental.assert_cardinality(10))
+
+
+def sampled_anew(_):
+    return sampled(_, seed=3, rerandomize_each_iteration=True)
+
+
+def sampled_within(_):
+    data = tf.data.Dataset.range(1).flat_map(sampled)
+    return data.apply(tf.data.experimental.assert_cardinality(10))
+
+
+CHANGING = [examples_of_a_folder, unseeded, seeded, within_each_file, parallel_map]
+CHANGING += [parallel_interleave, parallel_within_each_file, options_without_order]
+CHANGING += [sampled, sampled_anew, sampled_within]
+
+
+@pytest.mark.parametrize("create", CHANGING)
 @pytest.mark.parametrize("distribute", [distribute_train, distribute_eval])
 def test_a_stream_whose_order_changes_is_refused(tmp_path, create, distribute):
     with pytest.raises(ValueError, match="same order on every worker.* Received: .* Pass it befo"):
@@ -594,6 +637,29 @@ def test_a_stream_of_one_order_is_read_in_it(tmp_path):
     assert labels == [[0, 0, 0, 1], [1, 1]]
     fixed = tf.data.Dataset.range(9).shuffle(9, seed=3, reshuffle_each_iteration=False)
     passes = [list(distribute_eval(fixed, create_strategy(2), 9)) for _ in range(2)]
+    np.testing.assert_array_equal(*passes)
+
+
+def sampled_with_a_seed():
+    return sampled(None, seed=3)
+
+
+def sampled_with_a_seed_within():
+    data = tf.data.Dataset.range(1).flat_map(lambda _: sampled_with_a_seed())
+    return data.apply(tf.data.experimental.assert_cardinality(10))
+
+
+def files_in_a_fixed_order():
+    files = tf.data.Dataset.range(5).shuffle(5, seed=3, reshuffle_each_iteration=False)
+    data = files.interleave(lambda x: tf.data.Dataset.range(2), num_parallel_calls=2)
+    return data.apply(tf.data.experimental.assert_cardinality(10))
+
+
+@pytest.mark.parametrize(
+    "create", [sampled_with_a_seed, sampled_with_a_seed_within, files_in_a_fixed_order]
+)
+def test_a_stream_of_one_order_that_is_made_in_parallel_or_by_a_seed_is_accepted(create):
+    passes = [list(distribute_eval(create(), create_strategy(2), 10)) for _ in range(2)]
     np.testing.assert_array_equal(*passes)
 
 

@@ -175,7 +175,7 @@ def create_source(data, shuffle_buffer: int):
                 "where it is endless."
             )
         _refuse_batches(data)
-        _refuse_shuffles(data)
+        _refuse_changing_order(data)
         return StreamSource(data, num_examples, shuffle_buffer)
     if isinstance(data, list):
         raise ValueError(
@@ -220,19 +220,21 @@ def _refuse_batches(dataset):
         )
 
 
-def _refuse_shuffles(dataset):
+def _refuse_changing_order(dataset):
     """Raises for a dataset whose order changes.
 
     Also in one process, where no row would be lost: whether training will resume from a checkpoint
     is not known yet, and the same program must run on several workers.
     """
-    if keras_compat.shuffles_anew(dataset):
+    found = keras_compat.find_changing_order(dataset)
+    if found is not None:
         raise ValueError(
             "A `tf.data.Dataset` must have the same order on every worker and in every pass: each "
-            "worker keeps its own rows of it, and training can resume within a pass. Received: a "
-            "dataset with a shuffle of its own. Pass it before .shuffle(), or with shuffle=False "
+            "worker keeps its own rows of it, and training can resume within a pass. Received: "
+            f"{found}. Pass it before .shuffle(), or with shuffle=False "
             "of Keras's *_dataset_from_directory: distribute_train shuffles by itself. Or give "
-            ".shuffle() a seed and reshuffle_each_iteration=False."
+            ".shuffle() a seed and reshuffle_each_iteration=False, parallel calls and options "
+            "deterministic=True, and sample_from_datasets a seed."
         )
 
 
