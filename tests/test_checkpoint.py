@@ -324,6 +324,17 @@ def test_data_that_fit_does_not_train_from_have_no_position_to_save(small, is_di
     model.fit(data.map(lambda x, y: (2 * x, y)), epochs=2, verbose=0, callbacks=[saver])
 
 
+def test_data_with_a_position_that_the_checkpoint_was_not_given_are_refused(small):
+    create, checkpoint = small
+    model, data = create()
+    saver = checkpoint()
+    for given in (data, data.map(lambda x, y: (2 * x, y))):
+        with pytest.raises(ValueError, match=r"needs `dataset` where.* Received: dataset=None"):
+            model.fit(given, verbose=0, callbacks=[saver])
+    # The model does not remember data of an earlier call.
+    model.fit(*rows(), verbose=0, callbacks=[saver])
+
+
 @pytest.mark.parametrize("keep, left", [(None, [3, 6, 9]), (1, [9])])
 def test_as_many_checkpoints_are_kept_as_was_said(small, tmp_path, keep, left):
     create, checkpoint = small

@@ -65,6 +65,8 @@ SETTINGS = Mark("settings")
 None if it reads none on any worker; one that holds other weights than the others may have none."""
 FEED = Mark("feed")
 """While `fit` runs, the description of its data, `verification.case.Feed`."""
+TRAINS_FROM = Mark("trains_from")
+"""While `fit` runs, the data that it was given as `x`."""
 CHECKED = Mark("checked", {})
 """Its verified steps, `verification.case.Case` by kind, for spot checks."""
 SAMPLES = Mark("samples", {})

@@ -12,12 +12,13 @@ from pathlib import Path
 import keras
 from absl import logging
 
-from tfmulti import keras_compat, topology
+from tfmulti import keras_compat, marks, topology
 from tfmulti.callbacks.throughput import check_dataset, steps_before
 from tfmulti.checkpoint import callback_states, generations, optimizers, state
 from tfmulti.checkpoint.folder_lock import FolderLock
 from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
+from tfmulti.data.epochs import EpochDataset
 from tfmulti.runtime import files, processes
 from tfmulti.settings import check_whole_number
 from tfmulti.strategies import coordination, program_order
@@ -48,8 +49,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Args:
         folder: The folder of the checkpoints.
-        dataset: The result of `distribute_train` that `fit` trains from. Without it the position
-            within an epoch is unknown, and checkpoints are saved only between epochs.
+        dataset: The result of `distribute_train` that `fit` trains from. Without it, where `fit`
+            trains from other data, checkpoints are saved only between epochs.
         every_steps: Steps between checkpoints; None for none within an epoch.
         every_minutes: Minutes between checkpoints, by the chief's clock; None for none.
         keep: Number of checkpoints to keep; None for all.
@@ -65,7 +66,8 @@ class Checkpoint(keras.callbacks.Callback):
         every_steps: Steps between checkpoints; None for none within an epoch.
 
     Raises:
-        ValueError: For invalid numbers, or checkpoints within an epoch without `dataset`.
+        ValueError: For invalid numbers, or checkpoints within an epoch without `dataset`; when
+            `fit` begins, if it trains from a result of `distribute_train` that was not given.
 
     Example:
     >>> callback = Checkpoint("runs/checkpoints")
@@ -111,6 +113,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._requests = requests_of(self._strategy)
         self._requests.reset()
         self._strategy.keeps_whole_sums = True
+        _check_given(self._dataset, self.model)
         _check_model(self._dataset, self.model)
         _check_steps(self._dataset, self.params.get("steps"))
         self._last_time = self._clock()
@@ -324,6 +327,18 @@ def _check_arguments(dataset, every_steps, every_minutes, keep) -> None:
         raise ValueError(
             "`every_steps` and `every_minutes` need `dataset`, which knows its position. "
             "Received: dataset=None. Give the result of distribute_train."
+        )
+
+
+def _check_given(dataset, model) -> None:
+    """Raises ValueError for data with a position that would not be saved."""
+    given = marks.TRAINS_FROM.get(model)
+    if dataset is None and isinstance(given, EpochDataset):
+        raise ValueError(
+            "`Checkpoint` needs `dataset` where `fit` trains from a result of distribute_train, or "
+            "a resumed run takes the rows of the first epoch again. Received: dataset=None, and "
+            f"data of {given.plan.steps_per_epoch} steps per epoch in `fit`. "
+            "Use Checkpoint(folder, dataset=train), with the same result of distribute_train."
         )
 
 

@@ -124,6 +124,8 @@ def before_calls(name: str):
             # A callback may call another method: it belongs to the outer one again afterwards.
             outer = marks.CALL.get(self)
             marks.CALL.set(self, (name, bool(validates)))
+            if name == "fit":
+                marks.TRAINS_FROM.set(self, given.get("x"))
             try:
                 with during(self, name):
                     before(self, name, given)
@@ -137,6 +139,9 @@ def before_calls(name: str):
                 raise _own_function_error(own) from error
             finally:
                 marks.CALL.set(self, outer)
+                if name == "fit":
+                    # Data may be large, and models outlive them.
+                    marks.TRAINS_FROM.set(self, None)
 
         return call
 

@@ -137,7 +137,9 @@ class _Epochs:
         model, logs = self._model, {}
         model.stop_training, model.train_function = False, _is_traced
         keras_compat.take_initial_epoch(model)
+        marks.TRAINS_FROM.set(model, self._train)
         self._callbacks.on_train_begin()
+        marks.TRAINS_FROM.set(model, None)
         for epoch in range(keras_compat.take_initial_epoch(model) or 0, epochs):
             model.reset_metrics()
             self._callbacks.on_epoch_begin(epoch)
