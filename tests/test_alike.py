@@ -181,3 +181,10 @@ def test_fit_compares_all_its_data(monkeypatch):
 )
 def test_a_call_is_described_by_what_all_workers_must_give_alike(given, settings):
     assert program_order.describe_call("fit", given) == f"fit({settings})"
+
+
+def test_a_call_is_described_by_the_callbacks_that_all_workers_must_have():
+    logger, saver = keras.callbacks.CSVLogger("log"), tfmulti.callbacks.Checkpoint("folder")
+    for callbacks in (saver, [logger, saver], keras.callbacks.CallbackList([logger, saver])):
+        told = program_order.describe_call("fit", {"callbacks": callbacks})
+        assert told == "fit(callbacks=[Checkpoint, ...])"

@@ -127,5 +127,7 @@ SAMPLE = Mark("sample")
 """The batches that are kept of a distributed dataset, `step.samples.Samples`."""
 STEP = Mark("step")
 """The kind of step that a function is, and its model."""
+ON_ALL_WORKERS = Mark("on_all_workers", False)
+"""Whether a callback must be given on every worker, because it waits for the others."""
 PATH = Mark("path")
 """Where a callback would write, were its worker the chief."""

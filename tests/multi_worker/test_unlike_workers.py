@@ -45,6 +45,15 @@ def test_other_data_on_one_worker_are_told(run_workers, case, received):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("who", ["chief", "other"])
+def test_a_checkpoint_on_one_worker_alone_is_told_before_it_trains(run_workers, who):
+    told = "".join(run_workers(2, [PROGRAM, f"{who} saves"], check=False))
+    assert "All workers must build the same model" in told
+    assert "callbacks=[Checkpoint, ...])" in told
+    assert "trained" not in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["epochs", "validation"])
 def test_other_settings_of_fit_on_one_worker_are_told_before_it_trains(run_workers, case):
     told = "".join(run_workers(2, [PROGRAM, case], check=False))

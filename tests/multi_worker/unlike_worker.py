@@ -86,6 +86,11 @@ def predict_by_shards(model, given):
         model.predict_on_batch(DATA)
 
 
+def savers(data):
+    saves = CASE == "stop and save" or alone("saves")
+    return [tfmulti.callbacks.Checkpoint(tempfile.mkdtemp(), data)] if saves else []
+
+
 def main():
     program_order.WAIT_WARNING_S, program_order.WAIT_TIMEOUT_S = 1.0, 3.0
     strategy = tfmulti.create_strategy("multi_worker")
@@ -117,10 +122,9 @@ def main():
     if CASE == "batches":
         given = {"x": batches_of(x)}
     predict_by_shards(model, given)
-    callbacks = [Change()]
-    if CASE == "stop and save":
+    if CASE.endswith((" save", " saves")):
         given = {"x": tfmulti.distribute_train((x, x[:, :1]), strategy, 16)}
-        callbacks.append(tfmulti.callbacks.Checkpoint(tempfile.mkdtemp(), given["x"]))
+    callbacks = [Change(), *savers(given["x"])]
     epochs = 3 if here("epochs") else 2
     model.fit(**given, epochs=epochs, verbose=int(IS_CHIEF), callbacks=callbacks)
     print(f"trained {int(model.optimizer.iterations)} steps", flush=True)

@@ -88,6 +88,8 @@ class Checkpoint(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__()
+        # On the chief alone it would wait for the others, which train.
+        marks.ON_ALL_WORKERS.set(self, True)
         _check_arguments(dataset, every_steps, every_minutes, keep)
         files.check_local("folder", folder)
         self._folder, self._dataset = Path(folder), dataset

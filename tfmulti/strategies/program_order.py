@@ -104,7 +104,16 @@ def describe_call(name: str, given: dict) -> str:
     ]
     if given.get("validation_data") is not None:
         settings.append("validation_data=...")
+    together = [type(each).__name__ for each in _callbacks_on_all_workers(given.get("callbacks"))]
+    if together:
+        settings.append(f"callbacks=[{', '.join(together)}, ...]")
     return f"{name}({', '.join(settings)})"
+
+
+def _callbacks_on_all_workers(callbacks) -> list:
+    """Returns those that one worker must not be given alone, of what `fit` was given."""
+    each = getattr(callbacks, "callbacks", callbacks) or ()
+    return [one for one in tf.nest.flatten(each) if marks.ON_ALL_WORKERS.get(one)]
 
 
 def _is_setting(name, value) -> bool:
