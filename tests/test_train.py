@@ -13,6 +13,7 @@ from replicas import create_strategy
 
 import tfmulti
 from tfmulti import checkpoint, rendezvous
+from tfmulti.checkpoint import folder_lock, generations
 from tfmulti.cluster import environment
 from tfmulti.runtime import command_line
 from tfmulti.strategies import coordination
@@ -341,6 +342,40 @@ def test_a_restart_resumes_also_where_an_earlier_run_is_not_to_be_resumed(
         # A start that ends before training leaves no checkpoint that a restart would take.
         command._train(never, False)
     assert saved.exists() == bool(restarts)
+
+
+ANOTHER_RUN = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_run_leaves_what_another_run_writes_into_its_folder(tmp_path, monkeypatch, resume):
+    """It removed logs, and with `--resume never` checkpoints, before it was refused."""
+    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0)
+    settings = config(tmp_path, resume=resume, strategy="one_device", logical_cpus=0)
+    log, folder = tmp_path / "logs" / "train" / "events", tmp_path / checkpoint.FOLDER
+    # A run has logs before its first checkpoint.
+    mine = [log, *[folder / "step_000000000012"] * (resume == "never")]
+    for path in (*mine, folder):
+        path.mkdir(parents=True, exist_ok=True)
+    reporter = run_reporter.RunReporter(create_strategy(1), tmp_path, print)
+    train = tfmulti.distribute_train((np.zeros((2, 1)),), reporter.strategy, 2)
+    begin = lambda *_, **__: reporter.create_callbacks(train, settings)
+    monkeypatch.setattr(loop, "train_and_evaluate", begin)
+    another = [sys.executable, "-c", ANOTHER_RUN, folder / folder_lock.NAME]
+    with subprocess.Popen(another, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"here\n"
+        with pytest.raises(generations.CheckpointError, match="used by one run at a time"):
+            command._train(settings, False)
+        with pytest.raises(generations.CheckpointError, match="used by one run at a time"):
+            begin()
+        other.kill()
+    assert all(path.exists() for path in mine)
 
 
 def test_workers_resume_together_where_each_launcher_counts_its_own_restarts(tmp_path, monkeypatch):

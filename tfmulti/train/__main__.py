@@ -143,12 +143,15 @@ def _train(config: TrainConfig, verbose: bool) -> int:
         os.environ.pop("TF_CONFIG", None)
         memory_estimate.show(config)
         return 0
-    from tfmulti.checkpoint import generations
+    from tfmulti.checkpoint import folder_lock, generations
     from tfmulti.train.loop import train_and_evaluate
 
     if has_folder and not config.resumes():
+        folder = Path(config.workdir) / checkpoint.FOLDER
+        # Until the process ends: another run, which is training, keeps its checkpoints.
+        folder_lock.FolderLock(_print_line).take(folder)
         # However this start ends, the next one takes what is there for its own.
-        generations.remove_all(Path(config.workdir) / checkpoint.FOLDER)
+        generations.remove_all(folder)
     result = train_and_evaluate(config, print_fn=_print_line)
     if task is None or task.is_chief:
         _show(result, config.workdir)

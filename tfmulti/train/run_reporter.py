@@ -13,6 +13,8 @@ from pathlib import Path
 import keras
 
 from tfmulti import callbacks, checkpoint, keras_compat, marks, topology
+from tfmulti.checkpoint.folder_lock import FolderLock
+from tfmulti.checkpoint.on_chief import on_chief
 from tfmulti.cluster import environment
 from tfmulti.runtime import console, files
 from tfmulti.runtime.console import count
@@ -134,6 +136,7 @@ class RunReporter:
         self.workdir = Path(workdir) if workdir else None
         self._print_fn, self.print_fn = print_fn, self._print_with_name
         self.progress = self.saver = None
+        self._lock = FolderLock(self.print_fn)
 
     def _print_with_name(self, line):
         # A launcher already prefixes each line with the name.
@@ -174,11 +177,9 @@ class RunReporter:
         progress = self.progress or callbacks.Events(self.print_fn)
         if self.workdir is None:
             return [*chosen, progress]
+        on_chief(self.strategy, lambda: self._take_folder(resumes))
         if self.is_chief:
-            self.workdir.mkdir(parents=True, exist_ok=True)
             logs = self.workdir / "logs"
-            if not resumes or not checkpoint.saved_in(self._checkpoints):
-                shutil.rmtree(logs, ignore_errors=True)
             chosen.append(callbacks.HistoryFile(self.workdir / "history.csv"))
             chosen.append(keras.callbacks.TensorBoard(logs, write_graph=False))
         self.saver = callbacks.Checkpoint(
@@ -190,6 +191,13 @@ class RunReporter:
             print_fn=self.print_fn,
         )
         return [*chosen, self.saver, progress]
+
+    def _take_folder(self, resumes):
+        """Locks the folder, in which another run may be training, and removes earlier logs."""
+        self._lock.take(self._checkpoints)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        if not resumes or not checkpoint.saved_in(self._checkpoints):
+            shutil.rmtree(self.workdir / "logs", ignore_errors=True)
 
     def _create_monitors(self, config) -> list:
         chosen = []
@@ -218,7 +226,8 @@ class RunReporter:
         return self.saver.resumed_step, plan.count_before(*self.saver.resumed_position)
 
     def close(self) -> None:
-        """Restores the terminal, also after an error."""
+        """Restores the terminal and leaves the folder to others, also after an error."""
+        self._lock.release()
         if self.progress is not None:
             self.progress.close()
 
